@@ -39,8 +39,7 @@ from clipmill.train.distributed.stages import partition
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.models.attention import attend_with_sdpa
-from clipmill.train.models.captioner import Captioner
-from clipmill.train.models.gpt2 import Gpt2, Gpt2Size
+from clipmill.train.models.captioner import Captioner, Gpt2, Gpt2Size
 from clipmill.train.models.timesformer import TimeSformer
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import VideoViTSize

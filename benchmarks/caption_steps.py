@@ -8,15 +8,13 @@ import torch
 from torch import nn
 
 from clipmill.train.models.attention import open_attention
-from clipmill.train.models.captioner import Captioner
-from clipmill.train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Name, TextCache
+from clipmill.train.models.captioner import GPT2_SIZES, Captioner, Gpt2, Gpt2Name, TextCache
 from clipmill.train.models.timesformer import NORM_EPS, TimeSformer
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import VideoViTSize
 from clipmill.train.tasks.caption.decoding import generate_captions
 from clipmill.train.tasks.caption.settings import DecodingSettings, max_tokens_of
-from clipmill.train.weights.hf_caption import to_hf_caption
-from clipmill.train.weights.hf_caption_config import TimeSformerShape, hf_caption_config
+from clipmill.train.weights.hf_caption import TimeSformerShape, hf_caption_config, to_hf_caption
 
 END = 0
 

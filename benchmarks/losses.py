@@ -22,8 +22,7 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import DatasetSize, build_contrast
-from clipmill.train.losses.registry import LOSSES
-from clipmill.train.losses.settings import Loss
+from clipmill.train.losses.settings import LOSSES, Loss
 
 BASE = "infonce"
 OPEN_CLIP = "infonce, open_clip"

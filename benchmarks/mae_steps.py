@@ -10,11 +10,11 @@ from benchmarks.timing import seconds_of
 from clipmill.train.config.model import ModelName, Towers
 from clipmill.train.models.attention import open_attention
 from clipmill.train.models.dual_encoder import size_of
-from clipmill.train.models.masked_autoencoder import MaskedAutoencoder, predicted_cubes
+from clipmill.train.models.videomae import MaskedAutoencoder, predicted_cubes
 from clipmill.train.tasks.mae.masks import tube_masks
 from clipmill.train.tasks.mae.objective import normalised_cubes, reconstruction_loss
 from clipmill.train.weights.conversion import IMAGENET_STD
-from clipmill.train.weights.hf_videomae import to_hf_videomae
+from clipmill.train.weights.videomae import to_hf_videomae
 
 OURS, HF = "clipmill", "transformers"
 NUM_FRAMES, MASK_RATIO = 16, 0.9

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from clipmill.train.data.chunk_overview import chunks_table
     from clipmill.train.data.chunk_reader import Chunk, Chunks, read_chunks
     from clipmill.train.data.interface import open_clips, open_latents
-    from clipmill.train.inference.model import LoadedModel, load_model
+    from clipmill.train.inference import LoadedModel, load_model
 
 __all__ = [
     "Batches",
@@ -34,7 +34,7 @@ _MODULES = {
     "train.data.chunk_overview": ("chunks_table",),
     "train.data.chunk_reader": ("Chunk", "Chunks", "read_chunks"),
     "train.data.interface": ("open_clips", "open_latents"),
-    "train.inference.model": ("LoadedModel", "load_model"),
+    "train.inference": ("LoadedModel", "load_model"),
 }
 
 

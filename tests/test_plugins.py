@@ -9,8 +9,7 @@ from clipmill.manifests.help_text import help_text
 from clipmill.manifests.plugins import Parts, UnusablePart
 from clipmill.prep.cli import build_app
 from clipmill.shards.column_fields import COLUMN_FIELDS
-from clipmill.train.losses.registry import LOSSES
-from clipmill.train.losses.settings import Loss
+from clipmill.train.losses.settings import LOSSES, Loss
 from clipmill.train.registry import TASKS
 from tests.forked import forked
 from tests.plugins import declare, installed_here
@@ -62,7 +61,7 @@ def test_a_column_that_cannot_be_used_stops_neither_the_help_nor_the_completion(
 
 def test_a_loss_with_a_setting_that_there_is_not_stops_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "odd_settings.py").write_text(
-        "from clipmill.train.losses.registry import LossSpec\n"
+        "from clipmill.train.losses.settings import LossSpec\n"
         "LOSS = LossSpec(name='odd-settings', loss='odd:loss', settings={'temprature': 0.07})\n"
     )
     declare(tmp_path, "odd", {"losses": {"odd-settings": "odd_settings:LOSS"}})

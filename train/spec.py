@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from clipmill.train.evaluation.tables import Table
     from clipmill.train.models.dual_encoder import ModelShape
     from clipmill.train.run.folder import RunFolder
+    from clipmill.train.weights.architecture import Logits
     from clipmill.train.weights.exported import Exported
-    from clipmill.train.weights.logits import Logits
 
 
 @dataclass(frozen=True)

@@ -100,13 +100,13 @@ def measure_attention(setup: Setup) -> Result:
         rows=rows,
         notes=[
             "ms per forward and backward pass; gradients are compared with the formula in float32",
-            f"{ALL}: the fastest backend belongs into FASTEST of train/engine/attention_choice.py",
+            f"{ALL}: the fastest backend belongs into FASTEST of train/models/attention_choice.py",
         ],
     )
 
 
 def fastest_backend(path: Path) -> dict[tuple[int, int], AttentionChoice]:
-    """The entry of `FASTEST` (clipmill.train.engine.attention_choice) by the results of a GPU; empty without any."""
+    """The entry of `FASTEST` (clipmill.train.models.attention_choice) by the results of a GPU; empty without any."""
     results = json.loads(path.read_bytes())
     capability = results["environment"].get("compute_capability")
     rows = [row for one in results["measurements"] for row in one["rows"] if row.get("shape") == ALL]

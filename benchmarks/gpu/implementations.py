@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.gpu.measurements import Setup, one_line
 from benchmarks.timing import seconds_of, turns
-from clipmill.train.engine.throughput import Throughput, peak_flops
+from clipmill.train.engine.metrics import Throughput, peak_flops
 
 GIB = 1024**3
 _WARM_STEPS = 2
@@ -24,7 +24,7 @@ class Implementation:
 
     Attributes:
         step: one unit of the work.
-        model: model whose forward FLOPs, times three, are the FLOPs of a step (clipmill.train.engine.throughput).
+        model: model whose forward FLOPs, times three, are the FLOPs of a step (clipmill.train.engine.metrics).
         num_flops: FLOPs of a step, if no model is trained.
     """
 

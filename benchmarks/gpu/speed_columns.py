@@ -14,7 +14,7 @@ from clipmill.prep.latents.recipe import Encoding, LatentsSettings, Precision
 from clipmill.prep.latents.vae import Encoder, tiny_vae
 from clipmill.prep.latents.weights import Vae
 from clipmill.prep.text.tower import TINY, TINY_SHA256, Tower, load_tower
-from clipmill.train.engine.throughput import FlopCounter
+from clipmill.train.engine.metrics import FlopCounter
 
 PREP, PLAIN, MODEL = "prep", "plain loop", "the model alone"
 _SCALING = 0.18215  # of Stable Diffusion

@@ -11,7 +11,7 @@ from benchmarks.gpu.captioners import opened_captioners, shape_of
 from benchmarks.gpu.implementations import Implementation, Opening, faster_than, rows_of, take_turns
 from benchmarks.gpu.measurements import Result, Setup, Target
 from benchmarks.losses import BASE, OPEN_CLIP, openings_of
-from clipmill.train.engine.throughput import FlopCounter
+from clipmill.train.engine.metrics import FlopCounter
 from clipmill.train.tasks.caption.settings import DecodingSettings, max_tokens_of
 
 _PAIRS, _WIDTH, _CAPTIONS = 2048, 512, 32
@@ -34,7 +34,7 @@ def measure_losses(setup: Setup) -> Result:
         notes=[
             f"{pairs} pairs of width {width}, float32; ours with per-sample state and logged metrics, as in the "
             "training loop. FLOPs are those of one similarity matrix and its gradients. MFU is not given, because "
-            "train/engine/throughput.py has no peak for float32.",
+            "train/engine/metrics.py has no peak for float32.",
         ],
         targets=[
             Target(

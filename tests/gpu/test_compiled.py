@@ -32,7 +32,7 @@ def test_a_compiled_task_has_the_losses_of_an_eager_one(
             pytest.skip(f"not in the dry run, which runs {SHOWN} alone")
         # Traced as ever, and handed to no compiler of C++.
         compiled = partial(transformer.compile_blocks, backend="aot_eager")
-        monkeypatch.setattr("clipmill.train.engine.clip_task.compile_blocks", compiled)
+        monkeypatch.setattr("clipmill.train.engine.task.compile_blocks", compiled)
     elif not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         pytest.skip("Triton builds its launchers with Python.h, which this machine lacks")
     torch.compiler.reset()

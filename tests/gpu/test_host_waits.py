@@ -12,7 +12,7 @@ import torch
 from clipmill.manifests.errors import FailedWork
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.device.transfer import DeviceEvent, LateMetrics
-from clipmill.train.engine.failure_log import FailureLog, SyncedBatch
+from clipmill.train.engine.failures import FailureLog, SyncedBatch
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.gpu.runs import TASKS, Runs

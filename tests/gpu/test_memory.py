@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipmill.train.engine.out_of_memory import available_bytes
+from clipmill.train.engine.failures import available_bytes
 from tests.gpu.commands import train_and_say_peak, train_within
 from tests.gpu.processes import start
 from tests.gpu.runs import Runs

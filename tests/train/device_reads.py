@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import clipmill.train.engine.loop
 from clipmill.train.data.batch import TENSORS
 from clipmill.train.device.transfer import LateMetrics
-from clipmill.train.engine.failure_log import FailureLog, SyncedBatch
+from clipmill.train.engine.failures import FailureLog, SyncedBatch
 from clipmill.train.engine.state import State
 
 # They end in a number, or in a tensor whose size depends on values.

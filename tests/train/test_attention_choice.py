@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clipmill.train.engine.attention_choice import choose_attention, kernels_fact, previous_backend
 from clipmill.train.models.attention import open_attention
+from clipmill.train.models.attention_choice import choose_attention, kernels_fact, previous_backend
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clipmill.train.config.training import flatten, plain_values
-from clipmill.train.losses.registry import LOSSES
+from clipmill.train.losses.settings import LOSSES
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from tests.train.fastclip_tables import losses_of, optimizers_of

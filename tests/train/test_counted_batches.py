@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from clipmill.manifests.progress import Activity
-from clipmill.train.run.counted_batches import counted_batches, counting_batches
-from clipmill.train.run.tracking import Progress
+from clipmill.train.run.tracking import Progress, counted_batches, counting_batches
 from tests.screens import open_screen
 
 
@@ -25,7 +24,7 @@ def test_batches_are_counted_for_a_command_and_not_in_a_training_loop(monkeypatc
         said.append(Activity(what))
         return said[-1]
 
-    monkeypatch.setattr("clipmill.train.run.counted_batches.Activity", noted)
+    monkeypatch.setattr("clipmill.train.run.tracking.Activity", noted)
     batches: Any = [Loaded(), Loaded()]
     assert list(counted_batches(batches, "embedding", total=9)) == batches and not said
     with counting_batches():

@@ -1,6 +1,6 @@
 """Which batch would fit: arithmetic on the figures of the GPU's memory."""
 
-from clipmill.train.engine.out_of_memory import fitting, too_large
+from clipmill.train.engine.failures import fitting, too_large
 
 GB = 10**9
 

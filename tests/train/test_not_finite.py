@@ -16,7 +16,7 @@ from clipmill.train.data.loader import TrainingSet
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.metrics_log import not_finite
+from clipmill.train.engine.metrics import not_finite
 from clipmill.train.losses.objective import Objective
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder, read_lines

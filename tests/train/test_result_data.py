@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.train.run.result_names import data_facts, other_data, result_name
+from clipmill.train.run.folder import data_facts, other_data, result_name
 
 
 def test_another_spelling_of_the_run_s_own_data_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from clipmill.train.engine.throughput import FlopCounter, Throughput, efficient_flops, peak_flops
+from clipmill.train.engine.metrics import FlopCounter, Throughput, efficient_flops, peak_flops
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import SIZES, DualEncoder
 

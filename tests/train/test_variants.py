@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from clipmill.shards.dataset import current_variant, reading_variants, set_current_variant
-from clipmill.train.inference.model import load_model
+from clipmill.train.inference import load_model
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder
 from tests.object_storage.folders import upload

@@ -38,7 +38,7 @@ def _no_java() -> Iterator[None]:
 def _one_machine() -> Iterator[None]:
     """`train doctor` of several pages asks torch about this machine once, in a process of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("clipmill.train.doctor.examined.ask_child", cache(ask_child))
+        patch.setattr("clipmill.train.doctor.machine.ask_child", cache(ask_child))
         yield
 
 

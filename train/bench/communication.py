@@ -12,7 +12,7 @@ the intervals of all events of a kind are merged. Per step:
     compute + exposed + other = total;  overlap + exposed = communication
 
 Communication lasts from the first byte to the end of a collective on this rank: a rank that is early waits in it for
-the others. The exchange of failures and signals before a step (clipmill.train.engine.failure_log) is not part of it.
+the others. The exchange of failures and signals before a step (clipmill.train.engine.failures) is not part of it.
 Recording slows steps down; `unrecorded_s` is the time of a step without it.
 """
 
@@ -33,13 +33,44 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_bytes
 from clipmill.shards.pages.templates import load_template
-from clipmill.train.bench.feature_exchange import FeatureExchange
 from clipmill.train.bench.report import about
 from clipmill.train.bench.steps import Opened, Steps
-from clipmill.train.losses.contrastive import AutogradObjective, ContrastiveObjective
+from clipmill.train.losses.contrastive import (
+    AutogradObjective,
+    ContrastiveObjective,
+    Similarities,
+    Weights,
+    blocks,
+    exact_products,
+)
 from clipmill.train.losses.objective import Objective
 from clipmill.train.losses.settings import Exchange
-from clipmill.train.losses.similarities import Similarities
+
+
+class FeatureExchange(Similarities):
+    """Similarities whose gradients are summed over ranks, not computed from gathered values."""
+
+    def gradients(
+        self, weights: Weights, *, clips_KB: torch.Tensor, captions_KB: torch.Tensor, pair_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Similarities.gradients`; the ranks' `pair_B` and values of other ranks' pairs are not used."""
+        width = self.video_bE.shape[1]
+        videos, texts = slice(0, width), slice(width, None)
+        grad_B2E = torch.zeros_like(self.both_B2E)
+        sides = ((self.clips_bB, clips_KB, videos, texts), (self.captions_bB, captions_KB, texts, videos))
+        with exact_products(self.pair_b.device):
+            for rows_bB, values_KB, own, other in sides:
+                for rows in blocks(rows_bB):
+                    among_all = slice(self.own.start + rows.start, self.own.start + rows.stop)
+                    weight_RB = weights(rows_bB[rows], values_KB[:, among_all, None])
+                    if not len(values_KB):  # W itself, of which each side has half
+                        weight_RB.div_(2)
+                    weight_RB[:, among_all].diagonal().copy_(pair_B[among_all] / 2)
+                    grad_B2E[among_all, own].addmm_(weight_RB, self.both_B2E[:, other])
+                    grad_B2E[:, other].addmm_(weight_RB.T, self.both_B2E[among_all, own])
+        grad_b2E = self.world.reduce_scatter(grad_B2E).mul_(self.world.size)
+        return grad_b2E[:, videos], grad_b2E[:, texts]
+
 
 _STEP = "clipmill::step"
 _NUM_WARMUP = 3  # DDP orders its buckets after the first backward pass

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.units import size_text
-from clipmill.train.bench.stages import AUGMENT, CROP, DECODE, LOADING, READ, TOKENS
+from clipmill.train.bench.steps import AUGMENT, CROP, DECODE, LOADING, READ, TOKENS
 from clipmill.train.config.clips import ClipSettings
 
 _COMPUTE = (AUGMENT, "model")

@@ -13,14 +13,13 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.train.bench.communication import measure_breakdown
 from clipmill.train.bench.report import advice, judge
-from clipmill.train.bench.stages import measure_stages
-from clipmill.train.bench.steps import Opened, enough_samples, open_to_measure, take_steps
+from clipmill.train.bench.steps import Opened, enough_samples, measure_stages, open_to_measure, take_steps
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import is_local_folder
 from clipmill.train.config.training import Strategy, plain_values
 from clipmill.train.device.precision import choose_device
 from clipmill.train.distributed.world import World
-from clipmill.train.doctor.host import examine_disk
+from clipmill.train.doctor.machine import examine_disk
 from clipmill.train.engine.loop import check_batch
 from clipmill.train.losses.settings import Exchange
 from clipmill.train.run.environment import machine

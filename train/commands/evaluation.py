@@ -20,8 +20,8 @@ from clipmill.train.config.places import require_named_weights, require_places
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.registry import evaluations, evaluations_of, tasks_where
 from clipmill.train.run.charts import add_evaluation
-from clipmill.train.run.counted_batches import counting_batches
 from clipmill.train.run.folder import is_run, open_run, read_lines
+from clipmill.train.run.tracking import counting_batches
 from clipmill.train.spec import EvaluationSpec, Tasks, take_tags
 
 

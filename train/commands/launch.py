@@ -28,20 +28,18 @@ from clipmill.train.device.precision import choose_device, open_precision
 from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.world import World
 from clipmill.train.doctor.commands import doctor_facts
-from clipmill.train.engine.attention_choice import choose_attention, describe_fallback, kernels_fact
-from clipmill.train.engine.clip_task import describe_parameters, outline
 from clipmill.train.engine.loop import check_batch, describe_epochs, train
+from clipmill.train.engine.metrics import consumption_entry
 from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
-from clipmill.train.engine.task import check_stages
+from clipmill.train.engine.task import check_stages, describe_parameters, outline
+from clipmill.train.models.attention_choice import choose_attention, describe_fallback, kernels_fact
 from clipmill.train.registry import TASKS
 from clipmill.train.report.results import initial_weights, write_page
 from clipmill.train.run.charts import check_tracking
 from clipmill.train.run.checkpoint import latest_checkpoint
 from clipmill.train.run.checkpoint_writer import recover
-from clipmill.train.run.consumption import consumption_entry
-from clipmill.train.run.environment import machine, versions
+from clipmill.train.run.environment import PACKAGES_FACT, machine, packages_of, versions
 from clipmill.train.run.folder import Resume, RunFolder, create_run, find_run, read_lines, reopen_run, sweep
-from clipmill.train.run.packages import PACKAGES_FACT, packages_of
 from clipmill.train.run.shared_folder import require_shared, wait_for_files
 from clipmill.train.run.tracking import Progress
 from clipmill.train.run.variants import (

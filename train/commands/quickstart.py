@@ -85,7 +85,7 @@ def _plan(data: Sequence[str], asked: Asked) -> "Plan":
         import torch
 
         from clipmill.train.device.precision import choose_device
-        from clipmill.train.doctor.examined import examine_in_run
+        from clipmill.train.doctor.machine import examine_in_run
         from clipmill.train.quickstart.measured import measure
         from clipmill.train.quickstart.plan import make_plan, propose
 

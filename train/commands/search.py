@@ -44,7 +44,7 @@ def embed(
         from clipmill.train.device.precision import choose_device
         from clipmill.train.distributed.launch import COMMAND, open_world
         from clipmill.train.engine.rank_consistency import SAME_LAUNCH
-        from clipmill.train.inference.model import load_model
+        from clipmill.train.inference import load_model
         from clipmill.train.run.tracking import Progress
         from clipmill.train.run.variants import reading_variants_of_run
         from clipmill.train.search.embedding import embed as run

@@ -19,8 +19,8 @@ from clipmill.train.config.files import RENAMED, load_settings, preset_path, pre
 from clipmill.train.config.places import require_places
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.registry import DEFAULT, find_task, task_names
+from clipmill.train.run.environment import require_parts
 from clipmill.train.run.folder import Resume, RunFolder
-from clipmill.train.run.packages import require_parts
 
 if TYPE_CHECKING:
     from cyclopts import App

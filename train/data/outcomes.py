@@ -6,7 +6,7 @@ Life cycle of a failed sample ("why was this sample skipped?"):
 2. The sample set returns it as a `FailedSample`. So does a loader for a sample that is not ready in time ("stuck").
 3. The next sample in order fills the batch, and `LoadedBatch.failed` carries the failure along. More failures than
    `max_failures` raise `TooManyFailures` instead.
-4. `clipmill.train.engine.failure_log.FailureLog` collects the failures of all ranks, appends them to failures.jsonl in
+4. `clipmill.train.engine.failures.FailureLog` collects the failures of all ranks, appends them to failures.jsonl in
    the run folder and ends the run above --max-failures. Evaluations in the loop report theirs as `num_failed`, result
    files as `failed`.
 

@@ -94,7 +94,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         import torch
     except (ImportError, OSError) as error:
         return Accelerator(torch_error=first_line(error), driver=driver_version())
-    from clipmill.train.models.attention_kernels import cudnn_version
+    from clipmill.train.models.attention_choice import cudnn_version
 
     found: dict[str, Any] = {
         "torch": torch.__version__,
@@ -116,7 +116,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         from torch.utils.collect_env import get_env_info
 
         from clipmill.train.device.precision import open_precision
-        from clipmill.train.engine.attention_choice import FASTEST
+        from clipmill.train.models.attention_choice import FASTEST
 
         try:
             found["environment"] = get_env_info()._asdict()
@@ -166,7 +166,7 @@ def _try_one(name: str, kind: str, precision: str, device_type: str) -> Tried:
     import torch
 
     from clipmill.train.models.attention import open_attention, pack
-    from clipmill.train.models.attention_kernels import kernels_of
+    from clipmill.train.models.attention_choice import kernels_of
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     device, is_packed = torch.device(device_type), kind != "clips"

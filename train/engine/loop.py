@@ -1,7 +1,7 @@
 """The training loop of all tasks. Model, objective and evaluation come from the task (clipmill.train.engine.task).
 
 All ranks run it in lockstep. Before each step they exchange whether each has a batch and whether one has to stop; an
-error or signal on one rank therefore ends all of them (clipmill.train.engine.failure_log).
+error or signal on one rank therefore ends all of them (clipmill.train.engine.failures).
 
 The metrics of a step are read after the next step has been started (clipmill.train.device.transfer), or at once for a
 checkpoint or an evaluation. A loss or gradient norm that is not finite ends the run, and no later step is saved; so do
@@ -31,16 +31,20 @@ from clipmill.train.device.transfer import DeviceEvent, LateMetrics, Scalar, Ste
 from clipmill.train.distributed.parallel import average_gradients, exchange_buffers, sync_gradients
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.failure_log import FailureLog
-from clipmill.train.engine.metrics_log import BatchIds, MetricsLog, PendingStep, require_finite_state
-from clipmill.train.engine.out_of_memory import explain_out_of_memory
+from clipmill.train.engine.failures import FailureLog, explain_out_of_memory
+from clipmill.train.engine.metrics import (
+    BatchIds,
+    Consumption,
+    MetricsLog,
+    PendingStep,
+    Throughput,
+    require_finite_state,
+)
 from clipmill.train.engine.state import State, new_state
 from clipmill.train.engine.task import Task
-from clipmill.train.engine.throughput import Throughput
 from clipmill.train.optim.optimizer import clip_gradients, set_learning_rates, take_step
 from clipmill.train.run.checkpoint import latest_checkpoint
 from clipmill.train.run.checkpoint_writer import CheckpointWriter
-from clipmill.train.run.consumption import Consumption
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.run.tracking import Progress, Trackers, open_trackers
 
@@ -50,7 +54,7 @@ from clipmill.train.run.tracking import Progress, Trackers, open_trackers
 class StopSignal:
     """SIGTERM, remembered until the loop has finished its step.
 
-    The ranks exchange it before each step (clipmill.train.engine.failure_log): if one has received it, all save a
+    The ranks exchange it before each step (clipmill.train.engine.failures): if one has received it, all save a
         checkpoint and
     stop.
     """

@@ -17,9 +17,8 @@ from clipmill.train.device.precision import Precision, open_precision
 from clipmill.train.distributed.parallel import ZeroOptimizer, unshard, wrap_model
 from clipmill.train.distributed.storage import dtype_of
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.clip_task import ClipTask
-from clipmill.train.engine.metrics_log import not_finite
-from clipmill.train.engine.task import Task, own_part
+from clipmill.train.engine.metrics import not_finite
+from clipmill.train.engine.task import ClipTask, Task, own_part
 from clipmill.train.losses.objective import Objective
 from clipmill.train.optim.optimizer import make_optimizer
 from clipmill.train.optim.parameters import plain_name, set_training_mode

@@ -4,19 +4,34 @@ A task owns what is particular to it: samples, model, objective and evaluation. 
 optimizer, ranks, logging, checkpoints, resuming.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.augment.draws import draw
+from clipmill.train.augment.pictures import to_model_input
+from clipmill.train.config.clips import ClipSettings, adapted_towers
+from clipmill.train.config.evaluation import EvaluatedData
 from clipmill.train.config.training import ParallelSettings, TrainingSettings
+from clipmill.train.config.tuning import Tower, frozen_part
+from clipmill.train.data.batch import Batch
+from clipmill.train.data.inputs import open_mixed
 from clipmill.train.data.loader import TrainingSet
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.rank_consistency import NamedSamples
 from clipmill.train.losses.objective import Objective
-from clipmill.train.weights.source import Say, Source
+from clipmill.train.models.attention import AttentionBackend
+from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.models.transformer import blocks_of, compile_blocks
+from clipmill.train.optim.parameters import freeze, plain_name
+from clipmill.train.run.folder import data_facts
+from clipmill.train.weights.conversion import LOGIT_SCALE
+from clipmill.train.weights.source import Base, Say, Source
 
 if TYPE_CHECKING:
     from clipmill.train.distributed.stages import LayerCost
@@ -134,3 +149,257 @@ def own_part(task: object, model: nn.Module, parallel: ParallelSettings, *, stag
     assert isinstance(task, PipelineTask)
     cut = partition(task.layers(model), num_stages=stages.size, rule=parallel.partition)
     return task.part(model, cut[stages.rank])
+
+
+if TYPE_CHECKING:
+    from clipmill.train.data.held_out import EvaluatedClips
+    from clipmill.train.data.mixed_samples import MixedSamples
+    from clipmill.train.engine.rank_consistency import NamedSamples
+    from clipmill.train.weights.loading import Loaded
+
+    class EvaluatedSet(NamedSamples, EvaluatedClips, Protocol):
+        """The samples of an evaluation in the loop."""
+
+
+# Parts of other models that a video tower is not initialised from: prefix of their tensors, description.
+UNUSED_PARTS = {
+    "text.": "the text tower",
+    "head.": "a classifier's last layer (head)",
+    "video.proj": "the projection (video.proj)",
+    LOGIT_SCALE: "the temperature (logit_scale)",
+    "decoder.": "the decoder and its mask token (decoder)",
+}
+Settings = TypeVar("Settings", bound=ClipSettings)
+Samples = TypeVar("Samples")
+Opened = TypeVar("Opened")
+Rgb = tuple[float, float, float]
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class ClipTask(Generic[Settings, Samples, Model]):
+    """Settings, device, initial weights and model input of a task; the task adds samples, model and objective.
+
+    Args:
+        shape: of models for weights that are used as they are; `build_model` then needs no samples.
+
+    Attributes:
+        base: the weights that checkpoints leave out, once `start_from` has been called in a run with adapters.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        attention: AttentionBackend,
+        device: torch.device,
+        shape: ModelShape | None = None,
+    ) -> None:
+        self._settings, self._attention, self._device, self._shape = settings, attention, device, shape
+        size_of(settings.model, settings.towers)  # a mistake in it is reported before training starts
+        self._start: Loaded | None = None
+        self.base: Base | None = None
+        self._evaluations: dict[str, dict[str, Any]] = {}
+
+    def on(self, shards: str | None) -> Self:
+        """The task, with its classes or tokens, on the data of an evaluation in the loop.
+
+        Args:
+            shards: None for the data of the run.
+        """
+        settings = self._settings if shards is None else self._settings.on(shards)
+        return self._with(replace(settings, where=settings.evaluate.where, share=1.0))
+
+    def mixed(self, open_one: Callable[[Self], Opened]) -> "Opened | MixedSamples":
+        """Open the training set: that of the data folder, or the mixture of those of several, each by its own task.
+
+        Raises:
+            UserError: see `open_mixed`.
+        """
+        return open_mixed(lambda folder: open_one(self._with(self._settings.on(folder))), self._settings)
+
+    def _with(self, settings: Settings) -> Self:
+        other = copy(self)
+        other._settings = settings
+        return other
+
+    def note_evaluation(
+        self, one: EvaluatedData, samples: "EvaluatedSet", *, means_of: tuple[int, str] | None = None, **more: str
+    ) -> None:
+        """Record the data of an evaluation in the loop, for run.json and the results page.
+
+        Args:
+            means_of: number and noun of what its metrics are means of, if not of clips.
+        """
+        from clipmill.train.data.held_out import held_out_facts
+
+        data = data_facts(self._settings.shards, one.shards)
+        held = held_out_facts(samples, self.on(one.shards)._settings, split=one.split, data=data)
+        cautions = [] if held is None else held.cautions(of=means_of)
+        self._evaluations[one.name] = {
+            **data,
+            "split": one.split,
+            "data": samples.describe(),
+            "variant": samples.variant_name,
+            **more,
+            **({"caution": "; ".join(cautions)} if cautions else {}),
+        }
+
+    def new_model(self, samples: Samples) -> Model:
+        """A model with new weights, for clips as `samples` has them."""
+        raise NotImplementedError
+
+    def fit_weights(self, model: Model, source: Source, *, say: Say) -> "Loaded":
+        """Fit weights to a model on the meta device."""
+        from clipmill.train.weights.loading import fit_to
+
+        return fit_to(model, source, allow=self._settings.init.allow, say=say)
+
+    def fit_whole(self, model: Model, source: Source, *, say: Say) -> "Loaded":
+        """Fit all parameters of a model on any device to weights; see `clipmill.train.weights.loading.load_whole`."""
+        from clipmill.train.weights.loading import fit_to
+
+        return fit_to(model, source, say=say)
+
+    def start_from(self, source: Source, samples: Samples, *, say: Say) -> "Loaded":
+        """Make `build_model` initialise models from these weights.
+
+        Raises:
+            UserError: they do not fit, and nothing explains why.
+        """
+        with torch.device("meta"):
+            model = self.new_model(samples)
+        self._start = self.fit_weights(model, source, say=say)
+        if self._settings.lora.rank:
+            self.base = self._base(self.tuned(model), source)
+        return self._start
+
+    def _base(self, model: Model, source: Source) -> Base:
+        from clipmill.train.weights.sources import base_of
+
+        assert self._start is not None
+        fitted, theirs = self._start.fitted.tensors, source.converted.tensors
+        for tower in self.towers_of_start():
+            if not any(name.startswith(f"{tower}.") for name in fitted):
+                raise UserError(
+                    f"--lora.towers {tower} adapts pretrained weights, and {source.title} has none of that tower",
+                    hint="name other weights, or other --lora.towers",
+                    flags=("--lora.towers",),
+                )
+        # Resized tensors are not the same objects: they are in the checkpoints, so that no rule of resizing matters.
+        frozen = [plain_name(name) for name, one in model.named_parameters() if not one.requires_grad]
+        names = [name for name in frozen if name in theirs and fitted.get(name) is theirs[name]]
+        return base_of(source, self._settings.init, names=names, scale=self._settings.lora.scale)
+
+    def build_model(self, samples: Samples) -> Model:
+        """A model for clips as `samples` has them, with the weights to start from if there are any."""
+        model = self.new_model(samples)
+        if self._start is not None:
+            from clipmill.train.weights.loading import copy_into
+
+            copy_into(model, self._start)
+        model = self.tuned(model)
+        if self._settings.compile:
+            compile_blocks(model)
+        return model
+
+    def tuned(self, model: Model) -> Model:
+        """A new model with frozen parts and adapters, as the settings say.
+
+        In a tower with adapters, tensors that the initial weights lack (a new projection, a temporal embedding for
+        image weights) are trained too.
+        """
+        freeze(model, map(frozen_part, self._settings.freeze))
+        for tower in adapted_towers(self._settings):
+            self.adapt(model, tower)
+        return model
+
+    def adapt(self, model: Model, tower: Tower) -> None:
+        """Add adapters to a tower of a new model."""
+        from clipmill.train.models.library_towers import LibraryTower
+        from clipmill.train.models.transformer import add_adapters, add_library_adapters
+
+        lora, module = self._settings.lora, model.get_submodule(tower)
+        before = {id(one) for one in module.parameters() if not one.requires_grad}
+        if isinstance(module, LibraryTower):
+            module.requires_grad_(False)
+            add_library_adapters(module.model, lora, blocks=module.blocks(), frozen=before)
+        else:
+            add_adapters(module, rank=lora.rank, scale=lora.scale, targets=lora.targets, frozen=before)
+        for inner, parameter in module.named_parameters():
+            is_new = self._start is not None and f"{tower}.{plain_name(inner)}" not in self._start.fitted.tensors
+            if is_new and id(parameter) not in before:
+                parameter.requires_grad_(True)
+
+    def towers_of_start(self) -> Sequence[Tower]:
+        """The towers with adapters, whose weights --init.weights has to have."""
+        return adapted_towers(self._settings)
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The blocks of all transformers."""
+        return blocks_of(model)
+
+    def frozen_parts(self) -> list[str]:
+        """What is frozen, for the log."""
+        settings, lora = self._settings, self._settings.lora
+        adapted = [f"{one}, with adapters of rank {lora.rank}" for one in adapted_towers(settings)]
+        return [*settings.freeze, *adapted]
+
+    def facts(self) -> dict[str, Any]:
+        """Entries of run.json: the evaluations in the loop by name."""
+        return {"evaluations": self._evaluations} if self._evaluations else {}
+
+    def files(self) -> dict[str, bytes]:
+        """Files that the run keeps; none by default."""
+        return {}
+
+    def pixels(self, batch: Batch, rows: slice, *, mean: Rgb, std: Rgb, is_training: bool) -> torch.Tensor:
+        """Normalised clips [B, C, T, H, W] of some rows of a batch, augmented in training.
+
+        Args:
+            mean, std: of each channel, unless --init.pixel-mean and --init.pixel-std give others.
+        """
+        settings, init = self._settings, self._settings.init
+        positions = batch["position"][rows].numpy() if is_training else None
+        return to_model_input(
+            batch["video"][rows],
+            batch["colour"][rows],
+            size_px=settings.size_px,
+            mean=init.pixel_mean or mean,
+            std=init.pixel_std or std,
+            draw=None if positions is None else draw(positions, settings.augment, seed=settings.seed),
+        )
+
+
+def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say) -> Source:
+    """Weights without the parts that a model has no place for; it is printed which these are.
+
+    Args:
+        parts: prefix of tensor names -> description.
+        model: such as "a classifier", for the message.
+    """
+    tensors = source.converted.tensors
+    unused = {name: prefix for name in tensors for prefix in parts if name.startswith(prefix)}
+    if unused:
+        which = ", ".join(description for prefix, description in parts.items() if prefix in unused.values())
+        say(f"weights: not used, because {model} has no such parts: {which}")
+    kept = {name: tensor for name, tensor in tensors.items() if name not in unused}
+    return replace(source, converted=replace(source.converted, tensors=kept))
+
+
+def outline(task: Task, samples: Any) -> nn.Module | None:
+    """The model of a `ClipTask` as it is trained, without memory for its weights; None for another task."""
+    if not isinstance(task, ClipTask):
+        return None
+    with torch.device("meta"):
+        model: nn.Module = task.tuned(task.new_model(samples))
+    return model
+
+
+def describe_parameters(task: Task, model: nn.Module | None) -> dict[str, str]:
+    """Entry of run.json: number of parameters of an outline, and which are frozen; {} without one."""
+    if model is None or not isinstance(task, ClipTask):
+        return {}
+    sizes = [(one.numel(), one.requires_grad) for one in model.parameters()]
+    total, num_frozen = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if not is_trained)
+    which = f"{num_frozen:,} of them frozen ({'; '.join(task.frozen_parts())})" if num_frozen else "none of them frozen"
+    return {"parameters": f"{total:,}, {which}"}

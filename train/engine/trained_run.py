@@ -11,10 +11,10 @@ from torch import nn
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.device.precision import Precision, choose_device, open_precision
-from clipmill.train.engine.attention_choice import is_chosen, previous_backend
-from clipmill.train.models.adapters import remove_adapters
 from clipmill.train.models.attention import AttentionBackend, open_attention
+from clipmill.train.models.attention_choice import is_chosen, previous_backend
 from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.models.transformer import remove_adapters
 from clipmill.train.optim.parameters import rename_as_in
 from clipmill.train.run.checkpoint import content_of, read_metadata, read_table
 from clipmill.train.run.folder import RunFolder, require_trained_with

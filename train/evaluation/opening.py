@@ -18,8 +18,8 @@ from clipmill.train.evaluation.record import read_record
 from clipmill.train.evaluation.runner import OpenedRun, open_for
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape, size_of
+from clipmill.train.run.environment import PACKAGES_FACT, require_parts
 from clipmill.train.run.folder import RunFolder, is_run, open_run
-from clipmill.train.run.packages import PACKAGES_FACT, require_parts
 from clipmill.train.spec import Adopted, Tasks, TaskSpec, take_tags
 from clipmill.train.weights.architecture import match_size
 from clipmill.train.weights.files import has_weights

@@ -19,11 +19,11 @@ from clipmill.manifests.settings import deferred_checks
 from clipmill.train.config.files import save_settings
 from clipmill.train.config.model import Init
 from clipmill.train.config.training import TrainingSettings
-from clipmill.train.engine.attention_choice import CHOICE_FACT
 from clipmill.train.evaluation.runner import OpenedRun
+from clipmill.train.models.attention_choice import CHOICE_FACT
 from clipmill.train.run.checkpoint import file_facts
+from clipmill.train.run.environment import PACKAGES_FACT
 from clipmill.train.run.folder import RunFolder, read_object
-from clipmill.train.run.packages import PACKAGES_FACT
 from clipmill.train.weights.exported import EXTRAS_FILE
 from clipmill.train.weights.files import weights_file
 

@@ -28,12 +28,11 @@ from clipmill.train.engine.trained_run import TrainedRun, open_trained_run, shap
 from clipmill.train.evaluation.tables import mark_title
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.models.dual_encoder import ModelShape
-from clipmill.train.run.folder import RunFolder, read_object
-from clipmill.train.run.packages import require_parts
-from clipmill.train.run.result_names import data_facts, is_same_evaluation, result_name, suffix_of
+from clipmill.train.run.environment import require_parts
+from clipmill.train.run.folder import RunFolder, data_facts, is_same_evaluation, read_object, result_name, suffix_of
 from clipmill.train.spec import EvaluationSpec, TaskSpec
+from clipmill.train.weights.architecture import Logits, logits_of, read_logits
 from clipmill.train.weights.loading import load_whole
-from clipmill.train.weights.logits import Logits, logits_of, read_logits
 from clipmill.train.weights.source import Say, Source
 from clipmill.train.weights.sources import open_run_weights
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.units import percent
-from clipmill.train.run.result_names import other_data
+from clipmill.train.run.folder import other_data
 
 CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # of a page, for results with `by_class`
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13

@@ -1,17 +1,260 @@
 """The global contrastive losses, by temperature: one for all (SogCLR, FastCLIP v0, v1, v3), or each sample its own."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from clipmill.train.device.transfer import Scalar
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.training import NEW_RUN
+from clipmill.train.data.batch import Batch
+from clipmill.train.device.transfer import Scalar, send
+from clipmill.train.distributed.sharded import ShardedRows
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
-from clipmill.train.losses.contrastive import DatasetSize, Inputs
-from clipmill.train.losses.global_contrast import Estimate, GlobalContrast, Side, group_means
-from clipmill.train.losses.settings import Loss
-from clipmill.train.losses.similarities import softmax_means
+from clipmill.train.losses.contrastive import (
+    Contrast,
+    ContrastiveObjective,
+    DatasetSize,
+    Inputs,
+    Similarities,
+    exponential_gradients,
+    log_sums,
+    softmax_means,
+)
+from clipmill.train.losses.settings import Convention, GammaSchedule, Loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """The clips of a batch, or its captions.
+
+    Attributes:
+        table: state of all clips, or captions, of the training set.
+        num_all: number of those.
+        ids_B: of all ranks' clips or captions.
+        group_B: `groups` of the ids.
+        state_BC: their rows of the table before the step.
+    """
+
+    table: ShardedRows
+    num_all: int
+    ids_B: torch.Tensor
+    group_B: torch.Tensor
+    state_BC: torch.Tensor
+    temperature_B: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Estimates of g for one side, the batch of this step included.
+
+    Attributes:
+        pair_B: similarities of the pairs.
+        further_B: `further_values` of all ranks.
+        log_g_B: log g_i of this batch.
+        log_u_B: log of the new average.
+        log_inner_B: log(epsilon + u).
+    """
+
+    pair_B: torch.Tensor
+    further_B: list[torch.Tensor]
+    log_g_B: torch.Tensor
+    log_u_B: torch.Tensor
+    log_inner_B: torch.Tensor
+
+
+class GlobalContrast(ContrastiveObjective):
+    """A global loss but for its temperatures and the weights of its pairs.
+
+    Args:
+        further_state: initial values of the columns after log u.
+
+    Attributes:
+        clips: state of each clip: log u, then `further_state`.
+        captions: state of each caption likewise.
+    """
+
+    def __init__(
+        self,
+        settings: Loss,
+        *,
+        inputs: Inputs,
+        dataset: DatasetSize | None,
+        world: World,
+        further_state: tuple[float, ...] = (),
+    ) -> None:
+        super().__init__(settings, inputs=inputs, dataset=dataset, world=world)
+        assert dataset is not None, "a global loss keeps state for each clip and caption of a dataset"
+        self._is_code = settings.convention == "fast_clip"
+        self._gamma_epochs = settings.gamma_epochs or max(1, round(dataset.num_epochs / 2))
+        self._log_epsilon = math.log(settings.epsilon) if settings.epsilon else -math.inf
+        self.rho = settings.number("rho") if "rho" in settings.spec.settings else 0.0
+        # The public code averages the losses of clips and captions, which halves the gradient of the paper's sum.
+        self.side_weight = 0.5 if self._is_code else 1.0
+        self._dataset = dataset
+        self.clips = ShardedRows(dataset.num_clips, start=(UNSEEN, *further_state), world=world)
+        self.captions = ShardedRows(dataset.num_captions, start=(UNSEEN, *further_state), world=world)
+
+    def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
+        """Temperature of each of B rows of a table."""
+        raise NotImplementedError
+
+    def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors of each log(epsilon + g) in the published loss and in its gradient."""
+        raise NotImplementedError
+
+    def further_values(
+        self, rows_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Values [b] of own clips or captions that `moved_state` needs, gathered; arguments as of `softmax_means`."""
+        return ()
+
+    def moved_state(self, side: Side, estimate: Estimate, step: Step) -> torch.Tensor:
+        """New rows [B, C] of a side's table."""
+        return estimate.log_u_B[:, None]
+
+    def parameter_gradients(
+        self, estimates: tuple[Estimate, Estimate], scale_gradient: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Gradients of own parameters, from this rank's `Similarities.scale_gradient`."""
+        return {}
+
+    def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
+        """Update the averages and compute the gradient estimators of equations 2 to 7."""
+        gamma = inner_rate(
+            math.floor(step.epoch),
+            least=self._settings.number("gamma"),
+            schedule=self._settings.effective_gamma_schedule,
+            num_epochs=self._gamma_epochs,
+            convention=self._settings.convention,
+        )
+        sides = self._sides(similarities, batch, step)
+        values_b = [similarities.pair_b]
+        for rows_bB, side in zip((similarities.clips_bB, similarities.captions_bB), sides, strict=True):
+            scale_b = 1 / side.temperature_B[similarities.own]
+            log_sum_b = log_sums(rows_bB, scale_b)
+            values_b += [log_sum_b, *self.further_values(rows_bB, scale_b, log_sum_b)]
+        pair_B, *gathered_B = similarities.gather(*values_b)
+        num_each, num_terms = len(gathered_B) // 2, similarities.num_pairs * (similarities.num_pairs - 1)
+        estimates, losses_B, exponents_3B = [], [], []
+        for side, (log_sum_B, *further_B) in zip(sides, (gathered_B[:num_each], gathered_B[num_each:]), strict=True):
+            estimate = self._estimate(side, pair_B, log_sum_B, further_B, gamma=gamma)
+            side.table.write(side.ids_B, self.moved_state(side, estimate, step))
+            estimates.append(estimate)
+            loss_factor_B, gradient_factor_B = self.factors(side.temperature_B)
+            losses_B.append(loss_factor_B * (estimate.log_inner_B + self.rho))
+            factor_B = self.side_weight * gradient_factor_B / side.temperature_B
+            log_factor_B = (factor_B / num_terms).log() - pair_B / side.temperature_B - estimate.log_inner_B
+            exponents_3B.append(torch.stack([1 / side.temperature_B, log_factor_B, log_sum_B]))
+        video_grad_bE, text_grad_bE = exponential_gradients(
+            similarities, clips_3B=exponents_3B[0], captions_3B=exponents_3B[1]
+        )
+        scale_gradient = similarities.scale_gradient(video_grad_bE)
+        return Contrast(
+            loss=self.side_weight * (losses_B[0] + losses_B[1]).mean(),
+            video_grad_bE=video_grad_bE,
+            text_grad_bE=text_grad_bE,
+            own_grads=self.parameter_gradients((estimates[0], estimates[1]), scale_gradient),
+            metrics={
+                "temperature": (sides[0].temperature_B + sides[1].temperature_B).mean() / 2,
+                "log_u": (estimates[0].log_u_B + estimates[1].log_u_B).mean() / 2,
+                "gamma": gamma,
+            },
+        )
+
+    def _sides(self, similarities: Similarities, batch: Batch, step: Step) -> tuple[Side, Side]:
+        if "clip_id" not in batch:
+            raise UserError(
+                f"--loss.kind {self._settings.kind} needs clips that have ids, and these have none",
+                hint="use --loss.kind infonce with these data",
+                flags=("--loss.kind",),
+            )
+        num_all = (self._dataset.num_clips, self._dataset.num_captions)
+        clip_id_b = _check_ids(batch["clip_id"], "clip", num_all[0])
+        caption_id_b = _check_ids(batch["caption_id"], "caption", num_all[1])
+        ids_B2 = step.world.gather(send(torch.stack([clip_id_b, caption_id_b], dim=1), similarities.pair_b.device))
+        found = []
+        for side, table in enumerate((self.clips, self.captions)):
+            ids_B = ids_B2[:, side]
+            state_BC = table.read(ids_B).to(similarities.pair_b.dtype)
+            rows = {"ids_B": ids_B, "group_B": groups(ids_B), "state_BC": state_BC}
+            found.append(Side(table=table, num_all=num_all[side], temperature_B=self.temperatures(state_BC), **rows))
+        return found[0], found[1]
+
+    def _estimate(
+        self, side: Side, pair_B: torch.Tensor, log_sum_B: torch.Tensor, further_B: list[torch.Tensor], *, gamma: float
+    ) -> Estimate:
+        log_g_B = log_sum_B - pair_B / side.temperature_B - math.log(len(pair_B) - 1)
+        log_u_B = average_logs(side.state_BC[:, 0], log_g_B, side.group_B, gamma=gamma)
+        log_inner_B = torch.logaddexp(log_u_B, torch.full_like(log_u_B, self._log_epsilon))
+        return Estimate(pair_B=pair_B, further_B=further_B, log_g_B=log_g_B, log_u_B=log_u_B, log_inner_B=log_inner_B)
+
+
+def _check_ids(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
+    """The ids, still on the host, where the loader left them: the check synchronises with no device."""
+    is_outside_b = (ids_b < 0) | (ids_b >= size)
+    if is_outside_b.any():
+        outside = ids_b[is_outside_b].unique().tolist()
+        named = ", ".join(str(one) for one in outside[:5]) + (", ..." if len(outside) > 5 else "")
+        raise UserError(
+            f"{name} ids {named}: the loss keeps a number for each of {size} {name}s, 0 to {size - 1}",
+            hint=f"the data have changed since the run began: {NEW_RUN}",
+        )
+    return ids_b
+
+
+# Moving averages, as logarithms: exp((s_ij - s_ii) / tau) overflows float32 at tau = 0.01 once a negative is nearer
+# than the pair by 0.89, and underflows where a sample is well separated. log u does neither.
+
+UNSEEN = -math.inf  # log u before the first visit
+
+
+def inner_rate(epoch: int, *, least: float, schedule: GammaSchedule, num_epochs: int, convention: Convention) -> float:
+    """gamma of an epoch 0, 1, ...: the weight of the new value in the averages (FastCLIP, section 5).
+
+    It is constant within an epoch. In the public code the constant schedule begins with an epoch of gamma = 1 too.
+    """
+    if schedule == "constant":
+        return 1.0 if convention == "fast_clip" and epoch == 0 else least
+    if epoch >= num_epochs:
+        return least
+    return 0.5 * (1 + math.cos(math.pi * epoch / num_epochs)) * (1 - least) + least
+
+
+def groups(ids_B: torch.Tensor) -> torch.Tensor:
+    """Number the distinct ids: int64 [B], 0 ... B - 1, equal where ids are; does not synchronise with the device."""
+    sorted_B, order_B = ids_B.sort(stable=True)
+    is_new_B = torch.ones_like(sorted_B)
+    is_new_B[1:] = (sorted_B[1:] != sorted_B[:-1]).to(is_new_B)
+    return torch.empty_like(order_B).scatter_(0, order_B, is_new_B.cumsum(0) - 1)
+
+
+def group_means(values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
+    """Mean over the group of each of B."""
+    zeros_B = torch.zeros_like(values_B)
+    sums_B = zeros_B.index_add(0, group_B, values_B)
+    return (sums_B / zeros_B.index_add(0, group_B, torch.ones_like(values_B)).clamp(min=1))[group_B]
+
+
+def log_group_means(log_values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
+    """Logarithm of the mean of exp over the group of each of B."""
+    highest_B = torch.full_like(log_values_B, -math.inf).scatter_reduce(0, group_B, log_values_B, "amax")[group_B]
+    return highest_B + group_means((log_values_B - highest_B).exp(), group_B).log()
+
+
+def average_logs(log_u_B: torch.Tensor, log_g_B: torch.Tensor, group_B: torch.Tensor, *, gamma: float) -> torch.Tensor:
+    """log of (1 - gamma) u + gamma g (FastCLIP, eq. 1), the same for all of a group; g itself on the first visit.
+
+    If an id occurs more than once in a batch, on whatever ranks, g is the mean over its occurrences.
+    """
+    log_g_B = log_group_means(log_g_B, group_B)
+    if gamma == 1:
+        return log_g_B
+    moved_B = torch.logaddexp(log_u_B + math.log(1 - gamma), log_g_B + math.log(gamma))
+    return torch.where(log_u_B == UNSEEN, log_g_B, moved_B)
+
 
 # FastCLIP, appendix B: below this temperature, v3 trains it at a third of its learning rate.
 _SLOW_BELOW = 0.03

@@ -10,9 +10,17 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.data.batch import Batch
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
-from clipmill.train.losses.contrastive import Contrast, ContrastiveObjective, DatasetSize, Inputs
+from clipmill.train.losses.contrastive import (
+    Contrast,
+    ContrastiveObjective,
+    DatasetSize,
+    Inputs,
+    Similarities,
+    blocks,
+    exponential_gradients,
+    log_sums,
+)
 from clipmill.train.losses.settings import Loss
-from clipmill.train.losses.similarities import Similarities, blocks, exponential_gradients, log_sums
 
 _INITIAL_BIAS = -10.0  # Zhai et al. 2023: near the log of the share of true pairs, for small gradients at first
 

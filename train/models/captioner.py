@@ -4,11 +4,270 @@ Shape suffixes: V videos, C channels, T frames, H and W pixels, R rows of text (
 row, N tokens of a video, D decoder width, E tower width, K vocabulary size.
 """
 
-from typing import Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from clipmill.train.models.gpt2 import Gpt2, TextCache
+from clipmill.train.models.attention import Attend
+from clipmill.train.models.transformer import LayerNorm, Linear, Mlp, SelfAttention, Stack, TransformerSize
+
+# A GPT-2 block with cross-attention, and its key-value cache for decoding token by token.
+#
+# Each of V videos can have n texts: R = V * n rows, grouped by video. A video's keys and values are computed once for
+# all of its rows.
+#
+# Shape suffixes: V videos, R rows of text, L tokens of a row, N tokens of a video, D width, H heads, K width of a head.
+
+
+_STD = 0.02
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention of text over the tokens of its video."""
+
+    def __init__(self, width: int, num_heads: int, *, attend: Attend) -> None:
+        super().__init__()
+        self.num_heads, self.head_width = num_heads, width // num_heads
+        self.attend = attend
+        self.q_proj = Linear(width, width)
+        self.kv_proj = Linear(width, 2 * width)
+        self.out_proj = Linear(width, width)
+
+    def keys_and_values(self, video_VND: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the videos, each [V, N, H, K]."""
+        k_VNHK, v_VNHK = self.kv_proj(video_VND).unflatten(2, (2, self.num_heads, -1)).unbind(2)
+        return k_VNHK, v_VNHK
+
+    def forward(self, x_RLD: Tensor, k_VNHK: Tensor, v_VNHK: Tensor) -> Tensor:
+        """Attend from text [R, L, D] to the videos, [R, L, D]."""
+        # All rows of a video are queries to the same keys, which are therefore not repeated.
+        q = apply_to_few(self.q_proj, x_RLD).view(len(k_VNHK), -1, self.num_heads, k_VNHK.shape[3])
+        return apply_to_few(self.out_proj, self.attend(q, k_VNHK, v_VNHK).reshape(x_RLD.shape))
+
+
+@dataclass
+class BlockCache:
+    """Key-value cache of one block: text keys and values, preallocated for all tokens, and those of the videos."""
+
+    k_RHLK: Tensor
+    v_RHLK: Tensor
+    video_k_VNHK: Tensor
+    video_v_VNHK: Tensor
+
+
+@dataclass
+class TextCache:
+    """Caches of some blocks, by block index, for the first `num_tokens` tokens of each row."""
+
+    blocks: dict[int, BlockCache]
+    num_tokens: int = 0
+
+    def keep(self, rows_r: Tensor, videos_v: Tensor | None = None) -> None:
+        """Reorder or drop rows, as beam search does.
+
+        Args:
+            rows_r: int64, the row that each new row continues.
+            videos_v: int64, the videos of these rows that remain; None for all.
+        """
+        for block in self.blocks.values():
+            for x in (block.k_RHLK, block.v_RHLK):
+                x[: len(rows_r), :, : self.num_tokens] = x[:, :, : self.num_tokens].index_select(0, rows_r)
+            if videos_v is not None:
+                block.video_k_VNHK, block.video_v_VNHK = (
+                    # In memory order: head by head.
+                    x.transpose(1, 2).index_select(0, videos_v).transpose(1, 2)
+                    for x in (block.video_k_VNHK, block.video_v_VNHK)
+                )
+
+
+class Gpt2Block(nn.Module):
+    """Pre-norm residual block of causal attention, cross-attention and an MLP, with dropout after each."""
+
+    num_branches = 3
+
+    def __init__(self, size: TransformerSize, *, attend: Attend, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.ln_1 = LayerNorm(size.width, eps=size.norm_eps)
+        self.attn = SelfAttention(size.width, size.num_heads, attend=attend)
+        self.ln_cross = LayerNorm(size.width, eps=size.norm_eps)
+        self.cross_attn = CrossAttention(size.width, size.num_heads, attend=attend)
+        self.ln_2 = LayerNorm(size.width, eps=size.norm_eps)
+        self.mlp = Mlp(size.width, size.mlp_width, "gelu_tanh")
+        for layer in (self.cross_attn.q_proj, self.cross_attn.kv_proj, self.mlp.c_fc):
+            nn.init.normal_(layer.weight, std=_STD)
+            nn.init.zeros_(layer.bias)
+        nn.init.normal_(self.attn.in_proj_weight, std=_STD)
+        # GPT-2's initialisation: the output of residual branches shrinks with the depth.
+        for layer in (self.attn.out_proj, self.cross_attn.out_proj, self.mlp.c_proj):
+            nn.init.normal_(layer.weight, std=_STD * (2 * size.depth) ** -0.5)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x_RLD: Tensor, video_VND: Tensor, *, branches: Tensor | None = None) -> Tensor:
+        """Compute the block's output [R, L, D]; `branches` is None, since there is no drop path here."""
+        x_RLD = x_RLD + self.dropout(self.attn(self.ln_1(x_RLD), causal=True, packing=None))
+        seen_RLD = self.cross_attn(self.ln_cross(x_RLD), *self.cross_attn.keys_and_values(video_VND))
+        x_RLD = x_RLD + self.dropout(seen_RLD)
+        changed_RLD: Tensor = x_RLD + self.dropout(self.mlp(self.ln_2(x_RLD)))
+        return changed_RLD
+
+    def start(self, video_VND: Tensor, *, num_rows: int, num_tokens: int) -> BlockCache:
+        """Create the cache for `num_rows` rows of at most `num_tokens` tokens."""
+        k_VNHK, v_VNHK = (
+            # Contiguous by head, because a step reads all keys of a head in sequence.
+            x.transpose(1, 2).contiguous().transpose(1, 2)
+            for x in self.cross_attn.keys_and_values(video_VND)
+        )
+        heads, head_width = k_VNHK.shape[2:]
+        k_RHLK, v_RHLK = (k_VNHK.new_empty(num_rows, heads, num_tokens, head_width) for _ in range(2))
+        return BlockCache(k_RHLK=k_RHLK, v_RHLK=v_RHLK, video_k_VNHK=k_VNHK, video_v_VNHK=v_VNHK)
+
+    def step(self, x_RLD: Tensor, cache: BlockCache, *, begin: int) -> Tensor:
+        """Compute the block's output for the tokens from position `begin` on; earlier ones are in the cache.
+
+        Only the first step may have several tokens per row (ValueError otherwise).
+        """
+        if begin and x_RLD.shape[1] > 1:
+            raise ValueError(f"{x_RLD.shape[1]} tokens a row in a step that is not the first")
+        attention = self.attn
+        num_rows, num_tokens, width = x_RLD.shape
+        end = begin + num_tokens
+        qkv = attention.product(self.ln_1(x_RLD), attention.in_proj_bias, multiply=linear_for_few)
+        q_RLHK, k_RLHK, v_RLHK = qkv.view(num_rows, num_tokens, 3, attention.num_heads, -1).unbind(2)
+        cache.k_RHLK[:num_rows, :, begin:end] = k_RLHK.transpose(1, 2)
+        cache.v_RHLK[:num_rows, :, begin:end] = v_RLHK.transpose(1, 2)
+        k_RLHK, v_RLHK = (x[:num_rows, :, :end].transpose(1, 2) for x in (cache.k_RHLK, cache.v_RHLK))
+        out_RLHK = attention.attend(q_RLHK, k_RLHK, v_RLHK, causal=begin == 0 and num_tokens > 1)
+        x_RLD = x_RLD + apply_to_few(attention.out_proj, out_RLHK.reshape(num_rows, num_tokens, width))
+        x_RLD = x_RLD + self.cross_attn(self.ln_cross(x_RLD), cache.video_k_VNHK, cache.video_v_VNHK)
+        hidden = self.mlp.activate(apply_to_few(self.mlp.c_fc, self.ln_2(x_RLD)))
+        changed_RLD: Tensor = x_RLD + self.mlp.c_proj(hidden)
+        return changed_RLD
+
+
+_FEW = 4  # rows
+
+
+def linear_for_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, computed as weight @ x for up to four rows on a CPU.
+
+    BLAS libraries then take a path that needs half the time for layers that do not reduce the width (docs/captions.md).
+    """
+    rows = x.numel() // x.shape[-1]
+    if x.device.type != "cpu" or rows > _FEW or weight.shape[0] < weight.shape[1]:
+        return linear(x, weight, bias)
+    out = (weight @ x.reshape(rows, -1).T).T.reshape(*x.shape[:-1], -1)
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+def apply_to_few(layer: Linear, x: Tensor) -> Tensor:
+    """Apply a linear layer to a few rows."""
+    return layer.product(x, layer.bias, multiply=linear_for_few)
+
+
+VOCABULARY_SIZE = 50257
+CONTEXT_LENGTH = 1024
+
+Gpt2Name = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpt2Size:
+    """Dimensions of a decoder; `trunk` is its transformer."""
+
+    trunk: TransformerSize
+    vocabulary_size: int = VOCABULARY_SIZE
+    context_length: int = CONTEXT_LENGTH
+
+
+def _size(width: int, depth: int, num_heads: int) -> Gpt2Size:
+    return Gpt2Size(trunk=TransformerSize(width=width, depth=depth, num_heads=num_heads))
+
+
+GPT2_SIZES: dict[Gpt2Name, Gpt2Size] = {
+    "tiny": _size(128, 2, 4),
+    "gpt2": _size(768, 12, 12),
+    "gpt2-medium": _size(1024, 24, 16),
+    "gpt2-large": _size(1280, 36, 20),
+    "gpt2-xl": _size(1600, 48, 25),
+}
+
+
+def gpt2_size(name: Gpt2Name, *, vocabulary_size: int = VOCABULARY_SIZE, context_length: int | None = None) -> Gpt2Size:
+    """Dimensions by name, with another vocabulary size or context length."""
+    size = GPT2_SIZES[name]
+    return replace(size, vocabulary_size=vocabulary_size, context_length=context_length or size.context_length)
+
+
+class Gpt2(nn.Module):
+    """Text decoder that predicts next tokens from token ids and a video encoder's output; `dropout` as in GPT-2."""
+
+    def __init__(self, size: Gpt2Size, *, attend: Attend, dropout: float = 0.0) -> None:
+        super().__init__()
+        width = size.trunk.width
+        self.size = size
+        self.token_embedding = nn.Embedding(size.vocabulary_size, width)
+        self.positional_embedding = nn.Parameter(_STD * torch.randn(size.context_length, width))
+        self.transformer = Stack(Gpt2Block(size.trunk, attend=attend, dropout=dropout) for _ in range(size.trunk.depth))
+        self.dropout = nn.Dropout(dropout)
+        self.ln_final = LayerNorm(width, eps=size.trunk.norm_eps)
+        nn.init.normal_(self.token_embedding.weight, std=_STD)
+
+    def forward(self, tokens_RL: Tensor, video_VND: Tensor) -> Tensor:
+        """Logits [R, L, W] of the token after each given one."""
+        return self.logits(self.transformer(self.embed(tokens_RL), video_VND))
+
+    def embed(self, tokens_RL: Tensor, *, begin: int = 0) -> Tensor:
+        """Embed tokens at positions from `begin` on, [R, L, D]; ValueError beyond the context length."""
+        end = begin + tokens_RL.shape[1]
+        if end > self.size.context_length:
+            raise ValueError(f"{end} tokens, and the decoder's context has {self.size.context_length}")
+        x_RLD: Tensor = self.dropout(self.token_embedding(tokens_RL) + self.positional_embedding[begin:end])
+        return x_RLD
+
+    def logits(self, x_RLD: Tensor) -> Tensor:
+        """Logits [R, L, W] from the last block's output and the token embedding."""
+        return linear_for_few(self.ln_final(x_RLD), self.token_embedding.weight)
+
+    def start(
+        self, video_VND: Tensor, *, num_tokens: int, rows_per_video: int = 1, numbers: Iterable[int] | None = None
+    ) -> TextCache:
+        """Create a cache to decode texts of videos step by step.
+
+        Args:
+            video_VND: the encoder's output.
+            num_tokens: maximum number of tokens of a row.
+            numbers: indices of the blocks that run on this rank; None for all.
+        """
+        num_rows = len(video_VND) * rows_per_video
+        chosen = range(len(self.transformer.resblocks)) if numbers is None else numbers
+        return TextCache(
+            {
+                number: self._block(number).start(video_VND, num_rows=num_rows, num_tokens=num_tokens)
+                for number in chosen
+            }
+        )
+
+    def step(self, tokens_RL: Tensor, cache: TextCache) -> Tensor:
+        """Logits [R, W] of the next tokens; the first step may have several tokens per row, later steps one."""
+        x_RLD = self.run_blocks(self.embed(tokens_RL, begin=cache.num_tokens), cache)
+        return self.logits(x_RLD[:, -1])
+
+    def run_blocks(self, x_RLD: Tensor, cache: TextCache) -> Tensor:
+        """Run the blocks of a cache on the tokens that follow the cached ones, [R, L, D]."""
+        for number, block_cache in cache.blocks.items():
+            x_RLD = self._block(number).step(x_RLD, block_cache, begin=cache.num_tokens)
+        cache.num_tokens += x_RLD.shape[1]
+        return x_RLD
+
+    def _block(self, number: int) -> Gpt2Block:
+        block = self.transformer.resblocks[number]
+        assert isinstance(block, Gpt2Block)
+        return block
 
 
 class VideoTower(Protocol):

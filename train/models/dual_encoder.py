@@ -112,7 +112,7 @@ def library_width(towers: Towers) -> int | None:
     """The width of the embeddings of a library's towers: of the text tower, else of the image tower; None without."""
     if towers.image is None and getattr(towers, "text", None) is None:
         return None
-    from clipmill.train.models.libraries import image_outline, preprocessing_of, text_outline
+    from clipmill.train.models.library_towers import image_outline, preprocessing_of, text_outline
 
     if isinstance(towers, DualEncoderTowers) and towers.text is not None:
         return text_outline(towers.text, towers.text_pooling).width
@@ -129,7 +129,7 @@ def tokenizer_for(towers: Towers) -> Tokenize:
     length = towers.context_length if isinstance(towers, DualEncoderTowers) else None
     if not isinstance(towers, DualEncoderTowers) or towers.text is None:
         return load_tokenizer(length or CONTEXT_LENGTH)
-    from clipmill.train.models.libraries import context_length_of, tokenizer_of
+    from clipmill.train.models.library_towers import context_length_of, tokenizer_of
 
     return tokenizer_of(towers.text, length or context_length_of(towers.text))
 

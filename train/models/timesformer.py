@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from clipmill.train.models.adapters import Linear
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.space_time import attend_short
-from clipmill.train.models.transformer import LayerNorm, Mlp, SelfAttention, Stack, TransformerSize
+from clipmill.train.models.transformer import LayerNorm, Linear, Mlp, SelfAttention, Stack, TransformerSize
 from clipmill.train.models.video_vit import CubeEmbedding, TokenTower, VideoViTSize
 
 NORM_EPS = 1e-6  # of the published weights

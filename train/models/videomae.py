@@ -7,12 +7,21 @@ Shape suffixes: B batch, C channels, T frames, H and W pixels, N cubes of a clip
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from clipmill.train.config.model import Towers
 from clipmill.train.models.attention import Attend
-from clipmill.train.models.transformer import LayerNorm, SelfAttention, Transformer
+from clipmill.train.models.transformer import (
+    LayerNorm,
+    SelfAttention,
+    Transformer,
+    TransformerSize,
+    checkpoint_blocks,
+    drop_path_of,
+)
 from clipmill.train.models.video_vit import CubeEmbedding, TokenTower, VideoViTSize, cubes_of, pick_cubes
 
 
@@ -98,3 +107,125 @@ def start_as_videomae(module: nn.Module) -> None:
             nn.init.xavier_uniform_(part.weight)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
+
+
+_LAST_NORM_EPS = 1e-5  # of the decoder, whatever the blocks use, as in transformers
+_MASK_TOKEN_STD = 0.02
+
+
+def decoder_size(encoder: TransformerSize, *, depth: int) -> TransformerSize:
+    """Decoder dimensions for an encoder: half its width and heads (192 / 3 for S, 384 / 6 for B, 512 / 8 for L)."""
+    return replace(encoder, width=encoder.width // 2, depth=depth, num_heads=encoder.num_heads // 2)
+
+
+class MaskedDecoder(nn.Module):
+    """Predicts the values of masked cubes from the tokens of visible ones."""
+
+    positions_NE: Tensor
+
+    def __init__(
+        self, size: TransformerSize, *, encoder_width: int, num_cubes: int, num_values: int, attend: Attend
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Linear(encoder_width, size.width, bias=False)
+        self.mask_token = nn.Parameter(torch.empty(size.width))
+        self.register_buffer("positions_NE", sines(num_cubes, size.width), persistent=False)
+        self.transformer = Transformer(size, attend=attend)
+        self.ln_post = LayerNorm(size.width, eps=_LAST_NORM_EPS)
+        self.head = nn.Linear(size.width, num_values)
+        start_as_videomae(self)
+        nn.init.trunc_normal_(self.mask_token, std=_MASK_TOKEN_STD)
+
+    def forward(self, tokens_BKD: Tensor, visible_BK: Tensor, predicted_BM: Tensor) -> Tensor:
+        """Values of the predicted cubes, [B, M, V], from the encoder's tokens and the indices of both sets."""
+        x_BKE = self.embed(tokens_BKD)
+        positions_NE = self.positions_NE.to(x_BKE.dtype)
+        masked_BME = self.mask_token.to(x_BKE.dtype) + positions_NE[predicted_BM]
+        x_BLE = self.transformer(torch.cat([x_BKE + positions_NE[visible_BK], masked_BME], dim=1))
+        # Norm and head, whose output is as wide as a cube, are computed for the predicted cubes only.
+        values_BMV: Tensor = self.head(self.ln_post(x_BLE[:, visible_BK.shape[1] :]))
+        return values_BMV
+
+
+class MaskedAutoencoder(nn.Module):
+    """Masked autoencoder with parameters `video.*` (the tower, which is kept) and `decoder.*`.
+
+    Args:
+        size: dimensions of the encoder, of kind videomae.
+        decoder_depth: number of decoder blocks.
+        towers: drop path and activation checkpointing.
+    """
+
+    def __init__(
+        self, size: VideoViTSize, *, decoder_depth: int, image_px: int, num_frames: int, attend: Attend, towers: Towers
+    ) -> None:
+        super().__init__()
+        trunk = size.trunk
+        self.video = VideoMAEEncoder(
+            size,
+            image_px=image_px,
+            num_frames=num_frames,
+            attend=attend,
+            drop_path=drop_path_of(towers.drop_path, depth=trunk.depth, is_rising=towers.drop_path_rule == "rising"),
+        )
+        self.decoder = MaskedDecoder(
+            decoder_size(trunk, depth=decoder_depth),
+            encoder_width=trunk.width,
+            num_cubes=self.video.grid.cubes,
+            num_values=size.cube_frames * size.patch_px**2 * size.num_channels,
+            attend=attend,
+        )
+        if towers.activation_checkpointing:
+            checkpoint_blocks(self)
+
+    def forward(
+        self,
+        video_BCTHW: Tensor,
+        masked_BN: Tensor,
+        decoded_BN: Tensor | None = None,
+        *,
+        num_masked: int | None = None,
+        num_predicted: int | None = None,
+    ) -> Tensor:
+        """Predict the masked cubes, or those of them that `decoded_BN` selects.
+
+        Args:
+            video_BCTHW: normalised clips.
+            masked_BN: bool, cubes hidden from the encoder, the same number in each clip.
+            decoded_BN: bool, cubes that the decoder may predict (all if None), with the same number of masked ones in
+                each clip.
+            num_masked, num_predicted: number of masked, and of masked and decoded cubes of a clip. If None, they are
+                counted, which synchronises with the device.
+
+        Returns:
+            [B, M, V], cubes in ascending order, their values in VideoMAE's order (t p p c).
+
+        Raises:
+            ValueError: the counted numbers differ between clips.
+        """
+        num_cubes = masked_BN.shape[1]
+        num_masked = count_true(masked_BN) if num_masked is None else num_masked
+        visible_BK = numbers_of(~masked_BN, num_cubes - num_masked)
+        predicted_BM = predicted_cubes(masked_BN, decoded_BN, count=num_masked if decoded_BN is None else num_predicted)
+        values_BMV: Tensor = self.decoder(self.video(video_BCTHW, visible_BK), visible_BK, predicted_BM)
+        return values_BMV
+
+
+def predicted_cubes(masked_BN: Tensor, decoded_BN: Tensor | None = None, *, count: int | None = None) -> Tensor:
+    """Indices of the cubes in the loss, which are masked and decoded, int64 [B, M] in ascending order."""
+    chosen_BN = masked_BN if decoded_BN is None else masked_BN & decoded_BN
+    return numbers_of(chosen_BN, count_true(chosen_BN) if count is None else count)
+
+
+def count_true(chosen_BN: Tensor) -> int:
+    """Number of true values in each row; synchronises with the device. ValueError if rows differ."""
+    counts = set(chosen_BN.sum(1).tolist())
+    if len(counts) != 1:
+        raise ValueError(f"clips of a batch have different numbers of cubes: {sorted(counts)}")
+    return int(counts.pop())
+
+
+def numbers_of(chosen_BN: Tensor, count: int) -> Tensor:
+    """Indices of the `count` true values of each row, int64 [B, count], ascending, without synchronising."""
+    # A stable sort keeps the order of equal values.
+    return chosen_BN.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :count]

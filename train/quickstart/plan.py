@@ -18,9 +18,8 @@ from clipmill.train.config.fields import in_steps
 from clipmill.train.config.files import load_settings, preset_path, presets_of
 from clipmill.train.data.caption_choice import asking_for
 from clipmill.train.data.held_out import HeldOut, look_alikes_of
-from clipmill.train.doctor.commands import wrap_words
-from clipmill.train.doctor.examined import Examined
-from clipmill.train.doctor.judge import judge
+from clipmill.train.doctor.commands import judge, wrap_words
+from clipmill.train.doctor.machine import Examined
 from clipmill.train.quickstart import choice
 from clipmill.train.quickstart.asked import OFFERED, Asked
 from clipmill.train.quickstart.choice import Chosen, Expected, Length

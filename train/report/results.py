@@ -18,8 +18,7 @@ from clipmill.train.evaluation.tables import table_of
 from clipmill.train.registry import DEFAULT, evaluations_of, find_task, task_names
 from clipmill.train.report.charts import chart_values
 from clipmill.train.report.curves import NUM_LAST, evaluation_curves, training_curves
-from clipmill.train.run.folder import RunFolder, read_lines, read_object
-from clipmill.train.run.result_names import other_data
+from clipmill.train.run.folder import RunFolder, other_data, read_lines, read_object
 from clipmill.train.spec import EvaluationSpec
 
 _SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")

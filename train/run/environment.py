@@ -2,15 +2,21 @@
 
 import os
 import platform
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.settings import Checked
+from clipmill.train.config.fields import NamedPart, named_parts
+from clipmill.train.run.folder import RunFolder
 
 if TYPE_CHECKING:
     import torch
+
 
 _DISTRIBUTIONS = ("clipmill", "torch", "xformers", "open_clip_torch", "av", "pyarrow", "numpy")
 
@@ -46,3 +52,24 @@ def processor() -> str:
         return platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+PACKAGES_FACT = "packages"
+
+
+def packages_of(parts: Iterable[NamedPart]) -> dict[str, str]:
+    """The packages besides clipmill that parts are of, with their versions, as run.json has them."""
+    found = {f"{one.parts.noun} {one.name}": one.parts.package_of(one.name) for one in parts}
+    return {part: package for part, package in found.items() if package is not None}
+
+
+def require_parts(settings: Checked, run: RunFolder) -> None:
+    """Raise a UserError for a part that a run was trained with and that no installed package has."""
+    for one in named_parts(settings):
+        if one.name not in one.parts:
+            part = f"{one.parts.noun} {one.name}"
+            package = run.read_facts().get(PACKAGES_FACT, {}).get(part, "another package")
+            raise UserError(
+                f"{run.path} was trained with the {part} of {package}, which is not installed",
+                hint="install that package; a run of which only the loss is missing can be evaluated and exported",
+            )

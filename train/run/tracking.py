@@ -4,13 +4,18 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from clipmill.manifests.progress import Activity, ProgressRate, amount_text, is_terminal, join_parts, log_interval
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.run.charts import TensorBoard, WeightsAndBiases
 from clipmill.train.run.folder import RunFolder, append_lines, keep_lines, read_lines
+
+if TYPE_CHECKING:
+    from clipmill.train.data.outcomes import LoadedBatch
 
 
 class Progress:
@@ -189,3 +194,34 @@ def open_trackers(settings: TrainingSettings, *, run: RunFolder, progress: Progr
     lines = JsonLines(run, step=step)
     progress.begin(step, settings.steps)
     return Trackers([lines, progress, *reversed(trackers)], EpochLoss(read_lines(run.metrics)))
+
+
+_is_counting: ContextVar[bool] = ContextVar("is_counting", default=False)
+
+
+@contextmanager
+def counting_batches() -> Iterator[None]:
+    """Let `counted_batches` show its progress within the block: a command shows it, and a training loop does not."""
+    token = _is_counting.set(True)
+    try:
+        yield
+    finally:
+        _is_counting.reset(token)
+
+
+def counted_batches(batches: "Iterable[LoadedBatch]", what: str, *, total: int | None) -> "Iterator[LoadedBatch]":
+    """The batches; their samples are counted and shown within `counting_batches`.
+
+    Args:
+        what: is done with them, such as "embedding".
+        total: number of samples in all batches; None if it is not known.
+    """
+    if not _is_counting.get():
+        yield from batches
+        return
+    with Activity(what) as now:
+        add = now.adder(total, unit="clip")
+        add(0)
+        for loaded in batches:
+            yield loaded
+            add(len(loaded.batch.get("position", ())) + len(loaded.failed))

@@ -35,12 +35,11 @@ from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.probe.features import tower_of
 from clipmill.train.evaluation.runner import describe_clip
-from clipmill.train.inference.model import LoadedModel
+from clipmill.train.inference import LoadedModel
 from clipmill.train.models.dual_encoder import DualEncoder
 from clipmill.train.run.environment import installed_version
-from clipmill.train.run.folder import held_folder
+from clipmill.train.run.folder import data_facts, held_folder
 from clipmill.train.run.parts import PLAN, begin_parts, missing_parts, share_parts
-from clipmill.train.run.result_names import data_facts
 from clipmill.train.run.tracking import Progress
 from clipmill.train.search.folder import PARTS, read_folder_record, require_same_work, require_whole_files
 from clipmill.train.search.publishing import EmbeddingPart, num_captions, publish_folder, publish_part

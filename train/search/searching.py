@@ -113,7 +113,7 @@ def _encode(
     embedded: Embedded, texts: Sequence[str], *, weights: str | None, device: Literal["auto", "cpu", "cuda"]
 ) -> NDArray[np.float32]:
     """Texts as embeddings of the weights that embedded the clips."""
-    from clipmill.train.inference.model import load_model
+    from clipmill.train.inference import load_model
 
     record, clip = embedded.record["weights"], embedded.record["clip"]
     source = str(record["source"]) if weights is None else weights

@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ import torch
 
 from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError, first_line
+from clipmill.manifests.hub import hub_if_reachable
 from clipmill.shards.opening import open_regular
 from clipmill.train.config.model import EPS_RANGE, PIXEL_MEAN, PIXEL_STD
-from clipmill.train.models.hugging_face import is_triple
+from clipmill.train.models.hugging_face import PROCESSOR_FILES, is_triple
 from clipmill.train.weights.conversion import Mean
 
 # Configuration files beside weights: reads JSON, checks the values used, builds transformers' classes.
@@ -331,3 +332,31 @@ def _refused_thing(error: Exception) -> str:
         return f"it holds {text.partition('GLOBAL ')[2].split()[0]}, and only tensors and plain values are loaded"
     # Not torch's own words: they advise to load the file with everything that it can run.
     return "it is not a tensor file"
+
+
+MODEL_FILES = ("config.json", *PROCESSOR_FILES, "model*.safetensors", "model.safetensors.index.json")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
+
+
+def hub_folder(name: str, *, files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES), what: str = "weights") -> Path:
+    """The folder of a model of the Hub, from its cache, else downloaded.
+
+    Args:
+        files: patterns of the files that are needed.
+        what: what the folder has, for the hint.
+
+    Raises:
+        UserError: it is in neither.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        with hub_if_reachable():
+            return Path(snapshot_download(name, allow_patterns=[*files]))
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise UserError(
+            f"there is no folder {name}, and no model of that name in Hugging Face's cache or to download: "
+            f"{str(error).splitlines()[0]}",
+            hint=f"check the network, fill the cache on a machine that has one, or name a folder with {what}",
+        ) from error

@@ -5,12 +5,17 @@ instead; a GPT2LMHeadModel has its names without `decoder.`, a GPT2Model without
 matrices are transposed, and its last layer is the token embedding, `decoder.lm_head.weight` in old files.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.models.captioner import Gpt2Size
+from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.models.video_vit import VideoViTSize
 from clipmill.train.weights.conversion import (
     ConvertedStateDict,
     Format,
@@ -22,8 +27,218 @@ from clipmill.train.weights.conversion import (
     require_float_weights,
     require_floats,
 )
-from clipmill.train.weights.files import read_config, read_tensors, weights_file, without_prefixes
-from clipmill.train.weights.hf_caption_config import CaptionConfig, caption_config_of, facts_of_hf_caption
+from clipmill.train.weights.files import as_config, colours, read_config, read_tensors, weights_file, without_prefixes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeSformerShape:
+    """Sizes of a TimeSformer and of the clips that it takes."""
+
+    size: VideoViTSize
+    image_px: int
+    num_frames: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionConfig:
+    """Sizes in a config.json; None for a part that is not there."""
+
+    video: TimeSformerShape | None
+    decoder: Gpt2Size | None
+
+
+def hf_caption_config(
+    video: TimeSformerShape, decoder: Gpt2Size, *, end_id: int, pad_id: int, dropout: float
+) -> dict[str, Any]:
+    """config.json of a VisionEncoderDecoderModel.
+
+    Args:
+        end_id: the token before and after a caption.
+        pad_id: the padding token.
+        dropout: of the decoder.
+    """
+    from transformers import GPT2Config, TimesformerConfig, VisionEncoderDecoderConfig
+
+    tokens: dict[str, Any] = {"bos_token_id": end_id, "eos_token_id": end_id, "pad_token_id": pad_id}
+    trunk, text = video.size.trunk, decoder.trunk
+    encoder = TimesformerConfig(
+        image_size=video.image_px,
+        patch_size=video.size.patch_px,
+        num_channels=video.size.num_channels,
+        num_frames=video.num_frames,
+        hidden_size=trunk.width,
+        num_hidden_layers=trunk.depth,
+        num_attention_heads=trunk.num_heads,
+        intermediate_size=trunk.mlp_width,
+        hidden_act=trunk.activation,
+        layer_norm_eps=trunk.norm_eps,
+    )
+    gpt2 = GPT2Config(
+        add_cross_attention=True,
+        vocab_size=decoder.vocabulary_size,
+        n_positions=decoder.context_length,
+        n_embd=text.width,
+        n_layer=text.depth,
+        n_head=text.num_heads,
+        layer_norm_epsilon=text.norm_eps,
+        embd_pdrop=dropout,
+        resid_pdrop=dropout,
+        attn_pdrop=0.0,
+        **{**tokens, "is_decoder": True},
+    )
+    whole = VisionEncoderDecoderConfig(
+        encoder=encoder.to_dict(),
+        decoder=gpt2.to_dict(),
+        architectures=["VisionEncoderDecoderModel"],
+        # Encoder and decoder have no embedding in common.
+        **{**tokens, "decoder_start_token_id": end_id, "tie_word_embeddings": False},
+    )
+    return whole.to_dict()
+
+
+def generation_config(*, end_id: int, pad_id: int, decoding: Mapping[str, Any]) -> dict[str, Any]:
+    """generation_config.json.
+
+    Args:
+        decoding: arguments of `generate`.
+    """
+    from transformers import GenerationConfig
+
+    tokens = {"bos_token_id": end_id, "decoder_start_token_id": end_id, "eos_token_id": end_id, "pad_token_id": pad_id}
+    values = {**tokens, **decoding}
+    # Values that are defaults of this version of transformers are written too: other versions have other defaults.
+    return {**GenerationConfig(**values).to_diff_dict(), **values}
+
+
+def caption_config_of(
+    config: Mapping[str, Any],
+    *,
+    source: str,
+    hint: str = "use a TimeSformer, a GPT-2, or a vision-encoder-decoder of both",
+) -> CaptionConfig:
+    """The sizes in a config.json of the whole, of a TimeSformer, or of a GPT-2.
+
+    Args:
+        hint: what to use instead of another model.
+
+    Raises:
+        UserError: it is of another model, or of one that computes something else than those here.
+    """
+    kind = config.get("model_type")
+    if kind == "timesformer":
+        return CaptionConfig(video=_timesformer_of(config, source=source), decoder=None)
+    if kind == "gpt2":
+        return CaptionConfig(video=None, decoder=_gpt2_of(config, source=source))
+    if kind == "vision-encoder-decoder":
+        encoder, text = config.get("encoder") or {}, config.get("decoder") or {}
+        if (encoder.get("model_type"), text.get("model_type")) == ("timesformer", "gpt2"):
+            video = _timesformer_of(encoder, source=source)
+            return CaptionConfig(video=video, decoder=_gpt2_of(text, source=source))
+        kind = f"{kind} of {encoder.get('model_type')} and {text.get('model_type')}"
+    raise UserError(f"{source} is a {kind}, which a captioner cannot be made of", hint=hint)
+
+
+_TIMESFORMER_KEYS = (
+    "image_size patch_size num_channels num_frames hidden_size num_hidden_layers num_attention_heads "
+    "intermediate_size hidden_act layer_norm_eps attention_type qkv_bias"
+)
+_GPT2_KEYS = (
+    "vocab_size n_positions n_embd n_layer n_head n_inner activation_function layer_norm_epsilon scale_attn_weights "
+    "scale_attn_by_inverse_layer_idx tie_word_embeddings bos_token_id eos_token_id"
+)
+
+
+def _timesformer_of(given: Mapping[str, Any], *, source: str) -> TimeSformerShape:
+    from transformers import TimesformerConfig
+
+    config = as_config(TimesformerConfig, given, keys=_TIMESFORMER_KEYS, source=source)
+    _require(
+        config,
+        source=source,
+        attention_type=("divided_space_time",),
+        qkv_bias=(True,),
+        hidden_act=("gelu", "quick_gelu"),
+        intermediate_size=(4 * config.hidden_size,),
+    )
+    _require_divisible(config, width="hidden_size", heads="num_attention_heads", source=source)
+    for name in ("image_size", "patch_size"):
+        if not isinstance(getattr(config, name), int):
+            raise UserError(
+                f"{source}: {name} is {getattr(config, name)!r}", hint="use weights for square pictures and patches"
+            )
+    trunk = TransformerSize(
+        width=config.hidden_size,
+        depth=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        activation=config.hidden_act,
+        norm_eps=config.layer_norm_eps,
+    )
+    size = VideoViTSize(trunk=trunk, patch_px=config.patch_size, num_channels=config.num_channels)
+    return TimeSformerShape(size=size, image_px=config.image_size, num_frames=config.num_frames)
+
+
+def _gpt2_of(given: Mapping[str, Any], *, source: str) -> Gpt2Size:
+    from transformers import GPT2Config
+
+    # Its default for the ends of a text is that of the largest vocabulary: it would warn about smaller ones.
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    config = as_config(GPT2Config, {**given, **ends}, keys=_GPT2_KEYS, source=source)
+    _require(
+        config,
+        source=source,
+        activation_function=("gelu_new", "gelu_pytorch_tanh"),
+        scale_attn_weights=(True,),
+        scale_attn_by_inverse_layer_idx=(False,),
+        tie_word_embeddings=(True,),
+        n_inner=(None, 4 * config.n_embd),
+    )
+    _require_divisible(config, width="n_embd", heads="n_head", source=source)
+    trunk = TransformerSize(
+        width=config.n_embd, depth=config.n_layer, num_heads=config.n_head, norm_eps=config.layer_norm_epsilon
+    )
+    return Gpt2Size(trunk=trunk, vocabulary_size=config.vocab_size, context_length=config.n_positions)
+
+
+def _require(config: Any, *, source: str, **values: tuple[Any, ...]) -> None:
+    """Raises a UserError for a value that is another model's; `values` has those of the models here."""
+    for name, known in values.items():
+        if getattr(config, name) not in known:
+            raise UserError(
+                f"{source}: {name} is {getattr(config, name)!r}, which the models here do not have",
+                hint=f"use weights with {' or '.join(map(repr, known))}",
+            )
+
+
+def _require_divisible(config: Any, *, width: str, heads: str, source: str) -> None:
+    """No tensor shows the number of heads: a wrong one is found here or nowhere."""
+    if getattr(config, width) % getattr(config, heads):
+        raise UserError(
+            f"{source}: {width} is {getattr(config, width)}, which {heads} {getattr(config, heads)} cannot share",
+            hint="correct config.json, or get the folder again",
+        )
+
+
+def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
+    """Facts from the config.json and the processor (`read_processor`) of a TimeSformer, or of a captioner with one.
+
+    Raises:
+        UserError: see `caption_config_of`; or there is no TimeSformer in it.
+    """
+    video = caption_config_of(config, source=source).video
+    if video is None:
+        raise UserError(
+            f"{source} has no video tower",
+            hint="name a video tower with --init.weights; a GPT-2 goes to --decoder.weights",
+        )
+    trunk = video.size.trunk
+    return SourceFacts(
+        activation=trunk.activation,
+        video_eps=trunk.norm_eps,
+        mean=colours(preprocess.get("image_mean")),
+        std=colours(preprocess.get("image_std")),
+        video_heads=trunk.num_heads,
+    )
+
 
 _VIDEO, _TEXT = "video.transformer.resblocks.N", "decoder.transformer.resblocks.N"
 _LAYER, _H = "encoder.encoder.layer.N", "decoder.transformer.h.N"

@@ -1,10 +1,23 @@
 """Weights that were read, and the record of the weights that checkpoints omit (clipmill.train.weights.sources)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from clipmill.train.config.model import FormatChoice, Kind
-from clipmill.train.weights.conversion import CONV, ConvertedStateDict, SourceFacts, kind_of_tensors
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.clips import ClipSettings
+from clipmill.train.config.model import LIBRARY, FormatChoice, Kind, kind_of
+from clipmill.train.weights.conversion import (
+    CLIP_MEAN,
+    CLIP_STD,
+    CONV,
+    MEANS,
+    STDS,
+    ConvertedStateDict,
+    Mean,
+    SourceFacts,
+    kind_of_tensors,
+)
 
 Say = Callable[[str], None]
 
@@ -53,3 +66,146 @@ class Base:
     tensors: dict[str, list[int]]
     scale: float
     text: str | None = None
+
+
+Value = TypeVar("Value")
+Clips = TypeVar("Clips", bound=ClipSettings)
+
+KINDS: dict[str, str] = {
+    "clip": "a CLIP tower (clip)",
+    "videomae": "a VideoMAE tower (videomae)",
+    "timesformer": "a TimeSformer (timesformer)",
+    LIBRARY: "a tower of a library (--towers.image)",
+}
+
+
+def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
+    """The settings with the tower's kind, cubes, activation, eps and normalisation that the weights have.
+
+    Raises:
+        UserError: the settings say another kind of tower than the weights are of.
+    """
+    settings = _without_idle_temporal(settings, source, say=say)
+    if source is None:
+        return _with_normalisation(settings)
+    settings = _with_modules_of(settings, source, say=say)
+    facts, towers = source.facts, settings.towers
+    for remark in facts.remarks:
+        say(f"weights: {remark}")
+    are_ours = towers.image is None or getattr(towers, "text", towers.image) is None
+    if facts.activation is None and towers.activation is None and are_ours:
+        say("weights: their activation is not recorded, so gelu is used (change it with --towers.activation)")
+    # Of another package's tower, no file says that it holds the weights.
+    wanted = LIBRARY if towers.image is not None else towers.kind
+    of_weights = source.kind if wanted is None or wanted in KINDS else None
+    if of_weights is not None and wanted not in (None, of_weights):
+        raise UserError(
+            f"{source.title}: the weights are of {KINDS[of_weights]}, and the model has {KINDS[wanted]}",
+            hint=_weights_for(settings, wanted),
+        )
+    towers = replace(
+        towers,
+        kind=of_weights or towers.kind,
+        tubelet=choose_value("--towers.tubelet", towers.tubelet, source.tubelet, say=say),
+        activation=choose_value("--towers.activation", towers.activation, facts.activation, say=say),
+        video_norm_eps=choose_value("--towers.video-norm-eps", towers.video_norm_eps, facts.video_eps, say=say),
+    )
+    kind, init = kind_of(towers), settings.init
+    mean, std = _normalisation_of(replace(settings, towers=towers))
+    if None in (facts.mean, facts.std) and None in (init.pixel_mean, init.pixel_std) and not settings.reads_latents:
+        of = towers.image or f"{kind} towers"
+        mean_text, std_text = (
+            " ".join(f"{value:.3g}" for value in values)
+            for values in (init.pixel_mean or facts.mean or mean, init.pixel_std or facts.std or std)
+        )
+        say(
+            f"weights: no file of {source.title} says how pixels were normalised, so the values of {of} are used: mean "
+            f"{mean_text}, standard deviation {std_text} (change them with --init.pixel-mean and --init.pixel-std)"
+        )
+    init = replace(
+        init,
+        pixel_mean=choose_value("--init.pixel-mean", init.pixel_mean, facts.mean or mean, say=say),
+        pixel_std=choose_value("--init.pixel-std", init.pixel_std, facts.std or std, say=say),
+    )
+    if kind == "videomae" and facts.picture_px not in (None, settings.size_px):
+        # CLIP's tower has an embedding of each place, which is resized; here places are fixed and cannot be.
+        say(
+            f"weights: their positions are cube indices in frames of {facts.picture_px} px; with "
+            f"--size-px {settings.size_px} an index is another position (--size-px {facts.picture_px} keeps theirs)"
+        )
+    return replace(settings, towers=towers, init=init)
+
+
+def _weights_for(settings: ClipSettings, kind: str) -> str:
+    """Return the hint for weights of another kind than `kind`; some tasks support a single kind."""
+    if settings.only_kind is not None:
+        return f"train {settings.command} takes weights of the kind {kind} and no other"
+    return "use weights of the same kind, or leave --towers.kind out"
+
+
+def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) -> Clips:
+    """The settings without a temporal embedding, which videomae towers lack: presets are for any kind of tower."""
+    towers = settings.towers
+    kind = towers.kind or (None if source is None else source.kind)
+    if kind != "videomae" or towers.temporal == "zero":
+        return settings
+    say("towers: a videomae tower has fixed positional embeddings, so --towers.temporal has no effect")
+    return replace(settings, towers=replace(towers, temporal="zero"))
+
+
+def _with_normalisation(settings: Clips) -> Clips:
+    """The settings with the normalisation of the tower's kind unless the user gave another."""
+    kind, init = kind_of(settings.towers), settings.init
+    if kind == "clip" or kind not in KINDS:
+        return settings
+    mean, std = _normalisation_of(settings)
+    init = replace(init, pixel_mean=init.pixel_mean or mean, pixel_std=init.pixel_std or std)
+    return replace(settings, init=init)
+
+
+def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
+    """Mean and standard deviation of pixels for the kind of a tower, or for a library's by its name.
+
+    Raises:
+        UserError: the library does not say, or there is no such tower, or it takes pictures of another size.
+    """
+    kind, towers, init = kind_of(settings.towers), settings.towers, settings.init
+    if towers.image is None:
+        return MEANS.get(kind, CLIP_MEAN), STDS.get(kind, CLIP_STD)
+    from clipmill.train.models.hugging_face import PROCESSOR_FILES
+    from clipmill.train.models.library_towers import image_outline, preprocessing_of
+
+    image_outline(towers.image, settings.size_px)
+    theirs = preprocessing_of(towers.image)
+    mean, std = theirs.mean or init.pixel_mean, theirs.std or init.pixel_std
+    if mean is None or std is None:
+        raise UserError(
+            f"{towers.image} does not say how pixels are normalised: it has none of {', '.join(PROCESSOR_FILES)} with "
+            "image_mean and image_std",
+            hint="put preprocessor_config.json beside its config.json, or give --init.pixel-mean and --init.pixel-std",
+        )
+    return mean, std
+
+
+def _with_modules_of(settings: Clips, source: Source, *, say: Say) -> Clips:
+    """The settings with the towers that weights of a run, or with divided attention, are of."""
+    names, towers, theirs = source.converted.tensors, settings.towers, source.facts.towers
+    found: dict[str, Any] = {}
+    if source.kind == LIBRARY and towers.image is None and towers.kind in (None, LIBRARY):
+        found |= {name: theirs.get(name) for name in ("image", "pool_frames")}
+    is_text = any(name.startswith("text.model.") for name in names)
+    if is_text and getattr(towers, "text", "") is None:
+        found |= {name: theirs.get(name) for name in ("text", "text_pooling", "context_length")}
+    if any(".temporal_attn." in name for name in names):
+        found["attention"] = choose_value("--towers.attention", towers.attention, "divided", say=say)
+    found = {name: value for name, value in found.items() if value is not None}
+    return replace(settings, towers=replace(towers, **found))
+
+
+def choose_value(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:
+    """The value that the user gave for a flag, else that of the weights; a difference is printed."""
+    if given is None:
+        return known
+    if known is not None and given != known:
+        say(f"weights: they were trained with {known}, but {flag} is {given}, which is used")
+    return given

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,18 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import LIBRARY, DualEncoderInit, DualEncoderTowers, Init, Towers
 from clipmill.train.config.places import HUB_PREFIX, NAME_AND_TAG
-from clipmill.train.models.adapters import merge_adapters
 from clipmill.train.models.dual_encoder import size_of
-from clipmill.train.models.hugging_face import read_hf
-from clipmill.train.models.transformer import NORM_EPS
+from clipmill.train.models.hugging_face import read_hf, read_processor
+from clipmill.train.models.transformer import NORM_EPS, merge_adapters
 from clipmill.train.run.checkpoint import content_of, read_metadata, read_weights
 from clipmill.train.run.folder import RunFolder, is_run
+from clipmill.train.weights.architecture import read_logits
 from clipmill.train.weights.conversion import (
     LOGIT_SCALE,
     MEANS,
     STDS,
     ConvertedStateDict,
+    Format,
     SourceFacts,
     by_origin,
     kind_of_tensors,
@@ -32,11 +34,59 @@ from clipmill.train.weights.conversion import (
 )
 from clipmill.train.weights.exported import EXTRAS_FILE, read_extras
 from clipmill.train.weights.files import read_config, read_tensors, weights_file, without_prefixes
-from clipmill.train.weights.formats import FORMATS, detect_format, facts_in
-from clipmill.train.weights.library import facts_of_entry, library_facts, library_format
-from clipmill.train.weights.logits import read_logits
-from clipmill.train.weights.open_clip import file_of_tag
+from clipmill.train.weights.hf_caption import HF_TIMESFORMER
+from clipmill.train.weights.hf_clip import HF_CLIP
+from clipmill.train.weights.library import OF_TEXT, facts_of_entry, library_facts, library_format
+from clipmill.train.weights.open_clip import AVION, LAVILA, OPEN_CLIP, OPENAI, facts_of_open_clip, file_of_tag
 from clipmill.train.weights.source import Base, Say, Source
+from clipmill.train.weights.videomae import HF_VIDEOMAE, VIDEOMAE
+
+# The formats, in the order in which names of tensors are compared with them. A new one is a file beside this one that
+# defines a Format, its row here, and its name among the choices of `--init.format` (config/model.py).
+FORMATS = {one.name: one for one in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)}
+
+
+def detect_format(names: Iterable[str]) -> Format:
+    """The format of a state dict, by the names of its tensors.
+
+    Raises:
+        UserError: no format has such names, or a tower is of another kind.
+    """
+    known = frozenset(names)
+    for form in FORMATS.values():
+        if form.matches(known):
+            return form
+    first = ", ".join(sorted(known)[:3])
+    raise UserError(
+        "these are not the weights of a CLIP, VideoMAE or TimeSformer of any known format; the first tensors: "
+        f"{first or 'none'}",
+        hint=f"known are {', '.join(FORMATS)}; name one with --init.format to see what fits",
+    )
+
+
+def facts_in(folder: Path) -> SourceFacts | None:
+    """Facts from the configuration files in a folder; None if it has none.
+
+    Raises:
+        UserError: a file is damaged, or of a model that the towers here cannot be.
+    """
+    own = read_config(folder / "open_clip_config.json")
+    if own is not None:
+        preprocess = own.get("preprocess_cfg") or {}
+        return facts_of_open_clip(own.get("model_cfg", own) or {}, preprocess, source=str(folder))
+    config = read_config(folder / "config.json")
+    if config is None:
+        return None
+    preprocess = read_processor(str(folder))
+    kind = str(config.get("model_type"))
+    for form in FORMATS.values():
+        if form.read_config is not None and any(fnmatchcase(kind, pattern) for pattern in form.model_types):
+            return form.read_config(config, preprocess, source=str(folder))
+    raise UserError(
+        f"{folder}: the model is a {config.get('model_type')!r}, not a 'clip' or a 'videomae'",
+        hint="name the folder of a CLIPModel or a VideoMAE",
+    )
+
 
 _PLAIN = Towers()
 
@@ -49,7 +99,7 @@ def place_of_weights(weights: str) -> Path:
     """
     if not weights.startswith(HUB_PREFIX):
         return Path(weights)
-    from clipmill.train.weights.hub import hub_folder
+    from clipmill.train.weights.files import hub_folder
 
     return hub_folder(weights.removeprefix(HUB_PREFIX))
 
@@ -85,7 +135,6 @@ def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
     first, *others = [_open_source(*part) for part in _parts_of(init, towers)]
     if not others:
         return first
-    from clipmill.train.weights.pairing import paired_facts, paired_tensors
 
     converted = paired_tensors(first.converted, others[0].converted, title=others[0].title)
     facts = paired_facts(first.facts, others[0].facts, towers)
@@ -96,7 +145,6 @@ def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
     """The settings of each source of weights, with the towers that it is for."""
     if not isinstance(init, DualEncoderInit) or init.text is None:
         return [(init, towers)]
-    from clipmill.train.weights.pairing import parts_of
 
     return parts_of(init, towers)
 
@@ -256,3 +304,68 @@ def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def _triple(values: list[float] | None) -> tuple[float, float, float] | None:
     return None if values is None else (values[0], values[1], values[2])
+
+
+_SETTINGS_OF_TEXT = ("text", "text_pooling", "context_length")
+
+
+def parts_of(init: DualEncoderInit, towers: Towers) -> list[tuple[Init, Towers]]:
+    """The settings of both sources of weights, with the towers that each is for."""
+    of_text = DualEncoderTowers()
+    if isinstance(towers, DualEncoderTowers) and towers.text is not None:
+        of_text = DualEncoderTowers(text=towers.text, text_pooling=towers.text_pooling)
+    return [(replace(init, text=None), DualEncoderTowers(image=towers.image)), (Init(weights=init.text), of_text)]
+
+
+def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title: str) -> ConvertedStateDict:
+    """The tensors of `video`, and those of the text tower of `text` in place of its own.
+
+    The temperature of `video` is left out: it was that of its own pair.
+
+    Args:
+        title: of `text`.
+
+    Raises:
+        UserError: it has no text tower.
+    """
+    if not any(_root(name) == "text" for name in text.tensors):
+        raise UserError(f"{title}: there is no text tower", hint="name weights that have one with --init.text")
+
+    def merge_facts(of_video: Mapping[str, Any], of_text: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {name: one for name, one in of_video.items() if _root(name) not in OF_TEXT}
+        return kept | {name: one for name, one in of_text.items() if _root(name) in OF_TEXT and name != LOGIT_SCALE}
+
+    return ConvertedStateDict(
+        tensors=merge_facts(video.tensors, text.tensors),
+        origins=merge_facts(video.origins, text.origins),
+        unknown=merge_facts(video.unknown, text.unknown),
+        ignored=(*video.ignored, *text.ignored),
+    )
+
+
+def paired_facts(video: SourceFacts, text: SourceFacts, towers: Towers) -> SourceFacts:
+    """What no tensor of `paired_tensors` shows.
+
+    Raises:
+        UserError: both are towers of this project, which have one activation, and they were trained with two.
+    """
+    has_own_text = getattr(towers, "text", None) is None
+    of_video, of_text = video.activation or "gelu", text.activation or "gelu"
+    if towers.image is None and has_own_text and of_video != of_text:
+        raise UserError(
+            f"--init.weights has the activation {of_video}, and --init.text {of_text}: the towers of --model share one",
+            hint="let open_clip build the text tower, with an activation of its own: --towers.text open_clip:NAME",
+            flags=("--init.weights", "--init.text", "--model"),
+        )
+    return replace(
+        video,
+        activation=video.activation if towers.image is None else text.activation,
+        text_eps=text.text_eps,
+        text_heads=text.text_heads,
+        towers={**video.towers, **{name: text.towers.get(name) for name in _SETTINGS_OF_TEXT}},
+        remarks=(*video.remarks, *text.remarks),
+    )
+
+
+def _root(name: str) -> str:
+    return name.partition(".")[0]

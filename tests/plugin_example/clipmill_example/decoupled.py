@@ -5,8 +5,7 @@ import math
 import torch
 
 from clipmill.train.losses.contrastive import Pairs
-from clipmill.train.losses.registry import LossSpec
-from clipmill.train.losses.settings import Loss
+from clipmill.train.losses.settings import Loss, LossSpec
 
 
 def decoupled(pairs: Pairs, settings: Loss) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 
 from clipmill.train.commands import launch as command
 from clipmill.train.distributed import launch
-from clipmill.train.engine.failure_log import FailureLog, SyncedBatch
+from clipmill.train.engine.failures import FailureLog, SyncedBatch
 from clipmill.train.run.checkpoint_writer import CheckpointWriter
 from tests.simulated_gpu.device import simulation
 from tests.simulated_gpu.inside.runs import NUM_STEPS

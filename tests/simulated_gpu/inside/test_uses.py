@@ -20,11 +20,11 @@ from clipmill.prep.text.recipe import TextSettings
 from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import LoadedBatch
-from clipmill.train.engine.throughput import Throughput
+from clipmill.train.engine.metrics import Throughput
 from clipmill.train.evaluation.probe import probing
 from clipmill.train.evaluation.probe.classifiers import GRID, choose_l2
 from clipmill.train.evaluation.probe.features import extract
-from clipmill.train.inference.model import LoadedModel
+from clipmill.train.inference import LoadedModel
 from clipmill.train.tasks.dual_encoder import evaluation
 from clipmill.train.tasks.dual_encoder.embeddings import Embeddings, embed_all
 from tests.gpu.test_columns import LATENTS, TEXT, column, make_latents, make_text

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from clipmill.train.bench.report import advice, judge
-from clipmill.train.bench.stages import Stopwatch
+from clipmill.train.bench.steps import Stopwatch
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 
 STAGES = {"read": 4000.0, "decode": 200.0, "crop": 1500.0, "tokens": 5000.0}

@@ -34,7 +34,7 @@ from clipmill.train.losses.objective import Objective
 from clipmill.train.losses.settings import Loss
 from clipmill.train.models.attention import open_attention
 from clipmill.train.models.dual_encoder import DualEncoder
-from clipmill.train.models.masked_autoencoder import MaskedAutoencoder
+from clipmill.train.models.videomae import MaskedAutoencoder
 from clipmill.train.run import shared_folder
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder, create_run

@@ -26,12 +26,10 @@ from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.loop import train
 from clipmill.train.losses.objective import Objective
-from clipmill.train.models.adapters import add_adapters
 from clipmill.train.models.attention import attend_with_sdpa
-from clipmill.train.models.captioner import Captioner
-from clipmill.train.models.gpt2 import Gpt2, Gpt2Size
+from clipmill.train.models.captioner import Captioner, Gpt2, Gpt2Size
 from clipmill.train.models.timesformer import TimeSformer
-from clipmill.train.models.transformer import TransformerSize, blocks_of
+from clipmill.train.models.transformer import TransformerSize, add_adapters, blocks_of
 from clipmill.train.models.video_vit import VideoViTSize
 from clipmill.train.optim.parameters import freeze
 from clipmill.train.run.folder import RunFolder, create_run

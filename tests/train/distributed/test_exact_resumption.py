@@ -12,8 +12,7 @@ from torch import nn
 
 from clipmill.train.distributed.parallel import Replicated
 from clipmill.train.models.attention import attend_with_sdpa
-from clipmill.train.models.captioner import Captioner
-from clipmill.train.models.gpt2 import Gpt2, Gpt2Size
+from clipmill.train.models.captioner import Captioner, Gpt2, Gpt2Size
 from clipmill.train.models.timesformer import TimeSformer
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.run.checkpoint import all_checkpoints, read_metadata, read_weights

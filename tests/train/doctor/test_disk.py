@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.train.doctor.host import examine_disk, file_system_of
+from clipmill.train.doctor.machine import examine_disk, file_system_of
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -95,7 +95,7 @@ def test_data_that_this_user_may_not_read_is_not_taken_for_none(tmp_path: Path, 
         (data / variant).mkdir(parents=True)
     (data / "video/h264-1234/000000-1234.tar").write_bytes(bytes(1 << 20))
     (data / "lost+found").mkdir(mode=0)
-    program = "import sys; from pathlib import Path; from clipmill.train.doctor.host import examine_disk\n"
+    program = "import sys; from pathlib import Path; from clipmill.train.doctor.machine import examine_disk\n"
     program += (
         "found = examine_disk(Path(sys.argv[1]), is_data=True).problem; print(found and (found.what, found.hint))"
     )

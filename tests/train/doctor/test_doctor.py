@@ -10,8 +10,7 @@ import pytest
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.train.doctor.accelerator import Accelerator, accelerator_of, ask_child, examine_accelerator
 from clipmill.train.doctor.commands import doctor_facts, run_doctor
-from clipmill.train.doctor.examined import examine_decoder
-from clipmill.train.doctor.host import examine_host, quota_of
+from clipmill.train.doctor.machine import examine_decoder, examine_host, quota_of
 from tests.forks import Forks
 
 

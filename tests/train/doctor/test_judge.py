@@ -7,10 +7,8 @@ import pytest
 
 from clipmill.shards.disk_speed import DiskSpeed
 from clipmill.train.doctor.accelerator import Accelerator, Gpu, Tried
-from clipmill.train.doctor.commands import lines_of
-from clipmill.train.doctor.examined import Decoder, Examined, used_by_training
-from clipmill.train.doctor.host import Disk, Finding, Host
-from clipmill.train.doctor.judge import judge
+from clipmill.train.doctor.commands import judge, lines_of
+from clipmill.train.doctor.machine import Decoder, Disk, Examined, Finding, Host, used_by_training
 
 H200 = Gpu(name="NVIDIA H200", memory_bytes=150_000_000_000, free_bytes=149_000_000_000, capability=(9, 0))
 WORKS = [Tried(attention="sdpa", kind="clips", dtype="bfloat16", kernels="fused attention of cuDNN 9.26.0")]

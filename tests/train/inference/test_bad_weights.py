@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.evaluation import opening
-from clipmill.train.inference.model import load_model
+from clipmill.train.inference import load_model
 from clipmill.train.run.folder import RunFolder
 from tests.train.running import train
 

@@ -8,7 +8,7 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.distributed.world import World
-from clipmill.train.inference.model import load_model
+from clipmill.train.inference import load_model
 from tests.train.inference.conftest import SMALL
 from tests.train.running import train
 

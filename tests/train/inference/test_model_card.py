@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from clipmill.manifests.units import percent
-from clipmill.train.inference.model import load_model
+from clipmill.train.inference import load_model
 from tests.train.running import train
 
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Towers
-from clipmill.train.inference.model import load_model
+from clipmill.train.inference import load_model
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.text import load_tokenizer
 from clipmill.train.run.folder import RunFolder
-from clipmill.train.weights.avion import MISTYPED_MEAN
+from clipmill.train.weights.open_clip import MISTYPED_MEAN
 from tests.train.inference.conftest import EVALUATIONS, FORMATS
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.running import train

@@ -14,7 +14,7 @@ from clipmill.train.config.tuning import frozen_part
 from clipmill.train.data.batch import Batch
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.throughput import Throughput
+from clipmill.train.engine.metrics import Throughput
 from clipmill.train.losses.contrastive import build_contrast
 from clipmill.train.losses.settings import Loss
 from clipmill.train.models.library_towers import LibraryTower

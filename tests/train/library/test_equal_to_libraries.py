@@ -13,7 +13,7 @@ from clipmill.train.config.model import DualEncoderTowers
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import DualEncoder, size_of
 from clipmill.train.models.hugging_face import PADDING
-from clipmill.train.models.libraries import tokenizer_of
+from clipmill.train.models.library_towers import tokenizer_of
 from clipmill.train.weights.library import library_format
 from tests.train.library.small_library import CLIP, PX, RESNET, SIGLIP2, save_hf
 

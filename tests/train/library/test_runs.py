@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 
-from clipmill.train.inference.model import LoadedModel, load_model
+from clipmill.train.inference import LoadedModel, load_model
 from clipmill.train.models.dual_encoder import DualEncoder
 from tests.train.library.conftest import TINY, TOWERS
 from tests.train.library.small_library import PX, RESNET, SIGLIP2, save_hf

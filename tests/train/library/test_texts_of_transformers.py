@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import DualEncoderTowers
-from clipmill.train.models.libraries import context_length_of, library_of, tokenizer_of
-from clipmill.train.models.library_towers import text_tower
+from clipmill.train.models.library_towers import context_length_of, library_of, text_tower, tokenizer_of
 from clipmill.train.weights.library import library_format
 from clipmill.train.weights.sources import Init, open_weights
 from tests.train.library.small_library import save_hf

@@ -10,8 +10,7 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import ContrastiveObjective, DatasetSize, build_contrast
 from clipmill.train.losses.global_losses import SampleTemperature
-from clipmill.train.losses.registry import LOSSES
-from clipmill.train.losses.settings import Convention, Loss
+from clipmill.train.losses.settings import LOSSES, Convention, Loss
 
 WIDTH = 5
 NUM_CLIPS, NUM_CAPTIONS = 7, 11  # neither is even: ranks keep parts of different length

@@ -7,12 +7,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from clipmill.train.bench.feature_exchange import FeatureExchange
+from clipmill.train.bench.communication import FeatureExchange
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
-from clipmill.train.losses.contrastive import ContrastiveObjective
+from clipmill.train.losses.contrastive import ContrastiveObjective, Similarities
 from clipmill.train.losses.settings import Convention, Loss
-from clipmill.train.losses.similarities import Similarities
 from tests.plugins import installed_here
 from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, own_part, settings_of
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from clipmill.train.distributed.step import Step
-from clipmill.train.losses.global_contrast import GlobalContrast, inner_rate
-from clipmill.train.losses.registry import LOSSES
-from clipmill.train.losses.settings import Convention
+from clipmill.train.losses.global_losses import GlobalContrast, inner_rate
+from clipmill.train.losses.settings import LOSSES, Convention
 from tests.train.losses.naive import Memory, Moments, adamw_without_decay, global_step, in_batch_loss
 from tests.train.losses.pairs import (
     CAPTION_IDS,

@@ -14,8 +14,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import AutogradObjective, Pairs
-from clipmill.train.losses.registry import LOSSES, LossSpec
-from clipmill.train.losses.settings import Loss
+from clipmill.train.losses.settings import LOSSES, Loss, LossSpec
 from tests.plugins import declare, installed_here
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.losses.pairs import Table, Towers, batch_of, objective_of, settings_of

@@ -12,9 +12,8 @@ from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import DatasetSize, build_contrast
-from clipmill.train.losses.global_contrast import GlobalContrast
-from clipmill.train.losses.registry import LOSSES
-from clipmill.train.losses.settings import Convention, Loss
+from clipmill.train.losses.global_losses import GlobalContrast
+from clipmill.train.losses.settings import LOSSES, Convention, Loss
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of

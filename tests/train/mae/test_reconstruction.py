@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 import torch
 
-from clipmill.train.models.masked_autoencoder import predicted_cubes
 from clipmill.train.models.video_vit import CubeGrid
+from clipmill.train.models.videomae import predicted_cubes
 from clipmill.train.tasks.mae.objective import normalised_cubes
 from clipmill.train.tasks.mae.reconstruction import (
     GREY,

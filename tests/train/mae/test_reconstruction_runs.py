@@ -20,9 +20,9 @@ from clipmill.train.config.files import save_settings
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
-from clipmill.train.models.masked_autoencoder import predicted_cubes
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import CubeGrid, VideoViTSize
+from clipmill.train.models.videomae import predicted_cubes
 from clipmill.train.report.results import write_page
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.mae.evaluation import picture_uri

@@ -23,9 +23,9 @@ from clipmill.train.device.precision import open_precision
 from clipmill.train.device.transfer import StepGuard
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.loop import next_step, run_step
+from clipmill.train.engine.metrics import Throughput
 from clipmill.train.engine.state import State, new_state
-from clipmill.train.engine.throughput import Throughput
-from clipmill.train.losses.global_contrast import GlobalContrast
+from clipmill.train.losses.global_losses import GlobalContrast
 from clipmill.train.losses.settings import Loss
 from clipmill.train.models.attention import open_attention
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation, DualEncoderSettings

@@ -8,8 +8,7 @@ from transformers import GPT2Config, TimesformerConfig, VisionEncoderDecoderConf
 
 from clipmill.train.config.model import Init
 from clipmill.train.models.attention import Attend, attend_with_sdpa
-from clipmill.train.models.captioner import Captioner
-from clipmill.train.models.gpt2 import Gpt2
+from clipmill.train.models.captioner import Captioner, Gpt2
 from clipmill.train.models.timesformer import TimeSformer
 from clipmill.train.tasks.caption.model import start_of_captioner
 from clipmill.train.weights.hf_caption import read_caption_folder

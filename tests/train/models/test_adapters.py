@@ -12,13 +12,18 @@ from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
 from clipmill.train.config.model import Towers
 from clipmill.train.config.tuning import Target
-from clipmill.train.models.adapters import LowRank, add_adapters, merge_adapters, remove_adapters
 from clipmill.train.models.attention import attend_with_sdpa
-from clipmill.train.models.captioner import Captioner
+from clipmill.train.models.captioner import Captioner, Gpt2, gpt2_size
 from clipmill.train.models.dual_encoder import SIZES, DualEncoder, size_of
-from clipmill.train.models.gpt2 import Gpt2, gpt2_size
 from clipmill.train.models.timesformer import TimeSformer
-from clipmill.train.models.transformer import Block, TransformerSize
+from clipmill.train.models.transformer import (
+    Block,
+    LowRank,
+    TransformerSize,
+    add_adapters,
+    merge_adapters,
+    remove_adapters,
+)
 from clipmill.train.models.videomae import VideoMAEEncoder
 
 WIDTH, RANK, ALPHA = 16, 3, 6

@@ -13,10 +13,10 @@ from clipmill.train.models.attention import (
     Attend,
     attend_naively,
     attend_with_sdpa,
+    most_sequences,
     open_attention,
     pack,
 )
-from clipmill.train.models.kernel_limits import most_sequences
 from clipmill.train.models.space_time import attend_short, sequences_per_tile
 from tests.forked import forget, forked
 

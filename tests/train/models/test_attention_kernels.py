@@ -16,7 +16,7 @@ from clipmill.train.models.attention import (
     open_attention,
     pack,
 )
-from clipmill.train.models.attention_kernels import Kernel, Kernels, kernels_of, of_xformers
+from clipmill.train.models.attention_choice import Kernel, Kernels, kernels_of, of_xformers
 
 CPU = torch.device("cpu")
 FLASH, CUTLASS = "fa2F@2.5.7 and fa2B@2.5.7 of torch", "cutlassF and cutlassB of torch"

@@ -12,10 +12,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import load_settings, preset_path, presets_of
 from clipmill.train.models.attention import pack
-from clipmill.train.models.attention_kernels import kernels_of, why_no_operator
+from clipmill.train.models.attention_choice import kernels_of, why_no_operator
 from clipmill.train.models.dual_encoder import size_of
-from clipmill.train.models.masked_autoencoder import decoder_size
 from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.models.videomae import decoder_size
 from clipmill.train.registry import TASKS
 from clipmill.train.tasks.caption.decoder import decoder_size as text_decoder_size
 from clipmill.train.tasks.caption.settings import CaptionerSettings

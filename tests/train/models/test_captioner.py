@@ -11,8 +11,7 @@ from torch import nn
 from transformers import VisionEncoderDecoderModel
 
 from clipmill.train.models.attention import attend_naively, attend_with_sdpa
-from clipmill.train.models.captioner import Captioner
-from clipmill.train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Size
+from clipmill.train.models.captioner import GPT2_SIZES, Captioner, Gpt2, Gpt2Size
 from clipmill.train.models.transformer import TransformerSize, blocks_of, checkpoint_blocks
 from clipmill.train.models.video_vit import VideoViT, VideoViTSize
 from clipmill.train.models.videomae import VideoMAEEncoder

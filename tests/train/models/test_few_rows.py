@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from clipmill.train.models.gpt2 import linear_for_few
+from clipmill.train.models.captioner import linear_for_few
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 24), (4, 1, 24), (2, 2, 24), (5, 1, 24), (3, 24), (1, 40, 24)])

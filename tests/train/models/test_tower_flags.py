@@ -9,7 +9,7 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.model import DualEncoderTowers
-from clipmill.train.inference.model import load_model
+from clipmill.train.inference import load_model
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings

@@ -11,14 +11,13 @@ from transformers import VideoMAEConfig, VideoMAEForPreTraining, VideoMAEForVide
 from clipmill.train.config.model import Towers
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import SIZES, size_of
-from clipmill.train.models.masked_autoencoder import MaskedAutoencoder, decoder_size, predicted_cubes
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import VideoViTSize
-from clipmill.train.models.videomae import VideoMAEEncoder, sines
+from clipmill.train.models.videomae import MaskedAutoencoder, VideoMAEEncoder, decoder_size, predicted_cubes, sines
 from clipmill.train.tasks.classify.model import VideoClassifier
 from clipmill.train.tasks.mae.masks import decoded_cubes, tube_masks
 from clipmill.train.tasks.mae.objective import normalised_cubes, reconstruction_loss
-from clipmill.train.weights.hf_videomae import from_hf_videomae
+from clipmill.train.weights.videomae import from_hf_videomae
 from tests.train.models.small_towers import clips, spread_out
 
 VIDEOMAE = Towers(kind="videomae")

@@ -11,7 +11,7 @@ from clipmill.train.config.tuning import frozen_part
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import SIZES, DualEncoder, size_of
-from clipmill.train.models.masked_autoencoder import MaskedAutoencoder
+from clipmill.train.models.videomae import MaskedAutoencoder
 from clipmill.train.optim.parameters import freeze, layers_above, parameter_groups, plain_name
 from clipmill.train.tasks.classify.model import VideoClassifier
 

@@ -13,8 +13,7 @@ from torch import nn
 from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.losses.objective import Objective
-from clipmill.train.optim.algorithms import Lamb, Lion
-from clipmill.train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
+from clipmill.train.optim.optimizer import Lamb, Lion, clip_gradients, make_optimizer, set_learning_rates
 
 LR, DECAY, STEPS = 0.02, 0.1, 7
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from clipmill.train.device.transfer import Scalar
-from clipmill.train.optim.algorithms import Sgd
-from clipmill.train.optim.optimizer import clip_gradients, make_optimizer, take_step
+from clipmill.train.optim.optimizer import Sgd, clip_gradients, make_optimizer, take_step
 from tests.train.device_reads import as_on_a_gpu
 from tests.train.optim.test_optimizers import Net, Temperature, settings
 

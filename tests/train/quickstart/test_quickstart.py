@@ -18,7 +18,7 @@ from clipmill.shards.dataset import set_current_variant
 from clipmill.train.cli import app
 from clipmill.train.commands import quickstart as commands
 from clipmill.train.commands.training import parse
-from clipmill.train.doctor.examined import examine_in_run
+from clipmill.train.doctor.machine import examine_in_run
 from clipmill.train.quickstart import choice
 from clipmill.train.quickstart import measured as measurements
 from clipmill.train.quickstart.asked import Asked

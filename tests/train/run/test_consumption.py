@@ -9,7 +9,7 @@ import torch
 
 from clipmill.manifests.publish import publish_json
 from clipmill.train.distributed.world import World
-from clipmill.train.run.consumption import FACT, Consumption, consumption_entry
+from clipmill.train.engine.metrics import FACT, Consumption, consumption_entry
 from clipmill.train.run.folder import RunFolder
 
 GPU = torch.device("cuda", 0)
@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr("clipmill.train.run.consumption.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("clipmill.train.engine.metrics.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

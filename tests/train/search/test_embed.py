@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from clipmill.train.inference.model import load_model
+from clipmill.train.inference import load_model
 from clipmill.train.search import embedding
 from tests.train.conftest import VIDEOS
 from tests.train.distributed.forked import end_well, fork_ranks

@@ -19,7 +19,7 @@ from av.container import InputContainer
 from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.train.evaluation import player
-from clipmill.train.inference.model import load_model
+from clipmill.train.inference import load_model
 from clipmill.train.search.folder import EmbeddedClip, open_embedded
 from tests.train.running import train
 from tests.train.search.conftest import SMALL, embed, overwrite_chunk

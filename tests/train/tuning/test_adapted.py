@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from clipmill.train.inference.model import load_model
+from clipmill.train.inference import load_model
 from clipmill.train.run.checkpoint import read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.classify.moving import write_moving

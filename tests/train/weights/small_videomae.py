@@ -11,9 +11,9 @@ from transformers import VideoMAEConfig, VideoMAEForPreTraining, VideoMAEForVide
 from clipmill.train.config.model import Init, Towers
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import size_of
-from clipmill.train.models.masked_autoencoder import MaskedAutoencoder, predicted_cubes
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import VideoViTSize
+from clipmill.train.models.videomae import MaskedAutoencoder, predicted_cubes
 from clipmill.train.tasks.classify.model import VideoClassifier
 from clipmill.train.tasks.mae.objective import normalised_cubes, reconstruction_loss
 from clipmill.train.weights.conversion import IMAGENET_STD

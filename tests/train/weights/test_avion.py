@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Init
-from clipmill.train.weights.avion import MISTYPED_MEAN
+from clipmill.train.weights.open_clip import MISTYPED_MEAN
 from clipmill.train.weights.source import Source
 from clipmill.train.weights.sources import open_weights
 from tests.train.weights import small

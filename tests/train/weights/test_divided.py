@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipmill.train.inference.model import load_model
+from clipmill.train.inference import load_model
 from tests.train.inference.test_weights_anywhere import LAVILA, LAVILA_PARTS, renamed
 from tests.train.running import error_of, facts, losses, train
 from tests.train.tuning.runs import LORA, TINY, killed, stored, weights

@@ -14,12 +14,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Init
 from clipmill.train.weights.conversion import ConvertedStateDict, Format, NameTable, SourceFacts, any_begins
 from clipmill.train.weights.files import without_prefixes
-from clipmill.train.weights.fitting import fit, resize_positions, stretched_positions
-from clipmill.train.weights.formats import FORMATS, detect_format
-from clipmill.train.weights.loading import Loaded
+from clipmill.train.weights.loading import Loaded, fit_tensors, resize_positions, stretched_positions
 from clipmill.train.weights.open_clip import from_open_clip, to_open_clip
 from clipmill.train.weights.source import Source
-from clipmill.train.weights.sources import open_weights
+from clipmill.train.weights.sources import FORMATS, detect_format, open_weights
 from tests.train.weights.small import loaded_weights, our_model, quiet, shuffle
 
 State = dict[str, torch.Tensor]
@@ -295,6 +293,6 @@ def test_positions_of_texts_are_stretched_as_in_long_clip() -> None:
     source = ConvertedStateDict(
         tensors={"text.positional_embedding": old}, origins={"text.positional_embedding": "positional_embedding"}
     )
-    fitted = fit(source, {"text.positional_embedding": (248, 5)})
+    fitted = fit_tensors(source, {"text.positional_embedding": (248, 5)})
     assert torch.equal(fitted.tensors["text.positional_embedding"], stretched_positions(old, 248))
     assert "stretched, as in Long-CLIP" in fitted.changes[0].why

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Init
 from clipmill.train.evaluation.opening import require_weights
-from clipmill.train.inference.model import tasks_where
+from clipmill.train.inference import tasks_where
 from clipmill.train.weights.hf_clip import from_hf, to_hf
 from clipmill.train.weights.source import Source
 from clipmill.train.weights.sources import open_weights

@@ -18,8 +18,7 @@ from transformers import (
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.models.attention import attend_with_sdpa
-from clipmill.train.models.captioner import Captioner
-from clipmill.train.models.gpt2 import Gpt2, Gpt2Size
+from clipmill.train.models.captioner import Captioner, Gpt2, Gpt2Size
 from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import VideoViT, VideoViTSize
 from clipmill.train.tasks.caption.decoding import generate_captions

@@ -9,14 +9,13 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Init, Towers
 from clipmill.train.models.hugging_face import PROCESSOR_FILES, read_processor
-from clipmill.train.models.libraries import preprocessing_of
+from clipmill.train.models.library_towers import preprocessing_of
 from clipmill.train.tasks.classify.settings import ClassifySettings
 from clipmill.train.weights.conversion import IMAGENET_MEAN, ConvertedStateDict
-from clipmill.train.weights.effective import effective_clip_settings
-from clipmill.train.weights.formats import facts_in
-from clipmill.train.weights.hub import MODEL_FILES
+from clipmill.train.weights.files import MODEL_FILES
 from clipmill.train.weights.library import library_facts
-from clipmill.train.weights.source import Source
+from clipmill.train.weights.source import Source, effective_clip_settings
+from clipmill.train.weights.sources import facts_in
 
 MEAN, STD = [0.11, 0.12, 0.13], [0.21, 0.22, 0.23]
 OTHER = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}

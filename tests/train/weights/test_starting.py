@@ -22,10 +22,9 @@ from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.start import effective_settings
-from clipmill.train.weights.avion import MISTYPED_MEAN
 from clipmill.train.weights.conversion import LOGIT_SCALE, TEMPORAL_EMBEDDING
 from clipmill.train.weights.loading import fit_to
-from clipmill.train.weights.open_clip import to_open_clip
+from clipmill.train.weights.open_clip import MISTYPED_MEAN, to_open_clip
 from clipmill.train.weights.sources import open_weights, whole_weights
 from tests.train.running import facts, steps, train
 from tests.train.weights.test_avion import lavila_state
@@ -65,7 +64,7 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
         means.append(mean)
         return whole(*arguments, mean=mean, **options)
 
-    monkeypatch.setattr("clipmill.train.engine.clip_task.to_model_input", spy)
+    monkeypatch.setattr("clipmill.train.engine.task.to_model_input", spy)
     weights = write_avion(tmp_path / "avion.pt")
     out = tmp_path / "run"
     assert train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, "--init.weights", weights) == 0

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.weights.formats import detect_format
-from clipmill.train.weights.hf_videomae import from_hf_videomae, to_hf_videomae
-from clipmill.train.weights.videomae import from_videomae, to_videomae
+from clipmill.train.weights.sources import detect_format
+from clipmill.train.weights.videomae import from_hf_videomae, from_videomae, to_hf_videomae, to_videomae
 from tests.train.weights.small import loaded_weights, quiet
 from tests.train.weights.small_videomae import (
     SIZE,

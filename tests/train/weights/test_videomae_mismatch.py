@@ -16,8 +16,8 @@ from clipmill.train.tasks.classify.settings import ClassifySettings
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.start import effective_settings
 from clipmill.train.tasks.mae.settings import MaeSettings
-from clipmill.train.weights.effective import effective_clip_settings
 from clipmill.train.weights.open_clip import to_open_clip
+from clipmill.train.weights.source import effective_clip_settings
 from tests.train.weights.small import loaded_weights, our_model, quiet
 from tests.train.weights.small_videomae import (
     DECODER_DEPTH,

@@ -20,7 +20,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.probe.features import ClipFeatures, Tower, extract, gather_features
 from clipmill.train.evaluation.probe.probing import LabelledFeatures
 from clipmill.train.evaluation.runner import every_for
-from clipmill.train.run.counted_batches import counted_batches
+from clipmill.train.run.tracking import counted_batches
 
 if TYPE_CHECKING:
     from clipmill.train.data.samples import Samples

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.models.gpt2 import Gpt2Size, gpt2_size
+from clipmill.train.models.captioner import Gpt2Size, gpt2_size
 from clipmill.train.models.transformer import NORM_EPS, TransformerSize
 from clipmill.train.run.folder import RunFolder, is_run
 from clipmill.train.tasks.caption.language.opening import (
@@ -34,11 +34,9 @@ from clipmill.train.tasks.caption.tokenizer import (
     read_tokenizer,
     train_tokenizer,
 )
-from clipmill.train.weights.files import read_config
-from clipmill.train.weights.fitting import Change
-from clipmill.train.weights.hf_caption import read_caption_folder
-from clipmill.train.weights.hf_caption_config import caption_config_of
-from clipmill.train.weights.hub import MODEL_FILES, TOKENIZER_FILES, hub_folder
+from clipmill.train.weights.files import MODEL_FILES, TOKENIZER_FILES, hub_folder, read_config
+from clipmill.train.weights.hf_caption import caption_config_of, read_caption_folder
+from clipmill.train.weights.loading import Change
 from clipmill.train.weights.source import Say
 from clipmill.train.weights.sources import place_of_weights
 

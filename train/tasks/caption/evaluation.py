@@ -14,8 +14,8 @@ from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
-from clipmill.train.run.counted_batches import counted_batches
 from clipmill.train.run.folder import COCO_SUFFIX
+from clipmill.train.run.tracking import counted_batches
 from clipmill.train.tasks.caption.generation import captions_of, comparable_captions, loss_of
 from clipmill.train.tasks.caption.metrics.java import Meteor, check_jars
 from clipmill.train.tasks.caption.metrics.scores import (

@@ -28,12 +28,12 @@ from clipmill.train.tasks.caption.tokenizer import END, TOKENIZER_FILE
 from clipmill.train.weights.architecture import match_size
 from clipmill.train.weights.exported import Exported, preprocessor_config, require_format, save_json, save_tensors
 from clipmill.train.weights.files import read_config
-from clipmill.train.weights.hf_caption import to_hf_caption
-from clipmill.train.weights.hf_caption_config import (
+from clipmill.train.weights.hf_caption import (
     TimeSformerShape,
     caption_config_of,
     generation_config,
     hf_caption_config,
+    to_hf_caption,
 )
 from clipmill.train.weights.source import Say, Source
 

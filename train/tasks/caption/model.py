@@ -10,11 +10,10 @@ from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import LIBRARY, kind_of
-from clipmill.train.engine.clip_task import UNUSED_PARTS, without_parts
+from clipmill.train.engine.task import UNUSED_PARTS, without_parts
 from clipmill.train.models.attention import Attend
-from clipmill.train.models.captioner import Captioner, VideoTower
+from clipmill.train.models.captioner import Captioner, Gpt2, VideoTower
 from clipmill.train.models.dual_encoder import size_of
-from clipmill.train.models.gpt2 import Gpt2
 from clipmill.train.models.library_towers import LibraryImage, image_tower, num_heads_of
 from clipmill.train.models.timesformer import TimeSformer, nearest_places, nearest_times
 from clipmill.train.models.transformer import checkpoint_blocks, drop_path_of
@@ -27,9 +26,8 @@ from clipmill.train.tasks.caption.language.model import LanguageCaptioner, Visua
 from clipmill.train.tasks.caption.language.opening import LanguageDecoder
 from clipmill.train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
 from clipmill.train.tasks.caption.tokenizer import has_tokenizer
-from clipmill.train.weights.effective import KINDS, effective_clip_settings
 from clipmill.train.weights.loading import Loaded, fit_to
-from clipmill.train.weights.source import Say, Source
+from clipmill.train.weights.source import KINDS, Say, Source, effective_clip_settings
 from clipmill.train.weights.sources import place_of_weights
 
 _TOKENS, _DECODER_POSITIONS = "decoder.token_embedding.weight", "decoder.positional_embedding"

@@ -26,8 +26,7 @@ from torch import nn
 from clipmill.manifests.errors import UserError
 from clipmill.train.distributed.stages import LayerCost, broadcast_from_last, run_along
 from clipmill.train.distributed.world import World
-from clipmill.train.models.captioner import Captioner
-from clipmill.train.models.gpt2 import Gpt2, TextCache
+from clipmill.train.models.captioner import Captioner, Gpt2, TextCache
 from clipmill.train.models.video_vit import TokenTower
 
 LayerKind = Literal["video_embedding", "video_block", "video_norm", "token_embedding", "text_block", "head"]

@@ -20,7 +20,7 @@ from clipmill.train.data.producers.captioned_clips import open_captioned_clips
 from clipmill.train.data.query import loader_settings
 from clipmill.train.distributed.stages import LayerCost
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.clip_task import ClipTask
+from clipmill.train.engine.task import ClipTask
 from clipmill.train.evaluation.identity import normalisation_of
 from clipmill.train.evaluation.runner import every_for, split_metrics
 from clipmill.train.losses.objective import Objective

@@ -16,11 +16,10 @@ from clipmill.train.tasks.classify.model import VideoClassifier
 from clipmill.train.tasks.classify.settings import ClassifySettings
 from clipmill.train.weights.architecture import match_size, model_like, num_frames_of, picture_px_of
 from clipmill.train.weights.conversion import kind_of_tensors
-from clipmill.train.weights.effective import effective_clip_settings
 from clipmill.train.weights.exported import Exported, require_format
 from clipmill.train.weights.files import read_config
-from clipmill.train.weights.hf_videomae import exported_videomae
-from clipmill.train.weights.source import Say, Source
+from clipmill.train.weights.source import Say, Source, effective_clip_settings
+from clipmill.train.weights.videomae import exported_videomae
 
 # Of VideoMAE's classifiers, which no file says: one frame in four.
 _NUM_FRAMES, _STRIDE = 16, 4

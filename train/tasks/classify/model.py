@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from clipmill.train.config.model import LIBRARY, Towers, kind_of
-from clipmill.train.engine.clip_task import UNUSED_PARTS, without_parts
+from clipmill.train.engine.task import UNUSED_PARTS, without_parts
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.library_towers import LibraryImage, image_tower
 from clipmill.train.models.transformer import LayerNorm, checkpoint_blocks, drop_path_of

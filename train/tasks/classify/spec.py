@@ -68,7 +68,7 @@ TASK = TaskSpec(
     settings=ClassifySettings,
     make=import_late("clipmill.train.tasks.classify.task:ClassifyTask"),
     kept=import_late("clipmill.train.tasks.classify.evaluation:kept_classes"),
-    effective=import_late("clipmill.train.weights.effective:effective_clip_settings"),
+    effective=import_late("clipmill.train.weights.source:effective_clip_settings"),
     evaluations=(CLASSIFICATION, PROBE),
     formats={
         "hf": "VideoMAEForVideoClassification.from_pretrained('OUT')",

@@ -22,10 +22,10 @@ from clipmill.train.data.inputs import picture_size, read_classes_of
 from clipmill.train.data.query import DataQuery, loader_settings, open_samples
 from clipmill.train.device.random import Positions, draw_uniform
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.clip_task import ClipTask
+from clipmill.train.engine.task import ClipTask
 from clipmill.train.evaluation.runner import every_for, split_metrics
 from clipmill.train.losses.objective import Objective
-from clipmill.train.run.counted_batches import counted_batches
+from clipmill.train.run.tracking import counted_batches
 from clipmill.train.tasks.classify.evaluation import ClassResult, score_classifier
 from clipmill.train.tasks.classify.model import VideoClassifier, start_of_classifier
 from clipmill.train.tasks.classify.objective import SoftCrossEntropy

@@ -20,7 +20,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import PicturedSamples, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
 from clipmill.train.models.text import CONTEXT_LENGTH, Tokenize
-from clipmill.train.run.counted_batches import counted_batches
+from clipmill.train.run.tracking import counted_batches
 from clipmill.train.tasks.dual_encoder.embeddings import (
     Embeddings,
     EmbedTexts,

@@ -28,7 +28,7 @@ from clipmill.train.weights.exported import (
     save_tensors,
 )
 from clipmill.train.weights.hf_clip import TOKENIZER_REMARK, hf_config, save_tokenizer, to_hf
-from clipmill.train.weights.library_export import LibraryTowers, write_library
+from clipmill.train.weights.library import LibraryTowers, write_library
 from clipmill.train.weights.open_clip import open_clip_config, to_open_clip
 from clipmill.train.weights.source import Say, Source
 

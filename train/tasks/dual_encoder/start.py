@@ -11,8 +11,7 @@ from clipmill.train.models.text import CONTEXT_LENGTH
 from clipmill.train.models.transformer import NORM_EPS
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderSettings
 from clipmill.train.weights.conversion import LOGIT_SCALE, PROJECTION
-from clipmill.train.weights.effective import choose_value, effective_clip_settings
-from clipmill.train.weights.source import Say, Source
+from clipmill.train.weights.source import Say, Source, choose_value, effective_clip_settings
 
 # Losses whose temperature has the meaning of CLIP's. The others have initial values of their own.
 _CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})

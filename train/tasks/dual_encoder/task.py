@@ -29,7 +29,7 @@ from clipmill.train.data.query import (
 )
 from clipmill.train.device.random import draw_uniform
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.clip_task import ClipTask
+from clipmill.train.engine.task import ClipTask
 from clipmill.train.losses.contrastive import DatasetSize, build_contrast
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of, tokenizer_for

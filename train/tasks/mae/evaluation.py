@@ -16,8 +16,8 @@ from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, evaluate, every_for
 from clipmill.train.models.video_vit import CubeGrid
-from clipmill.train.run.counted_batches import counted_batches
 from clipmill.train.run.folder import RunFolder
+from clipmill.train.run.tracking import counted_batches
 from clipmill.train.tasks.mae.objective import MaskedClips
 from clipmill.train.tasks.mae.reconstruction import Pictures, ReconstructedClip, ToDisplay, evaluate_reconstruction
 from clipmill.train.tasks.mae.settings import MaeSettings, num_masked_places

@@ -5,17 +5,16 @@ from typing import Any
 
 from clipmill.manifests.settings import deferred_checks
 from clipmill.train.models.dual_encoder import ModelShape, size_of
-from clipmill.train.models.masked_autoencoder import decoder_size
 from clipmill.train.models.transformer import TransformerSize
+from clipmill.train.models.videomae import decoder_size
 from clipmill.train.spec import Adopted, ExportRequest
 from clipmill.train.tasks.mae.settings import MaeSettings
 from clipmill.train.weights.architecture import match_size, model_like, picture_px_of
-from clipmill.train.weights.effective import effective_clip_settings
 from clipmill.train.weights.exported import Exported, require_format
 from clipmill.train.weights.files import read_config
-from clipmill.train.weights.hf_videomae import exported_videomae
 from clipmill.train.weights.loading import depth_of
-from clipmill.train.weights.source import Say, Source
+from clipmill.train.weights.source import Say, Source, effective_clip_settings
+from clipmill.train.weights.videomae import exported_videomae
 
 
 def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> Adopted | None:

@@ -15,8 +15,8 @@ from clipmill.train.data.batch import Batch
 from clipmill.train.device.transfer import Scalar, constant_tensor
 from clipmill.train.distributed.step import Step
 from clipmill.train.losses.objective import Objective, backward_microbatches
-from clipmill.train.models.masked_autoencoder import predicted_cubes
 from clipmill.train.models.video_vit import VideoViTSize, cubes_of, pick_cubes
+from clipmill.train.models.videomae import predicted_cubes
 from clipmill.train.tasks.mae.masks import Masking
 
 _EPS = 1e-6

@@ -24,8 +24,8 @@ from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.batch import to_device
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
-from clipmill.train.models.masked_autoencoder import predicted_cubes
 from clipmill.train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, grid_of
+from clipmill.train.models.videomae import predicted_cubes
 from clipmill.train.tasks.mae.objective import MaskedClips
 
 _AT_ONCE = 32  # clips: batches of training may be larger than one GPU can hold

@@ -21,18 +21,17 @@ from clipmill.train.data.inputs import picture_size
 from clipmill.train.data.query import LATENT_PATCH, DataQuery, loader_settings, open_samples
 from clipmill.train.device.random import draw_uniform
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.clip_task import ClipTask
+from clipmill.train.engine.task import ClipTask
 from clipmill.train.evaluation.probe.evaluation import LoopProbe
 from clipmill.train.losses.objective import Objective
-from clipmill.train.models.masked_autoencoder import MaskedAutoencoder
 from clipmill.train.models.video_vit import CubeGrid, VideoViTSize
+from clipmill.train.models.videomae import MaskedAutoencoder
 from clipmill.train.tasks.mae.masks import Masking
 from clipmill.train.tasks.mae.objective import MaskedClips, MaskedReconstruction
 from clipmill.train.tasks.mae.settings import MaeSettings, check_mask, without_effect
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
-from clipmill.train.weights.effective import effective_clip_settings
 from clipmill.train.weights.loading import Loaded, fit_to
-from clipmill.train.weights.source import Say, Source
+from clipmill.train.weights.source import Say, Source, effective_clip_settings
 
 if TYPE_CHECKING:
     from clipmill.train.data.mixed_samples import MixedSamples

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from clipmill.train.inference.model import load_model
+from clipmill.train.inference import load_model
 from clipmill.train.run.parts import differences
 from clipmill.train.tasks.caption.chunks import captioning
 from tests.train.caption.chunks.small_parts import caption_small_parts

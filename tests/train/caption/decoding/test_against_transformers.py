@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipmill.train.models.captioner import Captioner
-from clipmill.train.models.gpt2 import TextCache
+from clipmill.train.models.captioner import Captioner, TextCache
 from clipmill.train.tasks.caption.decoding import generate_captions
 from clipmill.train.tasks.caption.settings import DecodingSettings
 from clipmill.train.tasks.caption.stages import CaptionerPart, all_layers

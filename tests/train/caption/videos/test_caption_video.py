@@ -11,7 +11,7 @@ import pytest
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.further_sources import is_source_name, source_name
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
-from clipmill.train.inference.model import load_model
+from clipmill.train.inference import load_model
 from clipmill.train.tasks.caption.videos.run import open_captioner
 from tests.train.running import train
 

@@ -23,9 +23,8 @@ from torch.nn.functional import adaptive_avg_pool1d
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.tuning import Lora
-from clipmill.train.models.adapters import peft_config
 from clipmill.train.models.captioner import tower_of
-from clipmill.train.models.transformer import LayerNorm
+from clipmill.train.models.transformer import LayerNorm, peft_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

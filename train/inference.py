@@ -39,7 +39,7 @@ from clipmill.train.evaluation.use import Use
 from clipmill.train.models.captioner import VideoTower
 from clipmill.train.models.dual_encoder import DualEncoder
 from clipmill.train.registry import tasks_where
-from clipmill.train.weights.logits import Logits
+from clipmill.train.weights.architecture import Logits
 
 Clips = Batch | torch.Tensor | NDArray[np.uint8] | NDArray[np.float32]
 _RGB, _CLIP_DIMS = 3, 5

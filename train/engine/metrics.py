@@ -1,0 +1,471 @@
+"""Throughput of a run: samples, FLOPs and memory in every line of metrics.jsonl, and the peak FLOP/s of GPUs."""
+
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from clipmill.manifests.errors import FailedWork
+from clipmill.manifests.publish import publish_json
+from clipmill.manifests.quoting import count_noun
+from clipmill.train.device.transfer import DeviceEvent, LateMetrics, keep_buffers
+from clipmill.train.distributed.sharded import local_part
+from clipmill.train.distributed.step import Step
+from clipmill.train.distributed.world import World
+from clipmill.train.run.folder import RunFolder
+from clipmill.train.run.tracking import Trackers
+
+# A backward pass has two matrix products for each one of the forward pass.
+_FORWARD_AND_BACKWARD = 3
+# torch 2.11 has no formula for attention on a CPU; it is the same as on a GPU.
+flop_registry.setdefault(
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
+)
+
+
+class Throughput:
+    """Samples per second of all ranks together, and FLOP/s of this rank's device.
+
+    Attributes:
+        flops_per_step: of the model on this rank; None until they have been counted.
+    """
+
+    def __init__(self, *, device: torch.device, precision: str) -> None:
+        self._device = device
+        self._peak_flops = None
+        if device.type == "cuda":
+            self._peak_flops = peak_flops(torch.cuda.get_device_name(device), precision)
+        self.flops_per_step: int | None = None
+
+    @contextmanager
+    def counting(self, model: nn.Module) -> Iterator[None]:
+        """Count the FLOPs of the step in the block while it computes.
+
+        Only forward passes with gradients count, so that recomputed activations count once, as MFU defines it. Later
+        steps are assumed to cost the same. With frozen parameters nothing is counted: the factor of the backward pass
+        is not known then.
+
+        Compiled blocks would run in eager mode while they are counted, and round otherwise than in later steps. So a
+        model with such blocks is counted by an additional forward pass, which leaves generators and buffers as they
+        were.
+        """
+        if not all(one.requires_grad for one in model.parameters()):
+            self.flops_per_step = 0
+            yield
+            return
+        counter, counted_pass = FlopCounter(), ExitStack()
+        devices = [self._device] if self._device.type == "cuda" else []
+        is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            if not is_compiled:
+                counted_pass.enter_context(counter)
+                return
+            eager = torch.compiler.set_stance("force_eager")
+            with keep_buffers(module), torch.no_grad(), torch.random.fork_rng(devices), eager, counter:
+                module.forward(*args, **kwargs)  # without hooks
+
+        hooks = (
+            model.register_forward_pre_hook(begin, with_kwargs=True),
+            model.register_forward_hook(lambda *_: counted_pass.close(), always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.flops_per_step = _FORWARD_AND_BACKWARD * counter.num_flops
+
+    def metrics(self, *, step_s: float, waited_s: float, num_samples: int) -> dict[str, float]:
+        """Metrics of a step that took `step_s`, including `waited_s` for data, with `num_samples` on all ranks.
+
+        `gpu_memory_gb` is the peak of allocated memory since the run began, in 10^9 bytes. `mfu` is left out if the
+        peak FLOP/s of the GPU are not known.
+        """
+        found = {
+            "samples_per_s": num_samples / step_s,
+            "step_s": step_s,
+            "data_wait_s": waited_s,
+            "data_wait_share": waited_s / step_s,
+        }
+        if self._device.type == "cuda":
+            found["gpu_memory_gb"] = torch.cuda.max_memory_allocated(self._device) / 1e9
+        if self.flops_per_step:
+            found["tflops"] = self.flops_per_step / step_s / 1e12
+            if self._peak_flops is not None:
+                found["mfu"] = self.flops_per_step / step_s / self._peak_flops
+        return found
+
+
+class FlopCounter(TorchDispatchMode):
+    """Sums torch's FLOP formulas of the operations in the block: matrix products, convolutions, attention.
+
+    Attributes:
+        num_flops: so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func._overloadpacket
+        if packet not in flop_registry:
+            with self:  # in inference mode, even a linear layer is not decomposed yet
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
+        out = func(*args, **(kwargs or {}))
+        if packet is torch.ops.aten._efficient_attention_forward:
+            self.num_flops += efficient_flops(*args, **(kwargs or {}))
+        elif packet in flop_registry:
+            self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        elif str(packet) == "xformers_flash.flash_fwd":
+            # xformers wraps torch's kernel in an operator of its own, without a formula and with one more argument.
+            query, key, value, starts_q, starts_k, _, longest_q, longest_k = args[:8]
+            formula = flop_registry[torch.ops.aten._flash_attention_forward]
+            self.num_flops += formula(query, key, value, starts_q, starts_k, longest_q, longest_k)
+        return out
+
+
+def efficient_flops(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: Any = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    *others: Any,
+    **options: Any,
+) -> int:
+    """FLOPs of the kernel that xformers calls, with batches [B, M, H, K]; torch's formula takes them [B, H, M, K]."""
+    if cu_seqlens_q is not None:
+        formula = flop_registry[torch.ops.aten._efficient_attention_forward]
+        return int(formula(query, key, value, bias, cu_seqlens_q, *others, **options))
+    return int(sdpa_flop_count(*(x.transpose(1, 2).shape for x in (query, key, value))))
+
+
+# Peak TFLOP/s of GPUs, the 100 % of model FLOP/s utilisation (MFU): dense bf16 or fp16 matrix products with float32
+# accumulation at boost clock, from NVIDIA's data sheets and architecture white papers, most of which print the doubled
+# figure for sparse matrices. Names are whole words; the longest that occurs in the device's name applies.
+_TFLOPS = {
+    "B200": 2250.0,
+    "GB200": 2500.0,
+    "GH200": 989.4,
+    "H200": 989.4,
+    "H200 NVL": 835.5,
+    "H100": 989.4,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.0,
+    "H800": 989.4,
+    "H800 PCIe": 756.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A30": 165.0,
+    "A40": 149.7,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "L40S": 362.1,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 6000 Ada": 364.2,
+    "RTX A6000": 154.8,
+    "RTX A5000": 111.1,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "V100": 125.0,
+    "V100-PCIE": 112.0,
+    "V100S-PCIE": 130.0,
+    "T4": 65.0,
+}
+_WITHOUT_TF32 = ("V100", "V100-PCIE", "V100S-PCIE", "T4")
+# A slice of a GPU, and GPUs that share the name of another one and have another speed.
+_OTHERS = re.compile(r"\bMIG\b|\b(Laptop|Max-Q|Mobile)\b|\bRTX \d+ (D|Ti|SUPER)\b")
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Peak FLOP/s of a GPU by its name in torch, in bf16, fp16 or tf32; None if the table does not have it."""
+    names = [name for name in _TFLOPS if re.search(rf"(?<![\w-]){re.escape(name)}\b", device_name)]
+    if not names or _OTHERS.search(device_name) or precision not in ("bf16", "fp16", "tf32"):
+        return None
+    name = max(names, key=len)
+    if precision == "tf32":
+        # Tensor cores run tf32 at half the rate.
+        return None if name in _WITHOUT_TF32 else _TFLOPS[name] * 1e12 / 2
+    return _TFLOPS[name] * 1e12
+
+
+# Stop a run whose loss, gradients or state are not finite, before anything is saved; and one that learns nothing.
+
+
+_MAX_NAMED = 3
+_NUM_IDLE = 10  # steps from the first on without gradients that end a run; a trained model may have such steps
+
+
+@dataclass(frozen=True)
+class BatchIds:
+    """Which samples a rank had in a step, for the error message; it holds no pictures, which would fill a GPU.
+
+    Attributes:
+        keys: of chunks, as in the batch.
+        caption_id: int64 [B] on the CPU; None for batches without captions.
+    """
+
+    keys: Sequence[str]
+    caption_id: torch.Tensor | None
+
+
+def require_finite(what: str, value: float, batch: BatchIds, *, step: Step, world: World, run: RunFolder) -> None:
+    """Stop all ranks if a value that they share is not finite, and list the samples of all in bad_batch.json.
+
+    Raises:
+        FailedWork: the value is NaN or infinite.
+    """
+    if math.isfinite(value):
+        return
+    path = run.path / "bad_batch.json"
+    own: dict[str, list[Any]] = {"keys": list(batch.keys)}
+    if batch.caption_id is not None:
+        own["caption_ids"] = batch.caption_id.tolist()
+    ranks = step.world.gather_objects(own)
+    if world.is_first:
+        publish_json(path, {"step": step.number, what: str(value), "ranks": ranks})
+    raise FailedWork(f"the {what} is {value} at step {step.number}; the keys of its batch are in {path}")
+
+
+def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, world: World, run: RunFolder) -> None:
+    """Refuse to save a state that no run could continue from; all ranks call it before they save a checkpoint.
+
+    Raises:
+        FailedWork: a tensor holds NaN or infinity; all ranks raise it.
+    """
+    if (names := not_finite(tensors, world=world)) is not None:
+        raise FailedWork(
+            f"after step {step} these tensors hold values that are not finite (NaN or infinity): {names}; "
+            f"no checkpoint is made of them, and those of earlier steps stay in {run.checkpoints}"
+        )
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | None:
+    """Names of the tensors that hold NaN or infinity, abbreviated; None if all are finite. All ranks call it.
+
+    Each rank checks its own shards without copying them, and waits for the device once. Losses keep logarithms, which
+    are -inf until a sample is first seen: there, only NaN and +inf count.
+
+    Args:
+        tensors: by their names in checkpoints, whole or sharded.
+    """
+    parts = {name: local_part(one) for name, one in tensors.items() if one.is_floating_point()}
+    parts = {name: one.detach() for name, one in parts.items() if one.numel()}
+    found: set[str] = set()
+    by_device: dict[torch.device, list[str]] = {}
+    for name, part in parts.items():
+        by_device.setdefault(part.device, []).append(name)
+    for names in by_device.values():
+        # aminmax propagates NaN.
+        ends_N2 = torch.stack([torch.stack(parts[name].aminmax()).double() for name in names]).cpu()
+        is_log_N = torch.tensor([name.startswith("objective.") for name in names])
+        is_good_N2 = ends_N2.isfinite() | (is_log_N[:, None] & (ends_N2 == -torch.inf))
+        found |= {name for name, is_good in zip(names, is_good_N2.all(dim=1).tolist(), strict=True) if not is_good}
+    num_found = world.sum(torch.tensor([float(len(found))]))
+    if not num_found.item():
+        return None
+    all_found = sorted({name for of_rank in world.gather_objects(found) for name in of_rank})
+    more = f" and {len(all_found) - _MAX_NAMED} more" if len(all_found) > _MAX_NAMED else ""
+    return ", ".join(all_found[:_MAX_NAMED]) + more
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingStep:
+    """A step whose metrics the device may not have computed yet.
+
+    Attributes:
+        metrics: `loss`, `grad_norm` and the others of its line in metrics.jsonl, without throughput and evaluation.
+        began: when the device finished the previous step, or, if there was none, when the host began.
+        waited_s: time that the host waited for the batch.
+        num_failed: number of samples that had failed by then.
+        batch: the samples of this rank.
+        skips: the gradient norm may be infinite, as the step is skipped then (fp16).
+        sources: of a mixture, number of samples of each data folder so far, failed ones included.
+    """
+
+    step: Step
+    metrics: LateMetrics
+    began: DeviceEvent
+    waited_s: float
+    num_failed: int
+    batch: BatchIds
+    skips: bool
+    sources: Mapping[str, int] = field(default_factory=dict)
+
+
+class MetricsLog:
+    """Holds one pending step until its metrics arrive. All ranks call its methods in the same order.
+
+    Args:
+        num_samples: of a step, on all ranks.
+        num_steps: of the run.
+    """
+
+    def __init__(
+        self,
+        trackers: Trackers,
+        throughput: Throughput,
+        *,
+        run: RunFolder,
+        world: World,
+        num_samples: int,
+        num_steps: int,
+    ) -> None:
+        self._trackers, self._throughput = trackers, throughput
+        self._run, self._world, self._num_samples = run, world, num_samples
+        self._pending: PendingStep | None = None
+        self._is_evaluated = False
+        self._idle_until, self._learns = min(_NUM_IDLE, num_steps), False
+
+    @property
+    def end(self) -> DeviceEvent | None:
+        """When the pending step ends on the device; None if there is none."""
+        return None if self._pending is None else self._pending.metrics.end
+
+    def add(self, pending: PendingStep) -> None:
+        """Hold a step; the previous one must have been settled."""
+        assert self._pending is None
+        self._pending = pending
+
+    def check(self) -> None:
+        """Wait for the pending step before it is evaluated: its line is then logged with the evaluation, or not at all.
+
+        Raises:
+            FailedWork: the loss or the norm of the gradients is not finite, or all gradients of the first steps are 0;
+                all ranks raise it.
+        """
+        self._check()
+        self._is_evaluated = True
+
+    def _check(self) -> None:
+        pending = self._pending
+        if pending is None:
+            return
+        metrics = pending.metrics.read()
+        checked = {"loss": metrics["loss"]}
+        if not pending.skips:
+            checked["norm of the gradients"] = metrics["grad_norm"]
+        for what, value in checked.items():
+            if not math.isfinite(value):
+                self._pending = None
+            require_finite(what, value, pending.batch, step=pending.step, world=self._world, run=self._run)
+        self._learns |= bool(metrics["grad_norm"])
+        if not self._learns and pending.step.number == self._idle_until:
+            raise FailedWork(
+                f"nothing is learned: the loss is {metrics['loss']:.4f}, and the gradients of the first "
+                f"{count_noun(self._idle_until, 'step')} are exactly 0. Either nothing is left to predict (captions "
+                "without tokens, a single class, a margin that all pairs keep), or what the loss depends on is frozen"
+            )
+
+    def settle(
+        self, found: Mapping[str, float] | None = None, of_batches: Mapping[str, list[float]] | None = None
+    ) -> None:
+        """Wait for the pending step, if there is one, and log its line.
+
+        Args:
+            found: metrics of an evaluation after the step.
+            of_batches: those of each of its batches.
+
+        Raises:
+            FailedWork: as `check`; the line is not written then.
+        """
+        self._check()
+        pending, self._pending = self._pending, None
+        self._is_evaluated = False
+        if pending is not None:
+            more = {"batches": dict(of_batches)} if of_batches else {}
+            self._trackers.log(self._line(pending, found or {}) | more)
+
+    def close(self) -> None:
+        """Log a pending step that was finite when something else ended the run; without other ranks."""
+        pending, self._pending = self._pending, None
+        if pending is None or self._is_evaluated:
+            return
+        try:
+            metrics = pending.metrics.read()
+        except RuntimeError:
+            return  # the device itself failed
+        if math.isfinite(metrics["loss"]) and (pending.skips or math.isfinite(metrics["grad_norm"])):
+            self._trackers.log(self._line(pending, {}))
+
+    def _line(self, pending: PendingStep, found: Mapping[str, float]) -> dict[str, Any]:
+        line: dict[str, Any] = pending.metrics.read()
+        if not math.isfinite(line["grad_norm"]):
+            line["grad_norm"] = None
+        if "num_skipped" in line:
+            line["num_skipped"] = int(line["num_skipped"])
+        speed = self._throughput.metrics(
+            step_s=pending.metrics.end.since(pending.began), waited_s=pending.waited_s, num_samples=self._num_samples
+        )
+        sources = {"sources": dict(pending.sources)} if pending.sources else {}
+        return {**line, **speed, **found, **sources, "num_failed": pending.num_failed}
+
+
+FACT = "consumption"
+_JOULES_PER_KWH = 3.6e6
+
+
+class Consumption:
+    """What a run has used: `gpu_hours`, and `gpu_kwh` where it is known. All ranks call its methods."""
+
+    def __init__(self, run: RunFolder, *, world: World, device: torch.device) -> None:
+        self._run, self._world, self._device = run, world, device
+        self._before = world.first(lambda: dict(run.read_facts().get(FACT, {})))
+        self._began_s, self._began_j = time.monotonic(), _energy_j(device)
+
+    def record(self) -> None:
+        """Write the sums of all ranks to run.json."""
+        if self._device.type != "cuda":
+            return
+        now_j = _energy_j(self._device)
+        used_j = None if now_j is None or self._began_j is None else now_j - self._began_j
+        ranks = self._world.gather_objects((time.monotonic() - self._began_s, used_j))
+        if not self._world.is_first:
+            return
+        found = {"gpu_hours": self._before.get("gpu_hours", 0.0) + sum(used_s for used_s, _ in ranks) / 3600}
+        joules = [used_j for _, used_j in ranks if used_j is not None]
+        if len(joules) == len(ranks) and ("gpu_kwh" in self._before or not self._before):
+            found["gpu_kwh"] = self._before.get("gpu_kwh", 0.0) + sum(joules) / _JOULES_PER_KWH
+        publish_json(self._run.facts, {**self._run.read_facts(), FACT: found})
+
+
+def _energy_j(device: torch.device) -> float | None:
+    """Energy that a GPU has used since its driver was loaded; None without a GPU that counts it."""
+    if device.type != "cuda":
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def consumption_entry(facts: dict[str, Any]) -> dict[str, Any]:
+    """The entry of run.json, for a run that is resumed."""
+    return {FACT: facts[FACT]} if FACT in facts else {}

@@ -1,1 +1,0 @@
-"""Trained weights of any kind, ready for use."""
