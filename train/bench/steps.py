@@ -100,7 +100,7 @@ class Steps:
             opened.settings,
             world=opened.world,
             throughput=self._throughput,
-            soundness=self._guard,
+            guard=self._guard,
         )
         opened.wait()
 
