@@ -52,7 +52,7 @@ class LoadedModel:
     Attributes:
         opened: the weights with their task.
         model: the network.
-        remarks: which embeddings of time and place were interpolated, and what else was said on opening.
+        remarks: Names of the embeddings of time and place that were interpolated, and what else was printed on opening.
     """
 
     def __init__(self, opened: OpenedRun, model: nn.Module, *, remarks: Sequence[str] = ()) -> None:
@@ -77,12 +77,12 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return self.opened.trained.device
 
     @property
     def has_text(self) -> bool:
-        """Whether texts can be encoded."""
+        """True if texts can be encoded."""
         return isinstance(self.model, DualEncoder) and self.model.text is not None
 
     @property
@@ -93,7 +93,7 @@ class LoadedModel:
 
     @property
     def logit_bias(self) -> float | None:
-        """What SigLIP adds to them then; None without one."""
+        """Bias that SigLIP adds to them then; None without one."""
         return self._logits.bias
 
     @cached_property
@@ -250,7 +250,7 @@ def load_model(
         num_frames: number of frames per clip. Default: as in training; otherwise temporal embeddings are interpolated.
         sampling: frame sampling of the loader. Default: as in training.
         size_px: side of the frames. Default: as in training; otherwise positional embeddings are interpolated.
-        device: where to put the model; auto: the GPU if there is one.
+        device: Device of the model; auto: the GPU if there is one.
         shards: data folder for `samples`. Default: the run's own, in the variants of its training.
 
     Raises:

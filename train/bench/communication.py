@@ -1,6 +1,6 @@
 """Time of a step of several processes: computation, communication, and how much of the two overlaps.
 
-The method is that of FastCLIP (figure 3, tables 15 to 22): torch.profiler records some steps of the training loop, and
+The method is FastCLIP's (figure 3, tables 15 to 22): torch.profiler records some steps of the training loop, and
 the intervals of all events of a kind are merged. Per step:
 
     compute      some operation computes: kernels on a GPU other than NCCL's and copies; on a CPU, operators of the
@@ -53,7 +53,7 @@ class FeatureExchange(Similarities):
     def gradients(
         self, weights: Weights, *, clips_KB: torch.Tensor, captions_KB: torch.Tensor, pair_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Similarities.gradients`; the ranks' `pair_B` and values of other ranks' pairs are not used."""
+        """Compute `Similarities.gradients`; the ranks' `pair_B` and values of other ranks' pairs are not used."""
         width = self.video_bE.shape[1]
         videos, texts = slice(0, width), slice(width, None)
         grad_B2E = torch.zeros_like(self.both_B2E)
@@ -63,7 +63,7 @@ class FeatureExchange(Similarities):
                 for rows in blocks(rows_bB):
                     among_all = slice(self.own.start + rows.start, self.own.start + rows.stop)
                     weight_RB = weights(rows_bB[rows], values_KB[:, among_all, None])
-                    if not len(values_KB):  # W itself, of which each side has half
+                    if not len(values_KB):  # W itself; each side has half of it
                         weight_RB.div_(2)
                     weight_RB[:, among_all].diagonal().copy_(pair_B[among_all] / 2)
                     grad_B2E[among_all, own].addmm_(weight_RB, self.both_B2E[:, other])
@@ -79,7 +79,7 @@ _FEWEST, _MOST = 3, 50
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a profile, in microseconds; `thread` is that of the host."""
+    """An event of a profile, in microseconds; `thread` is the host's."""
 
     name: str
     begin: float
@@ -149,7 +149,7 @@ def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: flo
     """Break down training steps; all ranks call it, and get the same plain values.
 
     Args:
-        exchange: of a contrastive loss; None for that of training.
+        exchange: Exchange of a contrastive loss; None for the one of training.
 
     Raises:
         UserError: the objective has no such exchange.

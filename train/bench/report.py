@@ -1,4 +1,4 @@
-"""What follows from the rates of `train bench`: the bottleneck, advice, and the table that it prints."""
+"""Verdict on the rates of `train bench`: the bottleneck, advice, and the table that it prints."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -38,7 +38,7 @@ class Verdict:
 
 
 def judge(stages: dict[str, float], *, loader: float, compute: float) -> Verdict:
-    """Find the bottleneck from items per second: by stage, of the loader alone, and of augmentation and model."""
+    """Find the bottleneck from items per second: by stage, of the loader by itself, and of augmentation and model."""
     is_data_bound = loader < compute
     sides = stages if any(name in stages for name in LOADING) else {**stages, "loader": loader}
     of_side = [name for name in sides if (name in _COMPUTE) != is_data_bound]
@@ -51,7 +51,7 @@ def judge(stages: dict[str, float], *, loader: float, compute: float) -> Verdict
 
 
 def advice(cause: str, settings: ClipSettings, *, cores: int) -> list[str]:
-    """What to change, the most promising first."""
+    """Return what to change, the most promising first."""
     found = []
     if cause == DECODE and settings.decode != "packets":
         found.append("--decode packets")
@@ -76,7 +76,7 @@ def advice(cause: str, settings: ClipSettings, *, cores: int) -> list[str]:
 
 
 def about(result: dict[str, Any]) -> str:
-    """What was measured, as one line."""
+    """Describe what was measured, as one line."""
     settings = result["settings"]
     return (
         f"{result['data']}; {result['variant']}; {result['machine']}; batches of "

@@ -226,8 +226,8 @@ class Rates:
     """Items per second.
 
     Attributes:
-        stages: by stage; None for one that is not needed here. Those of loading are known of clips of pixels alone.
-        loader, compute: of the loader alone, from disk to batches, and of steps whose batch is on the device.
+        stages: Rates by stage; None for a stage that is not needed. Stages of loading are known only for clips of pixels.
+        loader, compute: Rates of the loader by itself, from disk to batches, and of steps whose batch is on the device.
         read_bytes_per_item: read from the disk; None where the stages of loading are not known.
         failed: details of samples that could not be loaded, by key.
     """
@@ -250,7 +250,7 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
     reader = getattr(opened.samples, "reader", None)
     if isinstance(reader, ClipReader):  # latents and streams have no such stages
         _watch_loading(reader, watch, sizes)
-    # However many may fail, a set of which each sample has failed a hundred times has no rate.
+    # However many may fail, a set whose samples have failed a hundred times each has no rate.
     max_failures = min(settings.max_failures, 100 * (opened.samples.num_samples or 1000))
     batches = opened.samples.batches(position=0, max_failures=max_failures)
     watch.is_running, waits_s = True, list[float]()
@@ -310,7 +310,7 @@ def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> No
         decode_each(content, watch.timed(CROP, use))  # each frame is cropped as the decoder outputs it
 
     watch.watch(reader, "plan", READ)
-    setattr(chunks, "read", watch.timed(READ, read))  # noqa: B010 - an attribute of this object alone
+    setattr(chunks, "read", watch.timed(READ, read))  # noqa: B010 - an attribute of only this object
     setattr(decoder, "decode_each", watch.timed(DECODE, decode))  # noqa: B010
     watch.watch(reader, "_make", CROP)
     watch.watch(reader, "annotate", TOKENS)

@@ -54,11 +54,11 @@ class Accelerator:
         driver: version of the NVIDIA driver, if there is one.
         cuda_error: torch's reason for finding no GPU.
         unusable_gpu: Reason why torch cannot use the GPU of this machine, as a run prints it; None without such a GPU.
-        xformers: its version, "not installed" or "not loaded".
+        xformers: Version of xformers, "not installed" or "not loaded".
         xformers_library: why xformers' own compiled library cannot be loaded.
         attention: name of the backend of `--attention auto` on the first GPU; unknown if nothing was tried.
         has_triton: triton, with which torch.compile generates GPU kernels, is installed.
-        environment: what PyTorch asks for in bug reports (torch.utils.collect_env); empty if nothing was tried.
+        environment: Facts that PyTorch asks for in bug reports (torch.utils.collect_env); empty if nothing was tried.
     """
 
     torch_error: str | None = None
@@ -87,7 +87,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         tries: run each attention backend on the device and load xformers, which changes global settings of torch.
         has_gpus: look for GPUs, which initialises CUDA.
     """
-    # A run needs it for its page alone.
+    # A run needs it only for its page.
     from clipmill.train.device.driver import driver_version, required_driver, why_no_gpu
 
     try:
@@ -206,13 +206,13 @@ def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "clipmill.train.do
         try:
             return accelerator_of(json.loads(printed))
         except (ValueError, KeyError, TypeError):
-            lines = complaints.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+            lines = complaints.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
             why = f"a process that tried torch and attention ended with {process.returncode}: {lines[-1]}"
     return Accelerator(torch_error=why, driver=driver_version())
 
 
 def _main() -> None:
-    # Output of libraries goes to standard error, so that standard output has the JSON alone.
+    # Output of libraries goes to standard error, so that standard output has only the JSON.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     json.dump(asdict(examine_accelerator()), answer)

@@ -136,7 +136,7 @@ def _cores(examined: Examined) -> Iterator[Finding]:
             f"torch starts a thread per visible core: set OMP_NUM_THREADS={max(1, int(host.quota_cores))}",
         )
     value = host.thread_variables.get("OMP_NUM_THREADS", "").strip()
-    # "4,2" has nesting levels, and OpenMP ignores what is no number.
+    # "4,2" has nesting levels, and OpenMP ignores what is not a number.
     num_threads = int(value.split(",")[0]) if re.fullmatch(r"[1-9][0-9]{0,8}(,.*)?", value) else None
     is_on_cpu = examined.asked_device == "cpu" or not examined.accelerator.gpus
     if num_threads is not None and (num_threads > cores or (is_on_cpu and 2 * num_threads < cores)):
@@ -255,7 +255,7 @@ def _require_folder(shards: Path) -> None:
         remote = f"{address[1]}://{address[2]}"
         raise UserError(
             f"train doctor measures disks, and --shards {remote} is in object storage",
-            hint=f"leave out --shards, and measure the bucket with prep advise --data {remote}",
+            hint=f"omit --shards, and measure the bucket with prep advise --data {remote}",
             flags=("--shards",),
         )
     what = f"{shards} is a file, not a data folder" if shards.exists() else f"there is no folder {shards}"

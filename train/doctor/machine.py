@@ -65,7 +65,7 @@ class Host:
     Attributes:
         allowed_cores: number of cores in this process's affinity mask.
         quota_cores: CPU time per wall-clock time that the cgroup allows, if limited.
-        memory_bytes, free_bytes: of the machine, or of the cgroup if that is less.
+        memory_bytes, free_bytes: Memory of the machine, or of the cgroup if that is less.
         shm_bytes: size of /dev/shm.
     """
 
@@ -233,7 +233,7 @@ def _unreadable_finding(error: OSError) -> Finding:
 
 
 def _some_tar(folder: Path) -> Path | None:
-    """The largest tar of any variant, as those of scores are tiny; OSError for unreadable folders, which glob skips."""
+    """Return the largest tar, as tars of scores are tiny; OSError for unreadable folders, which glob would skip."""
     variants = (variant for column in _folders(folder) for variant in _folders(column))
     tars = [entry for variant in variants for entry in os.scandir(variant) if entry.name.endswith(".tar")]
     return Path(max(tars, key=lambda entry: entry.stat().st_size).path) if tars else None
@@ -282,7 +282,7 @@ class Examined:
 
 @dataclass(frozen=True, kw_only=True)
 class Used:
-    """What training uses by default."""
+    """Defaults of training commands on a machine."""
 
     device: str
     precision: str
@@ -332,7 +332,7 @@ def examine_decoder() -> Decoder:
 
 
 def used_by_training(examined: Examined) -> Used:
-    """What training commands select by default on this machine."""
+    """Return what training commands select by default on this machine."""
     accelerator = examined.accelerator
     is_cuda = bool(accelerator.gpus) and examined.asked_device != "cpu"
     attention = accelerator.attention if is_cuda else "sdpa"

@@ -48,12 +48,12 @@ def launch_facts(settings: TrainingSettings, *, resume: object) -> Start:
     # Paths may differ here too.
     evaluated = [f"{one.name}: split {one.split}, {one.protocol}" for one in settings.evaluate.evaluated()]
     values["evaluate.shards"] = evaluated if settings.evaluate.shards else []
-    own = versions()
+    installed = versions()
     return {
         COMMAND: f"train {settings.command}",
-        "clipmill": own["clipmill"],
+        "clipmill": installed["clipmill"],
         # Patch releases may differ.
-        "torch": ".".join(own["torch"].split(".")[:2]),
+        "torch": ".".join(installed["torch"].split(".")[:2]),
         **{f"--{name.replace('_', '-')}": value for name, value in flatten({**values, "resume": resume}).items()},
     }
 
@@ -64,10 +64,10 @@ def open_consistent(
     """Open the training set on every rank, and compare what they found.
 
     Args:
-        columns: of the shard set that the samples are made of.
+        columns: Columns of the shard set that the samples are made of.
 
     Raises:
-        UserError: the data differ, or a rank cannot open its own; all ranks raise the same error.
+        UserError: the data differ, or a rank cannot open its data; all ranks raise the same error.
     """
     samples = world.each(open_samples)
     if world.size == 1:
@@ -101,7 +101,7 @@ def _column(data_dir: Path, column: str) -> str:
     """Hash of the committed shards of a column."""
     variant = current_variant(data_dir, column)
     if variant is None:
-        return "not there"
+        return "missing"
     digest = hashlib.sha256()
     for shard_id, split, tar_sha256 in committed_tars(variant_dir(data_dir, column, variant)):
         digest.update(f"{shard_id} {split} {tar_sha256}\n".encode())

@@ -42,8 +42,8 @@ class Task(Protocol):
     """A training task as the loop sees it.
 
     Attributes:
-        name: as on the command line.
-        columns: of the shard set that its samples are made of.
+        name: Name on the command line.
+        columns: Columns of the shard set that its samples are made of.
     """
 
     name: str
@@ -180,10 +180,10 @@ class ClipTask(Generic[Settings, Samples, Model]):
     """Settings, device, initial weights and model input of a task; the task adds samples, model and objective.
 
     Args:
-        shape: of models for weights that are used as they are; `build_model` then needs no samples.
+        shape: Shape of models for weights that are used as they are; `build_model` then needs no samples.
 
     Attributes:
-        base: the weights that checkpoints leave out, once `start_from` has been called in a run with adapters.
+        base: Weights that checkpoints omit, once `start_from` has been called in a run with adapters.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return self._with(replace(settings, where=settings.evaluate.where, share=1.0))
 
     def mixed(self, open_one: Callable[[Self], Opened]) -> "Opened | MixedSamples":
-        """Open the training set: that of the data folder, or the mixture of those of several, each by its own task.
+        """Open the training set: of the data folder or, of several, the mixture of their sets, each by its own task.
 
         Raises:
             UserError: see `open_mixed`.
@@ -339,7 +339,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return blocks_of(model)
 
     def frozen_parts(self) -> list[str]:
-        """What is frozen, for the log."""
+        """Describe the frozen parts, for the log."""
         settings, lora = self._settings, self._settings.lora
         adapted = [f"{one}, with adapters of rank {lora.rank}" for one in adapted_towers(settings)]
         return [*settings.freeze, *adapted]
@@ -356,7 +356,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """Normalised clips [B, C, T, H, W] of some rows of a batch, augmented in training.
 
         Args:
-            mean, std: of each channel, unless --init.pixel-mean and --init.pixel-std give others.
+            mean, std: Values of each channel, unless --init.pixel-mean and --init.pixel-std give others.
         """
         settings, init = self._settings, self._settings.init
         positions = batch["position"][rows].numpy() if is_training else None

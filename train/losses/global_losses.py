@@ -1,4 +1,4 @@
-"""The global contrastive losses, by temperature: one for all (SogCLR, FastCLIP v0, v1, v3), or each sample its own."""
+"""The global contrastive losses, by temperature: one for all (SogCLR, FastCLIP v0, v1, v3), or one for each sample."""
 
 import math
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ class Side:
 
     Attributes:
         table: state of all clips, or captions, of the training set.
-        num_all: number of those.
-        ids_B: of all ranks' clips or captions.
+        num_all: Number of clips or captions in the training set.
+        ids_B: Ids of all ranks' clips or captions.
         group_B: `groups` of the ids.
-        state_BC: their rows of the table before the step.
+        state_BC: Rows of the table for them, before the step.
     """
 
     table: ShardedRows
@@ -276,7 +276,7 @@ class OneTemperature(GlobalContrast):
 
     Attributes:
         temperature: the paper's parameter; None in the public code's convention.
-        is_slow: whether v3's temperature learns at a third of its rate: in the paper once it was below 0.03, in the
+        is_slow: True once v3's temperature learns at a third of its rate: in the paper once it was below 0.03, in the
             public code as long as it is at most that.
     """
 

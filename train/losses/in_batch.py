@@ -35,7 +35,7 @@ _INITIAL_BIAS = -10.0  # Zhai et al. 2023: near the log of the share of true pai
 def info_nce(pairs: Pairs, settings: Loss) -> torch.Tensor:
     """InfoNCE, the loss of CLIP (van den Oord et al. 2018, eq. 4; Radford et al. 2021, figure 3).
 
-    The mean cross-entropy of each clip's caption, and of each caption's clip, among those of the batch. `InfoNCE` has
+    The mean cross-entropy of each clip's caption, and of each caption's clip, in the batch of all ranks. `InfoNCE` has
     the same value and gradients (tests/train/losses/test_closed_forms.py).
 
     Two equal captions of a batch are each other's negatives, as in CLIP. The loss is then lowest where both have equal
@@ -53,7 +53,7 @@ class InfoNCE(ContrastiveObjective):
     """`info_nce` with gradients in closed form, and MBCL.
 
     dL/ds_ij = (p_ij + q_ij - 2 [i = j]) / (2 B temperature), with p the softmax of the similarities of clip i over all
-    captions, and q that of caption j over all clips. The logarithms of their denominators are B numbers each: one pass
+    captions, and q of caption j over all clips. The logarithms of their denominators are B numbers each: one pass
     over the similarities computes them, and a second one the gradients.
 
     MBCL (FastCLIP, section 3) divides by B - 1 inside the logarithms, and sums the two halves that InfoNCE averages:

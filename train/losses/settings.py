@@ -1,4 +1,4 @@
-"""Settings of the contrastive loss, `--loss.*`. Which loss takes which, with what default: `registry.py`."""
+"""Settings of the contrastive loss, `--loss.*`. `LOSSES` has a row for each loss, with the settings that it takes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class LossSpec:
 
     @property
     def is_global(self) -> bool:
-        """Whether the loss keeps state for each clip and each caption of the training set."""
+        """True if the loss keeps state for each clip and each caption of the training set."""
         return "gamma" in self.settings
 
     def load(self) -> Any:
@@ -89,7 +89,7 @@ def _cosine(gamma: float, *, epochs: int) -> dict[str, Any]:
     return {"gamma": gamma, "gamma_schedule": "cosine", "gamma_epochs": epochs}
 
 
-# Table 3 has other pairs for v2 alone.
+# Table 3 has other pairs only for v2.
 _MBCL = _published_row("FastCLIP, appendix B, scaling performance")
 _MEDIUM = {
     "mbcl": _MBCL,
@@ -180,11 +180,11 @@ class Loss(Choice):
 
     @classmethod
     def hyperparameters(cls) -> dict[str, Mapping[str, float | str | bool | None]]:
-        """Those of each loss, with its published defaults."""
+        """Return the settings of each loss with their published defaults."""
         return {spec.name: spec.settings for spec in LOSSES.working()}
 
     def rules(self) -> Iterator[UserError]:
-        """Yields settings that the loss does not have."""
+        """Yield errors for settings that the loss does not have."""
         spec = LOSSES.usable(self.kind)
         if spec is None:
             return
@@ -215,8 +215,8 @@ class Loss(Choice):
 
     def with_scaled_lr(self, scale: float) -> "Loss":
         """These settings, with `own_temperature_lr` scaled as the rate of the model is (FastCLIP, appendix B)."""
-        own = self.own_temperature_lr
-        return self if own is None or scale == 1 else replace(self, temperature_lr=own * scale)
+        lr = self.own_temperature_lr
+        return self if lr is None or scale == 1 else replace(self, temperature_lr=lr * scale)
 
     @property
     def effective_gamma_schedule(self) -> GammaSchedule:

@@ -87,7 +87,7 @@ class Packing:
 
     @cached_property
     def prepared(self) -> dict[str, Any]:
-        """What an attention implementation derives from the lengths once for all blocks, by its name."""
+        """Values that an attention implementation derives from the lengths once for all blocks, by its name."""
         return {}
 
 
@@ -120,7 +120,7 @@ class Attend(Protocol):
 
     Args:
         causal: a token attends only to itself and earlier tokens.
-        packing: the tokens belong to several packed sequences (B is 1). A token attends only to its own sequence, and
+        packing: Packed sequences that the tokens belong to (B is 1). A token attends only to its sequence, and
             attention is causal.
     """
 
@@ -192,7 +192,7 @@ _TESTED, _BUILT = "0.0.35", "_built_with_cuda"
 
 @cache
 def load_xformers() -> str | None:
-    """Load xformers; return why its own compiled library failed to load, or None if it loaded.
+    """Load xformers; return why its compiled library failed to load, or None if it loaded.
 
     That library contains 2:4 sparsity kernels and no attention (docs/models.md), so its warning is suppressed in runs
     and shown by `train doctor`. xformers' attention runs torch's kernels but refuses every GPU without the library, so

@@ -146,7 +146,7 @@ def cudnn_version() -> str:
     """cuDNN's version, for example 9.26.0 (torch reports 92600)."""
     number = torch.backends.cudnn.version()
     if number is None:
-        return "(not there)"
+        return "(missing)"
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
@@ -189,7 +189,7 @@ def choose_attention(
 
 
 def is_chosen(settings: ClipSettings, *, device: torch.device) -> bool:
-    """Whether the backend is neither named by the settings, nor the only one of the device."""
+    """Return True if the backend is neither named by the settings, nor the only one of the device."""
     return settings.attention == "auto" and device.type == "cuda" and not settings.compile
 
 

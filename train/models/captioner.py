@@ -51,7 +51,7 @@ class CrossAttention(nn.Module):
 
 @dataclass
 class BlockCache:
-    """Key-value cache of one block: text keys and values, preallocated for all tokens, and those of the videos."""
+    """Key-value cache of a block: keys and values of the text, preallocated for all tokens, and of the videos."""
 
     k_RHLK: Tensor
     v_RHLK: Tensor
@@ -108,7 +108,7 @@ class Gpt2Block(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x_RLD: Tensor, video_VND: Tensor, *, branches: Tensor | None = None) -> Tensor:
-        """Compute the block's output [R, L, D]; `branches` is None, since there is no drop path here."""
+        """Compute the block's output [R, L, D]; `branches` is None, since it has no drop path."""
         x_RLD = x_RLD + self.dropout(self.attn(self.ln_1(x_RLD), causal=True, packing=None))
         seen_RLD = self.cross_attn(self.ln_cross(x_RLD), *self.cross_attn.keys_and_values(video_VND))
         x_RLD = x_RLD + self.dropout(seen_RLD)
@@ -271,7 +271,7 @@ class Gpt2(nn.Module):
 
 
 class VideoTower(Protocol):
-    """What all video towers have: `TokenTower` and `LibraryImage`."""
+    """Interface of all video towers: `TokenTower` and `LibraryImage`."""
 
     @property
     def token_width(self) -> int:

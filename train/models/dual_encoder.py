@@ -121,7 +121,7 @@ def library_width(towers: Towers) -> int | None:
 
 
 def tokenizer_for(towers: Towers) -> Tokenize:
-    """The tokenizer of a text tower: that of its library, or CLIP's.
+    """Return the tokenizer of a text tower: its library's, or CLIP's.
 
     Raises:
         UserError: the library's is not here.
@@ -187,7 +187,7 @@ class DualEncoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Unit-length embeddings of clips and captions, each [B, E]; see `embed_text` for `text`.
 
-        With `only_trained`, those of a frozen tower are empty, and not computed.
+        With `only_trained`, the embeddings of a frozen tower are empty, and not computed.
         """
         # Captions first: if their lengths must be read from the device, it has no other work to finish before.
         skipped = video_BCTHW.new_empty(0)
@@ -201,7 +201,7 @@ class DualEncoder(nn.Module):
 
     @property
     def has_frozen_tower(self) -> bool:
-        """Whether a tower has no trained parameters."""
+        """Return True if a tower has no trained parameters."""
         return _is_frozen(self.video) or _is_frozen(self.text)
 
     def embed_video(self, video_BCTHW: Tensor) -> Tensor:
@@ -221,6 +221,6 @@ def _is_frozen(tower: nn.Module | None) -> bool:
 
 
 def _of_unit_length(embedding_BE: Tensor) -> Tensor:
-    # In bfloat16, similarities would be off by whole percents (docs/models.md).
+    # In bfloat16, similarities would be off by several percent (docs/models.md).
     dtype = torch.promote_types(embedding_BE.dtype, torch.float32)
     return nn.functional.normalize(embedding_BE.to(dtype), dim=-1)

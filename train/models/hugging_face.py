@@ -1,4 +1,4 @@
-"""Towers of transformers: models of its own, or one half of a CLIP or SigLIP. What all libraries share is here too.
+"""Towers of transformers: separate models, or one half of a CLIP or SigLIP; and what all libraries share.
 
 Shape suffixes: B pictures or texts, C channels, H and W pixels, L tokens of a text, N tokens of a picture, W width of
 the embedding, D width of tokens.
@@ -33,11 +33,11 @@ _COLOURS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """How a library prepares pictures for a tower; None where it does not say.
+    """Preparation of pictures for a tower by its library; None where the library does not say.
 
     Attributes:
         size_px: side of the square pictures.
-        mean, std: of R, G and B, from 0 to 1.
+        mean, std: Values of R, G and B, from 0 to 1.
         interpolation: name of the filter of its resize.
     """
 
@@ -75,7 +75,7 @@ def flatten_tokens(tokens: Tensor, *, channels_last: bool = False) -> Tensor:
 
 
 class HuggingFace:
-    """transformers: a model of its own, or one half of a CLIP or SigLIP."""
+    """Towers of transformers: a separate model, or one half of a CLIP or SigLIP."""
 
     def image(self, name: str) -> nn.Module:
         return _build_half(self.config(name), "vision_config")
@@ -118,7 +118,7 @@ class HuggingFace:
     def embed_text(self, model: nn.Module, tokens_BL: Tensor, pooling: Pooling) -> Tensor:
         config: Any = model.config
         mask_BL = tokens_BL != PADDING
-        # Positions of a RoBERTa count the tokens that are not its own padding.
+        # Positions of a RoBERTa count the tokens that are not its padding.
         tokens_BL = tokens_BL.masked_fill(~mask_BL, getattr(config, "pad_token_id", None) or 0)
         if tokens_BL.is_meta:
             config.pad_token_id = None  # some models look for it among the tokens, which have no values there
@@ -143,7 +143,7 @@ class HuggingFace:
     def tokenizer(self, name: str, context_length: int) -> Callable[[list[str]], Tensor]:
         """Ids of texts [B, L], with `PADDING` behind the tokens of each.
 
-        Positions do not depend on the side of the tokenizer's padding: they equal the positions of the text alone. A
+        Positions do not depend on the side of the tokenizer's padding: they equal the positions without it. A
         SigLIP attends to padding up to a fixed length, which belongs to its texts.
         """
         tokenizer, limit = self.hub_tokenizer(name), self._limit(name)
@@ -225,13 +225,13 @@ _DAMAGED = "correct it, or get the folder again"
 
 
 def read_processor(name: str) -> dict[str, Any]:
-    """How pictures are prepared for a model, in the keys of preprocessor_config.json; {} if no file says it.
+    """Return how pictures are prepared for a model, in the keys of preprocessor_config.json; {} if no file says it.
 
     `image_mean` and `image_std` are for values from 0 to 1, whatever else the processor does to values.
 
     Args:
-        name: a folder, or a name on the Hub. Where several files have a mean, processors of images come before those of
-            videos, and parts of processor_config.json before a file of their own, as in transformers.
+        name: Folder, or name on the Hub. If several files have a mean, processors of images come before processors of
+            videos, and parts of processor_config.json before a separate file, as in transformers.
 
     Raises:
         UserError: a file is damaged, or a mean or standard deviation is not three numbers.
@@ -291,7 +291,7 @@ def _of_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]
 
 
 def is_triple(value: Any, within: Range) -> bool:
-    """Whether a value of a configuration is None, or three numbers in a range, for R, G and B."""
+    """Return True if a value of a configuration is None, or three numbers in a range, for R, G and B."""
     if value is None:
         return True
     if not isinstance(value, list) or len(value) != _COLOURS:
@@ -314,9 +314,9 @@ def _build_half(config: Any, part: str) -> nn.Module:
 
 
 def read_hf(folder: Path) -> dict[str, Tensor]:
-    """The weights in a folder of transformers by the names of its modules, as its own loader converts them.
+    """Return the weights in a folder of transformers by the names of its modules, as transformers itself converts them.
 
-    Tensors that its model has no place for are there too, empty.
+    Tensors that its model has no place for are included, empty.
 
     Raises:
         UserError: transformers cannot load them.

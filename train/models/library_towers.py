@@ -135,7 +135,7 @@ class _OpenClip:
 
 
 class _Timm:
-    """timm: classifiers of ImageNet lose their last layer; that of a CLIP's tower is its projection."""
+    """Towers of timm: classifiers of ImageNet lose their last layer; in the tower of a CLIP it is the projection."""
 
     def image(self, name: str) -> nn.Module:
         import timm
@@ -184,7 +184,7 @@ _LIBRARIES: dict[str, Any] = {"open_clip": _OpenClip(), "timm": _Timm(), "hf": H
 
 @cache
 def preprocessing_of(reference: str) -> Preprocessing:
-    """How its library prepares pictures for an image tower."""
+    """Return how its library prepares pictures for an image tower."""
     library, name = library_of(reference)
     return library.preprocessing(name)
 
@@ -198,7 +198,7 @@ def context_length_of(reference: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What a tower is before it has weights: the width W of its embedding, number and width D of an image tower's
+    """Outline of a tower before it has weights: the width W of its embedding, number and width D of an image tower's
     tokens, and the names of its tensors."""
 
     width: int
@@ -240,7 +240,7 @@ def text_outline(reference: str, pooling: Pooling) -> Outline:
     library, name = library_of(reference)
     with torch.device("meta"):
         model = library.text(name, None).eval()
-        # Only open_clip's towers have a fixed length; that of the others may need a tokenizer.
+        # Only open_clip's towers have a fixed length; the other lengths may need a tokenizer.
         length = library.context_length(name) if isinstance(library, _OpenClip) else 4
         try:
             found = library.embed_text(model, torch.zeros(1, length, dtype=torch.int64), pooling)
@@ -279,7 +279,7 @@ class LibraryTower(HasBlocks):
         self.model = model
 
     def blocks(self) -> list[nn.Module]:
-        """The outermost numbered blocks of the module; those of ResNets are its `layer1` to `layer4`."""
+        """Return the outermost numbered blocks of the module; of a ResNet they are its `layer1` to `layer4`."""
         return list(_numbered_modules(self.model))
 
     def checkpoint(self) -> None:
@@ -342,8 +342,8 @@ class LibraryImage(LibraryTower):
     """An image tower that embeds each frame of a clip.
 
     Args:
-        outline: of the tower: W, D, and N.
-        num_frames: of a clip; only attention pooling depends on it.
+        outline: Outline of the tower: W, D, and N.
+        num_frames: Number of frames of a clip; only attention pooling depends on it.
         embedding_width: E; None, or W, for the library's embedding without a projection.
         pools: frames by attention, in place of their mean.
         temporal_std: standard deviation of the initial temporal embedding, which attention pooling has.
@@ -404,7 +404,7 @@ class LibraryText(LibraryTower):
     Args:
         width: W.
         embedding_width: E; W for the library's embedding without a projection.
-        pooling: of tokens, `--towers.text-pooling`.
+        pooling: Pooling of tokens, `--towers.text-pooling`.
     """
 
     def __init__(self, reference: str, model: nn.Module, *, width: int, embedding_width: int, pooling: str) -> None:

@@ -2,7 +2,7 @@
 
 They differ from TimeSformer's (`clipmill.train.models.timesformer`) in two ways. The class token takes part in both
 attentions, where it sees all patches and each of them sees it. The output of spatial attention is added to the input of
-the block, so that temporal attention acts through it alone.
+the block, so that temporal attention acts only through it.
 
 Attention of many short sequences, `attend_short`, is TimeSformer's too.
 
@@ -46,7 +46,7 @@ class SpaceTimeBlock(Block):
         return x_BLD + (changed_BLD if branches is None else changed_BLD * branches[1])
 
     def _attended(self, attention: SelfAttention, x_BLD: Tensor, *, over_time: bool) -> Tensor:
-        """Attention of the class token to all tokens, and of patches to the class token and those of their group."""
+        """Attention of the class token to all tokens, and of patches to it and to the patches of their group."""
         qkv = attention.product(x_BLD, attention.in_proj_bias)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
 

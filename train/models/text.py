@@ -136,5 +136,5 @@ def _open_clip_tokenizer_module() -> Any:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether cleaning can change only case and white space: printable ASCII without HTML entities."""
+    """Return True if cleaning can change only case and white space: printable ASCII without HTML entities."""
     return text.isascii() and text.isprintable() and "&" not in text

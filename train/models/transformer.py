@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-# Names of the two matrices: of our layers, and of peft's, which adapt those of libraries.
+# Names of the two matrices: in our layers, and in peft's, which adapt the layers of libraries.
 _SUFFIXES = ((".lora.A", ".lora.B"), (".lora_A.default.weight", ".lora_B.default.weight"))
 # A language model keeps its adapters, which are exported beside it; some of its matrices are [I, O].
 _LANGUAGE = "decoder."
@@ -55,7 +55,7 @@ class Adaptable(nn.Module):
     """A layer with one matrix, and an adapter of it or None.
 
     Attributes:
-        matrix_name: of the matrix [O, I] among the parameters.
+        matrix_name: Name of the matrix [O, I] among the parameters.
     """
 
     matrix_name = "weight"
@@ -128,9 +128,9 @@ def peft_config(
     """peft's adapters of a module of a library: of the linear layers and attention of its blocks.
 
     Args:
-        frozen: as in `add_adapters`.
+        frozen: Parameters that stay frozen, as in `add_adapters`.
         transposed: classes of linear layers with a matrix [I, O].
-        more: for peft.
+        more: More arguments for peft.
 
     Raises:
         UserError: peft is not installed, or no layer is left.
@@ -147,7 +147,7 @@ def peft_config(
             continue
         matrix = module.in_proj_weight if attends else module.weight
         target: Target = "attention" if attends or "attn" in name.lower() or "attention" in name.lower() else "mlp"
-        is_within = any(name.startswith(f"{one}.") for one in wanted)  # of attention that is adapted as a whole
+        is_within = any(name.startswith(f"{one}.") for one in wanted)  # of attention that is adapted as a unit
         if target in lora.targets and id(matrix) not in frozen and not is_within:
             wanted[name] = module
     if not wanted:
@@ -182,7 +182,7 @@ def add_library_adapters(
 
 
 def remove_adapters(model: nn.Module) -> None:
-    """Remove the adapters of a model, except for those of a language model."""
+    """Remove the adapters of a model, except in a language model."""
     for path, module in list(model.named_modules()):
         if isinstance(module, Adaptable):
             module.lora = None
@@ -193,7 +193,7 @@ def remove_adapters(model: nn.Module) -> None:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a parameter of this name is one of an adapter's two matrices."""
+    """Return True if a parameter of this name is one of an adapter's two matrices."""
     return name.endswith(tuple(chain(*_SUFFIXES)))
 
 
@@ -247,7 +247,7 @@ class TransformerSize:
         """This size with other dimensions where they are given; heads are then as wide as these.
 
         Args:
-            flag: of the dimensions, without their names, for the error.
+            flag: Flag of the dimensions, without their names, for the error.
 
         Raises:
             UserError: the heads cannot share the width.
@@ -448,7 +448,7 @@ def drop_path_of(probability: float, *, depth: int, is_rising: bool) -> tuple[fl
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """All blocks of a model: the units of sharding, checkpointing and compilation.
 
-    Blocks without parameters on this rank, such as those of other pipeline stages, are left out.
+    Blocks without parameters on this rank, such as the blocks of other pipeline stages, are omitted.
     """
     parts = (module for module in model.modules() if isinstance(module, HasBlocks))
     return [block for part in parts for block in part.blocks() if next(block.parameters(), None) is not None]

@@ -54,7 +54,7 @@ class VideoViTSize:
     is_divided: bool = False
 
     def grid(self, *, image_px: int, num_frames: int) -> CubeGrid:
-        """The cubes of square clips; ValueError if they cannot be cut into whole cubes."""
+        """Return the cubes of square clips; ValueError if they cannot be cut into complete cubes."""
         if image_px % self.patch_px:
             raise ValueError(f"a picture of {image_px} px cannot be cut into patches of {self.patch_px} px")
         if num_frames % self.cube_frames:
@@ -63,7 +63,7 @@ class VideoViTSize:
 
 
 def grid_of(video_BCTHW: Tensor, *, cube_frames: int, patch_px: int) -> CubeGrid:
-    """The grid of clips; ValueError if they cannot be cut into whole cubes."""
+    """Return the grid of clips; ValueError if they cannot be cut into complete cubes."""
     num_frames, height, width = video_BCTHW.shape[2:]
     if num_frames % cube_frames or height % patch_px or width % patch_px:
         raise ValueError(

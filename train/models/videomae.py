@@ -187,7 +187,7 @@ class MaskedAutoencoder(nn.Module):
         num_masked: int | None = None,
         num_predicted: int | None = None,
     ) -> Tensor:
-        """Predict the masked cubes, or those of them that `decoded_BN` selects.
+        """Predict the masked cubes, or the part of them that `decoded_BN` selects.
 
         Args:
             video_BCTHW: normalised clips.

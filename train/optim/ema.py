@@ -16,7 +16,7 @@ class Ema:
     """average = d average + (1 - d) weights, after every step.
 
     d rises to `decay` as (1 + step) / (10 + step), so that the first steps have little weight. Averages are sharded
-    like the weights. The running statistics of batch norms are averaged too: those of the last steps are of other
+    like the weights. The running statistics of batch norms are averaged too: statistics of the last steps are of other
     weights than the average.
 
     Args:

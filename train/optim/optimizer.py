@@ -1,7 +1,7 @@
 """The optimizer of a run: construction, learning rate schedule, gradient clipping and steps."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from clipmill.train.config.fields import num_steps
-from clipmill.train.config.optim import OptimizerSettings
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.device.transfer import Scalar, is_on_host, send
 from clipmill.train.distributed.parallel import buckets
@@ -41,31 +40,28 @@ class ForeachOptimizer(Optimizer):
     def step(self) -> None:  # type: ignore[override]
         """Take one step."""
         for group in self.param_groups:
-            trained = [one for one in group["params"] if one.grad is not None]
-            for one in trained:
-                if not self.state[one]:
-                    self.state[one].update(self.start(one))
-            if trained and self.found_inf is None:
-                self.update(trained, group)
-            elif self.found_inf is not None:
-                # In buckets, because copies of everything might not fit into memory.
-                for some in buckets(trained):
-                    self._update_if_finite(some, group, found_inf=self.found_inf)
-
-    def _update_if_finite(
-        self, trained: Sequence[torch.Tensor], group: dict[str, Any], *, found_inf: torch.Tensor
-    ) -> None:
-        changed = [local_part(one) for one in trained]
-        for one in trained:
-            state = self.state[one]
-            for name, value in state.items():
-                # A step count on the CPU cannot depend on the device's decision.
-                state[name] = send(value, one.device)
-                changed.append(local_part(state[name]))
-        before = [one.clone() for one in changed]
-        self.update(trained, group)
-        for now, old in zip(changed, before, strict=True):
-            torch.where(found_inf == 0, now, old, out=now)
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in trained:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self.start(parameter))
+            if self.found_inf is None:
+                if trained:
+                    self.update(trained, group)
+                continue
+            # The device decides: copies from before the update are put back where the step is skipped. In buckets,
+            # because copies of everything might not fit into memory.
+            for bucket in buckets(trained):
+                changed = [local_part(parameter) for parameter in bucket]
+                for parameter in bucket:
+                    state = self.state[parameter]
+                    for name, value in state.items():
+                        # A step count on the CPU cannot depend on the device's decision.
+                        state[name] = send(value, parameter.device)
+                        changed.append(local_part(state[name]))
+                before = [tensor.clone() for tensor in changed]
+                self.update(bucket, group)
+                for now, old in zip(changed, before, strict=True):
+                    torch.where(self.found_inf == 0, now, old, out=now)
 
 
 class Sgd(ForeachOptimizer):
@@ -208,28 +204,22 @@ def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainingSet
         layer_decay=settings.optimizer.layer_decay,
         adapts_all=settings.optimizer.lamb_alpha == "all",
     )
-    kind, options = optimizer_kind(settings.optimizer, device_types={one.device.type for one in model.parameters()})
-    return kind(groups, lr=settings.lr, **options)
-
-
-def optimizer_kind(
-    settings: OptimizerSettings, *, device_types: set[str]
-) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    """Class of the optimizer and its arguments besides parameters and learning rate."""
-    if settings.name == "sgd":
-        return Sgd, {"momentum": settings.number("momentum")}
-    betas = (settings.number("beta1"), settings.number("beta2"))
-    if settings.name == "lion":
-        return Lion, {"betas": betas}
-    if settings.name == "lamb":
-        return Lamb, {"betas": betas, "eps": settings.number("eps")}
-    return torch.optim.AdamW, {"betas": betas, "eps": settings.number("eps"), "fused": device_types <= _FUSED or None}
+    lr, number = settings.lr, settings.optimizer.number
+    if settings.optimizer.name == "sgd":
+        return Sgd(groups, lr=lr, momentum=number("momentum"))
+    betas = (number("beta1"), number("beta2"))
+    if settings.optimizer.name == "lion":
+        return Lion(groups, lr=lr, betas=betas)
+    if settings.optimizer.name == "lamb":
+        return Lamb(groups, lr=lr, betas=betas, eps=number("eps"))
+    is_fused = {parameter.device.type for parameter in model.parameters()} <= _FUSED
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=number("eps"), fused=is_fused or None)
 
 
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, step: int, settings: TrainingSettings, *, objective: Objective
 ) -> float:
-    """Set the learning rate of each group for step 1, 2, ... and return that of the schedule."""
+    """Set the learning rate of each group for step 1, 2, ... and return the rate of the schedule."""
     scale = settings.optimizer.lr_scale(settings.batch)
     lr = learning_rate(
         step,
@@ -255,7 +245,7 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Unscale gradients and clip their global norm to `max_norm`, without synchronising with a GPU.
 
-    Parameters may be whole or sharded (DTensor). All ranks call it and get the same norm.
+    Parameters may be complete or sharded (DTensor). All ranks call it and get the same norm.
 
     Args:
         stages: the ranks with the other stages of the model, in a pipeline.

@@ -74,12 +74,12 @@ def checkpoint_name(step: int) -> str:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether `name` is the folder name of a checkpoint."""
+    """Return True if `name` is the folder name of a checkpoint."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_intact(path: Path) -> bool:
-    """Whether a checkpoint is complete and all checksums match; reads all of it."""
+    """Return True if a checkpoint is complete and all checksums match; all of it is read."""
     try:
         read_metadata(path)
     except UserError:
@@ -150,9 +150,9 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether boxes, given as (offsets, sizes), cover every element of a tensor exactly once and nothing else.
+    """Return True if boxes, given as (offsets, sizes), cover each element of a tensor exactly once and no others.
 
-    The signed corners of boxes sum to those of the whole tensor if and only if the boxes tile it: O(number of boxes).
+    The signed corners of boxes sum to the tensor's corners if and only if the boxes tile it: O(number of boxes).
     Raises TypeError or ValueError for numbers that do not describe a box.
     """
     whole = ([0] * len(size), size)
@@ -184,7 +184,7 @@ def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tens
 def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
     """Load weights (the EMA if there is one) and buffers on the CPU, whatever number of ranks wrote them.
 
-    They are the whole model's, except for a checkpoint with a `base` (clipmill.train.weights.sources.whole_weights).
+    They are the model's, except for a checkpoint with a `base` (clipmill.train.weights.sources.whole_weights).
 
     Raises a UserError if the checkpoint is damaged, truncated or of another format.
     """

@@ -26,7 +26,7 @@ from clipmill.train.run.checkpoint import (
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run into `folder`. All ranks call its methods in the same order.
+    """Writer of the checkpoints of a run into `folder`. All ranks call its methods in the same order.
 
     Args:
         keep: number of latest checkpoints to keep.
@@ -77,7 +77,7 @@ class CheckpointWriter:
         self._thread.shutdown(wait=True)
 
     def is_best(self, numbers: Mapping[str, float]) -> bool:
-        """Whether the selected metric is better than in every existing checkpoint."""
+        """Return True if the selected metric is better than in every existing checkpoint."""
         if self._best is None or self._best not in numbers:
             return False
         self.wait()

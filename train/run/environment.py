@@ -71,5 +71,5 @@ def require_parts(settings: Checked, run: RunFolder) -> None:
             package = run.read_facts().get(PACKAGES_FACT, {}).get(part, "another package")
             raise UserError(
                 f"{run.path} was trained with the {part} of {package}, which is not installed",
-                hint="install that package; a run of which only the loss is missing can be evaluated and exported",
+                hint="install that package; a run that lacks only its loss can be evaluated and exported",
             )

@@ -5,7 +5,7 @@
     metrics.jsonl             one object per step
     failures.jsonl            one object per failed sample
     checkpoints/step_*/       checkpoints (clipmill.train.run.checkpoint)
-    evaluations/*.json        results of `train eval`; the names of those on other data contain its name and a hash
+    evaluations/*.json        results of `train eval`; names of results on other data contain the data's name and a hash
     evaluations/*.coco.json   generated captions in COCO's results format
     evaluations/former/       results that another checkpoint, variant or flag has replaced
     index.html                the results page
@@ -44,7 +44,7 @@ _NUM_HASH_DIGITS = 8
 def data_facts(own: Shards, shards: str | None) -> dict[str, Any]:
     """The data fields of a result: `shards`, its address, and `is_own_data`, given --shards of run and evaluation.
 
-    Each of several data folders of a run has results of its own, with `is_part_of_own_data`.
+    Each of several data folders of a run has results, with `is_part_of_own_data`.
     """
     folders = [normalise_address(one) for one in folders_of(own)]
     if shards is None:
@@ -64,7 +64,7 @@ def result_name(name: str, facts: dict[str, Any]) -> str:
 
 
 def is_same_evaluation(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two results are of the same weights and data, by the same flags."""
+    """Return True if two results are of the same weights and data, by the same flags."""
     return all(one.get(name) == other.get(name) for name in _DECISIVE) and _flags_of(one) == _flags_of(other)
 
 
@@ -126,7 +126,7 @@ class RunFolder:
     def require_facts(self) -> dict[str, Any]:
         """The content of run.json; UserError if it is missing or damaged."""
         if not self.facts.exists():
-            raise UserError(f"{self.facts} is missing", hint="put back what the run wrote, or train anew")
+            raise UserError(f"{self.facts} is missing", hint="restore the run's files, or start a new run")
         return self.read_facts()
 
     def require_task(self, task: str) -> None:
@@ -185,7 +185,7 @@ def held_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]
     """Lock a folder against other processes that do this `work` in it (UserError); their end releases it.
 
     Args:
-        wait_s: how long to wait for their end.
+        wait_s: Time to wait for their end.
     """
     folder = os.open(path, os.O_RDONLY)
     latest_s = time.monotonic() + wait_s
@@ -228,7 +228,7 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
 
 
 def find_run(path: Path, resume: Resume) -> RunFolder | None:
-    """The run to resume, or None to begin a new one; UserError if `resume` is True and there is no run."""
+    """Return the run to resume, or None to begin a new one; UserError if `resume` is True and no run exists."""
     if resume is False or (resume == "auto" and not RunFolder(path).settings.is_file()):
         return None
     return open_run(path)
@@ -261,7 +261,7 @@ def reopen_run(settings: TrainingSettings) -> RunFolder:
 
 
 def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: Path) -> None:
-    """Raise a UserError if settings that shape the weights, read from `file`, are not those of a checkpoint."""
+    """Raise a UserError if settings that shape the weights, read from `file`, differ from those of a checkpoint."""
     from clipmill.train.run.checkpoint import read_settings
 
     require_same(
@@ -273,7 +273,7 @@ def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: 
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder was made by a training command."""
+    """Return True if a folder was made by a training command."""
     return RunFolder(folder).settings.is_file()
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 PLAN = "plan.json"
 
 _PARTS_TOGETHER = 8
-_MAX_WHOLE = 60  # characters of a value that is shown whole; a hash is longer
-_MAX_SHOWN, _BEFORE = 32, 8  # characters of a longer one, and those of them before the first that differs
+_MAX_WHOLE = 60  # characters of a value that is shown in full; a hash is longer
+_MAX_SHOWN, _BEFORE = 32, 8  # characters of a longer value, and of its part before the first that differs
 
 
 class PartFile(Protocol):
@@ -53,7 +53,7 @@ def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[
 
     Args:
         parts: folder of the plan.
-        require_same: raises a UserError if a plan is that of other work.
+        require_same: Function that raises a UserError if a plan is of other work.
     """
     path = parts / PLAN
     if path.is_file():
@@ -68,7 +68,7 @@ def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, free: frozenset[str] = frozenset()) -> str:
-    """How requested work differs from other work, in words; empty if it is the same.
+    """Return how requested work differs from other work, in words; empty if it is the same.
 
     Args:
         free: names of entries, such as `weights.source`, that may differ.

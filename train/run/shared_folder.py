@@ -63,7 +63,7 @@ def wait_for_files(folder: Path, *, world: World) -> None:
         return
     expected = world.first(lambda: _sizes(folder))
     _wait(lambda: _sizes(folder) == expected)
-    world.gather_objects(None)  # no rank goes on to read or remove files before every rank has seen them
+    world.gather_objects(None)  # no rank continues to read or remove files before every rank has seen them
 
 
 def _begin(folder: Path, name: str) -> bool:
@@ -116,7 +116,7 @@ def _new_name() -> str:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Sizes of the files in a folder by name; {} if it is not there."""
+    """Return the sizes of the files in a folder by name; {} if it does not exist."""
     sizes = {}
     try:
         with os.scandir(folder) as entries:

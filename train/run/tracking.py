@@ -23,7 +23,7 @@ class Progress:
 
     Args:
         what: a participle, such as "embedding".
-        unit: what is counted, singular.
+        unit: Noun for what is counted, singular.
         is_quiet: show nothing, as on all ranks but the first.
     """
 
@@ -118,7 +118,7 @@ class Tracker(Protocol):
     """Receives the lines of metrics.jsonl in the order of steps."""
 
     def log(self, line: dict[str, Any]) -> None:
-        """Log the line of a step; keys as in metrics.jsonl, those of evaluations with a slash."""
+        """Log the line of a step; keys as in metrics.jsonl, with a slash for metrics of evaluations."""
         ...
 
     def close(self) -> None:
@@ -127,10 +127,10 @@ class Tracker(Protocol):
 
 
 class EpochLoss:
-    """Adds `epoch_loss`, the mean loss of the steps of an epoch, to the line of its last step.
+    """Calculator of `epoch_loss`, the mean loss of the steps of an epoch, for the line of its last step.
 
     Args:
-        lines: of the steps before, in order, so that a resumed run has the mean of whole epochs too.
+        lines: Lines of the steps before, in order, so that a resumed run has the mean of complete epochs too.
     """
 
     def __init__(self, lines: Iterable[dict[str, Any]] = ()) -> None:
@@ -139,7 +139,7 @@ class EpochLoss:
             self.completed(line)
 
     def completed(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Return the line of the next step, which ends an epoch if the whole number of its `epoch` is a new one."""
+        """Return the line of the next step, which ends an epoch if the integer part of its `epoch` is a new one."""
         if "epoch" not in line:
             return line
         self._sum, self._num = self._sum + line["loss"], self._num + 1
@@ -167,7 +167,7 @@ class Trackers:
 
 
 class JsonLines:
-    """Writes metrics.jsonl, after dropping lines of steps after `step`, which will be repeated."""
+    """Writer of metrics.jsonl, which drops lines of steps after `step` first, because they will be repeated."""
 
     def __init__(self, run: RunFolder, *, step: int) -> None:
         self._path = run.metrics
@@ -213,7 +213,7 @@ def counted_batches(batches: "Iterable[LoadedBatch]", what: str, *, total: int |
     """The batches; their samples are counted and shown within `counting_batches`.
 
     Args:
-        what: is done with them, such as "embedding".
+        what: Participle for what is done with them, such as "embedding".
         total: number of samples in all batches; None if it is not known.
     """
     if not _is_counting.get():

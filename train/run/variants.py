@@ -1,4 +1,4 @@
-"""Which variant of each column a command reads: the named one, the one that a run was trained on, or the current one.
+"""The variant of each column that a command reads: a named one, the one that a run was trained on, or the current one.
 
 A run reads the same variants from its beginning to its end, and so does every command that uses its weights on its own
 data. run.json names them, with their recipes.
@@ -73,7 +73,7 @@ def reading_variants_of_run(weights: str | Path, shards: str | None, *, say: Cal
     """Read inside the block, of a run's own data, the variants that it was trained on, as far as they are present.
 
     Args:
-        weights: A run; other weights have no data of their own.
+        weights: A run; other weights have no data.
         shards: Data folder to read in place of the run's own; the current variants of other data are read.
         say: Prints which variant is gone, and which one is read in its place.
     """
@@ -113,7 +113,7 @@ def choose_variants(
 
     Args:
         folders: Data folders, or tars, which have no variants.
-        named: Names of variants (`--variant`), each of which one of the folders has.
+        named: Names of variants (`--variant`); one of the folders has each of them.
         recorded: `name` and `recipe` of a variant by column, for each folder (`VARIANTS_FACT` of run.json).
         made: What was made with the recorded variants, for messages.
         say: Print which recorded variant is gone, and which one is read in its place; None to make it an error.

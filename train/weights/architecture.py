@@ -26,7 +26,7 @@ _RGB = 3
 def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
     """`size` with the dimensions of the towers that the weights have.
 
-    The number of heads, which no tensor shows, is that of their configuration; else that of `size` for a tower as wide.
+    The number of heads, which no tensor shows, comes from their configuration; else from `size` for a tower as wide.
 
     Raises:
         UserError: the configuration is of a tower with another depth or width.
@@ -55,7 +55,7 @@ def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
 
 def _refuse(source: Source, tower: str, found: str, stated: str) -> NoReturn:
     raise UserError(
-        f"{source.title}: the {tower} tower of the weights has {found}, and that of their configuration {stated}",
+        f"{source.title}: the {tower} tower of the weights has {found}, but their configuration says {stated}",
         hint="get both files again: one of them is cut short, or of another model",
     )
 
@@ -114,13 +114,13 @@ class Logits:
 
 
 def logits_of(tensors: Tensors) -> Logits:
-    """Those of weights of another project or of an export, by our names."""
+    """Return the logits of weights of another project or of an export, by our names."""
     scale = tensors.get(LOGIT_SCALE)
     return Logits(None if scale is None else float(scale))
 
 
 def read_logits(checkpoint: Path) -> Logits:
-    """Those of the loss in a checkpoint.
+    """Return the logits of the loss in a checkpoint.
 
     Raises:
         UserError: the checkpoint cannot be read, or a number is not finite.

@@ -37,11 +37,11 @@ class SourceFacts:
     """Properties of pretrained weights that no tensor shows; None where unknown.
 
     Attributes:
-        activation: of the MLPs, `gelu` or `quick_gelu`.
-        video_eps: of the video tower's layer norms.
-        text_eps: of the text tower's layer norms.
-        mean: of the input normalisation: R, G, B, from 0 to 1.
-        std: of the input normalisation.
+        activation: Activation of the MLPs, `gelu` or `quick_gelu`.
+        video_eps: Epsilon of the video tower's layer norms.
+        text_eps: Epsilon of the text tower's layer norms.
+        mean: Mean of the input normalisation: R, G, B, from 0 to 1.
+        std: Standard deviation of the input normalisation.
         video_heads: attention heads of the video tower.
         text_heads: attention heads of the text tower.
         video_depth: blocks of the video tower.
@@ -75,7 +75,7 @@ class ConvertedStateDict:
     """A state dict under our names.
 
     Attributes:
-        tensors: by our name.
+        tensors: Tensors by our names.
         origins: the name in the source, by our name; `{q,k,v}` in it lists tensors that were concatenated.
         unknown: tensors without a name of ours, by their name in the source.
         ignored: names of buffers that the format explains (sizes, position ids, masks).
@@ -103,7 +103,7 @@ class NameTable:
 
     Attributes:
         owner: model class or project, for errors.
-        names: their name by ours; read and written.
+        names: Their names by ours; read and written.
         aliases: our name by theirs; only read.
         roots: our first component of a name by theirs, for names that are in no row; only read.
         ignored: suffixes of names of buffers.
@@ -209,10 +209,10 @@ class Format:
 
     Attributes:
         name: value of `--init.format`.
-        title: for the user.
+        title: Title for the user.
         convert: a state dict under our names.
-        matches: whether names of tensors are those of this format.
-        facts: what all weights of this format have in common.
+        matches: Function that returns True if names of tensors are of this format.
+        facts: Facts that all weights of this format have in common.
         model_types: patterns of the `model_type` in config.json.
         read_config: facts from config.json and the processor (`read_processor`), and the folder for errors.
     """
@@ -227,7 +227,7 @@ class Format:
 
 
 def any_begins(names: Iterable[str], *prefixes: str) -> bool:
-    """Whether a name begins with one of the prefixes."""
+    """Return True if a name begins with one of the prefixes."""
     return any(name.startswith(prefixes) for name in names)
 
 
@@ -249,7 +249,7 @@ _MIN_BYTES = 2
 
 
 def require_floats(tensors: Tensors, *, source: object) -> None:
-    """Raises a UserError at the first tensor that is not of floating point of 16, 32 or 64 bits.
+    """Raise a UserError at the first tensor that is not of floating point of 16, 32 or 64 bits.
 
     Quantisation leaves integers and 8-bit floats, whose values mean nothing without their scales.
     """
@@ -278,7 +278,7 @@ def by_origin(converted: ConvertedStateDict) -> dict[str, torch.Tensor]:
 
 
 def require_finite(tensors: Tensors, *, source: object) -> None:
-    """Raises a UserError at the first tensor with NaN or infinity in float32, the dtype of training."""
+    """Raise a UserError at the first tensor with NaN or infinity in float32, the dtype of training."""
     for name, tensor in tensors.items():
         if not bool(tensor.float().isfinite().all()):
             raise UserError(

@@ -1,4 +1,4 @@
-"""Reads tensors from untrusted files. Nothing in a file is ever executed.
+"""Reader of tensors from untrusted files. Nothing in a file is ever executed.
 
 safetensors hold only tensors. Files of torch.save are read with `weights_only`, which builds tensors and plain
 containers and refuses everything else. OpenAI's own archives are programs (TorchScript): one is opened only if its
@@ -51,13 +51,13 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 
 def as_config(config_class: Callable[..., Any], given: Mapping[str, Any], *, keys: str, source: str) -> Any:
-    """A configuration object of transformers, with its own defaults where `given` has no value.
+    """Return a configuration object of transformers, with its defaults where `given` has no value.
 
     Args:
         config_class: such as VideoMAEConfig.
         given: an object of a checked config.json.
-        keys: those that are used, separated by spaces. The others are left out: their values may be anything.
-        source: for errors.
+        keys: Keys that are used, separated by spaces. The others are omitted: their values may be anything.
+        source: Source for errors.
 
     Raises:
         UserError: the class refuses the values.
@@ -176,7 +176,7 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has a file of weights."""
+    """Return True if a folder has a file of weights."""
     return any((folder / name).is_file() for name in WEIGHT_FILES)
 
 
@@ -297,7 +297,7 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_printable(begin: bytes) -> bool:
-    """Whether these first bytes of a file are printable: files of tensors begin with lengths, marks and opcodes."""
+    """Return True if the first bytes of a file are printable: files of tensors begin with lengths, marks and opcodes."""
     try:
         # Piece by piece: a letter of several bytes may be cut at the end.
         text = codecs.getincrementaldecoder("utf-8")().decode(begin)
@@ -343,7 +343,7 @@ def hub_folder(name: str, *, files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FI
 
     Args:
         files: patterns of the files that are needed.
-        what: what the folder has, for the hint.
+        what: Content of the folder, for the hint.
 
     Raises:
         UserError: it is in neither.

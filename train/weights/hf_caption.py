@@ -1,4 +1,4 @@
-"""Hugging Face's VisionEncoderDecoderModel of TimeSformer and GPT-2, and each of the two alone: names, configuration.
+"""Hugging Face's VisionEncoderDecoderModel of TimeSformer and GPT-2, or one of the two: names, configuration.
 
 A TimesformerModel alone has its names without `encoder.`, a TimesformerForVideoClassification with `timesformer.`
 instead; a GPT2LMHeadModel has its names without `decoder.`, a GPT2Model without `decoder.transformer.`. GPT-2's
@@ -41,7 +41,7 @@ class TimeSformerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionConfig:
-    """Sizes in a config.json; None for a part that is not there."""
+    """Sizes in a config.json; None for a missing part."""
 
     video: TimeSformerShape | None
     decoder: Gpt2Size | None
@@ -55,7 +55,7 @@ def hf_caption_config(
     Args:
         end_id: the token before and after a caption.
         pad_id: the padding token.
-        dropout: of the decoder.
+        dropout: Dropout of the decoder.
     """
     from transformers import GPT2Config, TimesformerConfig, VisionEncoderDecoderConfig
 
@@ -116,10 +116,10 @@ def caption_config_of(
     source: str,
     hint: str = "use a TimeSformer, a GPT-2, or a vision-encoder-decoder of both",
 ) -> CaptionConfig:
-    """The sizes in a config.json of the whole, of a TimeSformer, or of a GPT-2.
+    """Return the sizes in a config.json of a captioner, of a TimeSformer, or of a GPT-2.
 
     Args:
-        hint: what to use instead of another model.
+        hint: Advice what to use instead of another model.
 
     Raises:
         UserError: it is of another model, or of one that computes something else than those here.
@@ -180,7 +180,7 @@ def _timesformer_of(given: Mapping[str, Any], *, source: str) -> TimeSformerShap
 def _gpt2_of(given: Mapping[str, Any], *, source: str) -> Gpt2Size:
     from transformers import GPT2Config
 
-    # Its default for the ends of a text is that of the largest vocabulary: it would warn about smaller ones.
+    # Its default for the ends of a text is of the largest vocabulary: it would warn about smaller ones.
     ends = {"bos_token_id": None, "eos_token_id": None}
     config = as_config(GPT2Config, {**given, **ends}, keys=_GPT2_KEYS, source=source)
     _require(
@@ -200,7 +200,7 @@ def _gpt2_of(given: Mapping[str, Any], *, source: str) -> Gpt2Size:
 
 
 def _require(config: Any, *, source: str, **values: tuple[Any, ...]) -> None:
-    """Raises a UserError for a value that is another model's; `values` has those of the models here."""
+    """Raise a UserError for a value that is another model's; `values` has the values of the models here."""
     for name, known in values.items():
         if getattr(config, name) not in known:
             raise UserError(
@@ -247,7 +247,7 @@ _LEADING = {"video.class_embedding": 2, "video.positional_embedding": 1, "video.
 
 
 def _whole_name(name: str) -> str:
-    """The name in the whole captioner of a tensor of one of its parts."""
+    """Return the name in the complete captioner of a tensor of one of its parts."""
     if name.startswith("timesformer."):
         return f"encoder.{name.removeprefix('timesformer.')}"
     if name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
@@ -323,13 +323,13 @@ class CaptionFolder:
 
 
 def read_caption_folder(folder: Path, *, needs_decoder: bool = False) -> CaptionFolder:
-    """Reads config.json and the weights of the whole, of a TimeSformer, or of a GPT-2.
+    """Read config.json and the weights of the captioner, of a TimeSformer, or of a GPT-2.
 
     Args:
-        needs_decoder: refuse a TimeSformer alone.
+        needs_decoder: True to refuse a TimeSformer without a decoder.
 
     Raises:
-        UserError: they are not there, damaged, or of a model that a captioner cannot be made of.
+        UserError: they are missing, damaged, or of a model that a captioner cannot be made of.
     """
     values = read_config(folder / "config.json")
     if values is None:

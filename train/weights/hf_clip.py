@@ -1,4 +1,4 @@
-"""Hugging Face's CLIPModel: names and configuration. q, k and v are matrices of their own, projections transposed."""
+"""Hugging Face's CLIPModel: names and configuration. q, k and v are separate matrices, projections transposed."""
 
 import html
 import re
@@ -142,9 +142,9 @@ TOKENIZER_REMARK = (
 
 
 def save_tokenizer(folder: Path, *, context_length: int) -> None:
-    """Writes CLIP's tokenizer for transformers, from the vocabulary that open_clip ships, with open_clip's cleaning.
+    """Write CLIP's tokenizer for transformers, from the vocabulary that open_clip ships, with open_clip's cleaning.
 
-    transformers' own CLIPTokenizer builds a normaliser of its own whatever tokenizer.json says, so that the files are
+    transformers' CLIPTokenizer builds another normaliser whatever tokenizer.json says, so that the files are
     of a tokenizer that is taken as it is.
     """
     from open_clip.tokenizer import SimpleTokenizer
@@ -229,7 +229,7 @@ def _replacements() -> Iterator[tuple[Any, str]]:
         patterns[value] += [f"&#0*{number}(?![0-9]);?", f"&#[xX]0*(?i:{number:x})(?![0-9a-fA-F]);?"]
     for value, alternatives in patterns.items():
         yield Regex("|".join(alternatives)), value
-    # Control characters of ISO 8859-1 are meant as those of Windows.
+    # Control characters of ISO 8859-1 are meant as characters of Windows-1252.
     for number in range(0x80, 0xA0):
         yield chr(number), bytes([number]).decode("cp1252", errors="replace").replace("\ufffd", chr(number))
     for number, value in {**chardata.LIGATURES, **chardata.WIDTH_MAP}.items():
@@ -242,7 +242,7 @@ def _replacements() -> Iterator[tuple[Any, str]]:
 
 
 def _without_semicolons() -> Iterator[tuple[Any, str]]:
-    """Old names of HTML, which need no semicolon; the longest first, of which others are the beginning."""
+    """Return old names of HTML, which need no semicolon; the longest first, since others are its beginning."""
     from tokenizers import Regex
 
     names = sorted((name for name in html5 if not name.endswith(";")), key=len, reverse=True)

@@ -4,8 +4,8 @@
     video.model.*            visual.*                   vision_model.*, visual_projection, or all of a model's
     text.model.*             text.*, or CLIP's          text_model.*, text_projection, or all of a model's
 
-timm's files are of an image tower alone. What else is in a file is converted like the weights of a CLIP. No library has
-our parts around its own: `video.proj`, `video.pool.*`, `video.temporal_embedding`, `text.text_projection`.
+timm's files are only of an image tower. What else is in a file is converted like the weights of a CLIP. No library has
+our parts around its tower: `video.proj`, `video.pool.*`, `video.temporal_embedding`, `text.text_projection`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ OF_TEXT = ("text", "text_model", *TEXT_ROOTS)  # first parts of the names of a C
 
 
 def library_format(towers: Towers) -> Format | None:
-    """The format of weights for towers, one of which is a library's; None if none is."""
+    """Return the format of weights for towers, one of which is a library's; None if none is."""
     names = dict[str, frozenset[str]]()
     if towers.image is not None:
         names[IMAGE] = image_outline(towers.image, preprocessing_of(towers.image).size_px or _ANY_PX).names
@@ -86,7 +86,7 @@ def _endings(name: str) -> Iterator[str]:
 
 
 def library_facts(folder: Path) -> SourceFacts:
-    """How the pictures were normalised that weights in a folder were trained on."""
+    """Return how the pictures were normalised that weights in a folder were trained on."""
     own = read_config(folder / "open_clip_config.json")
     found = (own.get("preprocess_cfg") or {}) if own is not None else read_processor(str(folder))
     found = found or (read_config(folder / "config.json") or {}).get("pretrained_cfg") or {}
@@ -104,7 +104,7 @@ def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _PLAIN) -> SourceF
 
 
 def state_of(weights: Tensors, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors of a library's module (`IMAGE` or `TEXT`), by its own names."""
+    """Return the tensors of a library's module (`IMAGE` or `TEXT`), by the library's names."""
     return {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
 
 
@@ -113,8 +113,8 @@ class LibraryTowers:
     """Towers of a dual encoder, whose image tower is a library's.
 
     Attributes:
-        weights: by our names, with `logit_scale`.
-        logits: of the loss.
+        weights: Tensors by our names, with `logit_scale`.
+        logits: Logits of the loss.
     """
 
     settings: ClipSettings

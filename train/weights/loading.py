@@ -46,7 +46,7 @@ class Change:
 
     Attributes:
         name: ours, or the source's if there is none of ours.
-        origin: its name in the source, '' if it is not there.
+        origin: Name in the source, '' if it is missing there.
         old: shape in the source.
         new: shape in the model.
         why: the reason; '' if there is none, so that training must not begin.
@@ -60,7 +60,7 @@ class Change:
     why: str = ""
 
     def as_json(self) -> dict[str, object]:
-        """For run.json."""
+        """Return the entry of run.json."""
         return dict(vars(self))
 
 
@@ -69,7 +69,7 @@ class Fitted:
     """The weights of a model.
 
     Attributes:
-        tensors: by our name, with the model's shapes; without those that the model initialises itself.
+        tensors: Tensors by our names, with the model's shapes; without tensors that the model initialises itself.
         logit_scale: log(1 / temperature) of the source; None if it has none, or if its projections are not used.
         num_copied: number of tensors that were copied as they are.
         changes: all the others.
@@ -144,7 +144,7 @@ def _allow_change(change: Change, allow: Sequence[str]) -> Change:
 
 
 def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeKind, torch.Tensor | None, str]:
-    """The tensor in the shape `new`, None if the model initialises it; and why, '' if there is no reason."""
+    """Return the tensor in the shape `new`, None if the model initialises it; and why, '' if there is no reason."""
     old = tuple(tensor.shape)
     if name == CONV and len(old) == 4 and len(new) == 5 and old == (*new[:2], *new[3:]):
         return "resized", inflated_cubes(tensor, new[2]), "a cube of equal frames gives what one frame gave"
@@ -178,7 +178,7 @@ _TEXT_POSITIONS = (
 def stretched_positions(positions_LD: torch.Tensor, num_places: int) -> torch.Tensor:
     """Positional embeddings of longer texts: the first 20 stay, the others are interpolated linearly.
 
-    Beyond the last one, the line through the last two goes on. From 77 to 248 as Long-CLIP (Zhang et al. 2024).
+    Beyond the last one, the line through the last two continues. From 77 to 248 as Long-CLIP (Zhang et al. 2024).
     """
     kept_KD, rest_LD = positions_LD[:_KEPT_POSITIONS], positions_LD[_KEPT_POSITIONS:].double()
     step = len(rest_LD) / (num_places - _KEPT_POSITIONS)
@@ -190,7 +190,7 @@ def stretched_positions(positions_LD: torch.Tensor, num_places: int) -> torch.Te
 
 
 def resize_positions(positions_PD: torch.Tensor, *, num_places: int) -> torch.Tensor:
-    """Positional embeddings for another number of patches; that of the class token, the first, stays as it is."""
+    """Resize positional embeddings to another number of patches; the first, of the class token, stays as it is."""
     class_1D, grid_PD = positions_PD[:1], positions_PD[1:]
     old, new = math.isqrt(len(grid_PD)), math.isqrt(num_places - 1)
     grid_1DHW = grid_PD.float().T.unflatten(1, (old, old))[None]
@@ -211,7 +211,7 @@ class Loaded:
 
     Attributes:
         title: origin and format.
-        fitted: how each tensor was used.
+        fitted: Use of each tensor.
     """
 
     title: str
@@ -223,7 +223,7 @@ class Loaded:
         return self.fitted.logit_scale
 
     def as_json(self) -> dict[str, Any]:
-        """For run.json."""
+        """Return the entry of run.json."""
         return {
             "source": self.title,
             "num_copied": self.fitted.num_copied,
@@ -277,7 +277,7 @@ def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _without_second_names(source: Source, second: Collection[str]) -> Source:
-    """Weights without the tensors that a model has under other names, which those of a run have too."""
+    """Return weights without the tensors that a model has under other names, which weights of a run have too."""
     tensors = {name: one for name, one in source.converted.tensors.items() if name not in second}
     return replace(source, converted=replace(source.converted, tensors=tensors))
 
@@ -291,7 +291,7 @@ def copy_into(model: nn.Module, loaded: Loaded) -> None:
 
 
 def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], say: Say) -> None:
-    """Fills a model that will not be trained: each parameter has its values in `source`, or is interpolated from them.
+    """Fill a model that will not be trained: each parameter has its values in `source`, or is interpolated from them.
 
     Args:
         fit: (model, source, say=) fits all parameters of the model.

@@ -106,7 +106,7 @@ def _eps(tower: Mapping[str, Any]) -> float:
 
 
 def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dict[str, Any]:
-    """open_clip_config.json of a CLIP for single frames. Defaults are left out: other versions know other fields."""
+    """Return open_clip_config.json of a CLIP for single frames, without defaults: other versions know other fields."""
     video, text = size.video.trunk, size.text.trunk
     norm = {} if video.norm_eps == NORM_EPS else {"norm_kwargs": {"eps": video.norm_eps}}
     return {
@@ -137,10 +137,10 @@ def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dic
 def file_of_tag(
     name: str, tag: str, *, read_facts: Callable[[Mapping[str, Any]], SourceFacts] | None = None
 ) -> tuple[Path, SourceFacts]:
-    """The file of pretrained weights in open_clip's cache, downloaded if it is not there.
+    """Return the file of pretrained weights in open_clip's cache; download it if it is missing.
 
     Args:
-        read_facts: from the entry of the tag, for a model that open_clip itself builds.
+        read_facts: Function that reads facts from the entry of the tag, for a model that open_clip itself builds.
 
     Raises:
         UserError: open_clip knows no such weights, or cannot download them.

@@ -29,7 +29,7 @@ class Source:
     Attributes:
         title: origin and format, for the user.
         converted: the tensors under our names.
-        facts: what no tensor shows.
+        facts: Facts that no tensor shows.
     """
 
     title: str
@@ -43,20 +43,20 @@ class Source:
 
     @property
     def tubelet(self) -> int | None:
-        """Frames of a cube of the video tower; None if it has patches, or is not there."""
+        """Frames of a cube of the video tower; None if it has patches, or is missing."""
         conv = self.converted.tensors.get(CONV)
         return int(conv.shape[2]) if conv is not None and conv.ndim == 5 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The frozen tensors that checkpoints leave out.
+    """Frozen tensors that checkpoints omit.
 
     Attributes:
-        weights: where they are from: a path or a NAME:TAG; `format` as in --init.format.
+        weights: Origin of the weights: a path or a NAME:TAG; `format` as in --init.format.
         sha256: SHA-256 of their names, shapes and values.
-        tensors: their names, and the shape of each.
-        scale: of the adapters.
+        tensors: Shapes of the tensors by name.
+        scale: Scale of the adapters.
         text: origin of the weights of the text tower, if it is another one.
     """
 
@@ -203,7 +203,7 @@ def _with_modules_of(settings: Clips, source: Source, *, say: Say) -> Clips:
 
 
 def choose_value(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:
-    """The value that the user gave for a flag, else that of the weights; a difference is printed."""
+    """Return the value that the user gave for a flag, else the value of the weights; a difference is printed."""
     if given is None:
         return known
     if known is not None and given != known:

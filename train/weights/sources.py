@@ -1,4 +1,4 @@
-"""Where weights come from: a file, a folder, a run of this project, or a name and tag of open_clip."""
+"""Sources of weights: a file, a folder, a run of this project, or a name and tag of open_clip."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -121,13 +121,13 @@ def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
 
 
 def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
-    """Reads the weights that the settings name, None if they name none.
+    """Read the weights that the settings name; None if they name none.
 
     Args:
         towers: whose modules may be a library's, and their weights by its names.
 
     Raises:
-        UserError: they are not there, damaged, of an unknown format, not of floating point, or of a model that the
+        UserError: they are missing, damaged, of an unknown format, not of floating point, or of a model that the
             towers here cannot be.
     """
     if init.weights is None:
@@ -223,13 +223,13 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
 
 
 def _towers_in(settings: Mapping[str, Any]) -> DualEncoderTowers:
-    """The settings `--towers.*` among those of a run."""
+    """Return the settings `--towers.*` among the settings of a run."""
     towers = {name.removeprefix(_TOWERS): value for name, value in settings.items() if name.startswith(_TOWERS)}
     common = {field.name for field in fields(DualEncoderTowers)}
     return DualEncoderTowers(**{name: value for name, value in towers.items() if name in common})
 
 
-# Checkpoints with adapters alone.
+# Checkpoints with nothing but adapters.
 #
 # Where parts are frozen and others have low-rank adapters, a checkpoint holds what is trained. The frozen tensors that
 # were copied from --init.weights as they are, the base, are read from there again, if they are still the same.
@@ -263,7 +263,7 @@ def _digest_of(source: Source, names: Iterable[str]) -> str:
 
 
 def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
-    """Open the weights that a checkpoint leaves out; None if it is complete.
+    """Open the weights that a checkpoint omits; None if it is complete.
 
     Raises:
         UserError: the checkpoint is damaged; the weights are missing, or are no longer those that it was trained with.
@@ -318,12 +318,12 @@ def parts_of(init: DualEncoderInit, towers: Towers) -> list[tuple[Init, Towers]]
 
 
 def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title: str) -> ConvertedStateDict:
-    """The tensors of `video`, and those of the text tower of `text` in place of its own.
+    """Return the tensors of `video`, with the text tower of `text` in place of its text tower.
 
-    The temperature of `video` is left out: it was that of its own pair.
+    The temperature of `video` is omitted: it belongs to the pair that was replaced.
 
     Args:
-        title: of `text`.
+        title: Title of `text`.
 
     Raises:
         UserError: it has no text tower.
@@ -344,7 +344,7 @@ def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title
 
 
 def paired_facts(video: SourceFacts, text: SourceFacts, towers: Towers) -> SourceFacts:
-    """What no tensor of `paired_tensors` shows.
+    """Return what no tensor of `paired_tensors` shows.
 
     Raises:
         UserError: both are towers of this project, which have one activation, and they were trained with two.

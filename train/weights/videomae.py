@@ -46,7 +46,7 @@ _BLOCK = {
     "mlp.c_fc.*": "mlp.fc1.*",
     "mlp.c_proj.*": "mlp.fc2.*",
 }
-# What is alike in VideoMAE's names and in those of transformers.
+# Names that VideoMAE and transformers share.
 SHARED_NAMES = {
     "decoder.embed.weight": "encoder_to_decoder.weight",
     _MASK_TOKEN: "mask_token",
@@ -136,7 +136,7 @@ _V2_OPTIONS = ("init_values", "use_learnable_pos_emb", "cos_attn", "qk_scale")
 
 
 def facts_of_videomae_v2(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from the config.json of a model that VideoMAE V2's authors published with code of its own.
+    """Return facts from the config.json of a model that VideoMAE V2's authors published with their code.
 
     Raises:
         UserError: the model computes something that the towers here do not.
@@ -278,7 +278,7 @@ def exported_videomae(
 
     Args:
         form: videomae or hf.
-        model: values of the VideoMAEConfig besides those of the encoder.
+        model: Values of the VideoMAEConfig besides the values of the encoder.
 
     Raises:
         UserError: the format cannot hold it.
