@@ -197,10 +197,10 @@ class LoadedModel:
         if array.dtype == torch.uint8:
             return self._of_rgb(array)
         shape = self.opened.shape
-        wanted = (shape.size.video.num_channels, self.settings.num_frames, shape.image_px, shape.image_px)
-        if tuple(array.shape[1:]) != wanted:
+        expected = (shape.size.video.num_channels, self.settings.num_frames, shape.image_px, shape.image_px)
+        if tuple(array.shape[1:]) != expected:
             raise UserError(
-                f"clips of shape {tuple(array.shape)}, and the model takes [B, {', '.join(map(str, wanted))}]",
+                f"clips of shape {tuple(array.shape)}, and the model takes [B, {', '.join(map(str, expected))}]",
                 hint=_CLIPS_HINT,
             )
         return send(array, self.device).float()

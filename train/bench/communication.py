@@ -59,15 +59,15 @@ class FeatureExchange(Similarities):
         grad_B2E = torch.zeros_like(self.both_B2E)
         sides = ((self.clips_bB, clips_KB, videos, texts), (self.captions_bB, captions_KB, texts, videos))
         with exact_products(self.pair_b.device):
-            for rows_bB, values_KB, own, other in sides:
+            for rows_bB, values_KB, columns, other in sides:
                 for rows in blocks(rows_bB):
                     among_all = slice(self.own.start + rows.start, self.own.start + rows.stop)
                     weight_RB = weights(rows_bB[rows], values_KB[:, among_all, None])
                     if not len(values_KB):  # W itself; each side has half of it
                         weight_RB.div_(2)
                     weight_RB[:, among_all].diagonal().copy_(pair_B[among_all] / 2)
-                    grad_B2E[among_all, own].addmm_(weight_RB, self.both_B2E[:, other])
-                    grad_B2E[:, other].addmm_(weight_RB.T, self.both_B2E[among_all, own])
+                    grad_B2E[among_all, columns].addmm_(weight_RB, self.both_B2E[:, other])
+                    grad_B2E[:, other].addmm_(weight_RB.T, self.both_B2E[among_all, columns])
         grad_b2E = self.world.reduce_scatter(grad_B2E).mul_(self.world.size)
         return grad_b2E[:, videos], grad_b2E[:, texts]
 
@@ -111,8 +111,8 @@ def breakdowns(events: Sequence[Event]) -> list[Breakdown]:
 def _of_step(step: Event, computing: Sequence[Event], communicating: Sequence[Event]) -> Breakdown:
     changes = [(step.end, 0, 0)]
     for kind, events in enumerate((computing, communicating)):
-        for one in events:
-            begin, end = max(one.begin, step.begin), min(one.end, step.end)
+        for event in events:
+            begin, end = max(event.begin, step.begin), min(event.end, step.end)
             if begin < end:
                 changes += [(begin, kind, 1), (end, kind, -1)]
     # Seconds by whether something computes, and whether something communicates.
@@ -214,11 +214,11 @@ def _record_events(device: torch.device) -> Iterator[list[Event]]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as recording:
         yield events
-    for one in recording.events() or []:
-        is_on_device = one.device_type == torch.autograd.DeviceType.CUDA
+    for event in recording.events() or []:
+        is_on_device = event.device_type == torch.autograd.DeviceType.CUDA
         # On the device's time line, ranges of the host (record_function) span what is inside them.
-        if not (is_on_device and one.is_user_annotation):
-            events.append(Event(one.name, one.time_range.start, one.time_range.end, is_on_device, one.thread))
+        if not (is_on_device and event.is_user_annotation):
+            events.append(Event(event.name, event.time_range.start, event.time_range.end, is_on_device, event.thread))
 
 
 # The table that is printed, and the page.
@@ -249,10 +249,10 @@ def print_breakdown(result: dict[str, Any]) -> None:
 
 def write_breakdown(result: dict[str, Any], path: Path) -> None:
     """Write a result of `clipmill.train.bench.run.run_breakdown` as a page: a bar and a row for each strategy."""
-    longest_s = max(one["mean"]["total_s"] for one in result["strategies"])
+    longest_s = max(strategy["mean"]["total_s"] for strategy in result["strategies"])
     bars = []
-    for one in result["strategies"]:
-        mean = one["mean"]
+    for strategy in result["strategies"]:
+        mean = strategy["mean"]
         seconds = {
             "compute alone": mean["compute_s"] - mean["overlap_s"],
             "compute and communication": mean["overlap_s"],
@@ -264,7 +264,7 @@ def write_breakdown(result: dict[str, Any], path: Path) -> None:
             for name, value in seconds.items()
         ]
         width = 100 * mean["total_s"] / longest_s
-        bars.append({"strategy": _label(one), "total_ms": 1000 * mean["total_s"], "width": width, "parts": parts})
+        bars.append({"strategy": _label(strategy), "total_ms": 1000 * mean["total_s"], "width": width, "parts": parts})
     page = load_template(Path(__file__).with_name("bench.html.j2")).render(
         num_processes=result["strategies"][0]["num_processes"],
         about=about(result),
@@ -277,15 +277,15 @@ def write_breakdown(result: dict[str, Any], path: Path) -> None:
     publish_bytes(path, page.encode())
 
 
-def _label(one: dict[str, Any]) -> str:
-    return ", ".join(filter(None, (one["strategy"], one["exchange"])))
+def _label(strategy: dict[str, Any]) -> str:
+    return ", ".join(filter(None, (strategy["strategy"], strategy["exchange"])))
 
 
 def _rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     rows = []
-    for one in result["strategies"]:
-        mean = one["mean"]
+    for strategy in result["strategies"]:
+        mean = strategy["mean"]
         seconds = [mean[f"{column}_s"] for column in _COLUMNS[1:6]]
-        seconds += [one["std"]["total_s"], one["unrecorded_s"]]
-        rows.append((_label(one), *(f"{1000 * value:,.1f}" for value in seconds)))
+        seconds += [strategy["std"]["total_s"], strategy["unrecorded_s"]]
+        rows.append((_label(strategy), *(f"{1000 * value:,.1f}" for value in seconds)))
     return rows

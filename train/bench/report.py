@@ -52,14 +52,14 @@ def judge(stages: dict[str, float], *, loader: float, compute: float) -> Verdict
 
 def advice(cause: str, settings: ClipSettings, *, cores: int) -> list[str]:
     """Return what to change, the most promising first."""
-    found = []
+    hints = []
     if cause == DECODE and settings.decode != "packets":
-        found.append("--decode packets")
+        hints.append("--decode packets")
     if cause in (DECODE, CROP, TOKENS) and settings.workers < cores:
-        found.append(f"more --workers: {settings.workers} of {cores} cores are used")
+        hints.append(f"more --workers: {settings.workers} of {cores} cores are used")
     if cause in (READ, DECODE) and settings.samples_per_chunk == 1:
-        found.append("--samples-per-chunk 2 or more, so that a chunk is read and decoded once for several samples")
-    found += {
+        hints.append("--samples-per-chunk 2 or more, so that a chunk is read and decoded once for several samples")
+    hints += {
         READ: [
             "a faster disk, or chunks of a lower bitrate",
             "more --workers, which wait for the disk and not for cores",
@@ -72,7 +72,7 @@ def advice(cause: str, settings: ClipSettings, *, cores: int) -> list[str]:
         AUGMENT: ["lower --augment.blur: blur is the most expensive augmentation"],
         "model": ["the data keeps up; for more speed use a faster device, a smaller --model or fewer --num-frames"],
     }[cause]
-    return found
+    return hints
 
 
 def about(result: dict[str, Any]) -> str:

@@ -84,7 +84,7 @@ def run_breakdown(
             hint="omit --parallel.stages",
             flags=("--parallel.stages",),
         )
-    opened, found = _open(spec, settings, world, seconds=seconds), []
+    opened, measured = _open(spec, settings, world, seconds=seconds), []
     with enough_samples(opened.settings):
         for name in strategies:
             changed = replace(
@@ -92,8 +92,8 @@ def run_breakdown(
             )
             for exchange in exchanges:
                 with Activity(f"measuring steps with {name}{'' if exchange is None else f', exchange {exchange}'}"):
-                    found.append(measure_breakdown(changed, exchange=exchange, seconds=seconds))
-    return {"strategies": found, **_about(opened)}
+                    measured.append(measure_breakdown(changed, exchange=exchange, seconds=seconds))
+    return {"strategies": measured, **_about(opened)}
 
 
 def _open(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds: float) -> Opened:

@@ -226,7 +226,7 @@ class Rates:
     """Items per second.
 
     Attributes:
-        stages: Rates by stage; None for a stage that is not needed. Stages of loading are known only for clips of pixels.
+        stages: Rates by stage; None for a stage that is not needed. The loader has stages only for clips of pixels.
         loader, compute: Rates of the loader by itself, from disk to batches, and of steps whose batch is on the device.
         read_bytes_per_item: read from the disk; None where the stages of loading are not known.
         failed: details of samples that could not be loaded, by key.

@@ -96,7 +96,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         return Accelerator(torch_error=first_line(error), driver=driver_version())
     from clipmill.train.models.attention_choice import cudnn_version
 
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "needed_driver": required_driver(torch.version.cuda),
@@ -108,10 +108,10 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
     if has_gpus:
         try:
             torch.cuda.init()
-            found["gpus"] = [_gpu(index, asks_free=tries) for index in range(torch.cuda.device_count())]
-            found["cudnn"] = cudnn_version()
+            facts["gpus"] = [_gpu(index, asks_free=tries) for index in range(torch.cuda.device_count())]
+            facts["cudnn"] = cudnn_version()
         except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
-            found |= {"cuda_error": first_line(error), "unusable_gpu": why_no_gpu()}
+            facts |= {"cuda_error": first_line(error), "unusable_gpu": why_no_gpu()}
     if tries:
         from torch.utils.collect_env import get_env_info
 
@@ -119,19 +119,19 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         from clipmill.train.models.attention_choice import FASTEST
 
         try:
-            found["environment"] = get_env_info()._asdict()
+            facts["environment"] = get_env_info()._asdict()
         except (OSError, RuntimeError, AttributeError) as error:  # of one of the programs that it asks
-            found["environment"] = {"error": first_line(error)}
-        device_type = "cuda" if found.get("gpus") else "cpu"
+            facts["environment"] = {"error": first_line(error)}
+        device_type = "cuda" if facts.get("gpus") else "cpu"
         precision = open_precision("auto", device_type=device_type)
-        found |= {"precision": precision.name, **_xformers()}
-        has_xformers = found["xformers"] not in ("not installed", "not loaded")
-        if found.get("gpus"):
-            found["attention"] = FASTEST.get(found["gpus"][0].capability, "xformers" if has_xformers else "sdpa")
-        names = ["sdpa", *(["xformers"] if has_xformers else []), "cudnn", "flash"] if found.get("gpus") else ["sdpa"]
+        facts |= {"precision": precision.name, **_xformers()}
+        has_xformers = facts["xformers"] not in ("not installed", "not loaded")
+        if facts.get("gpus"):
+            facts["attention"] = FASTEST.get(facts["gpus"][0].capability, "xformers" if has_xformers else "sdpa")
+        names = ["sdpa", *(["xformers"] if has_xformers else []), "cudnn", "flash"] if facts.get("gpus") else ["sdpa"]
         kinds = ("clips", "packed captions")
-        found["tried"] = [_try_one(name, kind, precision.name, device_type) for name in names for kind in kinds]
-    return Accelerator(**found)
+        facts["tried"] = [_try_one(name, kind, precision.name, device_type) for name in names for kind in kinds]
+    return Accelerator(**facts)
 
 
 def accelerator_of(values: dict[str, Any]) -> Accelerator:

@@ -40,8 +40,8 @@ _broken, _warning, _note = (partial(Finding, level) for level in LEVELS)
 
 def judge(examined: Examined) -> list[Finding]:
     """All findings, the most severe first."""
-    found = [finding for rule in _RULES for finding in rule(examined)]
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+    findings = [finding for rule in _RULES for finding in rule(examined)]
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def _judge_torch(examined: Examined) -> Iterator[Finding]:
@@ -103,17 +103,17 @@ def _gpu_in_use(examined: Examined) -> Iterator[Finding]:
 
 def _judge_attention(examined: Examined) -> Iterator[Finding]:
     accelerator = examined.accelerator
-    working = sorted({one.attention for one in accelerator.tried if not one.error})
-    for one in accelerator.tried:
-        if one.error:
-            what = f"attention by {one.attention} fails for {one.kind} in {one.dtype}: {one.error}"
-            if one.attention == "sdpa":
+    working = sorted({trial.attention for trial in accelerator.tried if not trial.error})
+    for trial in accelerator.tried:
+        if trial.error:
+            what = f"attention by {trial.attention} fails for {trial.kind} in {trial.dtype}: {trial.error}"
+            if trial.attention == "sdpa":
                 yield _broken(what, "torch does not support this GPU: install a build that does")
             else:
                 yield _warning(what, f"--attention auto ignores it; {', '.join(working) or 'nothing'} works")
-        elif accelerator.gpus and one.attention == "sdpa" and "math" in one.kernels:
+        elif accelerator.gpus and trial.attention == "sdpa" and "math" in trial.kernels:
             yield _warning(
-                f"SDPA has no fused kernel for {one.kind} in {one.dtype} here, and keeps all scores in memory",
+                f"SDPA has no fused kernel for {trial.kind} in {trial.dtype} here, and keeps all scores in memory",
                 "install a torch that was built for this GPU",
             )
 
@@ -326,14 +326,14 @@ def _torch(examined: Examined) -> str:
 def _attention(examined: Examined) -> str:
     """Backends with the kernels that they run, grouped."""
     texts: dict[str, dict[str, list[str]]] = {}
-    for one in examined.accelerator.tried:
-        kernels = "fails" if one.error else one.kernels
-        texts.setdefault(one.attention, {}).setdefault(kernels, []).append(one.kind)
-    found = []
+    for trial in examined.accelerator.tried:
+        kernels = "fails" if trial.error else trial.kernels
+        texts.setdefault(trial.attention, {}).setdefault(kernels, []).append(trial.kind)
+    lines = []
     for name, kinds in texts.items():
         each = [text if len(kinds) == 1 else f"{text} ({', '.join(its)})" for text, its in kinds.items()]
-        found.append(f"{name}: {', '.join(each)}")
-    return "; ".join(found)
+        lines.append(f"{name}: {', '.join(each)}")
+    return "; ".join(lines)
 
 
 def _decoder(examined: Examined) -> str:

@@ -131,10 +131,10 @@ def _memory() -> tuple[int | None, int | None]:
 
 def _shared_memory() -> int | None:
     try:
-        found = os.statvfs("/dev/shm")
+        shared_memory = os.statvfs("/dev/shm")
     except OSError:
         return None
-    return found.f_blocks * found.f_frsize
+    return shared_memory.f_blocks * shared_memory.f_frsize
 
 
 def _read(path: Path) -> str:
@@ -164,13 +164,13 @@ class Disk:
 
 def examine_disk(folder: Path, *, is_data: bool) -> Disk:
     """Measure the disk of a folder, within 15 seconds even if it does not respond; data folders are only read."""
-    found: list[Disk] = []
+    disks: list[Disk] = []
     # A mount whose server is gone blocks forever; the thread is then abandoned.
-    worker = threading.Thread(target=lambda: found.append(_examine(folder, is_data=is_data)), daemon=True)
+    worker = threading.Thread(target=lambda: disks.append(_examine(folder, is_data=is_data)), daemon=True)
     worker.start()
     worker.join(_TIMEOUT_S)
-    if found:
-        return found[0]
+    if disks:
+        return disks[0]
     kind, file_system = file_system_of(folder, _read(_MOUNTS))
     silent = Finding("broken", f"no answer within {_TIMEOUT_S:.0f} s", _CHECK_MOUNT)
     return Disk(path=str(folder), kind=kind, file_system=file_system, problem=silent)

@@ -73,10 +73,10 @@ def open_consistent(
     if world.size == 1:
         return samples
     ranks: list[Start] = world.gather_objects(world.each(lambda: _content(samples, settings, columns=columns)))
-    if found := difference(ranks):
+    if content_difference := difference(ranks):
         places = difference([{"--shards": " ".join(folders)} for folders in world.gather_objects(settings.folders)])
         raise UserError(
-            f"the ranks do not have the same data: {found}" + (f"; {places}" if places else ""),
+            f"the ranks do not have the same data: {content_difference}" + (f"; {places}" if places else ""),
             hint="give every rank the same data folder, or an exact copy of it",
         )
     return samples
@@ -86,10 +86,10 @@ def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tupl
     """Facts that determine the bytes on which a rank trains and evaluates."""
     content: dict[str, object] = {}
     folders = settings.folders
-    own = dict(zip([f" of {name}" for name in folder_names(folders)], folders, strict=True))
-    own = own if len(folders) > 1 else {"": settings.folder}
+    named_folders = dict(zip([f" of {name}" for name in folder_names(folders)], folders, strict=True))
+    named_folders = named_folders if len(folders) > 1 else {"": settings.folder}
     others = {f" of {one.name}": one.shards for one in settings.evaluated() if one.shards is not None}
-    for name, shards in {**own, **(others if settings.evaluate.every else {})}.items():
+    for name, shards in {**named_folders, **(others if settings.evaluate.every else {})}.items():
         if is_local_folder(shards):
             content[f"manifest{name}"] = str(read_manifest(Path(shards))["fingerprint"])[:16]
             for column in columns:

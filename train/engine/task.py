@@ -223,7 +223,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return other
 
     def note_evaluation(
-        self, one: EvaluatedData, samples: "EvaluatedSet", *, means_of: tuple[int, str] | None = None, **more: str
+        self, evaluated: EvaluatedData, samples: "EvaluatedSet", *, means_of: tuple[int, str] | None = None, **more: str
     ) -> None:
         """Record the data of an evaluation in the loop, for run.json and the results page.
 
@@ -232,12 +232,12 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """
         from clipmill.train.data.held_out import held_out_facts
 
-        data = data_facts(self._settings.shards, one.shards)
-        held = held_out_facts(samples, self.on(one.shards)._settings, split=one.split, data=data)
+        data = data_facts(self._settings.shards, evaluated.shards)
+        held = held_out_facts(samples, self.on(evaluated.shards)._settings, split=evaluated.split, data=data)
         cautions = [] if held is None else held.cautions(of=means_of)
-        self._evaluations[one.name] = {
+        self._evaluations[evaluated.name] = {
             **data,
-            "split": one.split,
+            "split": evaluated.split,
             "data": samples.describe(),
             "variant": samples.variant_name,
             **more,

@@ -175,13 +175,13 @@ class GlobalContrast(ContrastiveObjective):
         clip_id_b = _check_ids(batch["clip_id"], "clip", num_all[0])
         caption_id_b = _check_ids(batch["caption_id"], "caption", num_all[1])
         ids_B2 = step.world.gather(send(torch.stack([clip_id_b, caption_id_b], dim=1), similarities.pair_b.device))
-        found = []
+        sides = []
         for side, table in enumerate((self.clips, self.captions)):
             ids_B = ids_B2[:, side]
             state_BC = table.read(ids_B).to(similarities.pair_b.dtype)
             rows = {"ids_B": ids_B, "group_B": groups(ids_B), "state_BC": state_BC}
-            found.append(Side(table=table, num_all=num_all[side], temperature_B=self.temperatures(state_BC), **rows))
-        return found[0], found[1]
+            sides.append(Side(table=table, num_all=num_all[side], temperature_B=self.temperatures(state_BC), **rows))
+        return sides[0], sides[1]
 
     def _estimate(
         self, side: Side, pair_B: torch.Tensor, log_sum_B: torch.Tensor, further_B: list[torch.Tensor], *, gamma: float
@@ -331,12 +331,12 @@ class OneTemperature(GlobalContrast):
 
     def learning_rate(self, scheduled: float) -> Scalar:
         """The temperature's own rate, where it has one; v3 divides it by 3 where `is_slow`, which the device knows."""
-        own = super().learning_rate(scheduled)
-        if not self._is_v3 or isinstance(own, torch.Tensor):
-            return own
+        temperature_lr = super().learning_rate(scheduled)
+        if not self._is_v3 or isinstance(temperature_lr, torch.Tensor):
+            return temperature_lr
         device = self.is_slow.device
         dtype = torch.float32 if device.type == "cuda" else torch.float64
-        rate = torch.full((), own, dtype=dtype, device=device)
+        rate = torch.full((), temperature_lr, dtype=dtype, device=device)
         return torch.where(self.is_slow, rate / _SLOWER, rate)
 
     @torch.no_grad()

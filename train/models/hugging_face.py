@@ -81,11 +81,11 @@ class HuggingFace:
         return _build_half(self.config(name), "vision_config")
 
     def embed(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
-        found = model(**_pictures(model, pictures_BCHW))
-        if (embeds := getattr(found, "image_embeds", None)) is not None:
+        output = model(**_pictures(model, pictures_BCHW))
+        if (embeds := getattr(output, "image_embeds", None)) is not None:
             return embeds
-        pooled = getattr(found, "pooler_output", None)
-        return flatten_tokens(found.last_hidden_state).mean(1) if pooled is None else pooled.flatten(1)
+        pooled = getattr(output, "pooler_output", None)
+        return flatten_tokens(output.last_hidden_state).mean(1) if pooled is None else pooled.flatten(1)
 
     def tokens(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
         return flatten_tokens(model(**_pictures(model, pictures_BCHW)).last_hidden_state)
@@ -103,14 +103,14 @@ class HuggingFace:
 
     def text(self, name: str, context_length: int | None) -> nn.Module:
         config = self.config(name)
-        own = getattr(config, "text_config", config)
-        if context_length is not None and own.model_type == "clip_text_model":
-            own.max_position_embeddings = context_length
+        text_config = getattr(config, "text_config", config)
+        if context_length is not None and text_config.model_type == "clip_text_model":
+            text_config.max_position_embeddings = context_length
         model = _build_half(config, "text_config")
         if "attention_mask" not in inspect.signature(model.forward).parameters:
             raise UserError(
-                f"hf:{name} is a {own.model_type}, which takes no attention mask: its embedding of a text would depend "
-                "on the padding of the batch",
+                f"hf:{name} is a {text_config.model_type}, which takes no attention mask: its embedding of a text would "
+                "depend on the padding of the batch",
                 hint="use an encoder of texts that takes a mask, such as a BERT or a CLIP",
             )
         return model
@@ -124,12 +124,12 @@ class HuggingFace:
             config.pad_token_id = None  # some models look for it among the tokens, which have no values there
         # A SigLIP attends to padding, and a CLIP is causal. On the meta device, a mask has no values either.
         has_mask = not tokens_BL.is_meta and not config.model_type.startswith((_SIGLIP, "clip"))
-        found = model(input_ids=tokens_BL, **({"attention_mask": mask_BL.to(torch.int64)} if has_mask else {}))
-        pooled = getattr(found, "text_embeds", None)
-        pooled = getattr(found, "pooler_output", None) if pooled is None else pooled
+        output = model(input_ids=tokens_BL, **({"attention_mask": mask_BL.to(torch.int64)} if has_mask else {}))
+        pooled = getattr(output, "text_embeds", None)
+        pooled = getattr(output, "pooler_output", None) if pooled is None else pooled
         if pooling == "own" and pooled is not None:
             return pooled
-        x_BLD = found.last_hidden_state
+        x_BLD = output.last_hidden_state
         if pooling == "first":
             return x_BLD[:, 0]
         if pooling == "last":
@@ -201,11 +201,11 @@ class HuggingFace:
         from transformers import AutoConfig
 
         with hub_files(f"hf:{name}", "configuration"):
-            found = AutoConfig.from_pretrained(name)
-        for config in (found, *(getattr(found, part, None) for part in found.sub_configs)):
+            loaded = AutoConfig.from_pretrained(name)
+        for config in (loaded, *(getattr(loaded, part, None) for part in loaded.sub_configs)):
             if config is not None:
                 config.dtype = torch.float32
-        return found
+        return loaded
 
 
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -238,11 +238,11 @@ def read_processor(name: str) -> dict[str, Any]:
     """
     files = {file: _read_object(path) for file in PROCESSOR_FILES if (path := _file_of(name, file)) is not None}
     for file, part in _PROCESSORS:
-        found = files.get(file, {}) if part is None else files.get(file, {}).get(part)
-        if isinstance(found, dict) and (
-            found.get("do_normalize") is False or {"image_mean", "image_std"} & found.keys()
+        value = files.get(file, {}) if part is None else files.get(file, {}).get(part)
+        if isinstance(value, dict) and (
+            value.get("do_normalize") is False or {"image_mean", "image_std"} & value.keys()
         ):
-            return _of_unit_values(found, source=f"{name}/{file}")
+            return _of_unit_values(value, source=f"{name}/{file}")
     return next((files[file] for file in PROCESSOR_FILES[1:] if file in files), {})
 
 
@@ -254,20 +254,20 @@ def _file_of(name: str, file: str) -> Path | None:
         return path if (path := Path(name) / file).is_file() else None
     with hub_if_reachable():
         try:
-            found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+            cached = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
         except OSError:
             return None
-    return None if found is None else Path(found)
+    return None if cached is None else Path(cached)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}", hint=_DAMAGED) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path} holds no JSON object", hint=_DAMAGED)
-    return found
+    return content
 
 
 def _of_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]:
@@ -303,14 +303,14 @@ def _build_half(config: Any, part: str) -> nn.Module:
     """A new model: of the configuration itself, or of its vision_config or text_config."""
     import transformers
 
-    own = getattr(config, part, config)
-    name = type(own).__name__.removesuffix("Config")
+    part_config = getattr(config, part, config)
+    name = type(part_config).__name__.removesuffix("Config")
     if name.endswith(("Vision", "Text")):  # half of a CLIP or SigLIP
         kinds = (getattr(transformers, f"{name}{end}", None) for end in ("ModelWithProjection", "Model"))
         if (kind := next(filter(None, kinds), None)) is not None:
-            return kind(own)
+            return kind(part_config)
     auto = transformers.AutoModelForTextEncoding if part == "text_config" else transformers.AutoModel
-    return (auto if type(own) in auto._model_mapping else transformers.AutoModel).from_config(own)
+    return (auto if type(part_config) in auto._model_mapping else transformers.AutoModel).from_config(part_config)
 
 
 def read_hf(folder: Path) -> dict[str, Tensor]:
@@ -329,8 +329,8 @@ def read_hf(folder: Path) -> dict[str, Tensor]:
             kind = type(_build_half(config, "text_config"))
     with hub_files(f"hf:{folder}", "model"):
         model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, use_safetensors=True)
-    found = {name: one for name, one in model.state_dict().items() if name not in info["missing_keys"]}
-    return found | {name: torch.empty(0) for name in info["unexpected_keys"]}
+    tensors = {name: one for name, one in model.state_dict().items() if name not in info["missing_keys"]}
+    return tensors | {name: torch.empty(0) for name in info["unexpected_keys"]}
 
 
 def _pictures(model: nn.Module, pictures_BCHW: Tensor) -> dict[str, Tensor]:

@@ -57,8 +57,8 @@ class _OpenClip:
         return _build_vision_tower(config["embed_dim"], config["vision_cfg"], bool(config.get("quick_gelu")))
 
     def embed(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
-        found = model(pictures_BCHW)
-        return found[0] if isinstance(found, tuple) else found
+        output = model(pictures_BCHW)
+        return output[0] if isinstance(output, tuple) else output
 
     def tokens(self, model: Any, pictures_BCHW: Tensor) -> Tensor:
         if (trunk := getattr(model, "trunk", None)) is not None:
@@ -66,8 +66,8 @@ class _OpenClip:
         options = {"indices": 1, "intermediates_only": True, "normalize_intermediates": True}
         if hasattr(model, "attnpool"):  # a ResNet
             return flatten_tokens(model.forward_intermediates(pictures_BCHW, **options)["image_intermediates"][-1])
-        found = model.forward_intermediates(pictures_BCHW, **options, output_fmt="NLC", output_extra_tokens=True)
-        return torch.cat([found["image_intermediates_prefix"][-1], found["image_intermediates"][-1]], dim=1)
+        output = model.forward_intermediates(pictures_BCHW, **options, output_fmt="NLC", output_extra_tokens=True)
+        return torch.cat([output["image_intermediates_prefix"][-1], output["image_intermediates"][-1]], dim=1)
 
     def preprocessing(self, name: str) -> Preprocessing:
         from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
@@ -79,7 +79,7 @@ class _OpenClip:
             file = Path(name.removeprefix(_LOCAL)) / "open_clip_config.json"
             entries = [parse_json(file.read_text(encoding="utf-8")).get("preprocess_cfg") or {}]
         mean, std = (
-            found.pop() if len(found := {tuple(one.get(key) or clips) for one in entries}) == 1 else clips
+            values.pop() if len(values := {tuple(one.get(key) or clips) for one in entries}) == 1 else clips
             for key, clips in (("mean", _CLIPS_MEAN), ("std", _CLIPS_STD))
         )
         kinds = {one.get("interpolation") or "bicubic" for one in entries}
@@ -101,8 +101,8 @@ class _OpenClip:
         return _build_text_tower(config["embed_dim"], text, bool(config.get("quick_gelu")))
 
     def embed_text(self, model: nn.Module, tokens_BL: Tensor, pooling: Pooling) -> Tensor:
-        found = model(tokens_BL)
-        return found[0] if isinstance(found, tuple) else found
+        output = model(tokens_BL)
+        return output[0] if isinstance(output, tuple) else output
 
     def context_length(self, name: str) -> int:
         return int(self.config(name)["text_cfg"].get("context_length", 77))
@@ -118,20 +118,20 @@ class _OpenClip:
         """The configuration of a model; raises a UserError if there is none of that name."""
         import open_clip
 
-        found = None
+        config = None
         if not name.startswith("hf-hub:"):
             try:
-                found = open_clip.get_model_config(name)
+                config = open_clip.get_model_config(name)
             except (OSError, ValueError):
-                found = None
-        if not found and name.startswith(_LOCAL):
+                config = None
+        if not config and name.startswith(_LOCAL):
             raise UserError(
                 f"open_clip:{name}: that folder has no open_clip_config.json that can be read",
                 hint="name a folder that open_clip or train export --format open_clip wrote",
             )
-        if not found:
+        if not config:
             raise unknown_name_error(f"open_clip:{name}", open_clip.list_models())
-        return found
+        return config
 
 
 class _Timm:
@@ -165,12 +165,12 @@ class _Timm:
         from timm.data import resolve_model_data_config
 
         with torch.device("meta"):
-            found = resolve_model_data_config(self.image(name))
+            config = resolve_model_data_config(self.image(name))
         return Preprocessing(
-            size_px=found["input_size"][-1],
-            mean=tuple(found["mean"]),
-            std=tuple(found["std"]),
-            interpolation=found["interpolation"],
+            size_px=config["input_size"][-1],
+            mean=tuple(config["mean"]),
+            std=tuple(config["std"]),
+            interpolation=config["interpolation"],
         )
 
     def text(self, name: str, context_length: int | None) -> nn.Module:
@@ -219,7 +219,7 @@ def image_outline(reference: str, size_px: int) -> Outline:
         model = library.image(name).eval()
         pictures = torch.zeros(1, 3, size_px, size_px)
         try:
-            found, tokens = library.embed(model, pictures), library.tokens(model, pictures)
+            embedding, tokens = library.embed(model, pictures), library.tokens(model, pictures)
         except (RuntimeError, ValueError, AssertionError, TypeError) as error:
             native = preprocessing_of(reference).size_px
             if native in (None, size_px):
@@ -231,7 +231,7 @@ def image_outline(reference: str, size_px: int) -> Outline:
             ) from error
     num_tokens, token_width = tokens.shape[1:]
     names = frozenset(model.state_dict())
-    return Outline(width=found.shape[-1], names=names, num_tokens=num_tokens, token_width=token_width)
+    return Outline(width=embedding.shape[-1], names=names, num_tokens=num_tokens, token_width=token_width)
 
 
 @cache
@@ -243,10 +243,10 @@ def text_outline(reference: str, pooling: Pooling) -> Outline:
         # Only open_clip's towers have a fixed length; the other lengths may need a tokenizer.
         length = library.context_length(name) if isinstance(library, _OpenClip) else 4
         try:
-            found = library.embed_text(model, torch.zeros(1, length, dtype=torch.int64), pooling)
+            embedding = library.embed_text(model, torch.zeros(1, length, dtype=torch.int64), pooling)
         except (TypeError, AttributeError, ValueError) as error:
             raise _no_tower(reference, "of texts", error) from error
-    return Outline(width=found.shape[-1], names=frozenset(model.state_dict()))
+    return Outline(width=embedding.shape[-1], names=frozenset(model.state_dict()))
 
 
 def _no_tower(reference: str, what: str, error: Exception) -> UserError:

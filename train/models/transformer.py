@@ -140,17 +140,17 @@ def peft_config(
     except ImportError as error:
         raise UserError("adapters of a library's model need peft", hint="pip install 'clipmill[lora]'") from error
     inside = {id(module) for block in blocks for module in block.modules()}
-    wanted: dict[str, nn.Module] = {}
+    adapted: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         attends = isinstance(module, nn.MultiheadAttention)
         if id(module) not in inside or not (attends or isinstance(module, (nn.Linear, *transposed))):
             continue
         matrix = module.in_proj_weight if attends else module.weight
         target: Target = "attention" if attends or "attn" in name.lower() or "attention" in name.lower() else "mlp"
-        is_within = any(name.startswith(f"{one}.") for one in wanted)  # of attention that is adapted as a unit
+        is_within = any(name.startswith(f"{one}.") for one in adapted)  # of attention that is adapted as a unit
         if target in lora.targets and id(matrix) not in frozen and not is_within:
-            wanted[name] = module
-    if not wanted:
+            adapted[name] = module
+    if not adapted:
         raise UserError(
             f"--lora.targets {' '.join(lora.targets)}: the blocks of this {type(model).__name__} have no linear layers "
             "of that kind",
@@ -160,8 +160,8 @@ def peft_config(
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha or lora.rank,
-        target_modules=list(wanted),
-        fan_in_fan_out=any(isinstance(one, transposed) for one in wanted.values()),
+        target_modules=list(adapted),
+        fan_in_fan_out=any(isinstance(one, transposed) for one in adapted.values()),
         **more,
     )
 
@@ -203,16 +203,16 @@ def merge_adapters(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, 
     Those of a language model stay as they are.
     """
     kept = {name for name in tensors if name.startswith(_LANGUAGE) and name.endswith(_SUFFIXES[1])}
-    found = {name: one for name, one in tensors.items() if name in kept or not is_of_adapter(name)}
+    renamed = {name: one for name, one in tensors.items() if name in kept or not is_of_adapter(name)}
     for name, a_RI in tensors.items():
         for first, second in _SUFFIXES:
             if name in kept or not name.endswith(first):
                 continue
             layer = name.removesuffix(first)
-            matrix = next(one for one in (f"{layer}.weight", f"{layer}.in_proj_weight") if one in found)
+            matrix = next(one for one in (f"{layer}.weight", f"{layer}.in_proj_weight") if one in renamed)
             added_OI = tensors[layer + second].double() @ a_RI.double() * scale
-            found[matrix] = (found[matrix].double() + added_OI).to(found[matrix].dtype)
-    return found
+            renamed[matrix] = (renamed[matrix].double() + added_OI).to(renamed[matrix].dtype)
+    return renamed
 
 
 NORM_EPS = 1e-5  # CLIP's

@@ -256,14 +256,17 @@ def clip_gradients(
         case the gradients must not be used.
     """
     parameters = list(parameters)
-    not_counted = {id(one) for one in repeated}
+    not_counted = {id(parameter) for parameter in repeated}
     # Counted parameters first, so that their norms are a slice.
-    trained = sorted((one for one in parameters if one.grad is not None), key=lambda one: id(one) in not_counted)
-    gradients = [one.grad for one in trained if one.grad is not None]
+    trained = sorted(
+        (parameter for parameter in parameters if parameter.grad is not None),
+        key=lambda parameter: id(parameter) in not_counted,
+    )
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     if not gradients and stages.size == 1:
         return torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    parts = [local_part(one) for one in gradients]
-    num_counted = sum(id(one) not in not_counted for one in trained)
+    parts = [local_part(gradient) for gradient in gradients]
+    num_counted = sum(id(parameter) not in not_counted for parameter in trained)
     square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     if gradients:
         square = norms(parts, like=gradients)[:num_counted].square().sum()
@@ -273,8 +276,8 @@ def clip_gradients(
     # Skip the pass over all gradients if the factor is known to be 1.
     is_one = is_on_host(factor) and factor.item() == 1
     if parts and not is_one:
-        for dtype in {one.dtype for one in parts}:
-            torch._foreach_mul_([one for one in parts if one.dtype == dtype], factor.to(dtype))
+        for dtype in {part.dtype for part in parts}:
+            torch._foreach_mul_([part for part in parts if part.dtype == dtype], factor.to(dtype))
     return norm
 
 

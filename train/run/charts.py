@@ -32,13 +32,13 @@ def check_tracking(settings: TrackSettings) -> None:
 
 def tag_metrics(line: dict[str, Any]) -> dict[str, float]:
     """Return the metrics of a line by chart name: train/loss, speed/mfu, samples/FOLDER, VAL/METRIC of evaluations."""
-    found = {f"samples/{name}": float(count) for name, count in line.get("sources", {}).items()}
+    metrics = {f"samples/{name}": float(count) for name, count in line.get("sources", {}).items()}
     for key, value in line.items():
         if key == "step" or isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             continue
         group = "" if "/" in key else "speed/" if key in _SPEED else "train/"
-        found[group + key] = float(value)
-    return found
+        metrics[group + key] = float(value)
+    return metrics
 
 
 class TensorBoard:

@@ -89,8 +89,8 @@ def is_intact(path: Path) -> bool:
 
 def all_checkpoints(folder: Path) -> dict[int, Path]:
     """Checkpoints by step, in ascending order."""
-    found = {int(match[1]): path for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
-    return {step: found[step] for step in sorted(found)}
+    checkpoints = {int(match[1]): path for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
+    return {step: checkpoints[step] for step in sorted(checkpoints)}
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -194,27 +194,27 @@ def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
 
     read_metadata(path)
     table = read_table(path)
-    wanted = {name.removeprefix("model."): name for name in table if name.startswith("model.")}
-    wanted |= {name.removeprefix("ema."): name for name in table if name.startswith("ema.")}
+    entries = {name.removeprefix("model."): name for name in table if name.startswith("model.")}
+    entries |= {name.removeprefix("ema."): name for name in table if name.startswith("ema.")}
     try:
         weights = {
             name: torch.empty(table[stored]["size"], dtype=dtype_of(table[stored]["dtype"]))
-            for name, stored in wanted.items()
+            for name, stored in entries.items()
         }
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise _unreadable_error(path, first_line(error)) from error
-    fill(path, table, {stored: weights[name] for name, stored in wanted.items()}, world=World())
+    fill(path, table, {stored: weights[name] for name, stored in entries.items()}, world=World())
     return weights
 
 
-def check_fits(path: Path, table: Mapping[str, Any], wanted: Mapping[str, "torch.Tensor"], *, prefix: str) -> None:
+def check_fits(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"], *, prefix: str) -> None:
     """Compare names and shapes of stored tensors with `prefix` to those wanted; UserError with the differences."""
     stored = {name: entry for name, entry in table.items() if name.startswith(prefix)}
-    missing = [f"{name} {list(one.shape)}" for name, one in wanted.items() if name not in stored]
-    unexpected = [f"{name} {entry['size']}" for name, entry in stored.items() if name not in wanted]
+    missing = [f"{name} {list(one.shape)}" for name, one in tensors.items() if name not in stored]
+    unexpected = [f"{name} {entry['size']}" for name, entry in stored.items() if name not in tensors]
     reshaped = [
         f"{name} {stored[name]['size']} to {list(one.shape)}"
-        for name, one in wanted.items()
+        for name, one in tensors.items()
         if name in stored and stored[name]["size"] != list(one.shape)
     ]
     parts = [

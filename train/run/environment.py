@@ -59,15 +59,15 @@ PACKAGES_FACT = "packages"
 
 def packages_of(parts: Iterable[NamedPart]) -> dict[str, str]:
     """The packages besides clipmill that parts are of, with their versions, as run.json has them."""
-    found = {f"{one.parts.noun} {one.name}": one.parts.package_of(one.name) for one in parts}
-    return {part: package for part, package in found.items() if package is not None}
+    packages = {f"{one.parts.noun} {one.name}": one.parts.package_of(one.name) for one in parts}
+    return {part: package for part, package in packages.items() if package is not None}
 
 
 def require_parts(settings: Checked, run: RunFolder) -> None:
     """Raise a UserError for a part that a run was trained with and that no installed package has."""
-    for one in named_parts(settings):
-        if one.name not in one.parts:
-            part = f"{one.parts.noun} {one.name}"
+    for chosen in named_parts(settings):
+        if chosen.name not in chosen.parts:
+            part = f"{chosen.parts.noun} {chosen.name}"
             package = run.read_facts().get(PACKAGES_FACT, {}).get(part, "another package")
             raise UserError(
                 f"{run.path} was trained with the {part} of {package}, which is not installed",

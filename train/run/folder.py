@@ -41,12 +41,12 @@ _NUM_WORDS_BEFORE_FLAGS = 4  # train eval NAME WEIGHTS
 _NUM_HASH_DIGITS = 8
 
 
-def data_facts(own: Shards, shards: str | None) -> dict[str, Any]:
+def data_facts(run_shards: Shards, shards: str | None) -> dict[str, Any]:
     """The data fields of a result: `shards`, its address, and `is_own_data`, given --shards of run and evaluation.
 
     Each of several data folders of a run has results, with `is_part_of_own_data`.
     """
-    folders = [normalise_address(one) for one in folders_of(own)]
+    folders = [normalise_address(one) for one in folders_of(run_shards)]
     if shards is None:
         return {"shards": ", ".join(folders), "is_own_data": True}
     address = normalise_address(shards)
@@ -63,9 +63,9 @@ def result_name(name: str, facts: dict[str, Any]) -> str:
     return f"{name}-{folder}-{hashlib.sha256(address.encode()).hexdigest()[:_NUM_HASH_DIGITS]}"
 
 
-def is_same_evaluation(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def is_same_evaluation(result: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return True if two results are of the same weights and data, by the same flags."""
-    return all(one.get(name) == other.get(name) for name in _DECISIVE) and _flags_of(one) == _flags_of(other)
+    return all(result.get(name) == other.get(name) for name in _DECISIVE) and _flags_of(result) == _flags_of(other)
 
 
 def _flags_of(result: dict[str, Any]) -> list[str]:
@@ -131,9 +131,11 @@ class RunFolder:
 
     def require_task(self, task: str) -> None:
         """Raise a UserError if the run is of another task."""
-        found = self.read_facts().get("task", task)
-        if found != task:
-            raise UserError(f"{self.path} is a run of train {found}, not of train {task}", hint="name another run")
+        trained_task = self.read_facts().get("task", task)
+        if trained_task != task:
+            raise UserError(
+                f"{self.path} is a run of train {trained_task}, not of train {task}", hint="name another run"
+            )
 
     def latest_checkpoint(self) -> Path | None:
         """The latest checkpoint; None if there is none."""
@@ -159,8 +161,8 @@ class RunFolder:
 
     def data_facts(self, shards: str | None) -> dict[str, Any]:
         """The data fields of a result (see the function of this name); `shards` is None for the run's own data."""
-        own = read_values(self.settings).get("shards", TrainingSettings.shards)
-        return data_facts(tuple(map(str, own)) if isinstance(own, list) else str(own), shards)
+        run_shards = read_values(self.settings).get("shards", TrainingSettings.shards)
+        return data_facts(tuple(map(str, run_shards)) if isinstance(run_shards, list) else str(run_shards), shards)
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
         """Publish the result of an evaluation; it replaces only the result of the same evaluation.
@@ -220,8 +222,8 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
                 path.unlink()
             folders = tuple(map(absolute_address, settings.folders))
             shards = folders if len(folders) > 1 else folders[0]
-            own = replace(settings, shards=shards, evaluate=settings.evaluate.from_anywhere())
-            save_settings(own, run.settings, comment=comment)
+            run_settings = replace(settings, shards=shards, evaluate=settings.evaluate.from_anywhere())
+            save_settings(run_settings, run.settings, comment=comment)
     except OSError as error:
         raise UserError(f"cannot make the run folder {run.path}: {error.strerror}", hint="use another --out") from error
     return run

@@ -73,11 +73,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, free: frozens
     Args:
         free: names of entries, such as `weights.source`, that may differ.
     """
-    was, wanted = flatten(dict(old)), flatten(dict(new))
-    decisive = [name for name in wanted if name not in free and was.get(name) != wanted[name]]
-    return "; ".join(
-        "{} was {} and is {}".format(name, *_value_texts(was.get(name), wanted[name])) for name in decisive
-    )
+    was, now = flatten(dict(old)), flatten(dict(new))
+    decisive = [name for name in now if name not in free and was.get(name) != now[name]]
+    return "; ".join("{} was {} and is {}".format(name, *_value_texts(was.get(name), now[name])) for name in decisive)
 
 
 def _value_texts(*values: object) -> list[str]:
@@ -105,7 +103,7 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World",
     Args:
         make: makes and publishes a part; returns the number of its clips that failed.
     """
-    own = parts[world.rank :: world.size]
+    share = parts[world.rank :: world.size]
     num_failed = num_rows = num_parts = 0
     began_s = time.monotonic()
 
@@ -126,7 +124,7 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World",
     progress.begin(0, len(parts))
     # Ranks that differ in speed wait for each other now and then: a collective gives up after half an hour.
     for begin in range(0, -(-len(parts) // world.size), _PARTS_TOGETHER):
-        num_failed += sum(world.gather_objects(world.each(partial(make_some, own[begin : begin + _PARTS_TOGETHER]))))
+        num_failed += sum(world.gather_objects(world.each(partial(make_some, share[begin : begin + _PARTS_TOGETHER]))))
         if world.size > 1:
             progress.show(min((begin + _PARTS_TOGETHER) * world.size, len(parts)), status_text(num_failed))
     progress.close()

@@ -57,8 +57,8 @@ class Progress:
     def log(self, line: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl; evaluation metrics are always shown, on a separate line."""
         self.show(line["step"], describe(line))
-        if found := format_evaluation(line):
-            self.say(f"{self._place(line['step'])}  {found}")
+        if evaluation := format_evaluation(line):
+            self.say(f"{self._place(line['step'])}  {evaluation}")
 
     def show(self, step: int, text: str) -> None:
         """Show that `step` steps are done; in a log only the first, the last, and some at growing intervals."""

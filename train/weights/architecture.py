@@ -45,17 +45,17 @@ def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
         ("video", video.trunk, source.facts.video_depth),
         ("text", text.trunk, source.facts.text_depth),
     ):
-        if found := depth_of(shapes, name):
-            if depth not in (None, found):
-                _refuse(source, name, f"{found} blocks", f"{depth}")
+        if blocks := depth_of(shapes, name):
+            if depth not in (None, blocks):
+                _refuse(source, name, f"{blocks} blocks", f"{depth}")
             if trunk.width % trunk.num_heads:
                 _refuse(source, name, f"width {trunk.width}", f"{trunk.num_heads} heads, which do not divide it")
     return DualEncoderSize(video=video, text=text, embedding_width=width)
 
 
-def _refuse(source: Source, tower: str, found: str, stated: str) -> NoReturn:
+def _refuse(source: Source, tower: str, shown: str, stated: str) -> NoReturn:
     raise UserError(
-        f"{source.title}: the {tower} tower of the weights has {found}, but their configuration says {stated}",
+        f"{source.title}: the {tower} tower of the weights has {shown}, but their configuration says {stated}",
         hint="get both files again: one of them is cut short, or of another model",
     )
 
@@ -125,12 +125,12 @@ def read_logits(checkpoint: Path) -> Logits:
     Raises:
         UserError: the checkpoint cannot be read, or a number is not finite.
     """
-    table, found = read_table(checkpoint), dict[str, float]()
+    table, values = read_table(checkpoint), dict[str, float]()
     for name in (_LOG_SCALE, _TEMPERATURE, _BIAS):
         if name in table and not table[name]["size"]:
             number = torch.zeros(())
             fill(checkpoint, table, {name: number}, world=World())
             require_finite({name: number}, source=checkpoint)
-            found[name] = float(number)
-    temperature = found.get(_TEMPERATURE)
-    return Logits(found.get(_LOG_SCALE, None if temperature is None else -math.log(temperature)), found.get(_BIAS))
+            values[name] = float(number)
+    temperature = values.get(_TEMPERATURE)
+    return Logits(values.get(_LOG_SCALE, None if temperature is None else -math.log(temperature)), values.get(_BIAS))

@@ -175,26 +175,26 @@ class NameTable:
 
     def _concatenated(self, state: Tensors) -> dict[str, torch.Tensor]:
         """The state dict with queries, keys and values concatenated, unless one of them is missing."""
-        found = dict(state)
+        tensors = dict(state)
         for name in state:
             canonical = self.canonical(name)
             if whole := _in_rows(self._first_parts, canonical):
                 whole = whole.removeprefix(canonical.removesuffix(name))
                 parts = _expand_name(whole)
                 if state[name].ndim and all(part in state and state[part].shape == state[name].shape for part in parts):
-                    found[whole] = torch.cat([found.pop(part) for part in parts])
-        return found
+                    tensors[whole] = torch.cat([tensors.pop(part) for part in parts])
+        return tensors
 
 
 def _in_rows(rows: Mapping[str, str], name: str) -> str | None:
     """The other name in a row, with the index and the weight or bias of `name`; None if there is no such row."""
     index, leaf = _INDEX.search(name), _LEAF.search(name)
     pattern = _INDEX.sub(".N.", name, count=1)
-    found = rows.get(pattern)
-    if found is None and leaf:
-        found = rows.get(f"{pattern.removesuffix(leaf[1])}*")
-        found = None if found is None else found.replace("*", leaf[1])
-    return found if found is None or index is None else found.replace(".N.", f".{index[1]}.")
+    name_pattern = rows.get(pattern)
+    if name_pattern is None and leaf:
+        name_pattern = rows.get(f"{pattern.removesuffix(leaf[1])}*")
+        name_pattern = None if name_pattern is None else name_pattern.replace("*", leaf[1])
+    return name_pattern if name_pattern is None or index is None else name_pattern.replace(".N.", f".{index[1]}.")
 
 
 def _expand_name(name: str) -> list[str]:

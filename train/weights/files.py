@@ -83,9 +83,9 @@ def colours(values: Any) -> Mean | None:
 
 def _check(config: Mapping[str, Any], *, path: Path, parent: str) -> None:
     for name, value in config.items():
-        for names, is_valid, wanted in _TYPES:
+        for names, is_valid, expected in _TYPES:
             if name in names and not is_valid(value):
-                raise UserError(f"{path}: {parent}{name} is {value!r}, which is not {wanted}", hint=_DAMAGED)
+                raise UserError(f"{path}: {parent}{name} is {value!r}, which is not {expected}", hint=_DAMAGED)
         if name in _OBJECTS and value is not None:
             _check(value, path=path, parent=f"{parent}{name}.")
 
@@ -297,7 +297,7 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_printable(begin: bytes) -> bool:
-    """Return True if the first bytes of a file are printable: files of tensors begin with lengths, marks and opcodes."""
+    """Return True if the first bytes of a file are printable: tensor files begin with lengths, marks and opcodes."""
     try:
         # Piece by piece: a letter of several bytes may be cut at the end.
         text = codecs.getincrementaldecoder("utf-8")().decode(begin)

@@ -334,8 +334,8 @@ def read_caption_folder(folder: Path, *, needs_decoder: bool = False) -> Caption
     values = read_config(folder / "config.json")
     if values is None:
         raise UserError(f"there is no {folder / 'config.json'}", hint="name a folder that save_pretrained wrote")
-    wanted = {"hint": "use a GPT-2, or a vision-encoder-decoder with one"} if needs_decoder else {}
-    config = caption_config_of(values, source=str(folder), **wanted)
+    advice = {"hint": "use a GPT-2, or a vision-encoder-decoder with one"} if needs_decoder else {}
+    config = caption_config_of(values, source=str(folder), **advice)
     path = weights_file(folder)
     state = without_prefixes(read_tensors(path))
     require_float_weights(state, source=path)

@@ -87,10 +87,10 @@ def _endings(name: str) -> Iterator[str]:
 
 def library_facts(folder: Path) -> SourceFacts:
     """Return how the pictures were normalised that weights in a folder were trained on."""
-    own = read_config(folder / "open_clip_config.json")
-    found = (own.get("preprocess_cfg") or {}) if own is not None else read_processor(str(folder))
-    found = found or (read_config(folder / "config.json") or {}).get("pretrained_cfg") or {}
-    return facts_of_entry({name: found.get(f"image_{name}", found.get(name)) for name in ("mean", "std")})
+    config = read_config(folder / "open_clip_config.json")
+    preprocess = (config.get("preprocess_cfg") or {}) if config is not None else read_processor(str(folder))
+    preprocess = preprocess or (read_config(folder / "config.json") or {}).get("pretrained_cfg") or {}
+    return facts_of_entry({name: preprocess.get(f"image_{name}", preprocess.get(name)) for name in ("mean", "std")})
 
 
 def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _PLAIN) -> SourceFacts:
@@ -168,8 +168,10 @@ def _write_open_clip(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str
     config = dict(library.config(towers.image.partition(":")[2]))
     state = {f"visual.{name}": one for name, one in state_of(weights, IMAGE).items()}
     if text is None:
-        own = open_clip_config(towers.size, towers.settings.init, image_px=towers.settings.size_px)["model_cfg"]
-        config |= {"text_cfg": own["text_cfg"], "quick_gelu": own["quick_gelu"]}
+        model_config = open_clip_config(towers.size, towers.settings.init, image_px=towers.settings.size_px)[
+            "model_cfg"
+        ]
+        config |= {"text_cfg": model_config["text_cfg"], "quick_gelu": model_config["quick_gelu"]}
         state |= to_open_clip({name: one for name, one in weights.items() if name.startswith("text.")})
         config.pop("custom_text", None)
     else:

@@ -86,7 +86,7 @@ class Fitted:
         return tuple(change for change in self.changes if not change.why)
 
 
-def fit_tensors(source: ConvertedStateDict, wanted: Mapping[str, Shape], *, allow: Sequence[str] = ()) -> Fitted:
+def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allow: Sequence[str] = ()) -> Fitted:
     """Fits weights to a model.
 
     Args:
@@ -96,7 +96,7 @@ def fit_tensors(source: ConvertedStateDict, wanted: Mapping[str, Shape], *, allo
     tensors: dict[str, torch.Tensor] = {}
     changes: list[Change] = []
     num_copied = 0
-    for name, new in wanted.items():
+    for name, new in shapes.items():
         if name not in source.tensors:
             why = next((reason for part, reason in _CREATED.items() if part in name), "")
             changes.append(Change(kind="created" if why else "missing", name=name, new=new, why=why))
@@ -116,16 +116,16 @@ def fit_tensors(source: ConvertedStateDict, wanted: Mapping[str, Shape], *, allo
         kind: ChangeKind = "dropped" if why else "unexpected"
         changes.append(Change(kind=kind, name=name, origin=origin, old=tuple(tensor.shape), why=why))
 
-    has_text_tower = any(name.startswith("text.") for name in wanted)
+    has_text_tower = any(name.startswith("text.") for name in shapes)
     for name, tensor in source.tensors.items():
-        if name not in wanted and name != LOGIT_SCALE:
+        if name not in shapes and name != LOGIT_SCALE:
             is_text = name.startswith("text.") and not has_text_tower
             leave(name, source.origins[name], tensor, "this model has no text tower" if is_text else "")
     for name, tensor in source.unknown.items():
         leave(name, name, tensor)
     logit_scale = source.tensors.get(LOGIT_SCALE)
     # Towers of libraries may have their own instead.
-    if logit_scale is not None and wanted.keys() & set(_PROJECTIONS) and not tensors.keys() & set(_PROJECTIONS):
+    if logit_scale is not None and shapes.keys() & set(_PROJECTIONS) and not tensors.keys() & set(_PROJECTIONS):
         why = "the projections are new, so their temperature is too"
         leave(LOGIT_SCALE, source.origins[LOGIT_SCALE], logit_scale, why)
         logit_scale = None
@@ -245,8 +245,8 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     """
     here = {name: tuple(tensor.shape) for name, tensor in _tensors_of(model).items()}
     source = _without_second_names(source, model.state_dict().keys() - here.keys())
-    there = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
-    _check_heads(model, source.facts, there=there, here=here, title=source.title)
+    source_shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
+    _check_heads(model, source.facts, source_shapes=source_shapes, here=here, title=source.title)
     fitted = fit_tensors(source.converted, here, allow=allow)
     say(f"weights: {source.title}: {fitted.num_copied} of {len(here)} tensors of the model copied as they are")
     lines = _table_of(fitted.changes)
@@ -255,11 +255,11 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     if len(lines) > _MAX_LINES:
         say(f"  and {len(lines) - _MAX_LINES} more")
     if fitted.unexplained:
-        differs = [_architecture_of(one) for one in (there, here)]
+        differs = [_architecture_of(one) for one in (source_shapes, here)]
         described = f": {differs[0]}; the model: {differs[1]}" if differs[0] != differs[1] else ""
         raise UserError(
             f"{source.title} does not fit the model{described}: {_summary_of(fitted.unexplained)}",
-            hint=_hint_about(fitted.unexplained, source.facts, there=there, here=here),
+            hint=_hint_about(fitted.unexplained, source.facts, source_shapes=source_shapes, here=here),
         )
     origins = source.converted.origins
     require_finite({origins[name]: tensor for name, tensor in fitted.tensors.items()}, source=source.title)
@@ -268,12 +268,12 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Tensors that weights may have: neither counters nor second names of tied ones."""
-    found, seen = dict[str, torch.Tensor](), set[int]()
+    tensors, seen = dict[str, torch.Tensor](), set[int]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and id(tensor) not in seen:
-            found[name] = tensor
+            tensors[name] = tensor
             seen.add(id(tensor))
-    return found
+    return tensors
 
 
 def _without_second_names(source: Source, second: Collection[str]) -> Source:
@@ -319,7 +319,7 @@ _HEADS_OF_DECODER = (
 
 
 def _check_heads(
-    model: nn.Module, facts: SourceFacts, *, there: Mapping[str, Shape], here: Mapping[str, Shape], title: str
+    model: nn.Module, facts: SourceFacts, *, source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], title: str
 ) -> None:
     """The number of heads shows in no shape. A configuration may name that of a part that the weights do not have."""
     for tower, what, heads, flag in (
@@ -328,11 +328,11 @@ def _check_heads(
         ("decoder", "decoder", facts.decoder_heads, "--decoder.heads"),
     ):
         part = getattr(model, tower, None)
-        if part is None or heads is None or not any(name.startswith(f"{tower}.") for name in there):
+        if part is None or heads is None or not any(name.startswith(f"{tower}.") for name in source_shapes):
             continue
         of_model = next(module.num_heads for module in part.modules() if hasattr(module, "num_heads"))
         if of_model != heads:
-            flags = _size_flags(there, here, facts) or f"{flag} {heads}"
+            flags = _size_flags(source_shapes, here, facts) or f"{flag} {heads}"
             raise UserError(
                 f"{title}: the {what} has {heads} heads, that of the model has {of_model}",
                 hint=_HEADS_OF_DECODER if tower == "decoder" else f"use the --model of the weights, or {flags}",
@@ -412,25 +412,32 @@ def _architecture_of(shapes: Mapping[str, Shape]) -> str:
 
 
 def _hint_about(
-    unexplained: Sequence[Change], facts: SourceFacts, *, there: Mapping[str, Shape], here: Mapping[str, Shape]
+    unexplained: Sequence[Change], facts: SourceFacts, *, source_shapes: Mapping[str, Shape], here: Mapping[str, Shape]
 ) -> str:
     """The hint for weights that do not fit, by the shapes of the weights and of the model."""
-    if CONV in there and CONV in here and there[CONV][1] != here[CONV][1]:
+    if CONV in source_shapes and CONV in here and source_shapes[CONV][1] != here[CONV][1]:
         return (
-            f"the weights see {there[CONV][1]} channels, the model {here[CONV][1]} (pixels have 3, latents others): "
-            "use the --input of the weights"
+            f"the weights see {source_shapes[CONV][1]} channels, the model {here[CONV][1]} (pixels have 3, latents "
+            "others): use the --input of the weights"
         )
-    cubes = [_cube_frames(shapes) for shapes in (there, here)]
+    cubes = [_cube_frames(shapes) for shapes in (source_shapes, here)]
     if cubes[0] != cubes[1] and {change.name for change in unexplained} == {CONV}:
         return f"use --towers.tubelet {cubes[0]}, the number of frames of a cube in the weights"
-    if _TOKENS in there and _TOKENS in here and all(change.name.startswith(_OF_CAPTIONS) for change in unexplained):
-        num_tokens, width = there[_TOKENS]
-        context, depth = there.get("decoder.positional_embedding", ("?",))[0], depth_of(there, "decoder")
+    if (
+        _TOKENS in source_shapes
+        and _TOKENS in here
+        and all(change.name.startswith(_OF_CAPTIONS) for change in unexplained)
+    ):
+        num_tokens, width = source_shapes[_TOKENS]
+        context, depth = (
+            source_shapes.get("decoder.positional_embedding", ("?",))[0],
+            depth_of(source_shapes, "decoder"),
+        )
         return (
             f"use --decoder.width {width} --decoder.depth {depth} --decoder.max-tokens {context}, and as "
             f"--decoder.tokenizer the one of {num_tokens:,} tokens that the weights were trained with"
         )
-    depths = [depth_of(shapes, "decoder") for shapes in (there, here)]
+    depths = [depth_of(shapes, "decoder") for shapes in (source_shapes, here)]
     if all(depths) and depths[0] != depths[1]:
         return f"use --decoder-depth {depths[0]}, that of the weights"
     parts = {next((part for part in _PARTS if change.name.startswith(part)), "") for change in unexplained}
@@ -440,18 +447,18 @@ def _hint_about(
     if all(change.kind == "reshaped" and ".mlp." in change.name for change in unexplained):
         which = "weights of MLPs that are 4 times as wide as their tower, which those here are"
     else:
-        flags = _size_flags(there, here, facts)
+        flags = _size_flags(source_shapes, here, facts)
         which = f"the --model of the weights, or {flags}" if flags else "the --model of the weights"
     return f"use {which}; or name what may differ: --init.allow PATTERN"
 
 
-def _size_flags(there: Mapping[str, Shape], here: Mapping[str, Shape], facts: SourceFacts) -> str:
+def _size_flags(source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], facts: SourceFacts) -> str:
     """The flags that give the towers of a model the size of the weights; '' if the shapes do not differ."""
-    (wanted, found), heads = map(_sizes_of, (there, here)), {"width": ("heads", facts.video_heads)}
+    (source_sizes, model_sizes), heads = map(_sizes_of, (source_shapes, here)), {"width": ("heads", facts.video_heads)}
     heads["text-width"] = ("text-heads", facts.text_heads)
     flags = []
-    for name, value in wanted.items():
-        if name in found and found[name] != value:
+    for name, value in source_sizes.items():
+        if name in model_sizes and model_sizes[name] != value:
             of_width, number = heads.get(name, ("", None))
             flags += [f"--towers.{name} {value}", *([f"--towers.{of_width} {number}"] if number else [])]
     return " ".join(flags)

@@ -96,12 +96,12 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     if facts.activation is None and towers.activation is None and are_ours:
         say("weights: their activation is not recorded, so gelu is used (change it with --towers.activation)")
     # Of another package's tower, no file says that it holds the weights.
-    wanted = LIBRARY if towers.image is not None else towers.kind
-    of_weights = source.kind if wanted is None or wanted in KINDS else None
-    if of_weights is not None and wanted not in (None, of_weights):
+    kind_of_model = LIBRARY if towers.image is not None else towers.kind
+    of_weights = source.kind if kind_of_model is None or kind_of_model in KINDS else None
+    if of_weights is not None and kind_of_model not in (None, of_weights):
         raise UserError(
-            f"{source.title}: the weights are of {KINDS[of_weights]}, and the model has {KINDS[wanted]}",
-            hint=_weights_for(settings, wanted),
+            f"{source.title}: the weights are of {KINDS[of_weights]}, and the model has {KINDS[kind_of_model]}",
+            hint=_weights_for(settings, kind_of_model),
         )
     towers = replace(
         towers,
@@ -190,16 +190,16 @@ def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
 def _with_modules_of(settings: Clips, source: Source, *, say: Say) -> Clips:
     """The settings with the towers that weights of a run, or with divided attention, are of."""
     names, towers, theirs = source.converted.tensors, settings.towers, source.facts.towers
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if source.kind == LIBRARY and towers.image is None and towers.kind in (None, LIBRARY):
-        found |= {name: theirs.get(name) for name in ("image", "pool_frames")}
+        changes |= {name: theirs.get(name) for name in ("image", "pool_frames")}
     is_text = any(name.startswith("text.model.") for name in names)
     if is_text and getattr(towers, "text", "") is None:
-        found |= {name: theirs.get(name) for name in ("text", "text_pooling", "context_length")}
+        changes |= {name: theirs.get(name) for name in ("text", "text_pooling", "context_length")}
     if any(".temporal_attn." in name for name in names):
-        found["attention"] = choose_value("--towers.attention", towers.attention, "divided", say=say)
-    found = {name: value for name, value in found.items() if value is not None}
-    return replace(settings, towers=replace(towers, **found))
+        changes["attention"] = choose_value("--towers.attention", towers.attention, "divided", say=say)
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return replace(settings, towers=replace(towers, **changes))
 
 
 def choose_value(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:

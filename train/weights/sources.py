@@ -70,10 +70,10 @@ def facts_in(folder: Path) -> SourceFacts | None:
     Raises:
         UserError: a file is damaged, or of a model that the towers here cannot be.
     """
-    own = read_config(folder / "open_clip_config.json")
-    if own is not None:
-        preprocess = own.get("preprocess_cfg") or {}
-        return facts_of_open_clip(own.get("model_cfg", own) or {}, preprocess, source=str(folder))
+    clip_config = read_config(folder / "open_clip_config.json")
+    if clip_config is not None:
+        preprocess = clip_config.get("preprocess_cfg") or {}
+        return facts_of_open_clip(clip_config.get("model_cfg", clip_config) or {}, preprocess, source=str(folder))
     config = read_config(folder / "config.json")
     if config is None:
         return None
@@ -110,13 +110,13 @@ def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
     Raises:
         UserError: there are no such weights, or they cannot be downloaded.
     """
-    for one, its in _parts_of(init, towers):
-        if (one.weights or "").startswith(HUB_PREFIX):
-            say(f"weights: {one.weights} come from Hugging Face's cache or a download")
-            place_of_weights(str(one.weights))
-        match = NAME_AND_TAG.fullmatch(one.weights or "")
+    for part, its in _parts_of(init, towers):
+        if (part.weights or "").startswith(HUB_PREFIX):
+            say(f"weights: {part.weights} come from Hugging Face's cache or a download")
+            place_of_weights(str(part.weights))
+        match = NAME_AND_TAG.fullmatch(part.weights or "")
         if match and not Path(match[0]).exists():
-            say(f"weights: {one.weights} come from open_clip's cache or a download")
+            say(f"weights: {part.weights} come from open_clip's cache or a download")
             file_of_tag(match[1], match[2], read_facts=None if library_format(its) is None else facts_of_entry)
 
 

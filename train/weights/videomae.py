@@ -234,39 +234,39 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
 
     # `qkv_bias` is the old name of `qv_bias`.
     given = {"qv_bias": config.get("qkv_bias", True), **config}
-    found = as_config(VideoMAEConfig, given, keys=_KEYS, source=source)
-    if found.hidden_act not in ("gelu", "quick_gelu"):
+    values = as_config(VideoMAEConfig, given, keys=_KEYS, source=source)
+    if values.hidden_act not in ("gelu", "quick_gelu"):
         raise UserError(
-            f"{source}: the activation is {found.hidden_act!r}; the towers here have gelu or quick_gelu",
+            f"{source}: the activation is {values.hidden_act!r}; the towers here have gelu or quick_gelu",
             hint="use the weights of a plain VideoMAE",
         )
-    if not found.qv_bias:
+    if not values.qv_bias:
         raise UserError(
             f"{source}: queries and values have no bias (qv_bias), and those of the towers here have one",
             hint="use the weights of a plain VideoMAE",
         )
     remarks = []
-    if any("PreTraining" in name for name in found.architectures or ()):
-        if found.use_mean_pooling:
+    if any("PreTraining" in name for name in values.architectures or ()):
+        if values.use_mean_pooling:
             remarks.append(
                 "they were pre-trained without a layer norm after the encoder (use_mean_pooling); masked autoencoders "
                 "and captioners have one, which --init.allow 'video.ln_post.*' initialises anew"
             )
-        if not found.norm_pix_loss:
+        if not values.norm_pix_loss:
             remarks.append(
                 "they were pre-trained to predict unnormalised pixels (norm_pix_loss is false); a masked autoencoder "
                 "here predicts normalised cubes, which its decoder has to learn"
             )
-    is_rgb = found.num_channels == _HF_RGB
+    is_rgb = values.num_channels == _HF_RGB
     return SourceFacts(
-        activation=found.hidden_act,
-        video_eps=found.layer_norm_eps,
+        activation=values.hidden_act,
+        video_eps=values.layer_norm_eps,
         mean=colours(preprocess.get("image_mean")) if is_rgb else None,
         std=colours(preprocess.get("image_std")) if is_rgb else None,
-        video_heads=found.num_attention_heads,
-        video_depth=found.num_hidden_layers,
-        decoder_heads=found.decoder_num_attention_heads,
-        picture_px=found.image_size if is_rgb and isinstance(found.image_size, int) else None,
+        video_heads=values.num_attention_heads,
+        video_depth=values.num_hidden_layers,
+        decoder_heads=values.decoder_num_attention_heads,
+        picture_px=values.image_size if is_rgb and isinstance(values.image_size, int) else None,
         remarks=tuple(remarks),
     )
 
