@@ -139,10 +139,10 @@ class LoadedModel:
         with self.opened.trained.precision.autocast():
             clips_BCTHW = self._clips(clips)
             if not len(clips_BCTHW):  # the towers need a clip, and the shape of what they return is asked for
-                return self._encoded(clips_BCTHW.new_zeros(1, *clips_BCTHW.shape[1:]), tokens=tokens)[:0]
-            return self._encoded(clips_BCTHW, tokens=tokens)
+                return self._encode_clips(clips_BCTHW.new_zeros(1, *clips_BCTHW.shape[1:]), tokens=tokens)[:0]
+            return self._encode_clips(clips_BCTHW, tokens=tokens)
 
-    def _encoded(self, clips_BCTHW: torch.Tensor, *, tokens: bool) -> torch.Tensor:
+    def _encode_clips(self, clips_BCTHW: torch.Tensor, *, tokens: bool) -> torch.Tensor:
         if tokens:
             return cast(VideoTower, self.model.video).tokens(clips_BCTHW).float()
         if isinstance(self.model, DualEncoder):

@@ -193,7 +193,7 @@ class Stopwatch:
         self.is_running = False
         self._wait, self._local = wait, threading.local()
 
-    def timed(self, stage: str, work: Callable[..., Any], *, is_on_device: bool = False) -> Callable[..., Any]:
+    def time_calls(self, stage: str, work: Callable[..., Any], *, is_on_device: bool = False) -> Callable[..., Any]:
         """Return `work`, whose calls count as `stage`."""
 
         def call(*arguments: Any, **named: Any) -> Any:
@@ -218,7 +218,7 @@ class Stopwatch:
     def watch(self, owner: object, method: str, stage: str, *, is_on_device: bool = False) -> None:
         """Count the calls of an object's method as `stage` from now on, if it has that method."""
         if (work := getattr(owner, method, None)) is not None:
-            setattr(owner, method, self.timed(stage, work, is_on_device=is_on_device))
+            setattr(owner, method, self.time_calls(stage, work, is_on_device=is_on_device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,11 +307,11 @@ def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> No
         return content
 
     def decode(content: ChunkBytes, use: Callable[..., None]) -> None:
-        decode_each(content, watch.timed(CROP, use))  # each frame is cropped as the decoder outputs it
+        decode_each(content, watch.time_calls(CROP, use))  # each frame is cropped as the decoder outputs it
 
     watch.watch(reader, "plan", READ)
-    setattr(chunks, "read", watch.timed(READ, read))  # noqa: B010 - an attribute of only this object
-    setattr(decoder, "decode_each", watch.timed(DECODE, decode))  # noqa: B010
+    setattr(chunks, "read", watch.time_calls(READ, read))  # noqa: B010 - an attribute of only this object
+    setattr(decoder, "decode_each", watch.time_calls(DECODE, decode))  # noqa: B010
     watch.watch(reader, "_make", CROP)
     watch.watch(reader, "annotate", TOKENS)
 

@@ -125,7 +125,7 @@ def train(
         closing(log),
         closing(writer),
         closing(batches),
-        StopSignal().handled() as stop,
+        StopSignal().handle() as stop,
     ):
         while state.step < settings.steps:
             # Next batch: every rank gets one, or none takes the step, because a collective would wait for it forever.
@@ -204,7 +204,7 @@ def run_step(
 
     # Forward and backward, microbatch by microbatch. The model's wrapper averages its gradients over the ranks during
     # the last backward pass; the few parameters of the objective, such as a temperature, have no wrapper.
-    with throughput.counting(state.counted) if throughput.flops_per_step is None else nullcontext():
+    with throughput.counting(state.counted_module) if throughput.flops_per_step is None else nullcontext():
         metrics = state.objective.backward(state.trained, loaded.batch, step)
     average_gradients(list(state.objective.parameters()), step.world)
 
@@ -215,7 +215,7 @@ def run_step(
         max_norm=settings.max_grad_norm,
         loss_scale=loss_scale,
         stages=world.stages,
-        repeated=state.repeated(),
+        repeated=state.repeated_parameters(),
     )
 
     # Step, unless loss or norm are not finite. The device decides that, so the host goes on without their values.
@@ -260,7 +260,7 @@ def _evaluate(
     task: Task, state: State, settings: TrainingSettings, *, world: World
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Return the metrics of the current model, and metrics that have a value for each batch."""
-    with state.evaluated() as model, state.precision.autocast():
+    with state.evaluation_model() as model, state.precision.autocast():
         metrics = task.evaluate(model, world.replicas)
     batch_metrics = {name: value for name, value in metrics.items() if isinstance(value, list)}
     evaluation = {name: value for name, value in metrics.items() if not isinstance(value, list)}
@@ -312,7 +312,7 @@ class StopSignal:
         self.is_received = False
 
     @contextmanager
-    def handled(self) -> Iterator["StopSignal"]:
+    def handle(self) -> Iterator["StopSignal"]:
         """Handle SIGTERM within the block: it sets `is_received` instead of ending the process."""
         if threading.current_thread() is not threading.main_thread():
             yield self  # Python allows only the main thread to set a signal handler

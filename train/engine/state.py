@@ -61,11 +61,11 @@ class State:
         return [*self.model.parameters(), *self.objective.parameters()]
 
     @property
-    def counted(self) -> nn.Module:
+    def counted_module(self) -> nn.Module:
         """The module whose calls are counted as the FLOPs of a step."""
         return self.trained if self.pipeline is None else self.model
 
-    def repeated(self) -> list[nn.Parameter]:
+    def repeated_parameters(self) -> list[nn.Parameter]:
         """Parameters that an earlier pipeline stage holds too (tied weights)."""
         return [] if self.pipeline is None else self.pipeline.repeated
 
@@ -76,7 +76,7 @@ class State:
             tensors.pop(f"model.{name}", None)  # another pipeline stage may have it
         if self.ema is not None:
             tensors |= {f"ema.{name}": average for name, average in self.ema.state_dict().items()}
-        for name, parameter in self._optimized().items():
+        for name, parameter in self._optimized_parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = value
         return tensors
@@ -133,7 +133,7 @@ class State:
         # The optimizer numbers its parameters in the order of its groups.
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        optimized = self._optimized()
+        optimized = self._optimized_parameters()
         packed = self.optimizer.state_dict()
         packed["state"] = {numbers[id(optimized[name])]: state for name, state in moments.items()}
         self.optimizer.load_state_dict(packed)
@@ -151,11 +151,11 @@ class State:
         return facts
 
     @contextmanager
-    def evaluated(self) -> Iterator[nn.Module]:
+    def evaluation_model(self) -> Iterator[nn.Module]:
         """The model in evaluation mode, unsharded on every rank, with the EMA weights if there are any."""
         with ExitStack() as stack:
             if self.ema is not None:
-                stack.enter_context(self.ema.swapped(self.model))
+                stack.enter_context(self.ema.swap_in(self.model))
             stack.enter_context(unshard(self.model))
             stack.enter_context(torch.no_grad())
             self.model.eval()
@@ -164,7 +164,7 @@ class State:
             finally:
                 set_training_mode(self.model)
 
-    def _optimized(self) -> dict[str, nn.Parameter]:
+    def _optimized_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank's optimizer, by their names in checkpoints."""
         optimized = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         named = [(f"model.{plain_name(name)}", one) for name, one in self.model.named_parameters()]
@@ -179,7 +179,7 @@ class State:
                 of, _, key = name.removeprefix("optimizer.").rpartition(".")
                 keys.setdefault(of, []).append(key)
         tensors: dict[str, dict[str, torch.Tensor]] = {}
-        for name, parameter in self._optimized().items():
+        for name, parameter in self._optimized_parameters().items():
             for key in keys.get(name, []):
                 entry = table[f"optimizer.{name}.{key}"]
                 # Of the weight's shape and sharded like it; or the number of steps, which is on the CPU.

@@ -209,7 +209,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         settings = self._settings if shards is None else self._settings.on(shards)
         return self._with(replace(settings, where=settings.evaluate.where, share=1.0))
 
-    def mixed(self, open_one: Callable[[Self], Opened]) -> "Opened | MixedSamples":
+    def open_mixture(self, open_one: Callable[[Self], Opened]) -> "Opened | MixedSamples":
         """Open the training set: of the data folder or, of several, the mixture of their sets, each by its own task.
 
         Raises:
@@ -270,7 +270,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
             model = self.new_model(samples)
         self._start = self.fit_weights(model, source, say=say)
         if self._settings.lora.rank:
-            self.base = self._base(self.tuned(model), source)
+            self.base = self._base(self.tune(model), source)
         return self._start
 
     def _base(self, model: Model, source: Source) -> Base:
@@ -297,12 +297,12 @@ class ClipTask(Generic[Settings, Samples, Model]):
             from clipmill.train.weights.loading import copy_into
 
             copy_into(model, self._start)
-        model = self.tuned(model)
+        model = self.tune(model)
         if self._settings.compile:
             compile_blocks(model)
         return model
 
-    def tuned(self, model: Model) -> Model:
+    def tune(self, model: Model) -> Model:
         """A new model with frozen parts and adapters, as the settings say.
 
         In a tower with adapters, tensors that the initial weights lack (a new projection, a temporal embedding for
@@ -391,7 +391,7 @@ def outline(task: Task, samples: Any) -> nn.Module | None:
     if not isinstance(task, ClipTask):
         return None
     with torch.device("meta"):
-        model: nn.Module = task.tuned(task.new_model(samples))
+        model: nn.Module = task.tune(task.new_model(samples))
     return model
 
 

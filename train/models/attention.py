@@ -86,7 +86,7 @@ class Packing:
         return tuple((length, send(tokens_nL, self.place_M.device)) for length, tokens_nL in tokens.items())
 
     @cached_property
-    def prepared(self) -> dict[str, Any]:
+    def prepared_values(self) -> dict[str, Any]:
         """Values that an attention implementation derives from the lengths once for all blocks, by its name."""
         return {}
 
@@ -299,7 +299,7 @@ def _xformers_bias(*, causal: bool, packing: Packing | None) -> Any:
 
     if packing is None:
         return ops.LowerTriangularMask() if causal else None
-    bias = packing.prepared.get("xformers")
+    bias = packing.prepared_values.get("xformers")
     if bias is None:
         # The offsets are computed on the device from the packing, because xformers would copy them to it.
         bias = ops.fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(
@@ -307,7 +307,7 @@ def _xformers_bias(*, causal: bool, packing: Packing | None) -> Any:
         )
         begin_N1 = functional.pad(packing.end_N + 1, (1, 0)).int()
         bias.q_seqinfo.seqstart = bias.k_seqinfo.seqstart = begin_N1
-        packing.prepared["xformers"] = bias
+        packing.prepared_values["xformers"] = bias
     return bias
 
 

@@ -82,7 +82,7 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
     activation = towers.activation or size.video.trunk.activation
     kind = kind_of(towers)
     trunk = replace(
-        size.video.trunk.changed(width=towers.width, depth=towers.depth, heads=towers.heads, flag="--towers."),
+        size.video.trunk.resize(width=towers.width, depth=towers.depth, heads=towers.heads, flag="--towers."),
         activation=activation,
         norm_eps=towers.video_norm_eps or _NORM_EPS.get(kind, NORM_EPS),
         has_key_bias=kind != "videomae",
@@ -91,7 +91,7 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
     text_trunk, context_length = replace(size.text.trunk, activation=activation), None
     if isinstance(towers, DualEncoderTowers):
         context_length = towers.context_length
-        text_trunk = text_trunk.changed(
+        text_trunk = text_trunk.resize(
             width=towers.text_width, depth=towers.text_depth, heads=towers.text_heads, flag="--towers.text-"
         )
     return DualEncoderSize(

@@ -39,13 +39,13 @@ class SpaceTimeBlock(Block):
         self, x_BLD: Tensor, *, causal: bool = False, packing: Packing | None = None, branches: Tensor | None = None
     ) -> Tensor:
         """Compute the block's output [B, L, D]; see `Block.forward`."""
-        timed_BLD = x_BLD + self._attended(self.temporal_attn, self.ln_temporal(x_BLD), over_time=True)
-        attended_BLD = self._attended(self.attn, self.ln_1(timed_BLD), over_time=False)
+        timed_BLD = x_BLD + self._attend(self.temporal_attn, self.ln_temporal(x_BLD), over_time=True)
+        attended_BLD = self._attend(self.attn, self.ln_1(timed_BLD), over_time=False)
         x_BLD = x_BLD + (attended_BLD if branches is None else attended_BLD * branches[0])
         changed_BLD = self.mlp(self.ln_2(x_BLD))
         return x_BLD + (changed_BLD if branches is None else changed_BLD * branches[1])
 
-    def _attended(self, attention: SelfAttention, x_BLD: Tensor, *, over_time: bool) -> Tensor:
+    def _attend(self, attention: SelfAttention, x_BLD: Tensor, *, over_time: bool) -> Tensor:
         """Attention of the class token to all tokens, and of patches to it and to the patches of their group."""
         qkv = attention.product(x_BLD, attention.in_proj_bias)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)

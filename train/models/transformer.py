@@ -243,7 +243,7 @@ class TransformerSize:
         """Hidden width of the MLPs."""
         return round(self.mlp_ratio * self.width)
 
-    def changed(self, *, width: int | None, depth: int | None, heads: int | None, flag: str) -> "TransformerSize":
+    def resize(self, *, width: int | None, depth: int | None, heads: int | None, flag: str) -> "TransformerSize":
         """This size with other dimensions where they are given; heads are then as wide as these.
 
         Args:

@@ -56,7 +56,7 @@ class Ema:
             average.copy_(state[name])
 
     @contextmanager
-    def swapped(self, model: nn.Module) -> Iterator[None]:
+    def swap_in(self, model: nn.Module) -> Iterator[None]:
         """Context in which `model` has the averages as weights; it must not be trained or saved within."""
         weights = _tensors(model)
         self._swap(weights)

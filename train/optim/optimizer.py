@@ -225,7 +225,7 @@ def set_learning_rates(
         step,
         peak=settings.lr * scale,
         warmup_steps=num_steps(settings.warmup_steps, flag=settings.flag("warmup_steps")),
-        num_steps=settings.steps,
+        total_steps=settings.steps,
         schedule=settings.optimizer.schedule,
         start=None if settings.optimizer.start_lr is None else settings.optimizer.start_lr * scale,
         end=settings.optimizer.end_lr * scale,
@@ -302,12 +302,12 @@ def learning_rate(
     *,
     peak: float,
     warmup_steps: int,
-    num_steps: int,
+    total_steps: int,
     schedule: Schedule = "cosine",
     start: float | None = None,
     end: float = 0.0,
 ) -> float:
-    """Learning rate of step 1, 2, ..., num_steps.
+    """Learning rate of step 1, 2, ..., total_steps.
 
     Rises linearly to `peak` at step `warmup_steps`, which the next step has too, and then decays so that it would reach
     `end` one step after the last. It rises from `start` at step 1 (AVION), or from 0 at a step before it (open_clip).
@@ -318,6 +318,6 @@ def learning_rate(
         return start + (peak - start) * (step - 1) / max(1, warmup_steps - 1)
     if schedule == "fixed":
         return peak
-    done = (step - 1 - warmup_steps) / max(1, num_steps - warmup_steps)
+    done = (step - 1 - warmup_steps) / max(1, total_steps - warmup_steps)
     left = 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return end + (peak - end) * left

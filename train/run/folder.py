@@ -115,7 +115,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.page = path / "index.html"
 
-    def held(self, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
+    def hold(self, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """Lock the folder against other training processes (UserError); the system releases it with this process."""
         return held_folder(self.path, work="trains", wait_s=wait_s)
 
@@ -212,7 +212,7 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
     run = RunFolder(settings.out)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        with run.held():
+        with run.hold():
             left = [*_leftover_files(run.path, run.settings.name), *_leftover_files(run.path, PROBE)]
             if len(left) < len(list(run.path.iterdir())):
                 raise UserError(

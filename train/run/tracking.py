@@ -136,9 +136,9 @@ class EpochLoss:
     def __init__(self, lines: Iterable[dict[str, Any]] = ()) -> None:
         self._sum, self._num = 0.0, 0
         for line in lines:
-            self.completed(line)
+            self.complete(line)
 
-    def completed(self, line: dict[str, Any]) -> dict[str, Any]:
+    def complete(self, line: dict[str, Any]) -> dict[str, Any]:
         """Return the line of the next step, which ends an epoch if the integer part of its `epoch` is a new one."""
         if "epoch" not in line:
             return line
@@ -157,7 +157,7 @@ class Trackers:
         self._trackers, self._epochs = trackers, epochs or EpochLoss()
 
     def log(self, line: dict[str, Any]) -> None:
-        line = self._epochs.completed(line)
+        line = self._epochs.complete(line)
         for tracker in self._trackers:
             tracker.log(line)
 

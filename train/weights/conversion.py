@@ -127,7 +127,7 @@ class NameTable:
         origins: dict[str, str] = {}
         unknown: dict[str, torch.Tensor] = {}
         ignored = []
-        for name, tensor in self._concatenated(state).items():
+        for name, tensor in self._concatenate(state).items():
             if name.endswith(self.ignored):
                 ignored.append(name)
                 continue
@@ -173,7 +173,7 @@ class NameTable:
         root, dot, rest = name.partition(".")
         return f"{self.roots[root]}{dot}{rest}" if root in self.roots else None
 
-    def _concatenated(self, state: Tensors) -> dict[str, torch.Tensor]:
+    def _concatenate(self, state: Tensors) -> dict[str, torch.Tensor]:
         """The state dict with queries, keys and values concatenated, unless one of them is missing."""
         tensors = dict(state)
         for name in state:

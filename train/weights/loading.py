@@ -81,7 +81,7 @@ class Fitted:
     changes: tuple[Change, ...]
 
     @property
-    def unexplained(self) -> tuple[Change, ...]:
+    def unexplained_changes(self) -> tuple[Change, ...]:
         """Changes without a reason."""
         return tuple(change for change in self.changes if not change.why)
 
@@ -254,12 +254,12 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
         say(f"  {line}")
     if len(lines) > _MAX_LINES:
         say(f"  and {len(lines) - _MAX_LINES} more")
-    if fitted.unexplained:
+    if fitted.unexplained_changes:
         differs = [_architecture_of(one) for one in (source_shapes, here)]
         described = f": {differs[0]}; the model: {differs[1]}" if differs[0] != differs[1] else ""
         raise UserError(
-            f"{source.title} does not fit the model{described}: {_summary_of(fitted.unexplained)}",
-            hint=_hint_about(fitted.unexplained, source.facts, source_shapes=source_shapes, here=here),
+            f"{source.title} does not fit the model{described}: {_summary_of(fitted.unexplained_changes)}",
+            hint=_hint_about(fitted.unexplained_changes, source.facts, source_shapes=source_shapes, here=here),
         )
     origins = source.converted.origins
     require_finite({origins[name]: tensor for name, tensor in fitted.tensors.items()}, source=source.title)
