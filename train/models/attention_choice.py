@@ -89,7 +89,18 @@ def kernels_of(
         # SDPA is given packed sequences padded, or one length at a time.
         shape = (packing.num_sequences, packing.longest, *q_BMHK.shape[2:])
         q_BMHK, k_BMHK, v_BMHK = (x.new_zeros(shape).requires_grad_(x.requires_grad) for x in (q_BMHK, k_BMHK, v_BMHK))
-    kernel = _of_sdpa(attention, q_BMHK, k_BMHK, v_BMHK, causal=causal or packing is not None)
+    q_BHMK, k_BHMK, v_BHMK = (x.transpose(1, 2) for x in (q_BMHK, k_BMHK, v_BMHK))
+    with sdpa_kernel(PREFERRED[attention], set_priority=True) if attention in PREFERRED else nullcontext():
+        choice = torch._fused_sdp_choice(q_BHMK, k_BHMK, v_BHMK, is_causal=causal or packing is not None)
+    chosen = SDPBackend(choice)
+    if chosen == SDPBackend.ERROR:
+        raise NotImplementedError(f"SDPA has no kernel for {tuple(q_BHMK.shape)} of {q_BHMK.dtype}")
+    if chosen == SDPBackend.FLASH_ATTENTION:
+        kernel = Kernel("torch", _flash_name(q_BHMK.device))
+    elif chosen == SDPBackend.CUDNN_ATTENTION:
+        kernel = Kernel(f"cuDNN {cudnn_version()}", "fused attention")
+    else:
+        kernel = Kernel("torch", _OF_SDPA[chosen])
     return Kernels(kernel, kernel if needs_gradient else None)
 
 
@@ -118,19 +129,6 @@ def why_no_operator(error: NotImplementedError) -> str:
     # Operators without a library are of no help.
     told = [f"{name}: {reason}" for name, reason in reasons.items() if "wasn't built" not in reason]
     return "; ".join(["No operator found", *told])
-
-
-def _of_sdpa(attention: str, q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool) -> Kernel:
-    q_BHMK, k_BHMK, v_BHMK = (x.transpose(1, 2) for x in (q_BMHK, k_BMHK, v_BMHK))
-    with sdpa_kernel(PREFERRED[attention], set_priority=True) if attention in PREFERRED else nullcontext():
-        chosen = SDPBackend(torch._fused_sdp_choice(q_BHMK, k_BHMK, v_BHMK, is_causal=causal))
-    if chosen == SDPBackend.ERROR:
-        raise NotImplementedError(f"SDPA has no kernel for {tuple(q_BMHK.shape)} of {q_BMHK.dtype}")
-    if chosen == SDPBackend.FLASH_ATTENTION:
-        return Kernel("torch", _flash_name(q_BMHK.device))
-    if chosen == SDPBackend.CUDNN_ATTENTION:
-        return Kernel(f"cuDNN {cudnn_version()}", "fused attention")
-    return Kernel("torch", _OF_SDPA[chosen])
 
 
 def _flash_name(device: torch.device) -> str:

@@ -109,8 +109,8 @@ class HuggingFace:
         model = _build_half(config, "text_config")
         if "attention_mask" not in inspect.signature(model.forward).parameters:
             raise UserError(
-                f"hf:{name} is a {text_config.model_type}, which takes no attention mask: its embedding of a text would "
-                "depend on the padding of the batch",
+                f"hf:{name} is a {text_config.model_type}, which takes no attention mask: its embedding of a text "
+                "would depend on the padding of the batch",
                 hint="use an encoder of texts that takes a mask, such as a BERT or a CLIP",
             )
         return model

@@ -192,27 +192,23 @@ def remove_adapters(model: nn.Module) -> None:
                 setattr(module, name, child)
 
 
-def is_of_adapter(name: str) -> bool:
-    """Return True if a parameter of this name is one of an adapter's two matrices."""
-    return name.endswith(tuple(chain(*_SUFFIXES)))
-
-
 def merge_adapters(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
-    """The weights of a model without adapters that computes the same: W + s B A, computed in float64.
+    """Return the weights of a model without adapters that computes the same: W + s B A, computed in float64.
 
-    Those of a language model stay as they are.
+    The adapters of a language model stay as they are.
     """
     kept = {name for name in tensors if name.startswith(_LANGUAGE) and name.endswith(_SUFFIXES[1])}
-    renamed = {name: one for name, one in tensors.items() if name in kept or not is_of_adapter(name)}
+    of_adapters = tuple(chain(*_SUFFIXES))
+    merged = {name: one for name, one in tensors.items() if name in kept or not name.endswith(of_adapters)}
     for name, a_RI in tensors.items():
         for first, second in _SUFFIXES:
             if name in kept or not name.endswith(first):
                 continue
             layer = name.removesuffix(first)
-            matrix = next(one for one in (f"{layer}.weight", f"{layer}.in_proj_weight") if one in renamed)
+            matrix = next(one for one in (f"{layer}.weight", f"{layer}.in_proj_weight") if one in merged)
             added_OI = tensors[layer + second].double() @ a_RI.double() * scale
-            renamed[matrix] = (renamed[matrix].double() + added_OI).to(renamed[matrix].dtype)
-    return renamed
+            merged[matrix] = (merged[matrix].double() + added_OI).to(merged[matrix].dtype)
+    return merged
 
 
 NORM_EPS = 1e-5  # CLIP's

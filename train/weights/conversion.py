@@ -122,7 +122,7 @@ class NameTable:
     to_theirs: Transform = _keep_tensor
 
     def read(self, state: Tensors) -> ConvertedStateDict:
-        """Their state dict under our names."""
+        """Return their state dict under our names."""
         tensors: dict[str, torch.Tensor] = {}
         origins: dict[str, str] = {}
         unknown: dict[str, torch.Tensor] = {}
@@ -131,7 +131,10 @@ class NameTable:
             if name.endswith(self.ignored):
                 ignored.append(name)
                 continue
-            ours = self._our_name(self.canonical(name))
+            canonical = self.canonical(name)
+            ours = _in_rows(self._our_names, canonical)
+            if ours is None and (root := canonical.partition(".")[0]) in self.roots:
+                ours = f"{self.roots[root]}{canonical.removeprefix(root)}"
             if ours is None or ours in tensors:
                 unknown[name] = tensor
                 continue
@@ -143,7 +146,7 @@ class NameTable:
         return ConvertedStateDict(tensors=tensors, origins=origins, unknown=unknown, ignored=tuple(ignored))
 
     def write(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Our tensors as their state dict.
+        """Return our tensors as their state dict.
 
         Raises:
             ValueError: their model has no such parameter.
@@ -159,26 +162,17 @@ class NameTable:
         return state
 
     @cached_property
-    def _ours(self) -> dict[str, str]:
+    def _our_names(self) -> dict[str, str]:
         return {**{theirs: ours for ours, theirs in self.names.items()}, **self.aliases}
 
-    @cached_property
-    def _first_parts(self) -> dict[str, str]:
-        """The name of the first of several concatenated tensors -> the name of all of them."""
-        return {_expand_name(theirs)[0]: theirs for theirs in self.names.values() if "{" in theirs}
-
-    def _our_name(self, name: str) -> str | None:
-        if ours := _in_rows(self._ours, name):
-            return ours
-        root, dot, rest = name.partition(".")
-        return f"{self.roots[root]}{dot}{rest}" if root in self.roots else None
-
     def _concatenate(self, state: Tensors) -> dict[str, torch.Tensor]:
-        """The state dict with queries, keys and values concatenated, unless one of them is missing."""
+        """Return the state dict with queries, keys and values concatenated, unless one of them is missing."""
+        # The name of the first of several tensors -> the name of all of them.
+        first_parts = {_expand_name(theirs)[0]: theirs for theirs in self.names.values() if "{" in theirs}
         tensors = dict(state)
         for name in state:
             canonical = self.canonical(name)
-            if whole := _in_rows(self._first_parts, canonical):
+            if whole := _in_rows(first_parts, canonical):
                 whole = whole.removeprefix(canonical.removesuffix(name))
                 parts = _expand_name(whole)
                 if state[name].ndim and all(part in state and state[part].shape == state[name].shape for part in parts):
@@ -187,7 +181,7 @@ class NameTable:
 
 
 def _in_rows(rows: Mapping[str, str], name: str) -> str | None:
-    """The other name in a row, with the index and the weight or bias of `name`; None if there is no such row."""
+    """Return the other name in a row, with the index and the weight or bias of `name`; None without such a row."""
     index, leaf = _INDEX.search(name), _LEAF.search(name)
     pattern = _INDEX.sub(".N.", name, count=1)
     name_pattern = rows.get(pattern)
@@ -198,7 +192,7 @@ def _in_rows(rows: Mapping[str, str], name: str) -> str | None:
 
 
 def _expand_name(name: str) -> list[str]:
-    """`a.{q,k}.b` as [`a.q.b`, `a.k.b`]."""
+    """Return `a.{q,k}.b` as [`a.q.b`, `a.k.b`]."""
     braces = _PARTS.search(name)
     return [name.replace(braces[0], part) for part in braces[1].split(",")] if braces else [name]
 

@@ -94,24 +94,8 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_size(value: Any) -> bool:
     return _is_integer(value) and value >= 1
-
-
-def _is_side(value: Any) -> bool:
-    return all(map(_is_size, value)) if isinstance(value, list) else _is_size(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _are_texts(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(map(_is_text, value)))
 
 
 # Nested objects, whose keys are checked too.
@@ -134,12 +118,30 @@ _SWITCHES = frozenset({"qkv_bias", "qv_bias", "use_mean_pooling", "norm_pix_loss
 _TYPES: tuple[tuple[frozenset[str], Callable[[Any], bool], str], ...] = (
     (_OBJECTS, lambda value: value is None or isinstance(value, dict), "an object"),
     (_SIZES, _is_size, "a whole number of at least 1"),
-    (frozenset({"image_size", "patch_size"}), _is_side, "a whole number of at least 1"),
-    (_EPS, lambda value: _is_number(value) and EPS_RANGE.holds(value), f"a number {EPS_RANGE}"),
+    (
+        frozenset({"image_size", "patch_size"}),
+        lambda value: all(map(_is_size, value)) if isinstance(value, list) else _is_size(value),
+        "a whole number of at least 1",
+    ),
+    (
+        _EPS,
+        lambda value: (
+            (_is_integer(value) or isinstance(value, float)) and math.isfinite(value) and EPS_RANGE.holds(value)
+        ),
+        f"a number {EPS_RANGE}",
+    ),
     (_TOKENS, lambda value: value is None or _is_integer(value), "a whole number"),
     (_SWITCHES, lambda value: isinstance(value, bool), "true or false"),
-    (frozenset({"hidden_act", "activation_function", "model_type"}), _is_text, "a text"),
-    (frozenset({"architectures"}), _are_texts, "a list of texts"),
+    (
+        frozenset({"hidden_act", "activation_function", "model_type"}),
+        lambda value: isinstance(value, str),
+        "a text",
+    ),
+    (
+        frozenset({"architectures"}),
+        lambda value: value is None or (isinstance(value, list) and all(isinstance(text, str) for text in value)),
+        "a list of texts",
+    ),
     (frozenset({"mean"}), lambda value: is_triple(value, PIXEL_MEAN), PIXEL_MEAN.hint),
     (frozenset({"std"}), lambda value: is_triple(value, PIXEL_STD), PIXEL_STD.hint),
 )
@@ -185,7 +187,7 @@ def weights_file(folder: Path) -> Path:
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return folder / name
-    raise UserError(f"there are no weights in {folder}", hint=f"one of {', '.join(WEIGHT_FILES)}")
+    raise UserError(f"there are no weights in {folder}", hint=f"add one of {', '.join(WEIGHT_FILES)}")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -212,7 +214,15 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             f"{path} is text: it is not a safetensors or torch file", hint="name the file that holds the weights"
         )
     if path.suffix == ".safetensors" or begin[8:9] == b"{":
-        return _read_safetensors(path)
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(path)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(
+                f"the weights {path} are damaged or truncated: {first_line(error)}", hint=_DOWNLOAD_AGAIN
+            ) from error
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -234,18 +244,6 @@ def without_prefixes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
             if names and all(name.startswith(prefix) for name in names):
                 names = [name.removeprefix(prefix) for name in names]
     return dict(zip(names, state.values(), strict=True))
-
-
-def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(
-            f"the weights {path} are damaged or cut short: {first_line(error)}", hint=_DOWNLOAD_AGAIN
-        ) from error
 
 
 def _read_shards(index: Path) -> dict[str, torch.Tensor]:
@@ -276,13 +274,17 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
         with torch.serialization.safe_globals(_PLAIN):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except _Refused as error:
+        # Not torch's own words: they advise to load the file with everything that it can run.
+        reason, _, after = "it is not a tensor file", *str(error).partition("GLOBAL ")[1:]
+        if after:
+            reason = f"it holds {after.split()[0]}, and only tensors and plain values are loaded"
         raise UserError(
-            f"{path} is refused: {_refused_thing(error)}",
+            f"{path} is refused: {reason}",
             hint="if you trust it, save only its state dict: torch.save(model.state_dict(), FILE)",
         ) from error
     except Exception as error:
         raise UserError(
-            f"the weights {path} are damaged or cut short: {first_line(error)}", hint=_DOWNLOAD_AGAIN
+            f"the weights {path} are damaged or truncated: {first_line(error)}", hint=_DOWNLOAD_AGAIN
         ) from error
     for name in _INNER:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
@@ -292,7 +294,7 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
     if isinstance(content, Mapping):
         tensors = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
     if not tensors:
-        raise UserError(f"there are no tensors in {path}", hint=f"a state dict, alone or under {', '.join(_INNER)}")
+        raise UserError(f"there are no tensors in {path}", hint=f"use a state dict, or one under {', '.join(_INNER)}")
     return tensors
 
 
@@ -324,14 +326,6 @@ def openai_digests() -> frozenset[str]:
 
     addresses = [get_pretrained_url(name, "openai") for name in list_pretrained_models_by_tag("openai")]
     return frozenset(address.split("/")[-2] for address in addresses if "openaipublic" in address)
-
-
-def _refused_thing(error: Exception) -> str:
-    text = str(error)
-    if "GLOBAL " in text:
-        return f"it holds {text.partition('GLOBAL ')[2].split()[0]}, and only tensors and plain values are loaded"
-    # Not torch's own words: they advise to load the file with everything that it can run.
-    return "it is not a tensor file"
 
 
 MODEL_FILES = ("config.json", *PROCESSOR_FILES, "model*.safetensors", "model.safetensors.index.json")

@@ -257,14 +257,6 @@ def _whole_name(name: str) -> str:
     return f"encoder.{name}" if name.startswith(("embeddings.", "encoder.layer.", "layernorm.")) else name
 
 
-def _to_ours(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten(0, _LEADING[name]) if name in _LEADING else _transpose(name, tensor)
-
-
-def _to_theirs(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[(None,) * _LEADING[name]] if name in _LEADING else _transpose(name, tensor)
-
-
 def _transpose(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.T.contiguous() if name.startswith("decoder.transformer.") and tensor.ndim == 2 else tensor
 
@@ -308,8 +300,8 @@ NAMES = NameTable(
         *("lm_head.weight", "classifier.weight", "classifier.bias"),
     ),
     canonical=_whole_name,
-    to_ours=_to_ours,
-    to_theirs=_to_theirs,
+    to_ours=lambda name, tensor: tensor.flatten(0, _LEADING[name]) if name in _LEADING else _transpose(name, tensor),
+    to_theirs=lambda name, tensor: tensor[(None,) * _LEADING[name]] if name in _LEADING else _transpose(name, tensor),
 )
 from_hf_caption, to_hf_caption = NAMES.read, NAMES.write
 

@@ -8,7 +8,7 @@ timm's files are only of an image tower. What else is in a file is converted lik
 our parts around its tower: `video.proj`, `video.pool.*`, `video.temporal_embedding`, `text.text_projection`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,11 +58,14 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
     has_both = any_begins(state, "token_embedding.", *(f"{root}." for root in ("text", "text_model", *_OF_IMAGE)))
     for name, tensor in state.items():
         root = name.partition(".")[0]
+        # The name, and the same without its first part, and without its first two.
+        parts = name.split(".")
+        endings = [".".join(parts[begin:]) for begin in range(min(3, len(parts)))]
         sides = list(names)
         if has_both:
             sides = [TEXT] if root in OF_TEXT else [IMAGE] if root in _OF_IMAGE else []
         sides = [side for side in sides if side in names and root != LOGIT_SCALE]
-        ours = next((f"{side}{part}" for side in sides for part in _endings(name) if part in names[side]), None)
+        ours = next((f"{side}{part}" for side in sides for part in endings if part in names[side]), None)
         if not tensor.is_floating_point() or name.endswith(BUFFERS) or name == LOGIT_BIAS:
             ignored.append(name)
         elif ours is not None and ours not in tensors:
@@ -76,13 +79,6 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
         unknown={**other.unknown, **unknown},
         ignored=(*other.ignored, *ignored),
     )
-
-
-def _endings(name: str) -> Iterator[str]:
-    """A name, and the same without its first one and two parts."""
-    parts = name.split(".")
-    for begin in range(min(3, len(parts))):
-        yield ".".join(parts[begin:])
 
 
 def library_facts(folder: Path) -> SourceFacts:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -87,11 +87,11 @@ class Fitted:
 
 
 def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allow: Sequence[str] = ()) -> Fitted:
-    """Fits weights to a model.
+    """Fit weights to a model.
 
     Args:
-        wanted: shapes of the model's parameters, by name.
-        allow: patterns of names, ours or the source's, of tensors that may differ without a reason.
+        shapes: Shapes of the model's parameters, by name.
+        allow: Patterns of names, ours or the source's, of tensors that may differ without a reason.
     """
     tensors: dict[str, torch.Tensor] = {}
     changes: list[Change] = []
@@ -116,6 +116,11 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
         kind: ChangeKind = "dropped" if why else "unexpected"
         changes.append(Change(kind=kind, name=name, origin=origin, old=tuple(tensor.shape), why=why))
 
+    def allow_change(change: Change) -> Change:
+        names = (change.name, change.origin)
+        pattern = next((pattern for pattern in allow if any(fnmatchcase(name, pattern) for name in names)), None)
+        return change if change.why or pattern is None else replace(change, why=f"allowed by --init.allow {pattern}")
+
     has_text_tower = any(name.startswith("text.") for name in shapes)
     for name, tensor in source.tensors.items():
         if name not in shapes and name != LOGIT_SCALE:
@@ -133,14 +138,8 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
         tensors=tensors,
         logit_scale=None if logit_scale is None else float(logit_scale),
         num_copied=num_copied,
-        changes=tuple(_allow_change(change, allow) for change in changes),
+        changes=tuple(map(allow_change, changes)),
     )
-
-
-def _allow_change(change: Change, allow: Sequence[str]) -> Change:
-    names = (change.name, change.origin)
-    pattern = next((one for one in allow if any(fnmatchcase(name, one) for name in names)), None)
-    return change if change.why or pattern is None else replace(change, why=f"allowed by --init.allow {pattern}")
 
 
 def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeKind, torch.Tensor | None, str]:
@@ -233,7 +232,7 @@ class Loaded:
 
 
 def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: Say) -> Loaded:
-    """Fits the weights of `source` to a model, which may be on the meta device and is not changed.
+    """Fit the weights of `source` to a model, which may be on the meta device and is not changed.
 
     Args:
         allow: patterns of names of tensors that may differ without a reason.
@@ -243,8 +242,16 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
         UserError: a tensor is missing, unexpected or of another shape without a reason, or not finite; or the number of
             attention heads differs.
     """
-    here = {name: tuple(tensor.shape) for name, tensor in _tensors_of(model).items()}
-    source = _without_second_names(source, model.state_dict().keys() - here.keys())
+    # Tensors that weights may have: neither counters nor second names of tied tensors, which weights of a run have too.
+    here: dict[str, Shape] = {}
+    seen = set[int]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and id(tensor) not in seen:
+            here[name] = tuple(tensor.shape)
+            seen.add(id(tensor))
+    second = model.state_dict().keys() - here.keys()
+    tensors = {name: tensor for name, tensor in source.converted.tensors.items() if name not in second}
+    source = replace(source, converted=replace(source.converted, tensors=tensors))
     source_shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     _check_heads(model, source.facts, source_shapes=source_shapes, here=here, title=source.title)
     fitted = fit_tensors(source.converted, here, allow=allow)
@@ -256,9 +263,9 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
         say(f"  and {len(lines) - _MAX_LINES} more")
     if fitted.unexplained_changes:
         differs = [_architecture_of(one) for one in (source_shapes, here)]
-        described = f": {differs[0]}; the model: {differs[1]}" if differs[0] != differs[1] else ""
+        sizes = f": {differs[0]}; the model: {differs[1]}" if differs[0] != differs[1] else ""
         raise UserError(
-            f"{source.title} does not fit the model{described}: {_summary_of(fitted.unexplained_changes)}",
+            f"{source.title} does not fit the model{sizes}: {_summary_of(fitted.unexplained_changes)}",
             hint=_hint_about(fitted.unexplained_changes, source.facts, source_shapes=source_shapes, here=here),
         )
     origins = source.converted.origins
@@ -266,25 +273,9 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     return Loaded(title=source.title, fitted=fitted)
 
 
-def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that weights may have: neither counters nor second names of tied ones."""
-    tensors, seen = dict[str, torch.Tensor](), set[int]()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and id(tensor) not in seen:
-            tensors[name] = tensor
-            seen.add(id(tensor))
-    return tensors
-
-
-def _without_second_names(source: Source, second: Collection[str]) -> Source:
-    """Return weights without the tensors that a model has under other names, which weights of a run have too."""
-    tensors = {name: one for name, one in source.converted.tensors.items() if name not in second}
-    return replace(source, converted=replace(source.converted, tensors=tensors))
-
-
 @torch.no_grad()
 def copy_into(model: nn.Module, loaded: Loaded) -> None:
-    """Copies fitted weights into a model; parameters that they lack stay as they are."""
+    """Copy fitted weights into a model; parameters that they lack stay as they are."""
     parameters = {plain_name(name): one for name, one in model.state_dict().items()}
     for name, tensor in loaded.fitted.tensors.items():
         parameters[name].copy_(tensor)
@@ -305,7 +296,7 @@ def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], 
     if new := [name for name in changed if name not in loaded.fitted.tensors and name != TEMPORAL_EMBEDDING]:
         raise UserError(
             f"{source.title} does not have all of the model: {', '.join(new[:_MAX_NAMES])} would be random",
-            hint="use weights of the whole model",
+            hint="use weights of the complete model",
         )
     copy_into(model, loaded)
     if TEMPORAL_EMBEDDING in changed and TEMPORAL_EMBEDDING not in loaded.fitted.tensors:
@@ -313,15 +304,15 @@ def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], 
 
 
 _HEADS_OF_DECODER = (
-    "the size of the model decides how many heads its decoder has; the encoder alone can be the --init.weights of "
-    "another task"
+    "the size of the model decides how many heads its decoder has; without the decoder, the weights can be the "
+    "--init.weights of another task"
 )
 
 
 def _check_heads(
     model: nn.Module, facts: SourceFacts, *, source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], title: str
 ) -> None:
-    """The number of heads shows in no shape. A configuration may name that of a part that the weights do not have."""
+    """Compare numbers of heads, which no shape shows. A configuration may name a part that the weights do not have."""
     for tower, what, heads, flag in (
         ("video", "video tower", facts.video_heads, "--towers.heads"),
         ("text", "text tower", facts.text_heads, "--towers.text-heads"),
@@ -334,14 +325,14 @@ def _check_heads(
         if of_model != heads:
             flags = _size_flags(source_shapes, here, facts) or f"{flag} {heads}"
             raise UserError(
-                f"{title}: the {what} has {heads} heads, that of the model has {of_model}",
+                f"{title}: the {what} has {heads} heads, but the {what} of the model has {of_model}",
                 hint=_HEADS_OF_DECODER if tower == "decoder" else f"use the --model of the weights, or {flags}",
             )
 
 
 # The table of changes.
 
-_NOT_USED, _NEW = "not used", "new, not there"
+_NOT_USED, _NEW = "not used", "new, missing there"
 _TITLES = {
     "resized": "resized",
     "created": "created",
@@ -353,11 +344,16 @@ _TITLES = {
 
 
 def _table_of(changes: Sequence[Change]) -> list[str]:
-    """Lines that show the changes; equal ones of several blocks share a line."""
+    """Return lines that show the changes; equal changes of several blocks share a line."""
     groups: dict[tuple[str, ...], list[Change]] = {}
     for change in changes:
         pattern = re.sub(r"\.\d+\.", ".*.", change.origin or change.name)
-        groups.setdefault((_title(change), pattern, _shapes(change), change.why), []).append(change)
+        shapes = " -> ".join(
+            "one number" if shape == () else " x ".join(map(str, shape))
+            for shape in (change.old, change.new)
+            if shape is not None
+        )
+        groups.setdefault((_title(change), pattern, shapes, change.why), []).append(change)
     rows = []
     for (title, pattern, shapes, why), group in groups.items():
         name = f"{pattern} ({len(group)} tensors)" if len(group) > 1 else group[0].origin or group[0].name
@@ -375,21 +371,16 @@ def _title(change: Change) -> str:
     return _NEW if change.kind == "missing" else _NOT_USED
 
 
-def _shapes(change: Change) -> str:
-    shapes = [shape for shape in (change.old, change.new) if shape is not None]
-    return " -> ".join("one number" if shape == () else " x ".join(map(str, shape)) for shape in shapes)
-
-
 # Errors and hints, from names and shapes.
 
 # A captioner's decoder, and what brings the tower's tokens to the decoder's width.
 _TOKENS, _OF_CAPTIONS = "decoder.token_embedding.weight", ("decoder.", "projection.")
-# Parts that a model may have and its weights lack, or the other way round, and that can be learned anew.
+# Parts that a model may have and its weights lack, or the other way round, and that can be learned.
 _PARTS = ("decoder.", "video.ln_post.", "fc_norm.", "head.")
 
 
 def _summary_of(changes: Sequence[Change]) -> str:
-    """The unexplained changes in one line."""
+    """Describe the unexplained changes in one line."""
     parts = []
     for kind, words in (("missing", "missing"), ("unexpected", "left over"), ("reshaped", "of another shape")):
         names = [change.origin or change.name for change in changes if change.kind == kind]
@@ -400,7 +391,7 @@ def _summary_of(changes: Sequence[Change]) -> str:
 
 
 def _architecture_of(shapes: Mapping[str, Shape]) -> str:
-    """Width, depth and patches, as far as names and shapes show them."""
+    """Describe width, depth and patches, as far as names and shapes show them."""
     parts = []
     for tower in ("video", "text", "decoder"):
         gains = [shape for name, shape in shapes.items() if name.startswith(tower) and name.endswith("ln_1.weight")]
@@ -414,13 +405,14 @@ def _architecture_of(shapes: Mapping[str, Shape]) -> str:
 def _hint_about(
     unexplained: Sequence[Change], facts: SourceFacts, *, source_shapes: Mapping[str, Shape], here: Mapping[str, Shape]
 ) -> str:
-    """The hint for weights that do not fit, by the shapes of the weights and of the model."""
+    """Return the hint for weights that do not fit, by the shapes of the weights and of the model."""
     if CONV in source_shapes and CONV in here and source_shapes[CONV][1] != here[CONV][1]:
         return (
             f"the weights see {source_shapes[CONV][1]} channels, the model {here[CONV][1]} (pixels have 3, latents "
             "others): use the --input of the weights"
         )
-    cubes = [_cube_frames(shapes) for shapes in (source_shapes, here)]
+    convs = (source_shapes.get(CONV, ()), here.get(CONV, ()))
+    cubes = [conv[2] if len(conv) == 5 else 1 for conv in convs]
     if cubes[0] != cubes[1] and {change.name for change in unexplained} == {CONV}:
         return f"use --towers.tubelet {cubes[0]}, the number of frames of a cube in the weights"
     if (
@@ -439,7 +431,7 @@ def _hint_about(
         )
     depths = [depth_of(shapes, "decoder") for shapes in (source_shapes, here)]
     if all(depths) and depths[0] != depths[1]:
-        return f"use --decoder-depth {depths[0]}, that of the weights"
+        return f"use --decoder-depth {depths[0]}, as in the weights"
     parts = {next((part for part in _PARTS if change.name.startswith(part)), "") for change in unexplained}
     if "" not in parts and not all(depths):
         patterns = " ".join(f"'{part}*'" for part in sorted(parts))
@@ -453,7 +445,7 @@ def _hint_about(
 
 
 def _size_flags(source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], facts: SourceFacts) -> str:
-    """The flags that give the towers of a model the size of the weights; '' if the shapes do not differ."""
+    """Return the flags that give the towers of a model the size of the weights; '' if the shapes do not differ."""
     (source_sizes, model_sizes), heads = map(_sizes_of, (source_shapes, here)), {"width": ("heads", facts.video_heads)}
     heads["text-width"] = ("text-heads", facts.text_heads)
     flags = []
@@ -465,7 +457,7 @@ def _size_flags(source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], f
 
 
 def _sizes_of(shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Settings of the towers that shapes show."""
+    """Return settings of the towers that shapes show."""
     sizes = {f"{tower}depth": depth_of(shapes, of) for tower, of in (("", "video"), ("text-", "text"))}
     if conv := shapes.get(CONV):
         sizes |= {"width": conv[0], "patch-px": conv[-1]}
@@ -474,11 +466,6 @@ def _sizes_of(shapes: Mapping[str, Shape]) -> dict[str, int]:
     if projection := shapes.get("video.proj"):
         sizes["embedding-width"] = projection[1]
     return {name: size for name, size in sizes.items() if size}
-
-
-def _cube_frames(shapes: Mapping[str, Shape]) -> int:
-    conv = shapes.get(CONV, ())
-    return conv[2] if len(conv) == 5 else 1
 
 
 def depth_of(shapes: Mapping[str, Shape], tower: str) -> int:

@@ -33,7 +33,7 @@ from clipmill.train.weights.conversion import (
     require_floats,
 )
 from clipmill.train.weights.exported import EXTRAS_FILE, read_extras
-from clipmill.train.weights.files import read_config, read_tensors, weights_file, without_prefixes
+from clipmill.train.weights.files import hub_folder, read_config, read_tensors, weights_file, without_prefixes
 from clipmill.train.weights.hf_caption import HF_TIMESFORMER
 from clipmill.train.weights.hf_clip import HF_CLIP
 from clipmill.train.weights.library import OF_TEXT, facts_of_entry, library_facts, library_format
@@ -99,13 +99,11 @@ def place_of_weights(weights: str) -> Path:
     """
     if not weights.startswith(HUB_PREFIX):
         return Path(weights)
-    from clipmill.train.weights.files import hub_folder
-
     return hub_folder(weights.removeprefix(HUB_PREFIX))
 
 
 def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
-    """Downloads weights by name that are not in the cache of open_clip or Hugging Face; does nothing for files.
+    """Download weights by name that are not in the cache of open_clip or Hugging Face; do nothing for files.
 
     Raises:
         UserError: there are no such weights, or they cannot be downloaded.
@@ -135,18 +133,19 @@ def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
     first, *others = [_open_source(*part) for part in _parts_of(init, towers)]
     if not others:
         return first
-
     converted = paired_tensors(first.converted, others[0].converted, title=others[0].title)
     facts = paired_facts(first.facts, others[0].facts, towers)
     return Source(title=f"{first.title}, with the text tower of {others[0].title}", converted=converted, facts=facts)
 
 
 def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
-    """The settings of each source of weights, with the towers that it is for."""
+    """Return the settings of each source of weights, with the towers that it is for."""
     if not isinstance(init, DualEncoderInit) or init.text is None:
         return [(init, towers)]
-
-    return parts_of(init, towers)
+    of_text = DualEncoderTowers()
+    if isinstance(towers, DualEncoderTowers) and towers.text is not None:
+        of_text = DualEncoderTowers(text=towers.text, text_pooling=towers.text_pooling)
+    return [(replace(init, text=None), DualEncoderTowers(image=towers.image)), (Init(weights=init.text), of_text)]
 
 
 def _open_source(init: Init, towers: Towers) -> Source:
@@ -307,14 +306,6 @@ def _triple(values: list[float] | None) -> tuple[float, float, float] | None:
 
 
 _SETTINGS_OF_TEXT = ("text", "text_pooling", "context_length")
-
-
-def parts_of(init: DualEncoderInit, towers: Towers) -> list[tuple[Init, Towers]]:
-    """The settings of both sources of weights, with the towers that each is for."""
-    of_text = DualEncoderTowers()
-    if isinstance(towers, DualEncoderTowers) and towers.text is not None:
-        of_text = DualEncoderTowers(text=towers.text, text_pooling=towers.text_pooling)
-    return [(replace(init, text=None), DualEncoderTowers(image=towers.image)), (Init(weights=init.text), of_text)]
 
 
 def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title: str) -> ConvertedStateDict:

@@ -58,9 +58,9 @@ def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_fold
     assert "decoder of width 16 and 2 blocks" in error and "decoder of width 16 and 1 block" in error
     assert hint == f"use --decoder-depth {DECODER_DEPTH}, that of the weights"
     hf_autoencoder(decoder_num_attention_heads=4).save_pretrained(tmp_path / "heads")
-    with pytest.raises(UserError, match="the decoder has 4 heads, that of the model has 2") as caught:
+    with pytest.raises(UserError, match="the decoder has 4 heads, but the decoder of the model has 2") as caught:
         loaded_weights(our_autoencoder(), opened(tmp_path / "heads"), say=quiet)
-    assert "the encoder alone can be the --init.weights" in str(caught.value.hint)
+    assert "without the decoder, the weights can be the --init.weights" in str(caught.value.hint)
     of_latents = our_autoencoder(size=replace(SIZE, num_channels=4, patch_px=2), image_px=8)
     error, hint = refusal(of_latents, state, tmp_path)
     assert "patches of 3 x 2 x 8 x 8; the model: " in error and "patches of 4 x 2 x 2 x 2" in error
@@ -112,8 +112,8 @@ def test_a_damaged_or_extended_state_is_no_start(
 
 def test_heads_that_show_in_no_shape_are_compared(tmp_path: Path) -> None:
     for changes, title in (
-        ({"num_attention_heads": 8}, "the video tower has 8 heads, that of the model has 4"),
-        ({"decoder_num_attention_heads": 4}, "the decoder has 4 heads, that of the model has 2"),
+        ({"num_attention_heads": 8}, "the video tower has 8 heads, but the video tower of the model has 4"),
+        ({"decoder_num_attention_heads": 4}, "the decoder has 4 heads, but the decoder of the model has 2"),
     ):
         hf_autoencoder(**changes).save_pretrained(tmp_path)
         with pytest.raises(UserError, match=title):
