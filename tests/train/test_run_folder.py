@@ -72,13 +72,13 @@ def test_damaged_facts_are_named(tmp_path: Path, content: str) -> None:
     with pytest.raises(UserError, match=r"run\.json") as caught:
         run.read_facts()
     # Without it, nothing knows the run any more.
-    assert caught.value.hint == "put back what the run wrote"
+    assert caught.value.hint == "restore the run's files"
 
 
 def test_facts_that_have_to_be_there_are_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run\.json is missing") as caught:
         RunFolder(tmp_path).require_facts()
-    assert "put back" in (caught.value.hint or "")
+    assert "restore" in (caught.value.hint or "")
 
 
 def test_a_damaged_result_may_go(tmp_path: Path) -> None:

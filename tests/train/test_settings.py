@@ -197,7 +197,7 @@ def test_a_bad_file_of_settings_is_named(tmp_path: Path, content: str, message: 
         load_settings(path, DualEncoderSettings)
     assert str(path) in str(caught.value) and "is cut off" in str(caught.value)
     # A run is nothing without its settings.
-    assert "put back what the run wrote" in (caught.value.hint or "") and "remove" not in (caught.value.hint or "")
+    assert "restore the run's files" in (caught.value.hint or "") and "remove" not in (caught.value.hint or "")
     path.write_text(f"{content}\n")
     with pytest.raises(UserError, match=message) as caught:
         load_settings(path, DualEncoderSettings)

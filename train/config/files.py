@@ -79,7 +79,7 @@ def _parse_file(path: Path, kind: type[Settings]) -> Settings:
         from clipmill.manifests.usage_errors import usage_message
 
         wrong = f"{place}{error}" if isinstance(error, UserError) else usage_message(error)  # names the file
-        hints = ["put back what the run wrote"]
+        hints = ["restore the run's files"]
         if isinstance(error, UserError) and error.hint:
             hints += error.hint.splitlines()
         if path.is_file() and not path.read_bytes().endswith(b"\n"):

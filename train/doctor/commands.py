@@ -39,7 +39,7 @@ _broken, _warning, _note = (partial(Finding, level) for level in LEVELS)
 
 
 def judge(examined: Examined) -> list[Finding]:
-    """All findings, the most severe first."""
+    """Return all findings, the most severe first."""
     findings = [finding for rule in _RULES for finding in rule(examined)]
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
@@ -51,7 +51,7 @@ def _judge_torch(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _gpu(examined: Examined) -> Iterator[Finding]:
+def _judge_gpu(examined: Examined) -> Iterator[Finding]:
     from clipmill.train.device.driver import is_older
 
     accelerator = examined.accelerator
@@ -89,7 +89,7 @@ def _gpu(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _gpu_in_use(examined: Examined) -> Iterator[Finding]:
+def _judge_gpu_use(examined: Examined) -> Iterator[Finding]:
     if examined.asked_device == "cpu":
         return
     for index, gpu in enumerate(examined.accelerator.gpus):
@@ -118,7 +118,7 @@ def _judge_attention(examined: Examined) -> Iterator[Finding]:
             )
 
 
-def _xformers(examined: Examined) -> Iterator[Finding]:
+def _judge_xformers(examined: Examined) -> Iterator[Finding]:
     accelerator = examined.accelerator
     if accelerator.xformers == "not loaded":
         yield _warning(
@@ -127,7 +127,7 @@ def _xformers(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _cores(examined: Examined) -> Iterator[Finding]:
+def _judge_cores(examined: Examined) -> Iterator[Finding]:
     host = examined.host
     cores = min(host.allowed_cores, host.quota_cores or host.allowed_cores)
     if host.quota_cores is not None and host.quota_cores < host.allowed_cores:
@@ -146,7 +146,7 @@ def _cores(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _shared_memory(examined: Examined) -> Iterator[Finding]:
+def _judge_shared_memory(examined: Examined) -> Iterator[Finding]:
     size = examined.host.shm_bytes
     if size is not None and size < _MIN_SHM and len(examined.accelerator.gpus) > 1:
         yield _warning(
@@ -194,7 +194,7 @@ def _judge_disk(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _compile(examined: Examined) -> Iterator[Finding]:
+def _judge_compilation(examined: Examined) -> Iterator[Finding]:
     if examined.host.compiler is None:
         yield _note("--compile cannot be used: there is no C compiler", "install gcc, or set CC")
     elif examined.accelerator.gpus and not examined.accelerator.has_triton:
@@ -202,18 +202,8 @@ def _compile(examined: Examined) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
-    *(
-        _judge_torch,
-        _gpu,
-        _gpu_in_use,
-        _judge_attention,
-        _xformers,
-        _cores,
-        _shared_memory,
-        _judge_decoder,
-        _judge_disk,
-        _compile,
-    ),
+    *(_judge_torch, _judge_gpu, _judge_gpu_use, _judge_attention, _judge_xformers),
+    *(_judge_cores, _judge_shared_memory, _judge_decoder, _judge_disk, _judge_compilation),
 )
 
 
@@ -263,13 +253,13 @@ def _require_folder(shards: Path) -> None:
 
 
 def doctor_facts(*, asked_device: str, device_type: str) -> dict[str, Any]:
-    """Lines and findings for run.json, without anything that takes time."""
+    """Return lines and findings for run.json, without anything that takes time."""
     examined = examine_in_run(asked_device=asked_device, device_type=device_type)
     return {"lines": lines_of(examined), "findings": [asdict(finding) for finding in judge(examined)]}
 
 
 def lines_of(examined: Examined) -> dict[str, str]:
-    """The lines of the report by label."""
+    """Return the lines of the report by label."""
     return {label: text for label, describe in _LINES.items() if (text := describe(examined))}
 
 
@@ -287,7 +277,7 @@ def print_report(examined: Examined, findings: list[Finding]) -> None:
 
 
 def wrap_words(text: str, *, label: str, columns: int) -> str:
-    """Words behind a label, wrapped."""
+    """Wrap words behind a label."""
     return textwrap.fill(
         text,
         width=columns,
@@ -324,7 +314,7 @@ def _torch(examined: Examined) -> str:
 
 
 def _attention(examined: Examined) -> str:
-    """Backends with the kernels that they run, grouped."""
+    """List the backends with the kernels that they run, grouped."""
     texts: dict[str, dict[str, list[str]]] = {}
     for trial in examined.accelerator.tried:
         kernels = "fails" if trial.error else trial.kernels

@@ -226,7 +226,7 @@ def check_fits(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torc
     if parts:
         raise UserError(
             f"{path} is of another model; {'; '.join(parts)}",
-            hint="were settings changed by hand? put back what the run was trained with",
+            hint="were settings changed by hand? restore the settings that the run was trained with",
         )
 
 

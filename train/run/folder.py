@@ -117,7 +117,7 @@ class RunFolder:
 
     def hold(self, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """Lock the folder against other training processes (UserError); the system releases it with this process."""
-        return held_folder(self.path, work="trains", wait_s=wait_s)
+        return hold_folder(self.path, work="trains", wait_s=wait_s)
 
     def read_facts(self) -> dict[str, Any]:
         """The content of run.json, {} if it does not exist yet; UserError if it is damaged."""
@@ -183,7 +183,7 @@ class RunFolder:
 
 
 @contextmanager
-def held_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]:
+def hold_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]:
     """Lock a folder against other processes that do this `work` in it (UserError); their end releases it.
 
     Args:
@@ -270,7 +270,7 @@ def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: 
         read_settings(checkpoint),
         shaping(settings),
         where=str(checkpoint),
-        hint=f"was {file} changed by hand? put back what the run was trained with",
+        hint=f"was {file} changed by hand? restore the settings that the run was trained with",
     )
 
 
@@ -290,13 +290,13 @@ def open_run(path: Path) -> RunFolder:
 def read_object(path: Path) -> dict[str, Any]:
     """Read the object of run.json or of an evaluation result; UserError if it is unreadable."""
     is_evaluation = path.parent.name == EVALUATIONS
-    hint = "put back what `train eval` wrote, or remove it" if is_evaluation else "put back what the run wrote"
+    hint = "restore the file that `train eval` wrote, or remove it" if is_evaluation else "restore the run's files"
     try:
         value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}", hint=hint) from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no object", hint=hint)
+        raise UserError(f"{path} is not a JSON object", hint=hint)
     return value
 
 

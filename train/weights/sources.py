@@ -271,7 +271,7 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
     if not metadata.base:
         return None
     base = Base(**metadata.base)
-    hint = f"put back the weights that the run started from: {base.weights}{f', {base.text}' if base.text else ''}"
+    hint = f"restore the weights that the run started from: {base.weights}{f', {base.text}' if base.text else ''}"
     init = DualEncoderInit(weights=base.weights, format=base.format, text=base.text)
     try:
         source = open_weights(init, _towers_in(metadata.settings))

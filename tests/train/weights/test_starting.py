@@ -115,7 +115,7 @@ def test_the_text_tower_starts_from_a_source_of_its_own(
         assert problem in capsys.readouterr().err and not (tmp_path / "none").exists()
     text.unlink()
     assert train("eval", "retrieval", tmp_path / "run") == 2
-    assert f"hint: put back the weights that the run started from: {video}, {text}" in capsys.readouterr().err
+    assert f"hint: restore the weights that the run started from: {video}, {text}" in capsys.readouterr().err
 
 
 def test_the_user_names_what_may_differ_in_one_flag(

@@ -281,7 +281,7 @@ def read_decoder_parts(run: RunFolder) -> DecoderParts:
         UserError: it is not a run of `train caption`.
     """
     return DecoderParts(
-        tokenizer=read_tokenizer(run.path, hint="put back what the run wrote"), size=decoder_size_of(run)
+        tokenizer=read_tokenizer(run.path, hint="restore the run's files"), size=decoder_size_of(run)
     )
 
 
