@@ -1,4 +1,4 @@
-"""A run that is opened to be measured, and its steps, timed one by one: of `train bench` and `train quickstart`."""
+"""A run that is opened to be measured by `train bench` and `train quickstart`: its steps, and rates of their stages."""
 
 import resource
 import threading
@@ -176,6 +176,12 @@ def enough_samples(settings: ClipSettings) -> Iterator[None]:
 def _print_nothing(_: Any) -> None:
     """Print nothing: the run says it."""
 
+
+# Rates of the stages of a step: of the loader's threads, the copy to the device, and the model.
+#
+# Nothing is built for measuring: loader and steps are those of a run, and a stopwatch around their methods adds up the
+# time that each stage takes. A loader thread runs its stages in sequence, so the rate of a stage is the rate of all
+# threads if they did nothing else.
 
 READ, DECODE, CROP, TOKENS, AUGMENT = "read", "decode", "crop", "tokens", "augment"
 LOADING = (READ, DECODE, CROP, TOKENS)

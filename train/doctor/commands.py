@@ -1,4 +1,4 @@
-"""`train doctor`: the command, its report of about ten lines and findings, and the part of it that a run's page has."""
+"""`train doctor`: rules that judge a machine, the command with its report, and the part of it on a run's page."""
 
 import json
 import re
@@ -26,6 +26,8 @@ from clipmill.train.doctor.machine import (
     examine_in_run,
     used_by_training,
 )
+
+# Rules: pure functions of what was found on a machine, which say what is wrong and what to do about it.
 
 _GB = 1e9
 _MIN_SHM = 1 << 30  # NCCL's buffers within a machine and Ray's objects need more

@@ -8,7 +8,7 @@ The life cycle of a failed sample ("why was this sample skipped?"):
 2. Before each step, `FailureLog.next_batch` gathers the failures of all ranks. The first rank appends them to
    failures.jsonl: position in the order of samples, chunk, reason, detail.
 3. Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run. A loader whose
-   rank alone has used up the budget stops with `TooManyFailures`; that is caught here and counted like the others.
+   rank by itself has used up the budget stops with `TooManyFailures`; that is caught here and counted like the others.
 4. A resumed run drops the lines of samples that come after its checkpoint, and visits these samples again. The results
    page lists the rest.
 

@@ -312,6 +312,9 @@ class PendingStep:
 class MetricsLog:
     """Log of metrics that holds a pending step until its metrics arrive. All ranks call its methods in the same order.
 
+    It is one step late: the device may still compute a step when the host begins the next one. The log waits for the
+    metrics, checks that they are finite, and gives them to the trackers, each step once and in order.
+
     Args:
         num_samples: Number of samples of a step, on all ranks.
         num_steps: Number of steps of the run.

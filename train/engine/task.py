@@ -179,6 +179,9 @@ Model = TypeVar("Model", bound=nn.Module)
 class ClipTask(Generic[Settings, Samples, Model]):
     """Settings, device, initial weights and model input of a task; the task adds samples, model and objective.
 
+    The tasks that train a video tower on clips have it in common. A task outside of clipmill may derive from it too;
+    the loop asks only for `StartableTask`.
+
     Args:
         shape: Shape of models for weights that are used as they are; `build_model` then needs no samples.
 

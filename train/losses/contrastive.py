@@ -1,10 +1,22 @@
 """Contrastive objectives: towers embed pairs of clips and captions, a loss compares them all, gradients flow back.
 
-b: pairs of this rank. B: pairs of all ranks. E: embedding width. R: pairs of a microbatch.
+b: pairs of this rank. B: pairs of all ranks, in the order of ranks. E: embedding width. R: pairs of a microbatch, or
+rows of a block.
 
 The loss needs all embeddings of a batch at once, the towers need not hold the activations of all (GradCache, Gao et al.
 2021): embed the microbatches without a graph, compute the gradients of the loss with respect to the embeddings, embed
 each microbatch again, with the same dropout, and backpropagate its part of the gradients.
+
+The gradients of a loss with respect to the embeddings come from autograd (`AutogradObjective`), or in closed form
+through `Similarities`, as follows. Such a loss is a function of the similarities s_ij of clip i and caption j. A rank
+has the rows of its clips and of its captions against all captions and clips: it gathers embeddings and a few values per
+pair, never gradients (FastCLIP, section 4). For that a loss must know the weights W_ij, its derivatives with respect to
+s_ij, of the form
+
+    W_ij = h(s_ij, x_i) + h(s_ij, y_j)   for i != j, and one value for each pair i = j
+
+with a few values x_i of each clip and y_j of each caption, which the ranks exchange. In closed form, three passes over
+the matrix in blocks are enough, and it is not copied.
 """
 
 import math

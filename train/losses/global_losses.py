@@ -1,4 +1,13 @@
-"""The global contrastive losses, by temperature: one for all (SogCLR, FastCLIP v0, v1, v3), or one for each sample."""
+"""The global contrastive losses: SogCLR, iSogCLR, FastCLIP v0 to v3 (Wei et al. 2024, algorithm 1).
+
+B: pairs of the batch of all ranks. b: pairs of this rank. C: columns of the state of a clip or caption.
+
+The paper's g_i compares pair i with all other pairs of the *training set*. A batch gives a rough estimate of g_i; u_i,
+its moving average over the visits of i, a better one. It takes the gradient of log(epsilon + g_i) with u_i in place of
+g_i, held constant. Clips and captions have separate ids and averages: a clip may come with another caption each time.
+
+The losses differ by temperature: one for all (SogCLR, FastCLIP v0, v1, v3), or one for each sample (iSogCLR, v2).
+"""
 
 import math
 from dataclasses import dataclass

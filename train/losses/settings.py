@@ -1,4 +1,8 @@
-"""Settings of the contrastive loss, `--loss.*`. `LOSSES` has a row for each loss, with the settings that it takes."""
+"""The contrastive losses that `--loss.kind` knows, and their settings, `--loss.*`.
+
+`LOSSES` has a row for each loss of clipmill, and the losses of installed packages. A row says which settings the loss
+takes, with what default.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

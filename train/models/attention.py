@@ -18,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from clipmill.manifests.errors import UserError
 from clipmill.train.device.transfer import send
 
+# How much one call of a GPU's attention kernel can take, and calls in parts. B: sequences.
+
 # Sequences and heads are the second and third dimension of the grid of every fused kernel, which CUDA limits.
 _MOST_BLOCKS = 65_535
 # FlashAttention's backward pass counts the elements of a query gradient in 32 bits, padded to these multiples; packed

@@ -3,6 +3,11 @@
 On a GPU, `--attention auto` is xformers, and SDPA for heads and precisions that xformers has no kernel for. Kernels
 differ in the last digits, so a run keeps the backend that it started with: run.json records it for whoever opens the
 run again.
+
+Nothing about kernels is inferred from version numbers: torch itself reports SDPA's choice (`torch._fused_sdp_choice`,
+which SDPA calls), and xformers' dispatcher reports its own.
+
+Shape suffixes: B batch, M tokens, H heads, K width of a head.
 """
 
 import re
@@ -147,6 +152,8 @@ def cudnn_version() -> str:
         return "(missing)"
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
+
+# The choice of a run.
 
 CHOICE_FACT = "attention_choice"
 _OF_AUTO = ("xformers", "sdpa", "flash", "cudnn")

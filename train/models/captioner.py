@@ -1,7 +1,11 @@
 """A captioner: a video tower and a GPT-2 that attends to its tokens.
 
+GPT-2 with cross-attention to a video in each block is a causal text decoder (Radford et al. 2019). It has the
+architecture of transformers' `GPT2LMHeadModel(add_cross_attention=True)`: pre-norm, tanh-approximated GELU, learned
+positions and tied input and output embeddings.
+
 Shape suffixes: V videos, C channels, T frames, H and W pixels, R rows of text (V * n, grouped by video), L tokens of a
-row, N tokens of a video, D decoder width, E tower width, K vocabulary size.
+row, N tokens of a video, D decoder width, E tower width, K vocabulary size (W in GPT-2).
 """
 
 from collections.abc import Iterable

@@ -5,6 +5,19 @@ projection. Its frames go through the library's own module; with T = 1 it comput
 
 Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, L tokens of a text, N tokens of a frame, W width
 of the library's embedding, D width of tokens, E embedding width, h heads, K width of a head.
+
+A tower is named LIBRARY:NAME, where NAME is what the library itself takes: `open_clip:RN50`, `timm:MODEL.TAG`,
+`open_clip:local-dir:FOLDER`, `hf:FOLDER` or `hf:ORGANISATION/NAME`. Its weights are new; --init.weights fills them.
+
+Each library is an object with
+
+    image(name)               a new image tower
+    embed(model, pictures)    the library's embeddings [B, W] of pictures [B, C, H, W]
+    tokens(model, pictures)   their last tokens [B, N, D]; of a convolutional network, cells of its last feature map
+    preprocessing(name)       how it prepares pictures
+    text(name, length), embed_text(model, tokens_BL, pooling), context_length(name), tokenizer(name, length): for texts
+
+All raise a UserError for a name that the library does not know.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,11 @@
-"""CLIP's pre-norm transformer, the trunk of all towers. Parameters have CLIP's names.
+"""CLIP's pre-norm transformer, the trunk of all towers, and low-rank adapters of its layers, with CLIP's names.
+
+Low-rank adapters (LoRA, Hu et al. 2021): y = W x + s B A x, with the matrix W frozen and A and B trained. They are
+parameters of the layers that they adapt: `LAYER.lora.A` and `LAYER.lora.B` beside `LAYER.weight`, and for the fused
+projection of self-attention beside `ATTENTION.in_proj_weight`. All linear layers of a block are `Adaptable`.
 
 Shape suffixes: B batch (1 for packed sequences, clipmill.train.models.attention), L tokens, D width, H heads, K width
-of a head.
+of a head; I input width, O output width, R rank.
 """
 
 import math

@@ -147,6 +147,13 @@ class MaskedDecoder(nn.Module):
         return values_BMV
 
 
+# An encoder of the visible cubes and a small decoder that predicts the masked ones: Tong et al. 2022, "VideoMAE",
+# section 3; with decoder masking, Wang et al. 2023, "VideoMAE V2", section 3.2.
+#
+# Shape suffixes: N cubes of a clip, K visible cubes, M predicted cubes, L = K + M, D encoder width, E decoder width,
+# V values of a cube.
+
+
 class MaskedAutoencoder(nn.Module):
     """Masked autoencoder with parameters `video.*` (the tower, which is kept) and `decoder.*`.
 

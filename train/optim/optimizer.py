@@ -1,4 +1,8 @@
-"""The optimizer of a run: construction, learning rate schedule, gradient clipping and steps."""
+"""The optimizer of a run: construction, learning rate schedule, gradient clipping and steps.
+
+AdamW is torch's. SGD, Lion and LAMB work over many tensors at once, for complete or sharded parameters, with steps that
+a GPU may skip.
+"""
 
 import math
 from collections.abc import Collection, Iterable, Sequence

@@ -1,4 +1,7 @@
-"""The environment of a run: machine and versions, for the results page and `train doctor`."""
+"""The environment of a run: machine and versions, and the packages besides clipmill whose parts it was trained with.
+
+The results page and `train doctor` show machine and versions. run.json has the packages, and resuming needs them.
+"""
 
 import os
 import platform

@@ -10,7 +10,7 @@
     evaluations/former/       results that another checkpoint, variant or flag has replaced
     index.html                the results page
 
-The two .jsonl files grow by whole lines; resuming drops lines after the checkpoint.
+The two .jsonl files grow by complete lines; resuming drops lines after the checkpoint.
 """
 
 import glob
@@ -33,6 +33,9 @@ from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, publish_bytes, 
 from clipmill.train.config.files import load_settings, read_values, save_settings
 from clipmill.train.config.shards import Shards, absolute_address, folders_of, normalise_address
 from clipmill.train.config.training import GO_ON, NEW_RUN, TrainingSettings, require_same, shaping
+
+# The data of an evaluation result, and the name of its file: results on the run's own data have the name of their
+# evaluation; others also have that of the folder, and a hash.
 
 _MAX_DATA_NAME = 40
 # Fields of a result that say what was evaluated, and how.

@@ -1,4 +1,7 @@
-"""Experiment tracking behind one interface: metrics.jsonl, the console, TensorBoard, Weights & Biases."""
+"""Experiment tracking behind one interface: metrics.jsonl, the console, TensorBoard, Weights & Biases.
+
+`counted_batches` shows the progress of an evaluation where a command asks for it.
+"""
 
 import math
 import os

@@ -191,6 +191,16 @@ HF_CLIP = Format(
 )
 
 
+# open_clip's cleaning of texts as a normaliser of tokenizers, for exported tokenizers.
+#
+# open_clip repairs texts with ftfy, decodes HTML twice, folds white space and lowers the case. A normaliser is a list
+# of replacements, so that it has every step whose result depends only on a few characters. What it lacks depends on the
+# text around them:
+#
+# - text that was decoded with the wrong encoding ("schÃ¶n"), which ftfy recognises by statistics,
+# - HTML in a text with "<", where ftfy leaves the quotes and ligatures that HTML stands for,
+# - character references by number outside of `_NUMBERED`, and HTML that was escaped again and again without semicolons.
+
 # Latin letters, punctuation, signs, and emoji. Each is a replacement that takes time for every text.
 _NUMBERED = (
     *(range(32, 0x180), range(0x2000, 0x2070), range(0x20A0, 0x20C0), range(0x2100, 0x2150)),

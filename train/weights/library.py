@@ -104,6 +104,9 @@ def state_of(weights: Tensors, prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
 
 
+# Export of towers in their library's own format: what it has a place for, as the library itself writes it.
+
+
 @dataclass(frozen=True, kw_only=True)
 class LibraryTowers:
     """Towers of a dual encoder, whose image tower is a library's.

@@ -1,4 +1,7 @@
-"""Loads weights into a model, with a table of how each tensor was used, or an error with a hint."""
+"""Loading of weights into a model: which tensors are copied, resized, created or dropped, as a table or as an error.
+
+Shape suffixes: P positions (1 + patches), D width, H and W patches of a frame.
+"""
 
 import math
 import re

@@ -214,6 +214,18 @@ OPENAI = Format(
 
 # Both projects normalise by (108.3272985, 116.7460125, 104.0937) of 255. The red mean is a slip for CLIP's 122.77, but
 # what was trained with it needs it.
+# AVION's and LaViLa's dual encoders: names, and what else their weights were trained with.
+#
+#     ours                  AVION                                          LaViLa (TimeSformer)
+#     video.*               visual.*                                       visual.*, with timm's names
+#     video.proj            visual.image_projection, image_projection      image_projection
+#     text.*                textual.*                                      *
+#
+# AVION has other names in a block after training with FlashAttention (`attn.Wqkv`, `mlp.fc1`), and a matrix for conv1
+# after training with --use-fast-conv1. LaViLa's video tower attends to time and to space in turn
+# (`clipmill.train.models.space_time`, --towers.attention divided); a tower with joint attention has no parameter for
+# its `timeattn` and `norm3`.
+
 MISTYPED_MEAN = (108.3272985 / 255, 116.7460125 / 255, 104.0937 / 255)
 
 _PROJECTIONS = {"image_projection": "video.proj", "visual.image_projection": "video.proj"}

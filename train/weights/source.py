@@ -1,4 +1,11 @@
-"""Weights that were read, and the record of the weights that checkpoints omit (clipmill.train.weights.sources)."""
+"""Weights that were read, and the settings that take effect with them.
+
+Settings that the user left open (None) become the settings that the weights were trained with. Settings that the user
+gave are kept, and a difference is reported. Only the kind of the tower cannot differ. The result is what the run saves:
+to resume, score or export it, the weights are not needed again.
+
+`Base` records the weights that checkpoints omit (clipmill.train.weights.sources).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

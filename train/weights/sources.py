@@ -1,4 +1,8 @@
-"""Sources of weights: a file, a folder, a run of this project, or a name and tag of open_clip."""
+"""Sources of weights: a file, a folder, a run of this project, or a name and tag of open_clip.
+
+`FORMATS` is the table of formats; which of them a file or a folder has is detected. A video tower of one source may
+have the text tower of another (`--init.text`).
+"""
 
 import hashlib
 from collections.abc import Iterable, Mapping

@@ -173,6 +173,12 @@ VIDEOMAE = Format(
 )
 
 
+# Hugging Face's VideoMAEForPreTraining and VideoMAEForVideoClassification: names, configuration, and exported folders.
+#
+# A bare VideoMAEModel has the same names without `videomae.`. Files have `q_bias` and `v_bias`, whatever the version of
+# transformers that wrote them calls these parameters itself, except for some versions 5. The values of a cube are in
+# the same order (t p p c).
+
 _HF_RGB = 3
 _OUR_BLOCK, _ATTENTION = "transformer.resblocks.N", "attention.attention"
 _HF_BLOCK = {

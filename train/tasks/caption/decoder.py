@@ -280,9 +280,7 @@ def read_decoder_parts(run: RunFolder) -> DecoderParts:
     Raises:
         UserError: it is not a run of `train caption`.
     """
-    return DecoderParts(
-        tokenizer=read_tokenizer(run.path, hint="restore the run's files"), size=decoder_size_of(run)
-    )
+    return DecoderParts(tokenizer=read_tokenizer(run.path, hint="restore the run's files"), size=decoder_size_of(run))
 
 
 def decoder_size_of(run: RunFolder) -> Gpt2Size:
