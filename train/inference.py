@@ -271,7 +271,7 @@ def load_model(
 
 
 def model_of(opened: OpenedRun, *, remarks: Sequence[str] = ()) -> LoadedModel:
-    """The model of opened weights; no data is needed.
+    """Return the model of opened weights; no data is needed.
 
     Raises:
         UserError: the weights are damaged, or do not fit the settings.

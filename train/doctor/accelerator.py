@@ -135,7 +135,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
 
 
 def accelerator_of(values: dict[str, Any]) -> Accelerator:
-    """An `Accelerator` from its JSON."""
+    """Return an `Accelerator` from its JSON."""
     gpus = [Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in values["gpus"]]
     tried = [Tried(**one) for one in values["tried"]]
     return Accelerator(**{**values, "gpus": gpus, "tried": tried})

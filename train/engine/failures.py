@@ -176,7 +176,7 @@ def available_bytes(device: torch.device) -> int:
 def too_large(
     *, batch: int, share: int, at_once: int, before_bytes: int, peak_bytes: int, total_bytes: int
 ) -> UserError:
-    """The error for a step that needs more than `total_bytes`, the memory that this process can use.
+    """Return the error for a step that needs more than `total_bytes`, the memory that this process can use.
 
     Args:
         batch: samples of a step on all ranks; `share` on this rank; `at_once` of them in a microbatch.

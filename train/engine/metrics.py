@@ -474,5 +474,5 @@ def _energy_j(device: torch.device) -> float | None:
 
 
 def consumption_entry(facts: dict[str, Any]) -> dict[str, Any]:
-    """The entry of run.json, for a run that is resumed."""
+    """Return the entry of run.json, for a run that is resumed."""
     return {FACT: facts[FACT]} if FACT in facts else {}

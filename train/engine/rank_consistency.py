@@ -83,7 +83,7 @@ def open_consistent(
 
 
 def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tuple[str, ...]) -> Start:
-    """Facts that determine the bytes on which a rank trains and evaluates."""
+    """Return facts that determine the bytes on which a rank trains and evaluates."""
     content: dict[str, object] = {}
     folders = settings.folders
     named_folders = dict(zip([f" of {name}" for name in folder_names(folders)], folders, strict=True))
@@ -98,7 +98,7 @@ def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tupl
 
 
 def _column(data_dir: Path, column: str) -> str:
-    """Hash of the committed shards of a column."""
+    """Return the hash of the committed shards of a column."""
     variant = current_variant(data_dir, column)
     if variant is None:
         return "missing"

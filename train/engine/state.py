@@ -57,7 +57,7 @@ class State:
     cursor: Cursor = field(default_factory=lambda: Cursor(0))
 
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters, the objective's last."""
+        """Return all parameters, the objective's last."""
         return [*self.model.parameters(), *self.objective.parameters()]
 
     @property
@@ -70,7 +70,7 @@ class State:
         return [] if self.pipeline is None else self.pipeline.repeated
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the state, by their names in checkpoints; not copied."""
+        """Return all tensors of the state, by their names in checkpoints; not copied."""
         tensors = _weights(self.model, "model.") | _weights(self.objective, "objective.")
         for name in self.base.tensors if self.base else ():
             tensors.pop(f"model.{name}", None)  # another pipeline stage may have it
@@ -90,7 +90,7 @@ class State:
         world: World,
         metrics: dict[str, float],
     ) -> CheckpointMetadata:
-        """The rest of the state, with the metrics of an evaluation; all ranks call it."""
+        """Return the rest of the state, with the metrics of an evaluation; all ranks call it."""
         loader = LoaderState(
             position=self.cursor.position,
             ahead=list(self.cursor.ahead),
@@ -165,7 +165,7 @@ class State:
                 set_training_mode(self.model)
 
     def _optimized_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this rank's optimizer, by their names in checkpoints."""
+        """Return the parameters of this rank's optimizer, by their names in checkpoints."""
         optimized = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         named = [(f"model.{plain_name(name)}", one) for name, one in self.model.named_parameters()]
         named += [(f"objective.{name}", one) for name, one in self.objective.named_parameters()]
@@ -244,7 +244,7 @@ def _weights(module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def _on_all_stages(tensors: dict[str, torch.Tensor], stages: World) -> dict[str, torch.Tensor]:
-    """The tensors of all stages, on the meta device."""
+    """Return the tensors of all stages, on the meta device."""
     if stages.size == 1:
         return tensors
     sizes = {name: list(one.shape) for name, one in tensors.items()}

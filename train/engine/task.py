@@ -54,19 +54,19 @@ class Task(Protocol):
         ...
 
     def build_model(self, samples: Any) -> nn.Module:
-        """A new model for `samples`, one of the task's own sets; torch's generator initialises the weights."""
+        """Return a new model for `samples`, one of the task's own sets; torch's generator initialises the weights."""
         ...
 
     def build_objective(self, samples: Any, world: World) -> Objective:
-        """The loss. State per sample covers all of `samples`, sharded over the ranks."""
+        """Return the loss. State per sample covers all of `samples`, sharded over the ranks."""
         ...
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The modules that FSDP shards one by one: the blocks of the transformers."""
+        """Return the modules that FSDP shards one by one: the blocks of the transformers."""
         ...
 
     def evaluate(self, model: nn.Module, world: World) -> Mapping[str, float | list[float]]:
-        """Metrics of the evaluations in the loop, equal on all ranks; {} if there is none.
+        """Return the metrics of the evaluations in the loop, equal on all ranks; {} if there is none.
 
         There is one for each of `settings.evaluated()`, whose name begins its metrics: `<name>/<metric>`. A list has a
         value for each batch, such as its loss; it is logged, and cannot be selected by --best.
@@ -103,11 +103,11 @@ class PipelineTask(Protocol):
     def build_model(self, samples: Any) -> nn.Module: ...
 
     def layers(self, model: Any) -> "Sequence[LayerCost]":
-        """The layers of a model, in order."""
+        """Return the layers of a model, in order."""
         ...
 
     def part(self, model: Any, layers: range) -> nn.Module:
-        """A module of some layers, which takes them out of the model; parameters keep their names."""
+        """Return a module of some layers, which takes them out of the model; parameters keep their names."""
         ...
 
 
@@ -204,7 +204,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         self._evaluations: dict[str, dict[str, Any]] = {}
 
     def on(self, shards: str | None) -> Self:
-        """The task, with its classes or tokens, on the data of an evaluation in the loop.
+        """Return the task, with its classes or tokens, on the data of an evaluation in the loop.
 
         Args:
             shards: None for the data of the run.
@@ -248,7 +248,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         }
 
     def new_model(self, samples: Samples) -> Model:
-        """A model with new weights, for clips as `samples` has them."""
+        """Return a model with new weights, for clips as `samples` has them."""
         raise NotImplementedError
 
     def fit_weights(self, model: Model, source: Source, *, say: Say) -> "Loaded":
@@ -294,7 +294,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return base_of(source, self._settings.init, names=names, scale=self._settings.lora.scale)
 
     def build_model(self, samples: Samples) -> Model:
-        """A model for clips as `samples` has them, with the weights to start from if there are any."""
+        """Return a model for clips as `samples` has them, with the weights to start from if there are any."""
         model = self.new_model(samples)
         if self._start is not None:
             from clipmill.train.weights.loading import copy_into
@@ -306,7 +306,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return model
 
     def tune(self, model: Model) -> Model:
-        """A new model with frozen parts and adapters, as the settings say.
+        """Return a new model with frozen parts and adapters, as the settings say.
 
         In a tower with adapters, tensors that the initial weights lack (a new projection, a temporal embedding for
         image weights) are trained too.
@@ -334,11 +334,11 @@ class ClipTask(Generic[Settings, Samples, Model]):
                 parameter.requires_grad_(True)
 
     def towers_of_start(self) -> Sequence[Tower]:
-        """The towers with adapters, whose weights --init.weights has to have."""
+        """Return the towers with adapters, whose weights --init.weights has to have."""
         return adapted_towers(self._settings)
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The blocks of all transformers."""
+        """Return the blocks of all transformers."""
         return blocks_of(model)
 
     def frozen_parts(self) -> list[str]:
@@ -352,7 +352,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return {"evaluations": self._evaluations} if self._evaluations else {}
 
     def files(self) -> dict[str, bytes]:
-        """Files that the run keeps; none by default."""
+        """Return the files that the run keeps; none by default."""
         return {}
 
     def pixels(self, batch: Batch, rows: slice, *, mean: Rgb, std: Rgb, is_training: bool) -> torch.Tensor:
@@ -374,7 +374,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
 
 
 def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say) -> Source:
-    """Weights without the parts that a model has no place for; it is printed which these are.
+    """Return the weights without the parts that a model has no place for; it is printed which these are.
 
     Args:
         parts: prefix of tensor names -> description.
@@ -390,7 +390,7 @@ def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: 
 
 
 def outline(task: Task, samples: Any) -> nn.Module | None:
-    """The model of a `ClipTask` as it is trained, without memory for its weights; None for another task."""
+    """Return the model of a `ClipTask` as it is trained, without memory for its weights; None for another task."""
     if not isinstance(task, ClipTask):
         return None
     with torch.device("meta"):

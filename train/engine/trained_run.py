@@ -88,7 +88,7 @@ def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | N
 
 
 def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
-    """Dimensions of a run's model, from the table of its latest checkpoint.
+    """Return the dimensions of a run's model, from the table of its latest checkpoint.
 
     Raises:
         UserError: there is no checkpoint.
@@ -117,7 +117,7 @@ def prepare_run(
     weights: str,
     load: Callable[[nn.Module], None],
 ) -> TrainedRun[Settings]:
-    """Weights with the device, precision and attention that the settings name.
+    """Return the weights with the device, precision and attention that the settings name.
 
     Args:
         facts, weights: see `TrainedRun`; without the precision.

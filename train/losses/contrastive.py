@@ -270,7 +270,7 @@ class ContrastiveObjective(Objective):
         return None if self.logit_scale is None else self.logit_scale.detach()
 
     def learning_rate(self, scheduled: float) -> Scalar:
-        """The temperature's own rate, where it has one."""
+        """Return the temperature's own rate, where it has one."""
         return self._settings.own_temperature_lr or scheduled
 
     @torch.no_grad()
@@ -412,7 +412,7 @@ class AutogradObjective(ContrastiveObjective):
     """A loss of the batch, in a row of `LOSSES` as a function or, with further parameters, as a subclass of this."""
 
     def value(self, pairs: Pairs) -> torch.Tensor:
-        """The mean loss of this rank's pairs, a scalar with gradient."""
+        """Return the mean loss of this rank's pairs, a scalar with gradient."""
         function: LossFunction = self._settings.spec.load()
         loss = function(pairs, self._settings)
         if not isinstance(loss, torch.Tensor) or loss.shape or not loss.requires_grad:
@@ -421,7 +421,7 @@ class AutogradObjective(ContrastiveObjective):
         return loss
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """The loss, and its gradients by autograd."""
+        """Return the loss, and its gradients by autograd."""
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         with torch.enable_grad(), exact_products(similarities.pair_b.device):
             video_bE, text_bE = (

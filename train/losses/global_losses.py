@@ -202,7 +202,7 @@ class GlobalContrast(ContrastiveObjective):
 
 
 def _check_ids(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
-    """The ids, still on the host, where the loader left them: the check synchronises with no device."""
+    """Return the ids, still on the host, where the loader left them: the check synchronises with no device."""
     is_outside_b = (ids_b < 0) | (ids_b >= size)
     if is_outside_b.any():
         outside = ids_b[is_outside_b].unique().tolist()
@@ -311,11 +311,11 @@ class OneTemperature(GlobalContrast):
         return parameter.detach()
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """The one temperature, for all rows."""
+        """Return the one temperature, for all rows."""
         return (-self.log_scale()).exp().to(state_BC.dtype).expand(len(state_BC))
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The temperature; 1 in v0, and in the public code for all but v3 (its commands scale v3 alone)."""
+        """Return the temperature; 1 in v0, and in the public code for all but v3 (its commands scale v3 alone)."""
         is_scaled = self._is_v3 or not (self._is_v0 or self._is_code)
         factor_B = temperature_B if is_scaled else torch.ones_like(temperature_B)
         return factor_B, factor_B
@@ -377,7 +377,7 @@ class SampleTemperature(GlobalContrast):
         super().__init__(settings, inputs=inputs, dataset=dataset, world=world, further_state=state)
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """The temperature that each row stores."""
+        """Return the temperature that each row stores."""
         return state_BC[:, _TEMPERATURE]
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,7 +39,7 @@ class LossSpec:
         return "gamma" in self.settings
 
     def load(self) -> Any:
-        """The function or class of `loss`."""
+        """Return the function or class of `loss`."""
         return import_object(self.loss) if isinstance(self.loss, str) else self.loss
 
 

@@ -248,7 +248,7 @@ def attend_with_sdpa(
 
 
 def attend_masked(q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, mask_MM: Tensor) -> Tensor:
-    """Attention where `mask_MM` is True, by scaled_dot_product_attention."""
+    """Return attention where `mask_MM` is True, by scaled_dot_product_attention."""
     return attend_in_parts(partial(_scaled_dot_product, attn_mask=mask_MM), q_BMHK, k_BMHK, v_BMHK)
 
 

@@ -110,7 +110,7 @@ def kernels_of(
 
 
 def of_xformers(operator: str) -> Kernel:
-    """The kernel behind an operator's NAME (xformers 0.0.35: "fa2F@2.5.7-pt", "cutlassB-pt", "fa3F@pip_pkg")."""
+    """Return the kernel behind an operator's NAME (xformers 0.0.35: "fa2F@2.5.7-pt", "cutlassB-pt", "fa3F@pip_pkg")."""
     library = "xformers"
     if operator.endswith("-pt"):
         library = "torch"
@@ -122,7 +122,7 @@ def of_xformers(operator: str) -> Kernel:
 
 
 def why_no_operator(error: NotImplementedError) -> str:
-    """The reasons in the error of xformers' dispatcher on one line: the first of each operator."""
+    """Return the reasons in the error of xformers' dispatcher on one line: the first of each operator."""
     reasons: dict[str, str] = {}
     operator = ""
     for line in str(error).splitlines():
@@ -231,7 +231,7 @@ def kernels_fact(
 def describe_fallback(
     attention: AttentionBackend, model: nn.Module | None, *, device: torch.device, products: torch.dtype | None
 ) -> Iterator[str]:
-    """A line for each width of a model's heads that xformers has no kernel for.
+    """Yield a line for each width of a model's heads that xformers has no kernel for.
 
     Args:
         model: may be an outline (clipmill.train.engine.task); None if the task has none.
@@ -258,7 +258,7 @@ def describe_fallback(
 def _first_that_works(
     settings: ClipSettings, *, device: torch.device, products: torch.dtype | None
 ) -> tuple[AttentionChoice, str]:
-    """The name of the backend of `--attention auto` on a GPU, and the reason."""
+    """Return the name of the backend of `--attention auto` on a GPU, and the reason."""
     capability = torch.cuda.get_device_capability(device)
     if (measured := FASTEST.get(capability)) is not None:
         return measured, f"the fastest on GPUs of compute capability {'.'.join(map(str, capability))}"
@@ -278,7 +278,7 @@ def _kernels(
     products: torch.dtype | None,
     packing: Packing | None = None,
 ) -> Kernels:
-    """The kernels of a backend for clips or, with `packing`, for captions."""
+    """Return the kernels of a backend for clips or, with `packing`, for captions."""
     size = size_of(settings.model, settings.towers)
     trunk = size.video.trunk if packing is None else size.text.trunk
     heads = (trunk.num_heads, trunk.width // trunk.num_heads)

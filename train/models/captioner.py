@@ -42,7 +42,7 @@ class CrossAttention(nn.Module):
         self.out_proj = Linear(width, width)
 
     def keys_and_values(self, video_VND: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the videos, each [V, N, H, K]."""
+        """Return the keys and values of the videos, each [V, N, H, K]."""
         k_VNHK, v_VNHK = self.kv_proj(video_VND).unflatten(2, (2, self.num_heads, -1)).unbind(2)
         return k_VNHK, v_VNHK
 
@@ -202,7 +202,7 @@ GPT2_SIZES: dict[Gpt2Name, Gpt2Size] = {
 
 
 def gpt2_size(name: Gpt2Name, *, vocabulary_size: int = VOCABULARY_SIZE, context_length: int | None = None) -> Gpt2Size:
-    """Dimensions by name, with another vocabulary size or context length."""
+    """Return the dimensions by name, with another vocabulary size or context length."""
     size = GPT2_SIZES[name]
     return replace(size, vocabulary_size=vocabulary_size, context_length=context_length or size.context_length)
 
@@ -222,7 +222,7 @@ class Gpt2(nn.Module):
         nn.init.normal_(self.token_embedding.weight, std=_STD)
 
     def forward(self, tokens_RL: Tensor, video_VND: Tensor) -> Tensor:
-        """Logits [R, L, W] of the token after each given one."""
+        """Return the logits [R, L, W] of the token after each given one."""
         return self.logits(self.transformer(self.embed(tokens_RL), video_VND))
 
     def embed(self, tokens_RL: Tensor, *, begin: int = 0) -> Tensor:
@@ -234,7 +234,7 @@ class Gpt2(nn.Module):
         return x_RLD
 
     def logits(self, x_RLD: Tensor) -> Tensor:
-        """Logits [R, L, W] from the last block's output and the token embedding."""
+        """Return the logits [R, L, W] from the last block's output and the token embedding."""
         return linear_for_few(self.ln_final(x_RLD), self.token_embedding.weight)
 
     def start(
@@ -282,7 +282,7 @@ class VideoTower(Protocol):
         """E."""
 
     def tokens(self, video_BCTHW: Tensor) -> Tensor:
-        """All tokens of normalised clips [V, C, T, H, W] after the last norm, [V, N, E]."""
+        """Return all tokens of normalised clips [V, C, T, H, W] after the last norm, [V, N, E]."""
 
 
 class Captioner(nn.Module):
@@ -300,7 +300,7 @@ class Captioner(nn.Module):
         return self.decoder(tokens.flatten(0, -2), self.encode(video_VCTHW))  # type: ignore[no-any-return]
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:
-        """The encoder output that the decoder attends to, [V, N, D]."""
+        """Return the encoder output that the decoder attends to, [V, N, D]."""
         x_VNE = tower_of(self).tokens(video_VCTHW)
         return x_VNE if self.projection is None else self.projection(x_VNE)
 
@@ -309,11 +309,11 @@ class Captioner(nn.Module):
         return self.decoder.start(self.encode(video_VCTHW), num_tokens=num_tokens, rows_per_video=rows_per_video)
 
     def step(self, tokens_RL: Tensor, cache: TextCache) -> Tensor:
-        """Logits [R, K] of the next tokens; see `Gpt2.step`."""
+        """Return the logits [R, K] of the next tokens; see `Gpt2.step`."""
         return self.decoder.step(tokens_RL, cache)
 
 
 def tower_of(model: nn.Module) -> VideoTower:
-    """The video tower of a captioner or of a part of one."""
+    """Return the video tower of a captioner or of a part of one."""
     tower: VideoTower = model.video  # type: ignore[assignment]
     return tower

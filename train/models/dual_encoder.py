@@ -73,7 +73,7 @@ SIZES: dict[str, DualEncoderSize] = {
 
 
 def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
-    """Dimensions by model name, with the changes that the settings make.
+    """Return the dimensions by model name, with the changes that the settings make.
 
     Raises:
         UserError: the heads of a tower cannot share its width.

@@ -68,7 +68,7 @@ def hub_files(reference: str, what: str) -> Iterator[None]:
 
 
 def flatten_tokens(tokens: Tensor, *, channels_last: bool = False) -> Tensor:
-    """Tokens [B, N, D] of tokens, or of a feature map [B, D, H, W] or [B, H, W, D]."""
+    """Return the tokens [B, N, D] of tokens, or of a feature map [B, D, H, W] or [B, H, W, D]."""
     if tokens.ndim == 4:
         return tokens.flatten(1, 2) if channels_last else tokens.flatten(2).transpose(1, 2)
     return tokens
@@ -177,7 +177,7 @@ class HuggingFace:
         return tokenize
 
     def _limit(self, name: str) -> int | None:
-        """The most tokens of a text that a model has positions for; None if it does not say."""
+        """Return the most tokens of a text that a model has positions for; None if it does not say."""
         config = self.config(name)
         limit = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
         with torch.device("meta"):
@@ -247,7 +247,7 @@ def read_processor(name: str) -> dict[str, Any]:
 
 
 def _file_of(name: str, file: str) -> Path | None:
-    """A file of a folder or of a model on the Hub; None if it has none."""
+    """Return a file of a folder or of a model on the Hub; None if it has none."""
     from transformers.utils.hub import cached_file
 
     if Path(name).is_dir():
@@ -271,7 +271,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _of_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]:
-    """A processor that divides bytes by 255 and normalises, which gives what the given one gives."""
+    """Return a processor that divides bytes by 255 and normalises, which gives what the given one gives."""
     if processor.get("do_normalize") is False:
         processor = {**processor, "image_mean": [0.0] * _COLOURS, "image_std": [1.0] * _COLOURS}
     factor, is_rescaled = processor.get("rescale_factor"), processor.get("do_rescale") is not False
@@ -300,7 +300,7 @@ def is_triple(value: Any, within: Range) -> bool:
 
 
 def _build_half(config: Any, part: str) -> nn.Module:
-    """A new model: of the configuration itself, or of its vision_config or text_config."""
+    """Return a new model: of the configuration itself, or of its vision_config or text_config."""
     import transformers
 
     part_config = getattr(config, part, config)
@@ -334,7 +334,7 @@ def read_hf(folder: Path) -> dict[str, Tensor]:
 
 
 def _pictures(model: nn.Module, pictures_BCHW: Tensor) -> dict[str, Tensor]:
-    """The arguments of a model for pictures; the NaFlex towers of SigLIP 2 take patches, row by row."""
+    """Return the arguments of a model for pictures; the NaFlex towers of SigLIP 2 take patches, row by row."""
     config: Any = model.config
     if config.model_type != "siglip2_vision_model":
         return {"pixel_values": pictures_BCHW}

@@ -48,13 +48,13 @@ _CLIPS_MEAN, _CLIPS_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26
 
 
 def library_of(reference: str) -> tuple[Any, str]:
-    """The library of a tower, and the tower's name there."""
+    """Return the library of a tower, and the tower's name there."""
     library, _, name = reference.partition(":")
     return _LIBRARIES[library], name
 
 
 def unknown_name_error(reference: str, known: Iterable[str]) -> UserError:
-    """The error for a name that a library does not know, with the nearest ones."""
+    """Return the error for a name that a library does not know, with the nearest ones."""
     near = get_close_matches(reference.partition(":")[2], list(known), n=3, cutoff=0.4)
     library = reference.partition(":")[0]
     return UserError(f"{library} has no tower {reference}", hint=f"nearest: {', '.join(near) or 'none'}")
@@ -128,7 +128,7 @@ class _OpenClip:
             return open_clip.get_tokenizer(name, context_length=context_length)
 
     def config(self, name: str) -> dict[str, Any]:
-        """The configuration of a model; raises a UserError if there is none of that name."""
+        """Return the configuration of a model; raises a UserError if there is none of that name."""
         import open_clip
 
         config = None
@@ -204,7 +204,7 @@ def preprocessing_of(reference: str) -> Preprocessing:
 
 @cache
 def context_length_of(reference: str) -> int:
-    """Number of tokens of the texts of a text tower."""
+    """Return the number of tokens of the texts of a text tower."""
     library, name = library_of(reference)
     return library.context_length(name)
 
@@ -222,7 +222,7 @@ class Outline:
 
 @cache
 def image_outline(reference: str, size_px: int) -> Outline:
-    """The outline of an image tower for pictures of a size, which is tried on the meta device.
+    """Return the outline of an image tower for pictures of a size, which is tried on the meta device.
 
     Raises:
         UserError: there is no such tower, or it takes pictures of another size.
@@ -249,7 +249,7 @@ def image_outline(reference: str, size_px: int) -> Outline:
 
 @cache
 def text_outline(reference: str, pooling: Pooling) -> Outline:
-    """The outline of a text tower; raises a UserError if there is no such tower."""
+    """Return the outline of a text tower; raises a UserError if there is no such tower."""
     library, name = library_of(reference)
     with torch.device("meta"):
         model = library.text(name, None).eval()
@@ -268,7 +268,7 @@ def _no_tower(reference: str, what: str, error: Exception) -> UserError:
 
 @cache
 def tokenizer_of(reference: str, context_length: int) -> Tokenize:
-    """The tokenizer of a text tower: a text to int64 ids [context_length]."""
+    """Return the tokenizer of a text tower: a text to int64 ids [context_length]."""
     library, name = library_of(reference)
     tokenize, lock = library.tokenizer(name, context_length), Lock()
 
@@ -324,7 +324,7 @@ def _numbered_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def num_heads_of(width: int) -> int:
-    """Number of heads for attention of a width that no published size has."""
+    """Return the number of heads for attention of a width that no published size has."""
     return width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1
 
 
@@ -396,13 +396,13 @@ class LibraryImage(LibraryTower):
         return features_BW if self.proj is None else features_BW @ self.proj
 
     def features(self, video_BCTHW: Tensor) -> Tensor:
-        """The library's embeddings of frames, pooled over time, [B, W]."""
+        """Return the library's embeddings of frames, pooled over time, [B, W]."""
         num_clips = len(video_BCTHW)
         x_BTW = self.library.embed(self.model, _frames(video_BCTHW)).unflatten(0, (num_clips, -1))
         return x_BTW.mean(1) if self.pool is None else self.pool(x_BTW, self.temporal_embedding)
 
     def tokens(self, video_BCTHW: Tensor) -> Tensor:
-        """The last tokens of all frames, frame by frame, [B, T * N, D]."""
+        """Return the last tokens of all frames, frame by frame, [B, T * N, D]."""
         x_BTND = self.library.tokens(self.model, _frames(video_BCTHW)).unflatten(0, (len(video_BCTHW), -1))
         return x_BTND.flatten(1, 2)
 
@@ -437,7 +437,7 @@ class LibraryText(LibraryTower):
 def image_tower(
     size: VideoViTSize, *, image_px: int, num_frames: int, embedding_width: int | None, attend: Attend, towers: Towers
 ) -> LibraryImage:
-    """The tower that `--towers.image` names, for frames of `image_px`.
+    """Return the tower that `--towers.image` names, for frames of `image_px`.
 
     Raises:
         UserError: its library has none of that name, or it takes pictures of another size.
@@ -457,7 +457,7 @@ def image_tower(
 
 
 def text_tower(towers: DualEncoderTowers, *, embedding_width: int) -> LibraryText:
-    """The tower that `--towers.text` names.
+    """Return the tower that `--towers.text` names.
 
     Raises:
         UserError: its library has none of that name.

@@ -46,7 +46,7 @@ class SpaceTimeBlock(Block):
         return x_BLD + (changed_BLD if branches is None else changed_BLD * branches[1])
 
     def _attend(self, attention: SelfAttention, x_BLD: Tensor, *, over_time: bool) -> Tensor:
-        """Attention of the class token to all tokens, and of patches to it and to the patches of their group."""
+        """Return attention of the class token to all tokens, and of patches to it and to the patches of their group."""
         qkv = attention.product(x_BLD, attention.in_proj_bias)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
 
@@ -66,7 +66,7 @@ class SpaceTimeBlock(Block):
 
 
 def space_time(size: TransformerSize, *, num_frames: int, attend: Attend, drop_path: Sequence[float] = ()) -> Stack:
-    """A stack of LaViLa's blocks."""
+    """Return a stack of LaViLa's blocks."""
     blocks = (SpaceTimeBlock(size, num_frames=num_frames, attend=attend) for _ in range(size.depth))
     return Stack(blocks, drop_path=drop_path)
 
@@ -84,7 +84,7 @@ def attend_short(
     first: tuple[Tensor, Tensor] | None = None,
     per_tile: int | None = None,
 ) -> Tensor:
-    """Attention within many short sequences, S of length L for each item, [B, S, L, H, K] in and out.
+    """Return attention within many short sequences, S of length L for each item, [B, S, L, H, K] in and out.
 
     A GPU computes attention in tiles of 64 or 128 queries by as many keys, of a single sequence: with a few frames,
     `attend` would fill some percent of them. So several sequences lie side by side in a tile, and a mask separates

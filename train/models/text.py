@@ -119,7 +119,7 @@ def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
 
 
 def _open_clip_tokenizer_module() -> Any:
-    """The module open_clip.tokenizer, without the rest of open_clip.
+    """Return the module open_clip.tokenizer, without the rest of open_clip.
 
     The package's __init__ imports all of its models, timm, torchvision and transformers: 2 s at the start of a run that
     needs none of them.

@@ -446,7 +446,7 @@ def drop_path_of(probability: float, *, depth: int, is_rising: bool) -> tuple[fl
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """All blocks of a model: the units of sharding, checkpointing and compilation.
+    """Return all blocks of a model: the units of sharding, checkpointing and compilation.
 
     Blocks without parameters on this rank, such as the blocks of other pipeline stages, are omitted.
     """

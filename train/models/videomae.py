@@ -79,7 +79,7 @@ class VideoMAEEncoder(TokenTower):
         return x_BKD if self.ln_post is None else self.ln_post(x_BKD)
 
     def features(self, video_BCTHW: Tensor) -> Tensor:
-        """The mean of the tokens of all cubes, [B, D]."""
+        """Return the mean of the tokens of all cubes, [B, D]."""
         return self(video_BCTHW).mean(1)
 
 
@@ -225,7 +225,7 @@ def predicted_cubes(masked_BN: Tensor, decoded_BN: Tensor | None = None, *, coun
 
 
 def count_true(chosen_BN: Tensor) -> int:
-    """Number of true values in each row; synchronises with the device. ValueError if rows differ."""
+    """Return the number of true values in each row; synchronises with the device. ValueError if rows differ."""
     counts = set(chosen_BN.sum(1).tolist())
     if len(counts) != 1:
         raise ValueError(f"clips of a batch have different numbers of cubes: {sorted(counts)}")

@@ -44,7 +44,7 @@ class Ema:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The averages by tensor name, not copied; DTensors for sharded weights."""
+        """Return the averages by tensor name, not copied; DTensors for sharded weights."""
         return dict(self._averages)
 
     @torch.no_grad()
@@ -77,6 +77,6 @@ class Ema:
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters and buffers of a model by plain name."""
+    """Return all parameters and buffers of a model by plain name."""
     reshard(model)
     return {plain_name(name): one for name, one in chain(model.named_parameters(), model.named_buffers())}

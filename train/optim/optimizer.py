@@ -33,7 +33,7 @@ class ForeachOptimizer(Optimizer):
     found_inf: torch.Tensor | None = None
 
     def start(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The initial state of a parameter."""
+        """Return the initial state of a parameter."""
         raise NotImplementedError
 
     def update(self, trained: Sequence[torch.Tensor], group: dict[str, Any]) -> None:

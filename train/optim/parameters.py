@@ -81,7 +81,7 @@ def rename_as_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the prefixes of DDP, torch.compile and checkpointing."""
+    """Return a parameter's name without the prefixes of DDP, torch.compile and checkpointing."""
     return _WRAPPERS.sub("", name)
 
 
@@ -101,7 +101,7 @@ def _largest_numbers(names: Iterable[str]) -> dict[str, int]:
 
 
 def layers_above(names: Iterable[str], *, depths: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Number of layers of the same tower above each parameter: 0 for a head, 1 for the last block, ...
+    """Return the number of layers of the same tower above each parameter: 0 for a head, 1 for the last block, ...
 
     A tower is any module with numbered blocks; everything before its blocks is its lowest layer. Layer-wise decay
     (BEiT, VideoMAE) multiplies a parameter's learning rate by decay ** layers_above.

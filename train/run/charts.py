@@ -149,7 +149,7 @@ def add_evaluation(run: RunFolder, track: TrackSettings, result: Mapping[str, An
 
 
 def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Names and values of the numbers in a result; lists are about single samples."""
+    """Yield the names and values of the numbers in a result; lists are about single samples."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{name}/")

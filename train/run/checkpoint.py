@@ -57,13 +57,13 @@ class CheckpointMetadata:
     base: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self, files: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of checkpoint.json, with the size and checksum of each other file."""
+        """Return the content of checkpoint.json, with the size and checksum of each other file."""
         content = {"format": CHECKPOINT_FORMAT, **asdict(self), "files": dict(files)}
         return {**content, "checksum": _checksum_of(content)}
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """The step in the name of a checkpoint; None if it has another name."""
+    """Return the step in the name of a checkpoint; None if it has another name."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 
@@ -94,7 +94,7 @@ def all_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the highest step, or None."""
+    """Return the checkpoint with the highest step, or None."""
     checkpoints = all_checkpoints(folder)
     return checkpoints[max(checkpoints)] if checkpoints else None
 
@@ -117,7 +117,7 @@ def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetada
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings that a checkpoint was trained with, by flag; UserError if they cannot be read."""
+    """Return the settings that a checkpoint was trained with, by flag; UserError if they cannot be read."""
     try:
         return dict(content_of(path)["settings"])
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -231,7 +231,7 @@ def check_fits(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torc
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Size and checksum of a file."""
+    """Return the size and checksum of a file."""
     with path.open("rb") as file:
         return {"size_bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -249,7 +249,7 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def removal_hint(path: Path) -> str:
-    """The hint for a checkpoint that cannot be used: what takes its place once it is removed."""
+    """Return the hint for a checkpoint that cannot be used: what takes its place once it is removed."""
     step = checkpoint_step(path)
     before = [name for number, name in all_checkpoints(path.parent).items() if step is not None and number < step]
     if not before:

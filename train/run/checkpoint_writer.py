@@ -104,7 +104,7 @@ class CheckpointWriter:
             _remove(checkpoints[step])
 
     def _scores(self) -> dict[int, float]:
-        """The value of the selected metric in each checkpoint that has it, negated if lower is better."""
+        """Return the value of the selected metric in each checkpoint that has it, negated if lower is better."""
         scores: dict[int, float] = {}
         for step, path in all_checkpoints(self._folder).items() if self._best is not None else ():
             try:

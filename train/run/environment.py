@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def installed_version(distribution: str) -> str:
-    """Version of a package, or "not installed". It is read once per process."""
+    """Return the version of a package, or "not installed". It is read once per process."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -48,7 +48,7 @@ def installed_version(distribution: str) -> str:
 
 
 def processor() -> str:
-    """Name of the processor."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -61,7 +61,7 @@ PACKAGES_FACT = "packages"
 
 
 def packages_of(parts: Iterable[NamedPart]) -> dict[str, str]:
-    """The packages besides clipmill that parts are of, with their versions, as run.json has them."""
+    """Return the packages besides clipmill that parts are of, with their versions, as run.json has them."""
     packages = {f"{one.parts.noun} {one.name}": one.parts.package_of(one.name) for one in parts}
     return {part: package for part, package in packages.items() if package is not None}
 

@@ -123,11 +123,11 @@ class RunFolder:
         return hold_folder(self.path, work="trains", wait_s=wait_s)
 
     def read_facts(self) -> dict[str, Any]:
-        """The content of run.json, {} if it does not exist yet; UserError if it is damaged."""
+        """Return the content of run.json, {} if it does not exist yet; UserError if it is damaged."""
         return read_object(self.facts) if self.facts.exists() else {}
 
     def require_facts(self) -> dict[str, Any]:
-        """The content of run.json; UserError if it is missing or damaged."""
+        """Return the content of run.json; UserError if it is missing or damaged."""
         if not self.facts.exists():
             raise UserError(f"{self.facts} is missing", hint="restore the run's files, or start a new run")
         return self.read_facts()
@@ -141,13 +141,13 @@ class RunFolder:
             )
 
     def latest_checkpoint(self) -> Path | None:
-        """The latest checkpoint; None if there is none."""
+        """Return the latest checkpoint; None if there is none."""
         from clipmill.train.run.checkpoint import latest_checkpoint
 
         return latest_checkpoint(self.checkpoints)
 
     def require_checkpoint(self) -> Path:
-        """The latest checkpoint; UserError if there is none."""
+        """Return the latest checkpoint; UserError if there is none."""
         path = self.latest_checkpoint()
         if path is None:
             raise UserError(f"{self.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")

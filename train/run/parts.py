@@ -79,7 +79,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, free: frozens
 
 
 def _value_texts(*values: object) -> list[str]:
-    """Values in words; where one of them is long, the part from where they differ."""
+    """Return the values in words; where one of them is long, the part from where they differ."""
     texts = [str(value) for value in values]
     if max(map(len, texts)) <= _MAX_WHOLE:
         return texts
@@ -90,7 +90,7 @@ def _value_texts(*values: object) -> list[str]:
 
 
 def missing_parts(parts: Sequence[P], out: Path, *, world: "World", progress: "Progress") -> list[P]:
-    """The parts that are not finished; the first rank looks for all."""
+    """Return the parts that are not finished; the first rank looks for all."""
     missing = world.first(lambda: [number for number, part in enumerate(parts) if not part.path(out).is_file()])
     if len(missing) < len(parts):
         progress.say(f"resumed: {len(parts) - len(missing)} of {count_noun(len(parts), 'part')} finished")

@@ -213,7 +213,7 @@ def counting_batches() -> Iterator[None]:
 
 
 def counted_batches(batches: "Iterable[LoadedBatch]", what: str, *, total: int | None) -> "Iterator[LoadedBatch]":
-    """The batches; their samples are counted and shown within `counting_batches`.
+    """Yield the batches; their samples are counted and shown within `counting_batches`.
 
     Args:
         what: Participle for what is done with them, such as "embedding".

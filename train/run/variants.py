@@ -28,7 +28,7 @@ Recorded = Mapping[str, Mapping[str, Any]]
 
 
 def evaluated_data(settings: ClipSettings) -> list[str]:
-    """The data of --evaluate.shards that a run evaluates and does not train on."""
+    """Return the data of --evaluate.shards that a run evaluates and does not train on."""
     named = [one.shards for one in settings.evaluated() if one.shards is not None] if settings.evaluate.every else []
     run_folders = set(map(normalise_address, settings.folders))
     return [one for one in dict.fromkeys(named) if normalise_address(one) not in run_folders]
@@ -51,7 +51,7 @@ def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[st
 def _variants_of(
     folders: Sequence[str], where: str | None, *, columns: Sequence[str], cache: Path | None
 ) -> list[Recorded]:
-    """The variants of each data folder that are read; {} for tars."""
+    """Return the variants of each data folder that are read; {} for tars."""
     names = [*columns]
     if where is not None:
         from clipmill.shards.where import parse_where
@@ -184,7 +184,7 @@ def _has_variant(address: str, column: str, variant: str) -> bool:
 def _how_to_make_again(
     address: str, column: str, variant: Mapping[str, Any], *, current: str | None, cache: Path | None
 ) -> str:
-    """The command that makes a variant again, and its settings, as far as the current variant has others."""
+    """Return the command that makes a variant again, and its settings, as far as the current variant has others."""
     recipe, usual = dict(variant.get("recipe", {})), {}
     if current is not None:
         # The small files of a bucket's current variant are copied.
@@ -205,12 +205,12 @@ def _value_text(value: object) -> str:
 
 
 def _verified_recipe(directory: Path) -> dict[str, Any]:
-    """The recipe of a variant; {} if it has none. Raises UserError if it is damaged."""
+    """Return the recipe of a variant; {} if it has none. Raises UserError if it is damaged."""
     return Variant(directory).recipe if (directory / RECIPE_FILE).exists() else {}
 
 
 def _recipe(path: Path, column: str, variant: str) -> dict[str, Any]:
-    """The recipe of a variant, for a message; {} if it cannot be read."""
+    """Return the recipe of a variant, for a message; {} if it cannot be read."""
     try:
         return Variant(variant_dir(path, column, variant)).recipe
     except UserError:

@@ -67,7 +67,7 @@ def _trunk(trunk: TransformerSize, width: int, depth: int, num_heads: int | None
 
 
 def model_like(source: Source) -> ModelName:
-    """The name of a model with patches as the weights have; b16 if none has."""
+    """Return the name of a model with patches as the weights have; b16 if none has."""
     conv = source.converted.tensors.get(CONV)
     names: list[ModelName] = ["b16", "l14"]
     return next((one for one in names if conv is not None and PATCH_PX[one] == conv.shape[-1]), "b16")
@@ -92,7 +92,7 @@ def picture_px_of(source: Source, *, default: int) -> int:
 
 
 def num_frames_of(source: Source, *, default: int) -> int:
-    """Number of frames that the weights have a temporal embedding of."""
+    """Return the number of frames that the weights have a temporal embedding of."""
     temporal = source.converted.tensors.get(TEMPORAL_EMBEDDING)
     return default if temporal is None else len(temporal) * (source.tubelet or 1)
 

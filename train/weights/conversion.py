@@ -226,7 +226,7 @@ def any_begins(names: Iterable[str], *prefixes: str) -> bool:
 
 
 def kind_of_tensors(names: Iterable[str]) -> Kind | None:
-    """The kind of the video tower among parameters of our names; None without one."""
+    """Return the kind of the video tower among parameters of our names; None without one."""
     video = [name for name in names if name.startswith("video.")]
     if any(name.startswith("video.model.") for name in video):
         return "library"
@@ -267,7 +267,7 @@ def require_float_weights(state: Tensors, *, source: object) -> None:
 
 
 def by_origin(converted: ConvertedStateDict) -> dict[str, torch.Tensor]:
-    """The converted tensors by their names in the source."""
+    """Return the converted tensors by their names in the source."""
     return {converted.origins[name]: tensor for name, tensor in converted.tensors.items()}
 
 

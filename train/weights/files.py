@@ -33,7 +33,7 @@ _DAMAGED = "correct it, or get the folder again"
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is no such file.
+    """Return the JSON object in a file; None if there is no such file.
 
     Raises:
         UserError: it cannot be read, or a value has a type or is in a range that its key does not take.
@@ -74,7 +74,7 @@ def as_config(config_class: Callable[..., Any], given: Mapping[str, Any], *, key
 
 
 def colours(values: Any) -> Mean | None:
-    """The values of a configuration for R, G and B; None if it has none."""
+    """Return the values of a configuration for R, G and B; None if it has none."""
     if values is None:
         return None
     red, green, blue = (float(value) for value in values)
@@ -183,7 +183,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def weights_file(folder: Path) -> Path:
-    """The file of weights in a folder, or the index of its shards; UserError if there is none."""
+    """Return the file of weights in a folder, or the index of its shards; UserError if there is none."""
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return folder / name
@@ -191,7 +191,7 @@ def weights_file(folder: Path) -> Path:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict in a file, or in the shards that an index names, on the CPU.
+    """Return the state dict in a file, or in the shards that an index names, on the CPU.
 
     Raises:
         UserError: the file cannot be read, is damaged, holds no tensors, or would run a program.
@@ -237,7 +237,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def without_prefixes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors without a prefix of wrappers on all names: DDP's `module.`, torch.compile's `_orig_mod.`."""
+    """Return the tensors without a prefix of wrappers on all names: DDP's `module.`, torch.compile's `_orig_mod.`."""
     names = list(state)
     for _ in range(len(_PREFIXES)):
         for prefix in _PREFIXES:
@@ -247,7 +247,7 @@ def without_prefixes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def _read_shards(index: Path) -> dict[str, torch.Tensor]:
-    """The tensors of all shards, as transformers writes models that are larger than a file may be."""
+    """Return the tensors of all shards, as transformers writes models that are larger than a file may be."""
     try:
         shard_of = parse_json(index.read_bytes())["weight_map"]
         names = sorted(set(shard_of.values()))
@@ -321,7 +321,7 @@ def _read_openai_archive(path: Path) -> dict[str, torch.Tensor]:
 
 
 def openai_digests() -> frozenset[str]:
-    """SHA-256 of the archives that OpenAI published, from the addresses in open_clip's list."""
+    """Return SHA-256 of the archives that OpenAI published, from the addresses in open_clip's list."""
     from open_clip.pretrained import get_pretrained_url, list_pretrained_models_by_tag
 
     addresses = [get_pretrained_url(name, "openai") for name in list_pretrained_models_by_tag("openai")]
@@ -333,7 +333,7 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
 
 
 def hub_folder(name: str, *, files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES), what: str = "weights") -> Path:
-    """The folder of a model of the Hub, from its cache, else downloaded.
+    """Return the folder of a model of the Hub, from its cache, else downloaded.
 
     Args:
         files: patterns of the files that are needed.

@@ -62,7 +62,7 @@ from_hf, to_hf = NAMES.read, NAMES.write
 
 
 def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from the config.json and the processor (`read_processor`) of a CLIPModel.
+    """Return facts from the config.json and the processor (`read_processor`) of a CLIPModel.
 
     Raises:
         UserError: the model computes something that the towers here do not.
@@ -211,7 +211,7 @@ _SIGMA = "(?<=[\\p{Lu}\\p{Ll}\\p{Lt}])\u03a3(?!\\p{M}*[\\p{Lu}\\p{Ll}\\p{Lt}])"
 
 
 def cleaning_normalizer() -> Any:
-    """The normaliser (`tokenizers.normalizers.Sequence`)."""
+    """Return the normaliser (`tokenizers.normalizers.Sequence`)."""
     from tokenizers import Regex, normalizers
 
     rules = (*_replacements(), None, *_without_semicolons(), (Regex(r"\s+"), " "))
@@ -223,7 +223,7 @@ def cleaning_normalizer() -> Any:
 
 
 def _replacements() -> Iterator[tuple[Any, str]]:
-    """Texts or patterns, and what replaces them, in the order in which ftfy replaces them."""
+    """Yield the texts or patterns, and what replaces them, in the order in which ftfy replaces them."""
     from open_clip import tokenizer as theirs
     from tokenizers import Regex
 

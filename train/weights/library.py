@@ -90,7 +90,7 @@ def library_facts(folder: Path) -> SourceFacts:
 
 
 def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _PLAIN) -> SourceFacts:
-    """Facts from the entry of a tag of open_clip, whose weights are for `towers`."""
+    """Return facts from the entry of a tag of open_clip, whose weights are for `towers`."""
     mean, std = (colours(None if entry.get(name) is None else list(entry[name])) for name in ("mean", "std"))
     is_other = entry.get("quick_gelu") and not (towers.image or "").endswith("-quickgelu")
     remarks = ("trained with QuickGELU, which open_clip:NAME-quickgelu has",) if is_other else ()

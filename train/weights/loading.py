@@ -472,5 +472,5 @@ def _sizes_of(shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def depth_of(shapes: Mapping[str, Shape], tower: str) -> int:
-    """Number of blocks of a tower."""
+    """Return the number of blocks of a tower."""
     return len({name.split(".")[3] for name in shapes if name.startswith(f"{tower}.transformer.resblocks.")})

@@ -66,7 +66,7 @@ _POOLING = frozenset({"pool_type", "proj_type"})
 
 
 def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from `model_cfg` and `preprocess_cfg` of open_clip_config.json, or from the entry of a tag.
+    """Return facts from `model_cfg` and `preprocess_cfg` of open_clip_config.json, or from the entry of a tag.
 
     Raises:
         UserError: the model computes something that the towers here do not.

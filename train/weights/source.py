@@ -87,7 +87,7 @@ KINDS: dict[str, str] = {
 
 
 def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """The settings with the tower's kind, cubes, activation, eps and normalisation that the weights have.
+    """Return the settings with the tower's kind, cubes, activation, eps and normalisation that the weights have.
 
     Raises:
         UserError: the settings say another kind of tower than the weights are of.
@@ -161,7 +161,7 @@ def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) 
 
 
 def _with_normalisation(settings: Clips) -> Clips:
-    """The settings with the normalisation of the tower's kind unless the user gave another."""
+    """Return the settings with the normalisation of the tower's kind unless the user gave another."""
     kind, init = kind_of(settings.towers), settings.init
     if kind == "clip" or kind not in KINDS:
         return settings
@@ -195,7 +195,7 @@ def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
 
 
 def _with_modules_of(settings: Clips, source: Source, *, say: Say) -> Clips:
-    """The settings with the towers that weights of a run, or with divided attention, are of."""
+    """Return the settings with the towers that weights of a run, or with divided attention, are of."""
     names, towers, theirs = source.converted.tensors, settings.towers, source.facts.towers
     changes: dict[str, Any] = {}
     if source.kind == LIBRARY and towers.image is None and towers.kind in (None, LIBRARY):

@@ -51,7 +51,7 @@ FORMATS = {one.name: one for one in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEO
 
 
 def detect_format(names: Iterable[str]) -> Format:
-    """The format of a state dict, by the names of its tensors.
+    """Return the format of a state dict, by the names of its tensors.
 
     Raises:
         UserError: no format has such names, or a tower is of another kind.
@@ -69,7 +69,7 @@ def detect_format(names: Iterable[str]) -> Format:
 
 
 def facts_in(folder: Path) -> SourceFacts | None:
-    """Facts from the configuration files in a folder; None if it has none.
+    """Return facts from the configuration files in a folder; None if it has none.
 
     Raises:
         UserError: a file is damaged, or of a model that the towers here cannot be.
@@ -153,7 +153,7 @@ def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
 
 
 def _open_source(init: Init, towers: Towers) -> Source:
-    """The weights of one source."""
+    """Return the weights of one source."""
     assert init.weights is not None
     path, match = place_of_weights(init.weights), NAME_AND_TAG.fullmatch(init.weights)
     if is_run(path):
@@ -192,7 +192,7 @@ _TOWERS = "towers."
 
 
 def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Source:
-    """The weights of a run's latest checkpoint, or of the one that is named; averages if it kept some.
+    """Return the weights of a run's latest checkpoint, or of the one that is named; averages if it kept some.
 
     Raises:
         UserError: it has no checkpoint, or one that cannot be read.
@@ -239,7 +239,7 @@ def _towers_in(settings: Mapping[str, Any]) -> DualEncoderTowers:
 
 
 def base_of(source: Source, init: Init, *, names: Iterable[str], scale: float) -> Base:
-    """The base made of some tensors of a source, which the settings name."""
+    """Return the base made of some tensors of a source, which the settings name."""
     assert init.weights is not None
     names, text = sorted(names), getattr(init, "text", None)
     return Base(

@@ -57,14 +57,14 @@ SHARED_NAMES = {
 
 
 def to_our_layout(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A flat mask token; patches instead of cubes of one frame."""
+    """Return a flat mask token; patches instead of cubes of one frame."""
     if name == _MASK_TOKEN:
         return tensor.flatten()
     return tensor[:, :, 0] if name == CONV and tensor.ndim == _CUBE_DIMS and tensor.shape[2] == 1 else tensor
 
 
 def to_their_layout(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The mask token as [1, 1, D]; cubes of one frame instead of patches."""
+    """Return the mask token as [1, 1, D]; cubes of one frame instead of patches."""
     if name == _MASK_TOKEN:
         return tensor[None, None]
     return tensor[:, :, None] if name == CONV and tensor.ndim == _IMAGE_DIMS else tensor
@@ -231,7 +231,7 @@ _KEYS = (
 
 
 def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from the config.json and the processor (`read_processor`) of a VideoMAE.
+    """Return facts from the config.json and the processor (`read_processor`) of a VideoMAE.
 
     Raises:
         UserError: the model computes something that the towers here do not.
@@ -280,7 +280,7 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
 def exported_videomae(
     settings: ClipSettings, weights: Tensors, *, shape: ModelShape, form: str, model: Mapping[str, Any]
 ) -> Exported:
-    """A model with a videomae tower, as VideoMAE's own checkpoint or as a folder of transformers.
+    """Return a model with a videomae tower, as VideoMAE's own checkpoint or as a folder of transformers.
 
     Args:
         form: videomae or hf.
