@@ -1,7 +1,8 @@
 """Losses of a batch: InfoNCE and FastCLIP's MBCL, SigLIP, max-margin.
 
 `info_nce` is the definition of InfoNCE, differentiated by autograd. Runs use the classes below it: they compute
-gradients in closed form, block by block, and never store the logits and probabilities that autograd would keep.
+gradients in closed form, block by block, and never store the logits and probabilities that autograd would keep; that
+takes half of the CPU time (docs/losses.md).
 
 b: pairs of this rank. B: pairs of all ranks. E: embedding width. R: pairs of a block of rows.
 """
