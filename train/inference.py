@@ -183,7 +183,7 @@ class LoadedModel:
         return normalisation_of(self.settings)
 
     def _clips(self, clips: Clips) -> torch.Tensor:
-        """Normalised clips [B, C, T, H, W] on the device."""
+        """Return normalised clips [B, C, T, H, W] on the device."""
         if isinstance(clips, Mapping):
             if "video" in clips and clips["video"].ndim == _CLIP_DIMS:
                 return self._of_rgb(clips["video"])
@@ -206,7 +206,7 @@ class LoadedModel:
         return send(array, self.device).float()
 
     def _of_rgb(self, frames_BTHWC: torch.Tensor) -> torch.Tensor:
-        """Normalised clips of RGB frames, whose centre squares are resized where they have another size."""
+        """Return normalised clips of RGB frames, whose centre squares are resized where they have another size."""
         settings = self.settings
         if settings.reads_latents:
             raise UserError(f"{self.opened.title} takes latents, and these are RGB frames", hint="encode them first")

@@ -85,7 +85,7 @@ class Steps:
         self._guard = StepGuard(device)
 
     def batches(self) -> Generator[LoadedBatch, None, None]:
-        """Batches on the device in training order, from the first one on."""
+        """Return batches on the device in training order, from the first one on."""
         opened = self._opened
         return prefetch(opened.samples.batches(position=0, max_failures=opened.settings.max_failures), opened.device)
 
@@ -323,7 +323,7 @@ def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> No
 
 
 def _times(work: Callable[[], object], *, seconds: float) -> list[float]:
-    """Seconds of each call of `work`, which is called until `seconds` have passed."""
+    """Return the seconds of each call of `work`, which is called until `seconds` have passed."""
     taken = list[float]()
     while sum(taken) < seconds:
         began_s = time.perf_counter()

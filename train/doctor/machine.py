@@ -345,5 +345,5 @@ def used_by_training(examined: Examined) -> Used:
 
 
 def as_json(examined: Examined) -> dict[str, Any]:
-    """Everything as plain values."""
+    """Return everything as plain values."""
     return {"machine": asdict(examined), "training": asdict(used_by_training(examined))}

@@ -167,7 +167,7 @@ def explain_out_of_memory(settings: TrainingSettings, world: World, *, device: t
 
 
 def available_bytes(device: torch.device) -> int:
-    """GPU memory that this process can use: what other processes leave, at most its memory fraction."""
+    """Return the GPU memory that this process can use: what others leave, at most its memory fraction."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     limit_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
     return min(limit_bytes, free_bytes + torch.cuda.memory_reserved(device))
@@ -202,7 +202,7 @@ def too_large(
 
 
 def fitting(at_once: int, *, before_bytes: int, peak_bytes: int, total_bytes: int) -> int | None:
-    """The largest power of two of samples that probably fits, given that `at_once` did not; None if not even one does.
+    """Return the largest power of two of samples that probably fits, as `at_once` did not; None if not even one does.
 
     A sample needs at least (peak - before) / at_once: the peak is where memory ran out, and not what a complete step
     would have needed. The result is therefore never more than half of `at_once`.

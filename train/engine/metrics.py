@@ -88,7 +88,7 @@ class Throughput:
         self.flops_per_step = _FORWARD_AND_BACKWARD * counter.num_flops
 
     def metrics(self, *, step_s: float, waited_s: float, num_samples: int) -> dict[str, float]:
-        """Metrics of a step that took `step_s`, including `waited_s` for data, with `num_samples` on all ranks.
+        """Return metrics of a step of `step_s`, including `waited_s` for data, with `num_samples` on all ranks.
 
         `gpu_memory_gb` is the peak of allocated memory since the run began, in 10^9 bytes. `mfu` is omitted if the
         peak FLOP/s of the GPU are not known.
@@ -148,7 +148,7 @@ def efficient_flops(
     *others: Any,
     **options: Any,
 ) -> int:
-    """FLOPs of the kernel that xformers calls, with batches [B, M, H, K]; torch's formula takes them [B, H, M, K]."""
+    """Return FLOPs of the kernel that xformers calls, with [B, M, H, K]; torch's formula takes [B, H, M, K]."""
     if cu_seqlens_q is not None:
         formula = flop_registry[torch.ops.aten._efficient_attention_forward]
         return int(formula(query, key, value, bias, cu_seqlens_q, *others, **options))
@@ -196,7 +196,7 @@ _OTHERS = re.compile(r"\bMIG\b|\b(Laptop|Max-Q|Mobile)\b|\bRTX \d+ (D|Ti|SUPER)\
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of a GPU by its name in torch, in bf16, fp16 or tf32; None if the table does not have it."""
+    """Return the peak FLOP/s of a GPU by its name in torch, in bf16, fp16 or tf32; None if the table lacks it."""
     names = [name for name in _TFLOPS if re.search(rf"(?<![\w-]){re.escape(name)}\b", device_name)]
     if not names or _OTHERS.search(device_name) or precision not in ("bf16", "fp16", "tf32"):
         return None
@@ -258,7 +258,7 @@ def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, worl
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | None:
-    """Names of the tensors that hold NaN or infinity, abbreviated; None if all are finite. All ranks call it.
+    """Name the tensors that hold NaN or infinity, abbreviated; None if all are finite. All ranks call it.
 
     Each rank checks its shards without copying them, and waits for the device once. Losses keep logarithms, which
     are -inf until a sample is first seen: there, only NaN and +inf count.
@@ -455,7 +455,7 @@ class Consumption:
 
 
 def _energy_j(device: torch.device) -> float | None:
-    """Energy that a GPU has used since its driver was loaded; None without a GPU that counts it."""
+    """Return the energy that a GPU has used since its driver was loaded; None without a GPU that counts it."""
     if device.type != "cuda":
         return None
     import pynvml

@@ -41,7 +41,7 @@ Samples = TypeVar("Samples", bound=NamedSamples)
 
 
 def launch_facts(settings: TrainingSettings, *, resume: object) -> Start:
-    """Command, versions and settings of this rank, as ranks compare them."""
+    """Return command, versions and settings of this rank, as ranks compare them."""
     values = flatten(
         {name: value for name, value in plain_values(asdict(settings)).items() if name not in MACHINE_FLAGS}
     )

@@ -66,7 +66,7 @@ class State:
         return self.trained if self.pipeline is None else self.model
 
     def repeated_parameters(self) -> list[nn.Parameter]:
-        """Parameters that an earlier pipeline stage holds too (tied weights)."""
+        """Return the parameters that an earlier pipeline stage holds too (tied weights)."""
         return [] if self.pipeline is None else self.pipeline.repeated
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -172,7 +172,7 @@ class State:
         return {name: parameter for name, parameter in named if id(parameter) in optimized}
 
     def _optimizer_tensors(self, table: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-        """Empty tensors for this rank's optimizer state in a checkpoint: {parameter name: {key: tensor}}."""
+        """Return empty tensors for this rank's optimizer state in a checkpoint: {parameter name: {key: tensor}}."""
         keys: dict[str, list[str]] = {}
         for name in table:
             if name.startswith("optimizer."):

@@ -50,7 +50,7 @@ class Task(Protocol):
     columns: tuple[str, ...]
 
     def training_set(self, world: World) -> TrainingSet:
-        """This rank's part of the training samples: `batch / world.size` of each batch."""
+        """Return this rank's part of the training samples: `batch / world.size` of each batch."""
         ...
 
     def build_model(self, samples: Any) -> nn.Module:
@@ -80,7 +80,7 @@ class StartableTask(Task, Protocol):
     """A task that the commands can start: its model can be initialised from weights, and run.json describes it."""
 
     def training_set(self, world: World) -> NamedSamples:
-        """This rank's part of the training samples."""
+        """Return this rank's part of the training samples."""
         ...
 
     def start_from(self, source: Source, samples: Any, *, say: Say) -> "Loaded":
@@ -88,11 +88,11 @@ class StartableTask(Task, Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Entries of run.json about this task, once its training set is open."""
+        """Return entries of run.json about this task, once its training set is open."""
         ...
 
     def files(self) -> dict[str, bytes]:
-        """Files by path that a run keeps beside run.json, so that its weights can be used without the data."""
+        """Return files by path that a run keeps beside run.json, so that its weights can be used without the data."""
         ...
 
 
@@ -137,7 +137,7 @@ def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world:
 
 
 def own_part(task: object, model: nn.Module, parallel: ParallelSettings, *, stages: World) -> nn.Module:
-    """This rank's layers of a model; the model itself if there is a single stage.
+    """Return this rank's layers of a model; the model itself if there is a single stage.
 
     Raises:
         UserError: it cannot be cut into as many stages.
@@ -348,7 +348,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return [*settings.freeze, *adapted]
 
     def facts(self) -> dict[str, Any]:
-        """Entries of run.json: the evaluations in the loop by name."""
+        """Return entries of run.json: the evaluations in the loop by name."""
         return {"evaluations": self._evaluations} if self._evaluations else {}
 
     def files(self) -> dict[str, bytes]:
@@ -356,7 +356,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return {}
 
     def pixels(self, batch: Batch, rows: slice, *, mean: Rgb, std: Rgb, is_training: bool) -> torch.Tensor:
-        """Normalised clips [B, C, T, H, W] of some rows of a batch, augmented in training.
+        """Return normalised clips [B, C, T, H, W] of some rows of a batch, augmented in training.
 
         Args:
             mean, std: Values of each channel, unless --init.pixel-mean and --init.pixel-std give others.
@@ -399,7 +399,7 @@ def outline(task: Task, samples: Any) -> nn.Module | None:
 
 
 def describe_parameters(task: Task, model: nn.Module | None) -> dict[str, str]:
-    """Entry of run.json: number of parameters of an outline, and which are frozen; {} without one."""
+    """Return the entry of run.json: number of parameters of an outline, and which are frozen; {} without one."""
     if model is None or not isinstance(task, ClipTask):
         return {}
     sizes = [(one.numel(), one.requires_grad) for one in model.parameters()]

@@ -124,7 +124,7 @@ class Similarities:
         return video_bE.mul_(self.world.size), text_bE.mul_(self.world.size)
 
     def scale_gradient(self, video_grad_bE: torch.Tensor) -> torch.Tensor:
-        """Derivative of a loss with respect to a factor of all similarities, at 1, from `gradients` of own clips.
+        """Return the derivative of a loss by a factor of all similarities, at 1, from `gradients` of own clips.
 
         sum_ij W_ij s_ij = sum_i <v_i, dL/dv_i>, without a pass over pairs. Averaged over ranks, it is the batch's.
         """
@@ -132,14 +132,14 @@ class Similarities:
 
 
 def blocks(similarity_bB: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows that are few enough to work on at once."""
+    """Return slices of rows that are few enough to work on at once."""
     num_rows, num_columns = similarity_bB.shape
     step = max(1, _BLOCK // num_columns)
     return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
 
 
 def log_sums(similarity_bB: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
-    """log sum_j exp(scale_i s_ij) of each row, [b], without overflow at any scale."""
+    """Return log sum_j exp(scale_i s_ij) of each row, [b], without overflow at any scale."""
     parts = [torch.logsumexp(similarity_bB[rows] * scale_b[rows, None], dim=1) for rows in blocks(similarity_bB)]
     return torch.cat(parts)
 
@@ -156,7 +156,7 @@ def softmax_means(similarity_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b:
 def exponential_gradients(
     similarities: Similarities, *, clips_3B: torch.Tensor, captions_3B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of a loss that is a function of sum_j exp((s_ij - s_ii) / tau_i) of clips, and the same of captions.
+    """Return gradients of a loss that depends on sum_j exp((s_ij - s_ii) / tau_i) of clips, and the same of captions.
 
     Its derivative with respect to s_ij is exp(scale_i s_ij + log factor_i) of clip i plus the same of caption j; with
     respect to s_ii it is minus the sum of both over all negatives.
@@ -257,7 +257,7 @@ class ContrastiveObjective(Objective):
             self.add_logit_scale(is_trained=not settings.freeze_temperature)
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Loss and gradients of a batch; updates state per sample. Called without grad mode."""
+        """Return loss and gradients of a batch, and update state per sample. Called without grad mode."""
         raise NotImplementedError
 
     def add_logit_scale(self, *, is_trained: bool) -> None:
@@ -266,7 +266,7 @@ class ContrastiveObjective(Objective):
         self.logit_scale = nn.Parameter(start, requires_grad=is_trained)
 
     def log_scale(self) -> torch.Tensor | None:
-        """log of 1 / temperature, detached; None for a loss without a temperature."""
+        """Return log of 1 / temperature, detached; None for a loss without a temperature."""
         return None if self.logit_scale is None else self.logit_scale.detach()
 
     def learning_rate(self, scheduled: float) -> Scalar:

@@ -107,27 +107,27 @@ class GlobalContrast(ContrastiveObjective):
         self.captions = ShardedRows(dataset.num_captions, start=(UNSEEN, *further_state), world=world)
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """Temperature of each of B rows of a table."""
+        """Return the temperature of each of B rows of a table."""
         raise NotImplementedError
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Factors of each log(epsilon + g) in the published loss and in its gradient."""
+        """Return the factors of each log(epsilon + g) in the published loss and in its gradient."""
         raise NotImplementedError
 
     def further_values(
         self, rows_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Values [b] of own clips or captions that `moved_state` needs, gathered; arguments as of `softmax_means`."""
+        """Return values [b] of own clips or captions that `moved_state` needs; arguments as of `softmax_means`."""
         return ()
 
     def moved_state(self, side: Side, estimate: Estimate, step: Step) -> torch.Tensor:
-        """New rows [B, C] of a side's table."""
+        """Return the new rows [B, C] of a side's table."""
         return estimate.log_u_B[:, None]
 
     def parameter_gradients(
         self, estimates: tuple[Estimate, Estimate], scale_gradient: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Gradients of own parameters, from this rank's `Similarities.scale_gradient`."""
+        """Return gradients of own parameters, from this rank's `Similarities.scale_gradient`."""
         return {}
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
@@ -221,7 +221,7 @@ UNSEEN = -math.inf  # log u before the first visit
 
 
 def inner_rate(epoch: int, *, least: float, schedule: GammaSchedule, num_epochs: int, convention: Convention) -> float:
-    """gamma of an epoch 0, 1, ...: the weight of the new value in the averages (FastCLIP, section 5).
+    """Return gamma of epoch 0, 1, ...: the weight of the new value in the averages (FastCLIP, section 5).
 
     It is constant within an epoch. In the public code the constant schedule begins with an epoch of gamma = 1 too.
     """
@@ -233,7 +233,7 @@ def inner_rate(epoch: int, *, least: float, schedule: GammaSchedule, num_epochs:
 
 
 def groups(ids_B: torch.Tensor) -> torch.Tensor:
-    """Number the distinct ids: int64 [B], 0 ... B - 1, equal where ids are; does not synchronise with the device."""
+    """Number the distinct ids: int64 [B], 0 ... B - 1, equal where ids are, without synchronising with the device."""
     sorted_B, order_B = ids_B.sort(stable=True)
     is_new_B = torch.ones_like(sorted_B)
     is_new_B[1:] = (sorted_B[1:] != sorted_B[:-1]).to(is_new_B)
@@ -241,20 +241,20 @@ def groups(ids_B: torch.Tensor) -> torch.Tensor:
 
 
 def group_means(values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Mean over the group of each of B."""
+    """Return the mean over the group of each of B."""
     zeros_B = torch.zeros_like(values_B)
     sums_B = zeros_B.index_add(0, group_B, values_B)
     return (sums_B / zeros_B.index_add(0, group_B, torch.ones_like(values_B)).clamp(min=1))[group_B]
 
 
 def log_group_means(log_values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Logarithm of the mean of exp over the group of each of B."""
+    """Return the logarithm of the mean of exp over the group of each of B."""
     highest_B = torch.full_like(log_values_B, -math.inf).scatter_reduce(0, group_B, log_values_B, "amax")[group_B]
     return highest_B + group_means((log_values_B - highest_B).exp(), group_B).log()
 
 
 def average_logs(log_u_B: torch.Tensor, log_g_B: torch.Tensor, group_B: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """log of (1 - gamma) u + gamma g (FastCLIP, eq. 1), the same for all of a group; g itself on the first visit.
+    """Return log of (1 - gamma) u + gamma g (FastCLIP, eq. 1), the same in a group; g itself on the first visit.
 
     If an id occurs more than once in a batch, on whatever ranks, g is the mean over its occurrences.
     """
@@ -305,7 +305,7 @@ class OneTemperature(GlobalContrast):
         self._update_speed()
 
     def log_scale(self) -> torch.Tensor:
-        """log of 1 / temperature, detached."""
+        """Return log of 1 / temperature, detached."""
         parameter = self.logit_scale if self.temperature is None else -self.temperature.detach().log()
         assert parameter is not None
         return parameter.detach()
@@ -323,7 +323,7 @@ class OneTemperature(GlobalContrast):
     def parameter_gradients(
         self, estimates: tuple[Estimate, Estimate], scale_gradient: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Equations 8 (v0) and 10 (v3).
+        """Compute equations 8 (v0) and 10 (v3).
 
         In the public code the two terms of v3 that do not come from inside g have weight 1/2, and the third has not:
         the published rho belongs to that.
@@ -339,7 +339,7 @@ class OneTemperature(GlobalContrast):
         return {"logit_scale": -temperature * gradient} if self._is_code else {"temperature": gradient}
 
     def learning_rate(self, scheduled: float) -> Scalar:
-        """The temperature's own rate, where it has one; v3 divides it by 3 where `is_slow`, which the device knows."""
+        """Return the temperature's own rate, where it has one; v3 divides it by 3 where `is_slow`, on the device."""
         temperature_lr = super().learning_rate(scheduled)
         if not self._is_v3 or isinstance(temperature_lr, torch.Tensor):
             return temperature_lr
@@ -381,17 +381,17 @@ class SampleTemperature(GlobalContrast):
         return state_BC[:, _TEMPERATURE]
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each one's temperature (equations 6, 7); in the gradient of the public code 1."""
+        """Return each one's temperature (equations 6, 7); in the gradient of the public code 1."""
         return temperature_B, torch.ones_like(temperature_B) if self._is_code else temperature_B
 
     def further_values(
         self, rows_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Mean similarity with the negatives, weighted as in g."""
+        """Return the mean similarity with the negatives, weighted as in g."""
         return (softmax_means(rows_bB, scale_b, log_sum_b),)
 
     def moved_state(self, side: Side, estimate: Estimate, step: Step) -> torch.Tensor:
-        """Averages, and temperatures after a step along equation 9, averaged over the occurrences of an id."""
+        """Return averages, and temperatures after a step along equation 9, averaged over the occurrences of an id."""
         (mean_B,) = estimate.further_B
         inside_B = (estimate.log_g_B - estimate.log_inner_B).exp() * (mean_B - estimate.pair_B) / side.temperature_B
         gradient_B = estimate.log_inner_B + self.rho - inside_B
@@ -413,7 +413,7 @@ class SampleTemperature(GlobalContrast):
         return state_BC
 
     def _count(self, side: Side, state_BC: torch.Tensor, step: Step) -> tuple[torch.Tensor, float, float]:
-        """t + 1 of procedure 4 for each of B, and the betas; visits are counted in `state_BC`."""
+        """Return t + 1 of procedure 4 for each of B, and the betas; visits are counted in `state_BC`."""
         if not self._is_code:
             state_BC[:, _VISITS] = side.state_BC[:, _VISITS] + 1
             return state_BC[:, _VISITS], _BETA1, _BETA2

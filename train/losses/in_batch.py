@@ -34,7 +34,7 @@ _INITIAL_BIAS = -10.0  # Zhai et al. 2023: near the log of the share of true pai
 
 
 def info_nce(pairs: Pairs, settings: Loss) -> torch.Tensor:
-    """InfoNCE, the loss of CLIP (van den Oord et al. 2018, eq. 4; Radford et al. 2021, figure 3).
+    """Return InfoNCE, the loss of CLIP (van den Oord et al. 2018, eq. 4; Radford et al. 2021, figure 3).
 
     The mean cross-entropy of each clip's caption, and of each caption's clip, in the batch of all ranks. `InfoNCE` has
     the same value and gradients (tests/train/losses/test_closed_forms.py).

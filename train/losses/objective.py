@@ -31,7 +31,7 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def learning_rate(self, scheduled: float) -> Scalar:
-        """Learning rate of the objective's parameters in a step whose schedule gives the model the rate `scheduled`.
+        """Return the objective's learning rate in a step whose schedule gives the model the rate `scheduled`.
 
         A zero-dimensional tensor where the device decides: float32 on a GPU, as torch's fused optimizers require.
         """

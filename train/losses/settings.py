@@ -206,7 +206,7 @@ class Loss(Choice):
         return LOSSES[self.kind]
 
     def number(self, name: str) -> float:
-        """The effective value of `temperature`, `rho`, `gamma` or `margin`: as given, or the default of the loss."""
+        """Return the effective `temperature`, `rho`, `gamma` or `margin`: as given, or the default of the loss."""
         given: float | None = getattr(self, name)
         if given is None and name == "margin" and self.use_relevancy:
             return ADAPTIVE_MARGIN
@@ -218,7 +218,7 @@ class Loss(Choice):
         return cast(float | None, self.temperature_lr or self.spec.settings.get("temperature_lr"))
 
     def with_scaled_lr(self, scale: float) -> "Loss":
-        """These settings, with `own_temperature_lr` scaled as the rate of the model is (FastCLIP, appendix B)."""
+        """Return settings with `own_temperature_lr` scaled as the rate of the model is (FastCLIP, appendix B)."""
         lr = self.own_temperature_lr
         return self if lr is None or scale == 1 else replace(self, temperature_lr=lr * scale)
 

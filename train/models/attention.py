@@ -28,14 +28,14 @@ _MOST_ELEMENTS, _PADDED_TOKENS, _PADDED_WIDTH = 2**31, 128, 64
 
 
 def most_sequences(num_tokens: int, num_heads: int, head_width: int, *, packed: bool = False) -> int:
-    """Number of sequences of `num_tokens` (packed: of the mean) that a kernel can take in one call, at least 1."""
+    """Return how many sequences of `num_tokens` (packed: of the mean) a kernel can take in one call, at least 1."""
     padded_tokens = num_tokens + _PADDED_TOKENS if packed else -(-num_tokens // _PADDED_TOKENS) * _PADDED_TOKENS
     padded_width = -(-head_width // _PADDED_WIDTH) * _PADDED_WIDTH
     return max(1, min(_MOST_BLOCKS, _MOST_ELEMENTS // (padded_tokens * padded_width * num_heads)))
 
 
 def attend_in_parts(attend: Callable[[Tensor, Tensor, Tensor], Tensor], *qkv_BMHK: Tensor) -> Tensor:
-    """`attend`, called for parts of the heads and of the batch where a GPU's kernel cannot take all at once."""
+    """Call `attend` for parts of the heads and of the batch where a GPU's kernel cannot take all at once."""
     num_sequences, num_tokens, num_heads, head_width = qkv_BMHK[0].shape
     if qkv_BMHK[0].is_cuda:
         most = most_sequences(num_tokens, min(num_heads, _MOST_BLOCKS), head_width)
@@ -223,7 +223,7 @@ def load_xformers() -> str | None:
 
 
 def attend_preferring(kernel: str) -> Attend:
-    """`attend_with_sdpa` with one kernel of `PREFERRED` first; other shapes fall back to torch's other kernels."""
+    """Return `attend_with_sdpa` with a kernel of `PREFERRED` first; other shapes fall back to torch's other kernels."""
 
     def attend(
         q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
@@ -237,7 +237,7 @@ def attend_preferring(kernel: str) -> Attend:
 def attend_with_sdpa(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> Tensor:
-    """`Attend` with torch.nn.functional.scaled_dot_product_attention."""
+    """Compute `Attend` with torch.nn.functional.scaled_dot_product_attention."""
     if packing is not None:
         # A compiled block must not depend on the lengths in a batch, as a loop over lengths does. On a GPU the padded
         # computation is faster than launching one kernel per length.
@@ -260,7 +260,7 @@ def _scaled_dot_product(q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, **option
 def attend_with_xformers(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> Tensor:
-    """`Attend` with xformers.ops.memory_efficient_attention."""
+    """Compute `Attend` with xformers.ops.memory_efficient_attention."""
     load_xformers()
     from xformers import ops
 
@@ -280,7 +280,7 @@ _HAS_KERNEL: dict[tuple[Any, ...], bool] = {}
 def attend_with_xformers_or_sdpa(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> Tensor:
-    """`attend_with_xformers`, or `attend_with_sdpa` for heads and precisions that xformers has no kernel for.
+    """Call `attend_with_xformers`, or `attend_with_sdpa` for heads and precisions that xformers has no kernel for.
 
     A model has heads of several widths, so the choice is made for each call and not for the model.
     """
@@ -316,7 +316,7 @@ def _xformers_bias(*, causal: bool, packing: Packing | None) -> Any:
 def xformers_operators(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> tuple[str, str | None]:
-    """Names of the operators that `attend_with_xformers` runs, forward and backward (None without gradients).
+    """Return the operators that `attend_with_xformers` runs, forward and backward (None without gradients).
 
     Asks xformers' own dispatcher, which raises NotImplementedError if no operator supports these tensors.
     """
@@ -338,7 +338,7 @@ def xformers_operators(
 def attend_naively(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> Tensor:
-    """`Attend` written out with the full score matrix in memory: the reference for the other implementations."""
+    """Compute `Attend` with the full score matrix in memory: the reference for the other implementations."""
     if packing is not None:
         return _attend_padded(attend_naively, q_BMHK, k_BMHK, v_BMHK, packing)
     num_tokens, head_width = q_BMHK.shape[1], q_BMHK.shape[3]
@@ -352,7 +352,7 @@ def attend_naively(
 
 
 def _attend_padded(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tensor, packing: Packing) -> Tensor:
-    """Causal attention of packed sequences, padded for the call. Padding comes last, so no token attends to it."""
+    """Attend within packed sequences, padded for the call. Padding comes last, so no token attends to it."""
     num_sequences, longest = packing.num_sequences, packing.longest
 
     def pad(x_1MHK: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ def _attend_padded(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tenso
 
 
 def _attend_by_length(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tensor, packing: Packing) -> Tensor:
-    """Causal attention of packed sequences, one call per length, so that a long sequence pads no other."""
+    """Attend within packed sequences, one call per length, so that a long sequence pads no other."""
     outs, wheres = [], []
     for length, where in packing.rows_by_length:
         q_nLHK, k_nLHK, v_nLHK = (

@@ -79,7 +79,7 @@ def kernels_of(
     causal: bool = False,
     packing: Packing | None = None,
 ) -> Kernels:
-    """The kernels that an implementation (xformers, sdpa, flash, cudnn, naive) runs on the arguments of `Attend`.
+    """Return the kernels that an implementation (xformers, sdpa, flash, cudnn, naive) runs on arguments of `Attend`.
 
     Raises NotImplementedError if it has none for them.
     """
@@ -146,7 +146,7 @@ def _flash_name(device: torch.device) -> str:
 
 
 def cudnn_version() -> str:
-    """cuDNN's version, for example 9.26.0 (torch reports 92600)."""
+    """Return cuDNN's version, for example 9.26.0 (torch reports 92600)."""
     number = torch.backends.cudnn.version()
     if number is None:
         return "(missing)"
@@ -199,7 +199,7 @@ def is_chosen(settings: ClipSettings, *, device: torch.device) -> bool:
 
 
 def previous_backend(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | None:
-    """The backend that a run on a GPU started with, by its run.json; None if it names none that is available here."""
+    """Return the backend that a run on a GPU started with, by its run.json; None if it names none that works here."""
     if (name := facts.get(CHOICE_FACT)) not in _OF_AUTO:
         return None
     try:
@@ -293,7 +293,7 @@ def _kernels_of_heads(
     products: torch.dtype | None,
     packing: Packing | None = None,
 ) -> Kernels:
-    """The kernels of a backend for heads (number, width); NotImplementedError if it has none for them and the dtype."""
+    """Return the kernels of a backend for heads (number, width); NotImplementedError if it has none for the dtype."""
     num_tokens = _NUM_TOKENS if packing is None else sum(packing.lengths)
     qkv = torch.zeros((1, num_tokens, 3, *heads), dtype=products or torch.float32, device=device, requires_grad=True)
     return kernels_of(name, *qkv.unbind(2), causal=packing is not None, packing=packing)

@@ -157,7 +157,7 @@ _FEW = 4  # rows
 
 
 def linear_for_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, computed as weight @ x for up to four rows on a CPU.
+    """Compute `torch.nn.functional.linear`, as weight @ x for up to four rows on a CPU.
 
     BLAS libraries then take a path that needs half the time for layers that do not reduce the width (docs/captions.md).
     """
@@ -257,7 +257,7 @@ class Gpt2(nn.Module):
         )
 
     def step(self, tokens_RL: Tensor, cache: TextCache) -> Tensor:
-        """Logits [R, W] of the next tokens; the first step may have several tokens per row, later steps one."""
+        """Return logits [R, W] of the next tokens; the first step may have several tokens per row, later steps one."""
         x_RLD = self.run_blocks(self.embed(tokens_RL, begin=cache.num_tokens), cache)
         return self.logits(x_RLD[:, -1])
 
@@ -296,7 +296,7 @@ class Captioner(nn.Module):
         self.decoder = decoder
 
     def forward(self, video_VCTHW: Tensor, tokens: Tensor) -> Tensor:
-        """Logits [R, L, K] of the token after each of `tokens`, int64 [V, L] or [V, n, L] for n captions per video."""
+        """Return logits [R, L, K] of the token after each of `tokens`, int64 [V, L] or, for n captions each, [V, n, L]."""
         return self.decoder(tokens.flatten(0, -2), self.encode(video_VCTHW))  # type: ignore[no-any-return]
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class ModelShape:
 def _clip(
     name: ModelName, *, video: tuple[int, int], text: tuple[int, int], embedding_width: int, head_width: int = 64
 ) -> DualEncoderSize:
-    """Towers given as (width, depth)."""
+    """Return the size of towers given as (width, depth)."""
     (video_width, video_depth), (text_width, text_depth) = video, text
     video_trunk = TransformerSize(width=video_width, depth=video_depth, num_heads=video_width // head_width)
     text_trunk = TransformerSize(width=text_width, depth=text_depth, num_heads=text_width // head_width)
@@ -109,7 +109,7 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
 
 
 def library_width(towers: Towers) -> int | None:
-    """The width of the embeddings of a library's towers: of the text tower, else of the image tower; None without."""
+    """Return the width of a library's embeddings: of the text tower, else of the image tower; None without them."""
     if towers.image is None and getattr(towers, "text", None) is None:
         return None
     from clipmill.train.models.library_towers import image_outline, preprocessing_of, text_outline
@@ -185,7 +185,7 @@ class DualEncoder(nn.Module):
         *,
         only_trained: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Unit-length embeddings of clips and captions, each [B, E]; see `embed_text` for `text`.
+        """Return unit-length embeddings of clips and captions, each [B, E]; see `embed_text` for `text`.
 
         With `only_trained`, the embeddings of a frozen tower are empty, and not computed.
         """

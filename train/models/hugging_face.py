@@ -141,7 +141,7 @@ class HuggingFace:
         return int(min(self._limit(name) or _LONGEST, self.hub_tokenizer(name).model_max_length, _LONGEST))
 
     def tokenizer(self, name: str, context_length: int) -> Callable[[list[str]], Tensor]:
-        """Ids of texts [B, L], with `PADDING` behind the tokens of each.
+        """Return ids of texts [B, L], with `PADDING` behind the tokens of each.
 
         Positions do not depend on the side of the tokenizer's padding: they equal the positions without it. A
         SigLIP attends to padding up to a fixed length, which belongs to its texts.
@@ -187,7 +187,7 @@ class HuggingFace:
         return limit if limit is None or first is None else limit - first - 1
 
     def hub_tokenizer(self, name: str) -> Any:
-        """transformers' tokenizer of a model."""
+        """Return transformers' tokenizer of a model."""
         from transformers import AutoTokenizer
 
         with hub_files(f"hf:{name}", "tokenizer"):
@@ -197,7 +197,7 @@ class HuggingFace:
             return AutoTokenizer.from_pretrained(name)
 
     def config(self, name: str) -> Any:
-        """The configuration of a model, whose modules are float32 whatever the type of the weights in its folder."""
+        """Return the configuration of a model; modules are float32 whatever the type of the weights in its folder."""
         from transformers import AutoConfig
 
         with hub_files(f"hf:{name}", "configuration"):

@@ -343,7 +343,7 @@ class FramePooling(nn.Module):
         self.query = nn.Parameter(torch.zeros(width))
 
     def forward(self, x_BTW: Tensor, times_TW: Tensor) -> Tensor:
-        """Embeddings of clips, [B, W]; `times_TW` are added to the keys."""
+        """Return embeddings of clips, [B, W]; `times_TW` are added to the keys."""
         key_BThK = self.key(self.norm(x_BTW) + times_TW).unflatten(2, (self.num_heads, -1))
         query_hK = self.query.unflatten(0, (self.num_heads, -1))
         scores_BTh = (key_BThK * query_hK).sum(-1) * key_BThK.shape[-1] ** -0.5

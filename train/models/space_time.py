@@ -125,5 +125,5 @@ def attend_short(
 
 
 def sequences_per_tile(num_sequences: int, length: int) -> int:
-    """The number of sequences that lie side by side: the largest that divides their number and fits in a tile."""
+    """Return how many sequences lie side by side: the largest divisor of their number that fits in a tile."""
     return max(number for number in range(1, max(1, _TILE // length) + 1) if num_sequences % number == 0)

@@ -85,7 +85,7 @@ class TextTower(nn.Module):
 
 @cache
 def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
-    """CLIP's tokenizer: a text to int64 ids [context_length] with start and end tokens, truncated and zero-padded.
+    """Return CLIP's tokenizer: a text to int64 ids [context_length] with start and end tokens, cut and zero-padded.
 
     The ids are open_clip's. Loader threads run it for every sample under the interpreter lock, so the ids of words are
     cached (no token spans white space) and plain texts skip open_clip's cleaning.

@@ -46,12 +46,12 @@ class LowRank(nn.Module):
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
 
     def forward(self, x: Tensor, *, arranged: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """s B A x, [..., O] of [..., I]; `arranged` reorders the rows of a matrix, as the caller did with W."""
+        """Return s B A x, [..., O] of [..., I]; `arranged` reorders the rows of a matrix, as the caller did with W."""
         B = self.B if arranged is None else arranged(self.B)
         return linear(linear(x, self.A), B) * self.scale
 
     def matrix(self) -> Tensor:
-        """s B A, [O, I]."""
+        """Return s B A, [O, I]."""
         return self.B @ self.A * self.scale
 
 
@@ -73,7 +73,7 @@ class Adaptable(nn.Module):
         arranged: Callable[[Tensor], Tensor] | None = None,
         multiply: Callable[..., Tensor] = linear,
     ) -> Tensor:
-        """W x + bias, with the adapter if there is one; `arranged` reorders the rows of W, but not `bias`."""
+        """Return W x + bias, with the adapter if there is one; `arranged` reorders the rows of W, but not `bias`."""
         weight: Tensor = getattr(self, self.matrix_name)
         weight = weight if arranged is None else arranged(weight)
         if self.lora is None:
@@ -84,7 +84,7 @@ class Adaptable(nn.Module):
         return multiply(x, weight, bias) + added
 
     def whole_matrix(self) -> Tensor:
-        """W, or W + s B A, [O, I]."""
+        """Return W, or W + s B A, [O, I]."""
         weight: Tensor = getattr(self, self.matrix_name)
         return weight if self.lora is None else weight + self.lora.matrix()
 
@@ -97,7 +97,7 @@ class Linear(nn.Linear, Adaptable):
         self.lora = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Its output [..., O]."""
+        """Return the layer's output [..., O]."""
         return self.product(x, self.bias)
 
 
@@ -129,7 +129,7 @@ def peft_config(
     transposed: tuple[type[nn.Module], ...] = (),
     **more: Any,
 ) -> "LoraConfig":
-    """peft's adapters of a module of a library: of the linear layers and attention of its blocks.
+    """Return peft's adapters of a module of a library: of the linear layers and attention of its blocks.
 
     Args:
         frozen: Parameters that stay frozen, as in `add_adapters`.
@@ -244,7 +244,7 @@ class TransformerSize:
         return round(self.mlp_ratio * self.width)
 
     def resize(self, *, width: int | None, depth: int | None, heads: int | None, flag: str) -> "TransformerSize":
-        """This size with other dimensions where they are given; heads are then as wide as these.
+        """Return this size with other dimensions where they are given; heads are then as wide as these.
 
         Args:
             flag: Flag of the dimensions, without their names, for the error.
@@ -322,7 +322,7 @@ class Mlp(nn.Module):
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x), used by OpenAI's CLIP; differs from GELU by at most 0.02."""
+    """Return x sigmoid(1.702 x), used by OpenAI's CLIP; differs from GELU by at most 0.02."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -366,7 +366,7 @@ class HasBlocks(nn.Module):
     """A part of a model with blocks: the units of sharding, activation checkpointing and compilation."""
 
     def blocks(self) -> list[nn.Module]:
-        """Its blocks in order."""
+        """Return the blocks in order."""
         raise NotImplementedError
 
     def checkpoint(self) -> None:
@@ -391,7 +391,7 @@ class Stack(HasBlocks):
         self.checkpointing = False  # activation checkpointing of each block
 
     def blocks(self) -> list[nn.Module]:
-        """Its blocks in order."""
+        """Return the blocks in order."""
         return list(self.resblocks)
 
     def checkpoint(self) -> None:

@@ -175,7 +175,7 @@ def _adam_updates(
     betas: tuple[float, float],
     eps: float,
 ) -> list[torch.Tensor]:
-    """Adam's updates without learning rate and decay; advances the moments in `states`."""
+    """Return Adam's updates without learning rate and decay, and advance the moments in `states`."""
     beta1, beta2 = betas
     first = [local_part(state["exp_avg"]) for state in states]
     second = [local_part(state["exp_avg_sq"]) for state in states]
@@ -311,7 +311,7 @@ def learning_rate(
     start: float | None = None,
     end: float = 0.0,
 ) -> float:
-    """Learning rate of step 1, 2, ..., total_steps.
+    """Return the learning rate of step 1, 2, ..., total_steps.
 
     Rises linearly to `peak` at step `warmup_steps`, which the next step has too, and then decays so that it would reach
     `end` one step after the last. It rises from `start` at step 1 (AVION), or from 0 at a step before it (open_clip).

@@ -69,7 +69,7 @@ def checkpoint_step(path: Path) -> int | None:
 
 
 def checkpoint_name(step: int) -> str:
-    """Folder name of a checkpoint."""
+    """Return the folder name of a checkpoint."""
     return f"step_{step:06d}"
 
 
@@ -88,7 +88,7 @@ def is_intact(path: Path) -> bool:
 
 
 def all_checkpoints(folder: Path) -> dict[int, Path]:
-    """Checkpoints by step, in ascending order."""
+    """Return the checkpoints by step, in ascending order."""
     checkpoints = {int(match[1]): path for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
     return {step: checkpoints[step] for step in sorted(checkpoints)}
 

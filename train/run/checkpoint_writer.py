@@ -127,7 +127,7 @@ def recover(folder: Path) -> None:
 
 
 def superfluous_steps(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> list[int]:
-    """Steps to remove: all but the last `keep` and the (first) one with the best score."""
+    """Return the steps to remove: all but the last `keep` and the (first) one with the best score."""
     kept = set(sorted(steps)[-keep:])
     if scores:
         kept.add(max(sorted(scores), key=lambda step: scores[step]))

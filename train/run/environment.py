@@ -34,7 +34,7 @@ def machine(device: "torch.device") -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect results."""
+    """Return the versions of Python and of the packages that affect results."""
     return {"python": platform.python_version()} | {name: installed_version(name) for name in _DISTRIBUTIONS}
 
 

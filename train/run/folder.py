@@ -45,7 +45,7 @@ _NUM_HASH_DIGITS = 8
 
 
 def data_facts(run_shards: Shards, shards: str | None) -> dict[str, Any]:
-    """The data fields of a result: `shards`, its address, and `is_own_data`, given --shards of run and evaluation.
+    """Return the data fields of a result, `shards`, its address, and `is_own_data`, by --shards of run and evaluation.
 
     Each of several data folders of a run has results, with `is_part_of_own_data`.
     """
@@ -58,7 +58,7 @@ def data_facts(run_shards: Shards, shards: str | None) -> dict[str, Any]:
 
 
 def result_name(name: str, facts: dict[str, Any]) -> str:
-    """File name of a result with the fields of `data_facts`: `name`, with the folder name and a hash of other data."""
+    """Return the file name of a result: `name`, with the folder name and a hash of other data (see `data_facts`)."""
     address = other_data(facts)
     if not address:
         return name
@@ -72,18 +72,18 @@ def is_same_evaluation(result: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _flags_of(result: dict[str, Any]) -> list[str]:
-    """The flags of a result's command. Data and weights are compared by their fields: their paths may be relative."""
+    """Return the flags of a result's command, without data and weights, whose paths may be relative."""
     words = shlex.split(str(result.get("command", "")))[_NUM_WORDS_BEFORE_FLAGS:]
     return [word for before, word in zip(["", *words], words, strict=False) if "--shards" not in (before, word)]
 
 
 def other_data(result: dict[str, Any]) -> str:
-    """Address of the data of a result; empty for the run's own data, which is assumed if the result does not say."""
+    """Return the address of the data of a result; empty for the run's own data, also if the result does not say."""
     return "" if result.get("is_own_data", True) else str(result["shards"])
 
 
 def suffix_of(differences: Mapping[str, Any]) -> str:
-    """Part of the name of a result for what an evaluation did unlike the training, so that results stay apart."""
+    """Return the part of a result's name for what an evaluation did unlike the training, so that results stay apart."""
     forms = {"num_frames": "-{}-frames", "sampling": "-{}", "size_px": "-{}px"}
     suffix, groups = "", dict[str, list[str]]()
     for name, value in differences.items():
@@ -154,16 +154,16 @@ class RunFolder:
         return path
 
     def evaluation(self, name: str) -> Path:
-        """Result file of an evaluation."""
+        """Return the result file of an evaluation."""
         return self.path / EVALUATIONS / f"{name}.json"
 
     def results(self) -> list[Path]:
-        """Result files of all evaluations, sorted by name."""
+        """Return the result files of all evaluations, sorted by name."""
         files = sorted(self.evaluation("any").parent.glob("*.json"))
         return [path for path in files if not path.name.endswith(COCO_SUFFIX)]
 
     def data_facts(self, shards: str | None) -> dict[str, Any]:
-        """The data fields of a result (see the function of this name); `shards` is None for the run's own data."""
+        """Return the data fields of a result (see `data_facts`); `shards` is None for the run's own data."""
         run_shards = read_values(self.settings).get("shards", TrainingSettings.shards)
         return data_facts(tuple(map(str, run_shards)) if isinstance(run_shards, list) else str(run_shards), shards)
 
@@ -247,7 +247,7 @@ def sweep(run: RunFolder) -> None:
 
 
 def _leftover_files(folder: Path, name: str) -> list[Path]:
-    """Temporary files of interrupted writes of `name`."""
+    """Return temporary files of interrupted writes of `name`."""
     return [path for path in folder.glob(f"{TEMPORARY_PREFIX}{'[0-9a-f]' * 12}-{name}") if path.is_file()]
 
 

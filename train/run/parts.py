@@ -42,7 +42,7 @@ class PartFile(Protocol):
         ...
 
     def path(self, folder: Path, /) -> Path:
-        """Its file once it is finished, in a folder of the work."""
+        """Return the part's file once it is finished, in a folder of the work."""
 
 
 P = TypeVar("P", bound=PartFile)

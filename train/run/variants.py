@@ -35,7 +35,7 @@ def evaluated_data(settings: ClipSettings) -> list[str]:
 
 
 def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[str, Any]:
-    """The entries of run.json about the variants that a run reads: of its data folders, and of what it evaluates."""
+    """Return entries of run.json about the variants that a run reads: of its data, and of what it evaluates."""
     evaluated = evaluated_data(settings)
     of_evaluated = _variants_of(evaluated, settings.evaluate.where, columns=columns, cache=settings.cache)
     return {

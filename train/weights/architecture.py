@@ -24,7 +24,7 @@ _RGB = 3
 
 
 def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
-    """`size` with the dimensions of the towers that the weights have.
+    """Return `size` with the dimensions of the towers that the weights have.
 
     The number of heads, which no tensor shows, comes from their configuration; else from `size` for a tower as wide.
 
@@ -74,7 +74,7 @@ def model_like(source: Source) -> ModelName:
 
 
 def picture_px_of(source: Source, *, default: int) -> int:
-    """Side of the pictures that the weights were trained on, by their embedding of places or their configuration.
+    """Return the side of the pictures that the weights were trained on, by their embedding of places or configuration.
 
     Raises:
         UserError: the weights take latents, whose size and column no file of another project names.

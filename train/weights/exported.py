@@ -95,7 +95,7 @@ def save_tensors(tensors: Tensors, path: Path, *, metadata: dict[str, str] | Non
 
 
 def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) -> dict[str, Any]:
-    """preprocessor_config.json: resize the short side, crop the centre, normalise.
+    """Return preprocessor_config.json: resize the short side, crop the centre, normalise.
 
     Args:
         processor: class of transformers, such as CLIPImageProcessor.

@@ -50,7 +50,7 @@ class CaptionConfig:
 def hf_caption_config(
     video: TimeSformerShape, decoder: Gpt2Size, *, end_id: int, pad_id: int, dropout: float
 ) -> dict[str, Any]:
-    """config.json of a VisionEncoderDecoderModel.
+    """Return config.json of a VisionEncoderDecoderModel.
 
     Args:
         end_id: the token before and after a caption.
@@ -97,7 +97,7 @@ def hf_caption_config(
 
 
 def generation_config(*, end_id: int, pad_id: int, decoding: Mapping[str, Any]) -> dict[str, Any]:
-    """generation_config.json.
+    """Return generation_config.json.
 
     Args:
         decoding: arguments of `generate`.
@@ -219,7 +219,7 @@ def _require_divisible(config: Any, *, width: str, heads: str, source: str) -> N
 
 
 def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from the config.json and the processor (`read_processor`) of a TimeSformer, or of a captioner with one.
+    """Return facts from config.json and the processor (`read_processor`) of a TimeSformer or a captioner with one.
 
     Raises:
         UserError: see `caption_config_of`; or there is no TimeSformer in it.

@@ -98,7 +98,7 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
 
 
 def hf_config(size: DualEncoderSize, *, image_px: int, log_scale: float) -> dict[str, Any]:
-    """config.json of a CLIPModel whose vision tower takes single frames."""
+    """Return config.json of a CLIPModel whose vision tower takes single frames."""
     from transformers import CLIPConfig
 
     towers = {

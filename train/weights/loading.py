@@ -178,7 +178,7 @@ _TEXT_POSITIONS = (
 
 
 def stretched_positions(positions_LD: torch.Tensor, num_places: int) -> torch.Tensor:
-    """Positional embeddings of longer texts: the first 20 stay, the others are interpolated linearly.
+    """Stretch positional embeddings to longer texts: the first 20 stay, the others are interpolated linearly.
 
     Beyond the last one, the line through the last two continues. From 77 to 248 as Long-CLIP (Zhang et al. 2024).
     """

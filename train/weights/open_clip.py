@@ -44,7 +44,7 @@ from_open_clip = NAMES.read
 
 
 def to_open_clip(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Our tensors as a state dict of open_clip's CLIP, which has no temporal embedding."""
+    """Return our tensors as a state dict of open_clip's CLIP, which has no temporal embedding."""
     roots = {"video.": "visual.", "text.": ""}
     state = {}
     for name, tensor in tensors.items():
@@ -169,7 +169,7 @@ def file_of_tag(
 
 
 def named_towers(name: str, tag: str) -> DualEncoderTowers | None:
-    """The towers of pretrained weights by name that open_clip has to build; None for those here, and unknown names."""
+    """Return the towers that open_clip has to build for pretrained weights; None for towers here and unknown names."""
     import open_clip
     from open_clip.pretrained import get_pretrained_cfg
 
@@ -233,7 +233,7 @@ _OUR_BLOCK, _AVION_BLOCK = "video.transformer.resblocks.N", "visual.transformer.
 
 
 def _conv_of_matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """[D, 3 p p], as --use-fast-conv1 has it, to [D, 3, p, p]."""
+    """Reshape [D, 3 p p], as --use-fast-conv1 has it, to [D, 3, p, p]."""
     if name != CONV or tensor.ndim != 2 or tensor.shape[1] % 3:
         return tensor
     patch_px = round((tensor.shape[1] // 3) ** 0.5)

@@ -151,7 +151,7 @@ def _weights_for(settings: ClipSettings, kind: str) -> str:
 
 
 def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """The settings without a temporal embedding, which videomae towers lack: presets are for any kind of tower."""
+    """Drop the temporal embedding, which videomae towers lack: presets are for any kind of tower."""
     towers = settings.towers
     kind = towers.kind or (None if source is None else source.kind)
     if kind != "videomae" or towers.temporal == "zero":
@@ -171,7 +171,7 @@ def _with_normalisation(settings: Clips) -> Clips:
 
 
 def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
-    """Mean and standard deviation of pixels for the kind of a tower, or for a library's by its name.
+    """Return mean and standard deviation of pixels for the kind of a tower, or for a library's by its name.
 
     Raises:
         UserError: the library does not say, or there is no such tower, or it takes pictures of another size.

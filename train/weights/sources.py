@@ -96,7 +96,7 @@ _PLAIN = Towers()
 
 
 def place_of_weights(weights: str) -> Path:
-    """The file or folder of `--init.weights`; of hf:NAME the folder of that model, downloaded if it is not cached.
+    """Return the file or folder of `--init.weights`; of hf:NAME its folder, downloaded if it is not cached.
 
     Raises:
         UserError: the Hub has no such model, or cannot be reached.
@@ -291,7 +291,7 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
 
 
 def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint (the EMA if there is one), with adapters merged into the matrices that they adapt.
+    """Return all weights of a checkpoint (the EMA if there is one), with adapters merged into their matrices.
 
     Raises:
         UserError: it cannot be read, or lacks weights that are no longer there (`open_base`).

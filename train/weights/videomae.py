@@ -92,7 +92,7 @@ from_videomae = NAMES.read
 
 
 def to_videomae(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Our tensors as a state dict of VideoMAE, of fine-tuning if a classifier's are among them.
+    """Return our tensors as a state dict of VideoMAE, of fine-tuning if a classifier's are among them.
 
     Raises:
         ValueError: VideoMAE has no such parameter.
@@ -102,7 +102,7 @@ def to_videomae(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) -> Exported:
-    """checkpoint.pth as VideoMAE's code writes it: `{"model": state dict}`, which `weights_only` reads.
+    """Return checkpoint.pth as VideoMAE's code writes it: `{"model": state dict}`, which `weights_only` reads.
 
     Raises:
         UserError: VideoMAE's code has no such activation.
