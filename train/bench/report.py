@@ -131,7 +131,7 @@ def _conclusion(result: dict[str, Any]) -> list[str]:
     if cause != result["slowest"]:
         lines.append(f"the bottleneck is {cause}: stages before the model add up in each loader thread")
     if result["device"] == "cpu":
-        lines.append("the model shares the cores with decoding, so together each is slower than alone")
+        lines.append("the model shares the cores with decoding, so each is slower than by itself")
     lines += [f"what to change ({cause}): {one}" for one in result["advice"]]
     if result["num_failed"]:
         lines.append(

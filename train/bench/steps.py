@@ -179,7 +179,7 @@ def _print_nothing(_: Any) -> None:
 
 # Rates of the stages of a step: of the loader's threads, the copy to the device, and the model.
 #
-# Nothing is built for measuring: loader and steps are those of a run, and a stopwatch around their methods adds up the
+# Nothing is built for measuring: loader and steps are a run's, and a stopwatch around their methods adds up the
 # time that each stage takes. A loader thread runs its stages in sequence, so the rate of a stage is the rate of all
 # threads if they did nothing else.
 

@@ -218,7 +218,7 @@ def run_step(
         repeated=state.repeated_parameters(),
     )
 
-    # Step, unless loss or norm are not finite. The device decides that, so the host goes on without their values.
+    # Step, unless loss or norm are not finite. The device decides that, so the host continues without their values.
     state.precision.accepts(grad_norm)
     take_step(state.optimizer, guard.after(metrics["loss"], grad_norm, skips=skips), skips=skips)
     if state.zero is not None:

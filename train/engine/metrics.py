@@ -423,8 +423,8 @@ class MetricsLog:
 # GPU hours and energy of a run, kept in its run.json; without a GPU there is nothing to keep.
 #
 # All ranks meet at each checkpoint and add up what they have used since the run was started or resumed. What was used
-# after the last checkpoint of a process that was killed is not known. Energy is that of the GPUs only, by the counter
-# of NVIDIA's driver (NVML), as long as every GPU of the run has one.
+# after the last checkpoint of a process that was killed is not known. Energy is counted only of the GPUs, by
+# NVIDIA's driver (NVML), as long as every GPU of the run has one.
 
 FACT = "consumption"
 _JOULES_PER_KWH = 3.6e6

@@ -46,14 +46,14 @@ def backward_microbatches(
 ) -> list[torch.Tensor]:
     """Run forward and backward passes of a rank's share of the batch, microbatch by microbatch.
 
-    Gradients add up over microbatches; ranks exchange them in the last one only. Each microbatch has random numbers of
-    its own (`Step.random`).
+    Gradients add up over microbatches; ranks exchange them in the last one only. Each microbatch has different
+    random numbers (`Step.random`).
 
     Args:
-        loss_of: loss of some rows of the share, as a summand of the share's loss.
+        loss_of: Function that returns the loss of some rows of the share, as a summand of the share's loss.
         num_samples: Number of samples of the share.
-        gradient_factor: multiplies the gradients but not the returned losses; the number of ranks for losses that are
-            summands of the whole batch's, as gradients are averaged over ranks.
+        gradient_factor: Factor of the gradients, but not of the returned losses; the number of ranks for losses
+            that are summands of the batch's loss, as gradients are averaged over ranks.
 
     Returns:
         The losses of the microbatches, detached.

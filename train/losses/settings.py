@@ -154,8 +154,8 @@ class Loss(Choice):
 
     kind: Annotated[str, FIRST_RUN, Parameter(help=_KINDS)] = "infonce"
     convention: Convention = "fast_clip"
-    """Gradients of the FastCLIP losses where the paper and its public code differ. The published hyperparameters are
-    those of the code."""
+    """Gradients of the FastCLIP losses where the paper and its public code differ. The published hyperparameters
+    belong to the code."""
     temperature: Annotated[float | None, _POSITIVE] = None
     """Initial temperature. Default: the published value of the loss."""
     freeze_temperature: Annotated[bool, Parameter(negative="")] = False
@@ -177,7 +177,7 @@ class Loss(Choice):
     epsilon: Annotated[float, SHARE] = 1e-14
     """Constant added to the moving averages of the global losses before the logarithm."""
     margin: Annotated[float | None, Range(least=0)] = None
-    """Minimum difference between the similarity of a pair and those of its negatives (max-margin). Default: 0.2, or
+    """Minimum difference between the similarities of a pair and of its negatives (max-margin). Default: 0.2, or
     0.4 with --loss.use-relevancy."""
     use_relevancy: Annotated[bool, Parameter(negative="")] = False
     """Multiply the margin by the relevancy of the caption, as LaViLa does (max-margin)."""

@@ -5,7 +5,7 @@ differ in the last digits, so a run keeps the backend that it started with: run.
 run again.
 
 Nothing about kernels is inferred from version numbers: torch itself reports SDPA's choice (`torch._fused_sdp_choice`,
-which SDPA calls), and xformers' dispatcher reports its own.
+which SDPA calls), and xformers' dispatcher reports its choice.
 
 Shape suffixes: B batch, M tokens, H heads, K width of a head.
 """

@@ -296,7 +296,7 @@ class Captioner(nn.Module):
         self.decoder = decoder
 
     def forward(self, video_VCTHW: Tensor, tokens: Tensor) -> Tensor:
-        """Return logits [R, L, K] of the token after each of `tokens`, int64 [V, L] or, for n captions each, [V, n, L]."""
+        """Return logits [R, L, K] of the token after each of `tokens`, int64 [V, L], or [V, n, L] for n captions."""
         return self.decoder(tokens.flatten(0, -2), self.encode(video_VCTHW))  # type: ignore[no-any-return]
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:

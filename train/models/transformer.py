@@ -431,7 +431,7 @@ def drawn_branches(x_BLD: Tensor, probability: float, *, count: int = 2) -> Tens
 
     They are 0 with the given probability and 1 / (1 - probability) otherwise (stochastic depth, Huang et al. 2016). The
     probability is changed so that the mean is 1 in the precision of the tokens: bfloat16 has 1.109 for 1 / 0.9, which
-    alone would be 0.16 % too little.
+    by itself would be 0.16 % too little.
     """
     scale = float(torch.ones((), dtype=x_BLD.dtype) / (1 - probability))
     kept_nB11 = torch.rand(count, len(x_BLD), 1, 1, device=x_BLD.device) >= 1 - 1 / scale

@@ -119,7 +119,7 @@ class Lion(ForeachOptimizer):
 class Lamb(ForeachOptimizer):
     """LAMB: Adam with a trust ratio per tensor (You et al. 2020, algorithm 2; FastCLIP procedure 4).
 
-    theta -= lr alpha (r + decay theta) with Adam's update r and alpha = |theta| / |r + decay theta|, norms of whole
+    theta -= lr alpha (r + decay theta) with Adam's update r and alpha = |theta| / |r + decay theta|, norms of complete
     tensors. alpha is 1 (AdamW) in groups with `adapts` False, for tensors of zeros, which could not grow otherwise, and
     for updates of zeros.
     """

@@ -88,7 +88,7 @@ def plain_name(name: str) -> str:
 def block_counts(model: nn.Module) -> dict[str, int]:
     """Return the number of blocks of each tower of a model, by its name with a dot.
 
-    Modules count, not parameters: those of a pipeline stage lack the parameters that another stage has.
+    Modules count, not parameters: a pipeline stage lacks the parameters that another stage has.
     """
     return _largest_numbers(f"{plain_name(name)}." for name, _ in model.named_modules())
 

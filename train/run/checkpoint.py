@@ -42,9 +42,9 @@ class CheckpointMetadata:
     Attributes:
         loader: position of each rank in the data.
         settings: the settings that shape the weights, by flag.
-        precision: state of clipmill.train.device.precision.Precision.
-        numbers: metrics of the evaluation at this step; {} if there was none.
-        base: identity of the frozen weights that the checkpoint leaves out (clipmill.train.weights.sources); {} if it
+        precision: State of clipmill.train.device.precision.Precision.
+        numbers: Metrics of the evaluation at this step; {} if there was none.
+        base: Identity of the frozen weights that the checkpoint omits (clipmill.train.weights.sources); {} if it
             has all.
     """
 

@@ -35,7 +35,7 @@ from clipmill.train.config.shards import Shards, absolute_address, folders_of, n
 from clipmill.train.config.training import GO_ON, NEW_RUN, TrainingSettings, require_same, shaping
 
 # The data of an evaluation result, and the name of its file: results on the run's own data have the name of their
-# evaluation; others also have that of the folder, and a hash.
+# evaluation; other names also have the name of the folder, and a hash.
 
 _MAX_DATA_NAME = 40
 # Fields of a result that say what was evaluated, and how.

@@ -1,6 +1,6 @@
 """The variant of each column that a command reads: a named one, the one that a run was trained on, or the current one.
 
-A run reads the same variants from its beginning to its end, and so does every command that uses its weights on its own
+A run reads the same variants from its beginning to its end, and so does every command that uses its weights on its
 data. run.json names them, with their recipes.
 """
 

@@ -1,6 +1,6 @@
 """Hugging Face's VisionEncoderDecoderModel of TimeSformer and GPT-2, or one of the two: names, configuration.
 
-A TimesformerModel alone has its names without `encoder.`, a TimesformerForVideoClassification with `timesformer.`
+A separate TimesformerModel has its names without `encoder.`, a TimesformerForVideoClassification with `timesformer.`
 instead; a GPT2LMHeadModel has its names without `decoder.`, a GPT2Model without `decoder.transformer.`. GPT-2's
 matrices are transposed, and its last layer is the token embedding, `decoder.lm_head.weight` in old files.
 """

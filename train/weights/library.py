@@ -155,13 +155,13 @@ def _write_open_clip(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str
     weights, text = towers.weights, towers.towers.text
     if "video.proj" in weights or ("text.text_projection" in weights and text is not None):
         raise UserError(
-            "a tower has a projection of its own beside open_clip's, which open_clip has no place for",
+            "a tower has another projection beside open_clip's, which open_clip has no place for",
             hint="use --format torch, or train without --towers.embedding-width",
         )
     if not any(name.startswith("text.") for name in weights) or (text or "open_clip:").partition(":")[0] != "open_clip":
         raise UserError(
             "open_clip's models have two towers of open_clip, and the text tower is of another kind",
-            hint="use --format torch, which is the video tower alone",
+            hint="use --format torch, which holds only the video tower",
         )
     library: Any = library_of(towers.image)[0]
     config = dict(library.config(towers.image.partition(":")[2]))

@@ -349,7 +349,7 @@ def paired_facts(video: SourceFacts, text: SourceFacts, towers: Towers) -> Sourc
     if towers.image is None and has_own_text and of_video != of_text:
         raise UserError(
             f"--init.weights has the activation {of_video}, and --init.text {of_text}: the towers of --model share one",
-            hint="let open_clip build the text tower, with an activation of its own: --towers.text open_clip:NAME",
+            hint="let open_clip build the text tower, with another activation: --towers.text open_clip:NAME",
             flags=("--init.weights", "--init.text", "--model"),
         )
     return replace(

@@ -248,7 +248,7 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
         )
     if not values.qv_bias:
         raise UserError(
-            f"{source}: queries and values have no bias (qv_bias), and those of the towers here have one",
+            f"{source}: queries and values have no bias (qv_bias), but they have one in the towers here",
             hint="use the weights of a plain VideoMAE",
         )
     remarks = []
@@ -256,7 +256,7 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
         if values.use_mean_pooling:
             remarks.append(
                 "they were pre-trained without a layer norm after the encoder (use_mean_pooling); masked autoencoders "
-                "and captioners have one, which --init.allow 'video.ln_post.*' initialises anew"
+                "and captioners have one, which --init.allow 'video.ln_post.*' initialises"
             )
         if not values.norm_pix_loss:
             remarks.append(
