@@ -108,12 +108,19 @@ def breakdowns(events: Sequence[Event]) -> list[Breakdown]:
     """Break down each step of a profile on one rank."""
     steps = [one for one in events if one.name == _STEP and not one.is_on_device]
     threads, has_device = {one.thread for one in steps}, any(one.is_on_device for one in events)
-    computing = [one for one in events if _computes(one, has_device=has_device, threads=threads)]
-    communicating = [one for one in events if _communicates(one)]
-    return [_of_step(step, computing, communicating) for step in steps]
+    computing, communicating = [], []
+    for event in events:
+        name = event.name
+        if name.startswith("gloo:") or (event.is_on_device and "nccl" in name.lower()):
+            communicating.append(event)
+        elif (event.is_on_device and not name.startswith(("Memcpy", "Memset"))) or (
+            not has_device and name.startswith("aten::") and event.thread in threads
+        ):
+            computing.append(event)
+    return [_break_down_step(step, computing, communicating) for step in steps]
 
 
-def _of_step(step: Event, computing: Sequence[Event], communicating: Sequence[Event]) -> Breakdown:
+def _break_down_step(step: Event, computing: Sequence[Event], communicating: Sequence[Event]) -> Breakdown:
     changes = [(step.end, 0, 0)]
     for kind, events in enumerate((computing, communicating)):
         for event in events:
@@ -133,18 +140,6 @@ def _of_step(step: Event, computing: Sequence[Event], communicating: Sequence[Ev
         exposed_s=seconds[False, True],
         other_s=seconds[False, False],
     )
-
-
-def _communicates(event: Event) -> bool:
-    return event.name.startswith("gloo:") or (event.is_on_device and "nccl" in event.name.lower())
-
-
-def _computes(event: Event, *, has_device: bool, threads: set[int]) -> bool:
-    if _communicates(event):
-        return False
-    if has_device:
-        return event.is_on_device and not event.name.startswith(("Memcpy", "Memset"))
-    return event.name.startswith("aten::") and event.thread in threads
 
 
 _EXCHANGES: dict[Exchange, type[Similarities]] = {"scalars": Similarities, "features": FeatureExchange}

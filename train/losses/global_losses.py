@@ -40,7 +40,7 @@ class Side:
     """The clips of a batch, or its captions.
 
     Attributes:
-        table: state of all clips, or captions, of the training set.
+        table: State of all clips, or captions, of the training set.
         num_all: Number of clips or captions in the training set.
         ids_B: Ids of all ranks' clips or captions.
         group_B: `groups` of the ids.
@@ -60,10 +60,10 @@ class Estimate:
     """Estimates of g for one side, the batch of this step included.
 
     Attributes:
-        pair_B: similarities of the pairs.
+        pair_B: Similarities of the pairs.
         further_B: `further_values` of all ranks.
-        log_g_B: log g_i of this batch.
-        log_u_B: log of the new average.
+        log_g_B: Logarithm of g_i of this batch.
+        log_u_B: Logarithm of the new average.
         log_inner_B: log(epsilon + u).
     """
 
@@ -75,14 +75,14 @@ class Estimate:
 
 
 class GlobalContrast(ContrastiveObjective):
-    """A global loss but for its temperatures and the weights of its pairs.
+    """A global loss without its temperatures and the weights of its pairs.
 
     Args:
-        further_state: initial values of the columns after log u.
+        further_state: Initial values of the columns after log u.
 
     Attributes:
-        clips: state of each clip: log u, then `further_state`.
-        captions: state of each caption likewise.
+        clips: State of each clip: log u, then `further_state`.
+        captions: State of each caption likewise.
     """
 
     def __init__(
@@ -149,7 +149,12 @@ class GlobalContrast(ContrastiveObjective):
         num_each, num_terms = len(gathered_B) // 2, similarities.num_pairs * (similarities.num_pairs - 1)
         estimates, losses_B, exponents_3B = [], [], []
         for side, (log_sum_B, *further_B) in zip(sides, (gathered_B[:num_each], gathered_B[num_each:]), strict=True):
-            estimate = self._estimate(side, pair_B, log_sum_B, further_B, gamma=gamma)
+            log_g_B = log_sum_B - pair_B / side.temperature_B - math.log(len(pair_B) - 1)
+            log_u_B = average_logs(side.state_BC[:, 0], log_g_B, side.group_B, gamma=gamma)
+            log_inner_B = torch.logaddexp(log_u_B, torch.full_like(log_u_B, self._log_epsilon))
+            estimate = Estimate(
+                pair_B=pair_B, further_B=further_B, log_g_B=log_g_B, log_u_B=log_u_B, log_inner_B=log_inner_B
+            )
             side.table.write(side.ids_B, self.moved_state(side, estimate, step))
             estimates.append(estimate)
             loss_factor_B, gradient_factor_B = self.factors(side.temperature_B)
@@ -191,14 +196,6 @@ class GlobalContrast(ContrastiveObjective):
             rows = {"ids_B": ids_B, "group_B": groups(ids_B), "state_BC": state_BC}
             sides.append(Side(table=table, num_all=num_all[side], temperature_B=self.temperatures(state_BC), **rows))
         return sides[0], sides[1]
-
-    def _estimate(
-        self, side: Side, pair_B: torch.Tensor, log_sum_B: torch.Tensor, further_B: list[torch.Tensor], *, gamma: float
-    ) -> Estimate:
-        log_g_B = log_sum_B - pair_B / side.temperature_B - math.log(len(pair_B) - 1)
-        log_u_B = average_logs(side.state_BC[:, 0], log_g_B, side.group_B, gamma=gamma)
-        log_inner_B = torch.logaddexp(log_u_B, torch.full_like(log_u_B, self._log_epsilon))
-        return Estimate(pair_B=pair_B, further_B=further_B, log_g_B=log_g_B, log_u_B=log_u_B, log_inner_B=log_inner_B)
 
 
 def _check_ids(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
@@ -315,7 +312,7 @@ class OneTemperature(GlobalContrast):
         return (-self.log_scale()).exp().to(state_BC.dtype).expand(len(state_BC))
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the temperature; 1 in v0, and in the public code for all but v3 (its commands scale v3 alone)."""
+        """Return the temperature; 1 in v0, and in the public code for all but v3 (its commands scale only v3)."""
         is_scaled = self._is_v3 or not (self._is_v0 or self._is_code)
         factor_B = temperature_B if is_scaled else torch.ones_like(temperature_B)
         return factor_B, factor_B

@@ -172,7 +172,7 @@ def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence
 
 
 def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"], *, world: World) -> None:
-    """Load tensors into possibly sharded ones of the same names; all ranks call it. UserError if unreadable."""
+    """Load tensors into tensors of the same names, maybe sharded; all ranks call it. UserError if unreadable."""
     from clipmill.train.distributed.storage import read_into
 
     try:
@@ -208,7 +208,7 @@ def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
 
 
 def check_fits(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"], *, prefix: str) -> None:
-    """Compare names and shapes of stored tensors with `prefix` to those wanted; UserError with the differences."""
+    """Compare names and shapes of stored tensors with `prefix` to a model's; UserError with the differences."""
     stored = {name: entry for name, entry in table.items() if name.startswith(prefix)}
     missing = [f"{name} {list(one.shape)}" for name, one in tensors.items() if name not in stored]
     unexpected = [f"{name} {entry['size']}" for name, entry in stored.items() if name not in tensors]
@@ -253,7 +253,7 @@ def removal_hint(path: Path) -> str:
     step = checkpoint_step(path)
     before = [name for number, name in all_checkpoints(path.parent).items() if step is not None and number < step]
     if not before:
-        return "remove it: there is none before it, so that training starts again"
+        return "remove it: there is none before it, so training starts again"
     return f"remove it: {before[-1].name} is used instead"
 
 

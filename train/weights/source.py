@@ -106,9 +106,12 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     kind_of_model = LIBRARY if towers.image is not None else towers.kind
     of_weights = source.kind if kind_of_model is None or kind_of_model in KINDS else None
     if of_weights is not None and kind_of_model not in (None, of_weights):
+        hint = "use weights of the same kind, or omit --towers.kind"
+        if settings.only_kind is not None:
+            hint = f"train {settings.command} only takes weights of the kind {kind_of_model}"
         raise UserError(
             f"{source.title}: the weights are of {KINDS[of_weights]}, and the model has {KINDS[kind_of_model]}",
-            hint=_weights_for(settings, kind_of_model),
+            hint=hint,
         )
     towers = replace(
         towers,
@@ -141,13 +144,6 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
             f"--size-px {settings.size_px} an index is another position (--size-px {facts.picture_px} keeps theirs)"
         )
     return replace(settings, towers=towers, init=init)
-
-
-def _weights_for(settings: ClipSettings, kind: str) -> str:
-    """Return the hint for weights of another kind than `kind`; some tasks support a single kind."""
-    if settings.only_kind is not None:
-        return f"train {settings.command} takes weights of the kind {kind} and no other"
-    return "use weights of the same kind, or leave --towers.kind out"
 
 
 def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) -> Clips:
