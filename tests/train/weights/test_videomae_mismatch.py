@@ -139,7 +139,7 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
     torch.save(to_open_clip(our_model().state_dict()), tmp_path / "clip.pt")
     clip, videomae = opened(tmp_path / "clip.pt"), opened(folder)
     of_clip, of_videomae = "a CLIP tower (clip)", "a VideoMAE tower (videomae)"
-    plain, leave = Towers(kind="clip"), "use weights of the same kind, or leave --towers.kind out"
+    plain, leave = Towers(kind="clip"), "use weights of the same kind, or omit --towers.kind"
     for effective, settings, source, there, here, hint in (
         (
             effective_clip_settings,
@@ -147,7 +147,7 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
             clip,
             of_clip,
             of_videomae,
-            "train mae takes weights of the kind videomae",
+            "train mae only takes weights of the kind videomae",
         ),
         (
             effective_settings,
@@ -155,7 +155,7 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
             videomae,
             of_videomae,
             of_clip,
-            "train dual-encoder takes weights of the kind clip",
+            "train dual-encoder only takes weights of the kind clip",
         ),
         (effective_clip_settings, ClassifySettings(towers=plain), videomae, of_videomae, of_clip, leave),
         (effective_clip_settings, ClassifySettings(towers=Towers(kind="videomae")), clip, of_clip, of_videomae, leave),
