@@ -34,8 +34,13 @@ from clipmill.train.weights.conversion import LOGIT_SCALE
 from clipmill.train.weights.source import Base, Say, Source
 
 if TYPE_CHECKING:
+    from clipmill.train.data.held_out import EvaluatedClips
+    from clipmill.train.data.mixed_samples import MixedSamples
     from clipmill.train.distributed.stages import LayerCost
     from clipmill.train.weights.loading import Loaded
+
+    class EvaluatedSet(NamedSamples, EvaluatedClips, Protocol):
+        """The samples of an evaluation in the loop."""
 
 
 class Task(Protocol):
@@ -149,16 +154,6 @@ def own_part(task: object, model: nn.Module, parallel: ParallelSettings, *, stag
     assert isinstance(task, PipelineTask)
     cut = partition(task.layers(model), num_stages=stages.size, rule=parallel.partition)
     return task.part(model, cut[stages.rank])
-
-
-if TYPE_CHECKING:
-    from clipmill.train.data.held_out import EvaluatedClips
-    from clipmill.train.data.mixed_samples import MixedSamples
-    from clipmill.train.engine.rank_consistency import NamedSamples
-    from clipmill.train.weights.loading import Loaded
-
-    class EvaluatedSet(NamedSamples, EvaluatedClips, Protocol):
-        """The samples of an evaluation in the loop."""
 
 
 # Parts of other models that a video tower is not initialised from: prefix of their tensors, description.

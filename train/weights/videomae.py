@@ -179,7 +179,6 @@ VIDEOMAE = Format(
 # transformers that wrote them calls these parameters itself, except for some versions 5. The values of a cube are in
 # the same order (t p p c).
 
-_HF_RGB = 3
 _OUR_BLOCK, _ATTENTION = "transformer.resblocks.N", "attention.attention"
 _HF_BLOCK = {
     "ln_1.*": "layernorm_before.*",
@@ -263,7 +262,7 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
                 "they were pre-trained to predict unnormalised pixels (norm_pix_loss is false); a masked autoencoder "
                 "here predicts normalised cubes, which its decoder has to learn"
             )
-    is_rgb = values.num_channels == _HF_RGB
+    is_rgb = values.num_channels == _RGB
     return SourceFacts(
         activation=values.hidden_act,
         video_eps=values.layer_norm_eps,
@@ -298,7 +297,7 @@ def exported_videomae(
             "run.json does not say how large the latents were, and config.json has to",
             hint="use --format videomae, which does not need it",
         )
-    is_rgb = num_channels == _HF_RGB
+    is_rgb = num_channels == _RGB
     encoder: dict[str, Any] = {
         "image_size": shape.image_px,
         "patch_size": patch_px,
