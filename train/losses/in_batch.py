@@ -71,7 +71,7 @@ class InfoNCE(ContrastiveObjective):
         pair_B, clip_log_sum_B, caption_log_sum_B = similarities.gather(
             similarities.pair_b, log_sums(similarities.clips_bB, scale_b), log_sums(similarities.captions_bB, scale_b)
         )
-        # The sums are over negatives, because MBCL and the global losses need them so; a denominator has the pair too.
+        # The sums are over negatives, as the gradient of a pair needs them; a denominator has the pair too.
         clip_denominator_B = torch.logaddexp(clip_log_sum_B, scale * pair_B)
         caption_denominator_B = torch.logaddexp(caption_log_sum_B, scale * pair_B)
         loss = factor * (clip_denominator_B + caption_denominator_B - 2 * scale * pair_B).mean()
