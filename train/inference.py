@@ -51,7 +51,7 @@ class LoadedModel:
     Attributes:
         opened: the weights with their task.
         model: the network.
-        remarks: which embeddings of time and place were interpolated, and what else was said on opening.
+        remarks: Names of the embeddings of time and place that were interpolated, and what else was printed on opening.
     """
 
     def __init__(self, opened: OpenedRun, model: nn.Module, *, remarks: Sequence[str] = ()) -> None:
@@ -76,12 +76,12 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return self.opened.trained.device
 
     @property
     def has_text(self) -> bool:
-        """Whether texts can be encoded."""
+        """True if texts can be encoded."""
         return isinstance(self.model, DualEncoder) and self.model.text is not None
 
     @property
@@ -92,7 +92,7 @@ class LoadedModel:
 
     @property
     def logit_bias(self) -> float | None:
-        """What SigLIP adds to them then; None without one."""
+        """Bias that SigLIP adds to them then; None without one."""
         return self._logits.bias
 
     @cached_property
@@ -138,10 +138,10 @@ class LoadedModel:
         with self.opened.trained.precision.autocast():
             clips_BCTHW = self._clips(clips)
             if not len(clips_BCTHW):  # the towers need a clip, and the shape of what they return is asked for
-                return self._encoded(clips_BCTHW.new_zeros(1, *clips_BCTHW.shape[1:]), tokens=tokens)[:0]
-            return self._encoded(clips_BCTHW, tokens=tokens)
+                return self._encode_clips(clips_BCTHW.new_zeros(1, *clips_BCTHW.shape[1:]), tokens=tokens)[:0]
+            return self._encode_clips(clips_BCTHW, tokens=tokens)
 
-    def _encoded(self, clips_BCTHW: torch.Tensor, *, tokens: bool) -> torch.Tensor:
+    def _encode_clips(self, clips_BCTHW: torch.Tensor, *, tokens: bool) -> torch.Tensor:
         if tokens:
             return cast(VideoTower, self.model.video).tokens(clips_BCTHW).float()
         if isinstance(self.model, DualEncoder):
@@ -182,7 +182,7 @@ class LoadedModel:
         return normalisation_of(self.settings)
 
     def _clips(self, clips: Clips) -> torch.Tensor:
-        """Normalised clips [B, C, T, H, W] on the device."""
+        """Return normalised clips [B, C, T, H, W] on the device."""
         if isinstance(clips, Mapping):
             if "video" in clips and clips["video"].ndim == _CLIP_DIMS:
                 return self._of_rgb(clips["video"])
@@ -196,16 +196,16 @@ class LoadedModel:
         if array.dtype == torch.uint8:
             return self._of_rgb(array)
         shape = self.opened.shape
-        wanted = (shape.size.video.num_channels, self.settings.num_frames, shape.image_px, shape.image_px)
-        if tuple(array.shape[1:]) != wanted:
+        expected = (shape.size.video.num_channels, self.settings.num_frames, shape.image_px, shape.image_px)
+        if tuple(array.shape[1:]) != expected:
             raise UserError(
-                f"clips of shape {tuple(array.shape)}, and the model takes [B, {', '.join(map(str, wanted))}]",
+                f"clips of shape {tuple(array.shape)}, and the model takes [B, {', '.join(map(str, expected))}]",
                 hint=_CLIPS_HINT,
             )
         return send(array, self.device).float()
 
     def _of_rgb(self, frames_BTHWC: torch.Tensor) -> torch.Tensor:
-        """Normalised clips of RGB frames, whose centre squares are resized where they have another size."""
+        """Return normalised clips of RGB frames, whose centre squares are resized where they have another size."""
         settings = self.settings
         if settings.reads_latents:
             raise UserError(f"{self.opened.title} takes latents, and these are RGB frames", hint="encode them first")
@@ -249,7 +249,7 @@ def load_model(
         num_frames: number of frames per clip. Default: as in training; otherwise temporal embeddings are interpolated.
         sampling: frame sampling of the loader. Default: as in training.
         size_px: side of the frames. Default: as in training; otherwise positional embeddings are interpolated.
-        device: where to put the model; auto: the GPU if there is one.
+        device: Device of the model; auto: the GPU if there is one.
         shards: data folder for `samples`. Default: the run's own, in the variants of its training.
 
     Raises:
@@ -270,7 +270,7 @@ def load_model(
 
 
 def model_of(opened: OpenedRun, *, remarks: Sequence[str] = ()) -> LoadedModel:
-    """The model of opened weights; no data is needed.
+    """Return the model of opened weights; no data is needed.
 
     Raises:
         UserError: the weights are damaged, or do not fit the settings.

@@ -34,11 +34,11 @@ def test_a_line_that_a_kill_cut_short_is_passed_over(tmp_path: Path) -> None:
 
 def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    with run.held():
+    with run.hold():
         again = RunFolder(tmp_path)
-        with pytest.raises(UserError, match="another process trains in"), again.held():
+        with pytest.raises(UserError, match="another process trains in"), again.hold():
             pass
-    with run.held():
+    with run.hold():
         pass
 
 
@@ -48,7 +48,7 @@ def test_a_folder_may_be_waited_for(tmp_path: Path) -> None:
     released = threading.Event()
 
     def hold(begun: threading.Event) -> None:
-        with run.held():
+        with run.hold():
             begun.set()
             released.wait(60)
 
@@ -56,10 +56,10 @@ def test_a_folder_may_be_waited_for(tmp_path: Path) -> None:
     holder = threading.Thread(target=hold, args=(begun,), daemon=True)
     holder.start()
     assert begun.wait(60)
-    with pytest.raises(UserError, match="another process trains in"), run.held(wait_s=0.3):
+    with pytest.raises(UserError, match="another process trains in"), run.hold(wait_s=0.3):
         pass
     threading.Timer(0.3, released.set).start()
-    with run.held(wait_s=60):
+    with run.hold(wait_s=60):
         assert released.is_set()
     holder.join(60)
 
@@ -72,13 +72,13 @@ def test_damaged_facts_are_named(tmp_path: Path, content: str) -> None:
     with pytest.raises(UserError, match=r"run\.json") as caught:
         run.read_facts()
     # Without it, nothing knows the run any more.
-    assert caught.value.hint == "put back what the run wrote"
+    assert caught.value.hint == "restore the run's files"
 
 
 def test_facts_that_have_to_be_there_are_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run\.json is missing") as caught:
         RunFolder(tmp_path).require_facts()
-    assert "put back" in (caught.value.hint or "")
+    assert "restore" in (caught.value.hint or "")
 
 
 def test_a_damaged_result_may_go(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Time of a step of several processes: computation, communication, and how much of the two overlaps.
 
-The method is that of FastCLIP (figure 3, tables 15 to 22): torch.profiler records some steps of the training loop, and
+The method is FastCLIP's (figure 3, tables 15 to 22): torch.profiler records some steps of the training loop, and
 the intervals of all events of a kind are merged. Per step:
 
     compute      some operation computes: kernels on a GPU other than NCCL's and copies; on a CPU, operators of the
@@ -48,26 +48,31 @@ from clipmill.train.losses.settings import Exchange
 
 
 class FeatureExchange(Similarities):
-    """Similarities whose gradients are summed over ranks, not computed from gathered values."""
+    """OpenCLIP's exchange of a contrastive loss, the baseline of FastCLIP's tables 15 to 22, for `train bench`.
+
+    Embeddings are gathered with their gradient: each rank computes the losses of its own clips and captions as anchors,
+    and with them gradients of the embeddings of all ranks, which REDUCE_SCATTER sums: 2 B E numbers, where the exchange
+    of training (clipmill.train.losses.contrastive) sends a few for each pair. Loss and gradients are the same.
+    """
 
     def gradients(
         self, weights: Weights, *, clips_KB: torch.Tensor, captions_KB: torch.Tensor, pair_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Similarities.gradients`; the ranks' `pair_B` and values of other ranks' pairs are not used."""
+        """Compute `Similarities.gradients`; the ranks' `pair_B` and values of other ranks' pairs are not used."""
         width = self.video_bE.shape[1]
         videos, texts = slice(0, width), slice(width, None)
         grad_B2E = torch.zeros_like(self.both_B2E)
         sides = ((self.clips_bB, clips_KB, videos, texts), (self.captions_bB, captions_KB, texts, videos))
         with exact_products(self.pair_b.device):
-            for rows_bB, values_KB, own, other in sides:
+            for rows_bB, values_KB, columns, other in sides:
                 for rows in blocks(rows_bB):
                     among_all = slice(self.own.start + rows.start, self.own.start + rows.stop)
                     weight_RB = weights(rows_bB[rows], values_KB[:, among_all, None])
-                    if not len(values_KB):  # W itself, of which each side has half
+                    if not len(values_KB):  # W itself; each side has half of it
                         weight_RB.div_(2)
                     weight_RB[:, among_all].diagonal().copy_(pair_B[among_all] / 2)
-                    grad_B2E[among_all, own].addmm_(weight_RB, self.both_B2E[:, other])
-                    grad_B2E[:, other].addmm_(weight_RB.T, self.both_B2E[among_all, own])
+                    grad_B2E[among_all, columns].addmm_(weight_RB, self.both_B2E[:, other])
+                    grad_B2E[:, other].addmm_(weight_RB.T, self.both_B2E[among_all, columns])
         grad_b2E = self.world.reduce_scatter(grad_B2E).mul_(self.world.size)
         return grad_b2E[:, videos], grad_b2E[:, texts]
 
@@ -79,7 +84,7 @@ _FEWEST, _MOST = 3, 50
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a profile, in microseconds; `thread` is that of the host."""
+    """An event of a profile, in microseconds; `thread` is the host's."""
 
     name: str
     begin: float
@@ -103,16 +108,23 @@ def breakdowns(events: Sequence[Event]) -> list[Breakdown]:
     """Break down each step of a profile on one rank."""
     steps = [one for one in events if one.name == _STEP and not one.is_on_device]
     threads, has_device = {one.thread for one in steps}, any(one.is_on_device for one in events)
-    computing = [one for one in events if _computes(one, has_device=has_device, threads=threads)]
-    communicating = [one for one in events if _communicates(one)]
-    return [_of_step(step, computing, communicating) for step in steps]
+    computing, communicating = [], []
+    for event in events:
+        name = event.name
+        if name.startswith("gloo:") or (event.is_on_device and "nccl" in name.lower()):
+            communicating.append(event)
+        elif (event.is_on_device and not name.startswith(("Memcpy", "Memset"))) or (
+            not has_device and name.startswith("aten::") and event.thread in threads
+        ):
+            computing.append(event)
+    return [_break_down_step(step, computing, communicating) for step in steps]
 
 
-def _of_step(step: Event, computing: Sequence[Event], communicating: Sequence[Event]) -> Breakdown:
+def _break_down_step(step: Event, computing: Sequence[Event], communicating: Sequence[Event]) -> Breakdown:
     changes = [(step.end, 0, 0)]
     for kind, events in enumerate((computing, communicating)):
-        for one in events:
-            begin, end = max(one.begin, step.begin), min(one.end, step.end)
+        for event in events:
+            begin, end = max(event.begin, step.begin), min(event.end, step.end)
             if begin < end:
                 changes += [(begin, kind, 1), (end, kind, -1)]
     # Seconds by whether something computes, and whether something communicates.
@@ -130,18 +142,6 @@ def _of_step(step: Event, computing: Sequence[Event], communicating: Sequence[Ev
     )
 
 
-def _communicates(event: Event) -> bool:
-    return event.name.startswith("gloo:") or (event.is_on_device and "nccl" in event.name.lower())
-
-
-def _computes(event: Event, *, has_device: bool, threads: set[int]) -> bool:
-    if _communicates(event):
-        return False
-    if has_device:
-        return event.is_on_device and not event.name.startswith(("Memcpy", "Memset"))
-    return event.name.startswith("aten::") and event.thread in threads
-
-
 _EXCHANGES: dict[Exchange, type[Similarities]] = {"scalars": Similarities, "features": FeatureExchange}
 
 
@@ -149,7 +149,7 @@ def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: flo
     """Break down training steps; all ranks call it, and get the same plain values.
 
     Args:
-        exchange: of a contrastive loss; None for that of training.
+        exchange: Exchange of a contrastive loss; None for the one of training.
 
     Raises:
         UserError: the objective has no such exchange.
@@ -214,11 +214,11 @@ def _record_events(device: torch.device) -> Iterator[list[Event]]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as recording:
         yield events
-    for one in recording.events() or []:
-        is_on_device = one.device_type == torch.autograd.DeviceType.CUDA
+    for event in recording.events() or []:
+        is_on_device = event.device_type == torch.autograd.DeviceType.CUDA
         # On the device's time line, ranges of the host (record_function) span what is inside them.
-        if not (is_on_device and one.is_user_annotation):
-            events.append(Event(one.name, one.time_range.start, one.time_range.end, is_on_device, one.thread))
+        if not (is_on_device and event.is_user_annotation):
+            events.append(Event(event.name, event.time_range.start, event.time_range.end, is_on_device, event.thread))
 
 
 # The table that is printed, and the page.
@@ -249,10 +249,10 @@ def print_breakdown(result: dict[str, Any]) -> None:
 
 def write_breakdown(result: dict[str, Any], path: Path) -> None:
     """Write a result of `clipmill.train.bench.run.run_breakdown` as a page: a bar and a row for each strategy."""
-    longest_s = max(one["mean"]["total_s"] for one in result["strategies"])
+    longest_s = max(strategy["mean"]["total_s"] for strategy in result["strategies"])
     bars = []
-    for one in result["strategies"]:
-        mean = one["mean"]
+    for strategy in result["strategies"]:
+        mean = strategy["mean"]
         seconds = {
             "compute alone": mean["compute_s"] - mean["overlap_s"],
             "compute and communication": mean["overlap_s"],
@@ -264,7 +264,7 @@ def write_breakdown(result: dict[str, Any], path: Path) -> None:
             for name, value in seconds.items()
         ]
         width = 100 * mean["total_s"] / longest_s
-        bars.append({"strategy": _label(one), "total_ms": 1000 * mean["total_s"], "width": width, "parts": parts})
+        bars.append({"strategy": _label(strategy), "total_ms": 1000 * mean["total_s"], "width": width, "parts": parts})
     page = load_template(Path(__file__).with_name("bench.html.j2")).render(
         num_processes=result["strategies"][0]["num_processes"],
         about=about(result),
@@ -277,15 +277,15 @@ def write_breakdown(result: dict[str, Any], path: Path) -> None:
     publish_bytes(path, page.encode())
 
 
-def _label(one: dict[str, Any]) -> str:
-    return ", ".join(filter(None, (one["strategy"], one["exchange"])))
+def _label(strategy: dict[str, Any]) -> str:
+    return ", ".join(filter(None, (strategy["strategy"], strategy["exchange"])))
 
 
 def _rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     rows = []
-    for one in result["strategies"]:
-        mean = one["mean"]
+    for strategy in result["strategies"]:
+        mean = strategy["mean"]
         seconds = [mean[f"{column}_s"] for column in _COLUMNS[1:6]]
-        seconds += [one["std"]["total_s"], one["unrecorded_s"]]
-        rows.append((_label(one), *(f"{1000 * value:,.1f}" for value in seconds)))
+        seconds += [strategy["std"]["total_s"], strategy["unrecorded_s"]]
+        rows.append((_label(strategy), *(f"{1000 * value:,.1f}" for value in seconds)))
     return rows

@@ -1,4 +1,4 @@
-"""What follows from the rates of `train bench`: the bottleneck, advice, and the table that it prints."""
+"""Verdict on the rates of `train bench`: the bottleneck, advice, and the table that it prints."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,7 +37,7 @@ class Verdict:
 
 
 def judge(stages: dict[str, float], *, loader: float, compute: float) -> Verdict:
-    """Find the bottleneck from items per second: by stage, of the loader alone, and of augmentation and model."""
+    """Find the bottleneck from items per second: by stage, of the loader by itself, and of augmentation and model."""
     is_data_bound = loader < compute
     sides = stages if any(name in stages for name in LOADING) else {**stages, "loader": loader}
     of_side = [name for name in sides if (name in _COMPUTE) != is_data_bound]
@@ -50,15 +50,15 @@ def judge(stages: dict[str, float], *, loader: float, compute: float) -> Verdict
 
 
 def advice(cause: str, settings: ClipSettings, *, cores: int) -> list[str]:
-    """What to change, the most promising first."""
-    found = []
+    """Return what to change, the most promising first."""
+    hints = []
     if cause == DECODE and settings.decode != "packets":
-        found.append("--decode packets")
+        hints.append("--decode packets")
     if cause in (DECODE, CROP, TOKENS) and settings.workers < cores:
-        found.append(f"more --workers: {settings.workers} of {cores} cores are used")
+        hints.append(f"more --workers: {settings.workers} of {cores} cores are used")
     if cause in (READ, DECODE) and settings.samples_per_chunk == 1:
-        found.append("--samples-per-chunk 2 or more, so that a chunk is read and decoded once for several samples")
-    found += {
+        hints.append("--samples-per-chunk 2 or more, so that a chunk is read and decoded once for several samples")
+    hints += {
         READ: [
             "a faster disk, or chunks of a lower bitrate",
             "more --workers, which wait for the disk and not for cores",
@@ -71,11 +71,11 @@ def advice(cause: str, settings: ClipSettings, *, cores: int) -> list[str]:
         AUGMENT: ["lower --augment.blur: blur is the most expensive augmentation"],
         "model": ["the data keeps up; for more speed use a faster device, a smaller --model or fewer --num-frames"],
     }[cause]
-    return found
+    return hints
 
 
 def about(result: dict[str, Any]) -> str:
-    """What was measured, as one line."""
+    """Describe what was measured, as one line."""
     settings = result["settings"]
     return (
         f"{result['data']}; {result['variant']}; {result['machine']}; batches of "
@@ -130,7 +130,7 @@ def _conclusion(result: dict[str, Any]) -> list[str]:
     if cause != result["slowest"]:
         lines.append(f"the bottleneck is {cause}: stages before the model add up in each loader thread")
     if result["device"] == "cpu":
-        lines.append("the model shares the cores with decoding, so together each is slower than alone")
+        lines.append("the model shares the cores with decoding, so each is slower than by itself")
     lines += [f"what to change ({cause}): {one}" for one in result["advice"]]
     if result["num_failed"]:
         lines.append(

@@ -1,4 +1,4 @@
-"""A run of `train bench`: every stage by itself, then whole steps; or steps of several processes, by strategy."""
+"""A run of `train bench`: every stage by itself, then complete steps; or steps of several processes, by strategy."""
 
 import math
 import os
@@ -43,7 +43,7 @@ def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict
     verdict = judge(known, loader=rates.loader, compute=rates.compute)
     # Waiting shows only once the batches that were loaded ahead are used up.
     num_ahead = 2 * opened.settings.batches_ahead + 3 if verdict.bound == "data" else 2
-    with Activity("measuring whole steps"):
+    with Activity("measuring complete steps"):
         taken = take_steps(steps, opened, seconds=seconds, at_least=num_ahead)
     return {
         "links": [{"link": name, "items_per_s": rate} for name, rate in rates.stages.items()],
@@ -81,10 +81,10 @@ def run_breakdown(
     if settings.parallel.stages > 1:
         raise UserError(
             f"train bench measures data parallelism, not --parallel.stages {settings.parallel.stages}",
-            hint="leave out --parallel.stages",
+            hint="omit --parallel.stages",
             flags=("--parallel.stages",),
         )
-    opened, found = _open(spec, settings, world, seconds=seconds), []
+    opened, measured = _open(spec, settings, world, seconds=seconds), []
     with enough_samples(opened.settings):
         for name in strategies:
             changed = replace(
@@ -92,8 +92,8 @@ def run_breakdown(
             )
             for exchange in exchanges:
                 with Activity(f"measuring steps with {name}{'' if exchange is None else f', exchange {exchange}'}"):
-                    found.append(measure_breakdown(changed, exchange=exchange, seconds=seconds))
-    return {"strategies": found, **_about(opened)}
+                    measured.append(measure_breakdown(changed, exchange=exchange, seconds=seconds))
+    return {"strategies": measured, **_about(opened)}
 
 
 def _open(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds: float) -> Opened:

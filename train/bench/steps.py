@@ -1,4 +1,4 @@
-"""A run that is opened to be measured, and its steps, timed one by one: of `train bench` and `train quickstart`."""
+"""A run that is opened to be measured by `train bench` and `train quickstart`: its steps, and rates of their stages."""
 
 import resource
 import threading
@@ -85,7 +85,7 @@ class Steps:
         self._guard = StepGuard(device)
 
     def batches(self) -> Generator[LoadedBatch, None, None]:
-        """Batches on the device in training order, from the first one on."""
+        """Return batches on the device in training order, from the first one on."""
         opened = self._opened
         return prefetch(opened.samples.batches(position=0, max_failures=opened.settings.max_failures), opened.device)
 
@@ -100,7 +100,7 @@ class Steps:
             opened.settings,
             world=opened.world,
             throughput=self._throughput,
-            soundness=self._guard,
+            guard=self._guard,
         )
         opened.wait()
 
@@ -177,6 +177,12 @@ def _print_nothing(_: Any) -> None:
     """Print nothing: the run says it."""
 
 
+# Rates of the stages of a step: of the loader's threads, the copy to the device, and the model.
+#
+# Nothing is built for measuring: loader and steps are a run's, and a stopwatch around their methods adds up the
+# time that each stage takes. A loader thread runs its stages in sequence, so the rate of a stage is the rate of all
+# threads if they did nothing else.
+
 READ, DECODE, CROP, TOKENS, AUGMENT = "read", "decode", "crop", "tokens", "augment"
 LOADING = (READ, DECODE, CROP, TOKENS)
 
@@ -193,7 +199,7 @@ class Stopwatch:
         self.is_running = False
         self._wait, self._local = wait, threading.local()
 
-    def timed(self, stage: str, work: Callable[..., Any], *, is_on_device: bool = False) -> Callable[..., Any]:
+    def time_calls(self, stage: str, work: Callable[..., Any], *, is_on_device: bool = False) -> Callable[..., Any]:
         """Return `work`, whose calls count as `stage`."""
 
         def call(*arguments: Any, **named: Any) -> Any:
@@ -218,7 +224,7 @@ class Stopwatch:
     def watch(self, owner: object, method: str, stage: str, *, is_on_device: bool = False) -> None:
         """Count the calls of an object's method as `stage` from now on, if it has that method."""
         if (work := getattr(owner, method, None)) is not None:
-            setattr(owner, method, self.timed(stage, work, is_on_device=is_on_device))
+            setattr(owner, method, self.time_calls(stage, work, is_on_device=is_on_device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +232,8 @@ class Rates:
     """Items per second.
 
     Attributes:
-        stages: by stage; None for one that is not needed here. Those of loading are known of clips of pixels alone.
-        loader, compute: of the loader alone, from disk to batches, and of steps whose batch is on the device.
+        stages: Rates by stage; None for a stage that is not needed. The loader has stages only for clips of pixels.
+        loader, compute: Rates of the loader by itself, from disk to batches, and of steps whose batch is on the device.
         read_bytes_per_item: read from the disk; None where the stages of loading are not known.
         failed: details of samples that could not be loaded, by key.
     """
@@ -250,7 +256,7 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
     reader = getattr(opened.samples, "reader", None)
     if isinstance(reader, ClipReader):  # latents and streams have no such stages
         _watch_loading(reader, watch, sizes)
-    # However many may fail, a set of which each sample has failed a hundred times has no rate.
+    # However many may fail, a set whose samples have failed a hundred times each has no rate.
     max_failures = min(settings.max_failures, 100 * (opened.samples.num_samples or 1000))
     batches = opened.samples.batches(position=0, max_failures=max_failures)
     watch.is_running, waits_s = True, list[float]()
@@ -307,17 +313,17 @@ def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> No
         return content
 
     def decode(content: ChunkBytes, use: Callable[..., None]) -> None:
-        decode_each(content, watch.timed(CROP, use))  # each frame is cropped as the decoder outputs it
+        decode_each(content, watch.time_calls(CROP, use))  # each frame is cropped as the decoder outputs it
 
     watch.watch(reader, "plan", READ)
-    setattr(chunks, "read", watch.timed(READ, read))  # noqa: B010 - an attribute of this object alone
-    setattr(decoder, "decode_each", watch.timed(DECODE, decode))  # noqa: B010
+    setattr(chunks, "read", watch.time_calls(READ, read))  # noqa: B010 - an attribute of only this object
+    setattr(decoder, "decode_each", watch.time_calls(DECODE, decode))  # noqa: B010
     watch.watch(reader, "_make", CROP)
     watch.watch(reader, "annotate", TOKENS)
 
 
 def _times(work: Callable[[], object], *, seconds: float) -> list[float]:
-    """Seconds of each call of `work`, which is called until `seconds` have passed."""
+    """Return the seconds of each call of `work`, which is called until `seconds` have passed."""
     taken = list[float]()
     while sum(taken) < seconds:
         began_s = time.perf_counter()

@@ -98,7 +98,7 @@ def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder 
     if run is not None:
         # A restart by torchrun may find a process of the attempt before it, on a node that the others have lost.
         is_restart = resume == "auto" and "TORCHELASTIC_RUN_ID" in os.environ
-        held.enter_context(run.held(wait_s=_LOST_S if is_restart else 0.0))
+        held.enter_context(run.hold(wait_s=_LOST_S if is_restart else 0.0))
         sweep(run)
         recover(run.checkpoints)
     return run
@@ -107,7 +107,7 @@ def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder 
 def _create_and_hold(settings: ClipSettings, *, held: ExitStack, world: World, comment: str) -> RunFolder:
     def create() -> RunFolder:
         run = create_run(settings, comment=comment)
-        held.enter_context(run.held())
+        held.enter_context(run.hold())
         return run
 
     require_shared(settings.out, world=world)

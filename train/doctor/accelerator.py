@@ -54,11 +54,11 @@ class Accelerator:
         driver: version of the NVIDIA driver, if there is one.
         cuda_error: torch's reason for finding no GPU.
         unusable_gpu: Reason why torch cannot use the GPU of this machine, as a run prints it; None without such a GPU.
-        xformers: its version, "not installed" or "not loaded".
+        xformers: Version of xformers, "not installed" or "not loaded".
         xformers_library: why xformers' own compiled library cannot be loaded.
         attention: name of the backend of `--attention auto` on the first GPU; unknown if nothing was tried.
         has_triton: triton, with which torch.compile generates GPU kernels, is installed.
-        environment: what PyTorch asks for in bug reports (torch.utils.collect_env); empty if nothing was tried.
+        environment: Facts that PyTorch asks for in bug reports (torch.utils.collect_env); empty if nothing was tried.
     """
 
     torch_error: str | None = None
@@ -87,7 +87,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         tries: run each attention backend on the device and load xformers, which changes global settings of torch.
         has_gpus: look for GPUs, which initialises CUDA.
     """
-    # A run needs it for its page alone.
+    # A run needs it only for its page.
     from clipmill.train.device.driver import driver_version, required_driver, why_no_gpu
 
     try:
@@ -96,7 +96,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         return Accelerator(torch_error=first_line(error), driver=driver_version())
     from clipmill.train.models.attention_choice import cudnn_version
 
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "needed_driver": required_driver(torch.version.cuda),
@@ -108,10 +108,10 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
     if has_gpus:
         try:
             torch.cuda.init()
-            found["gpus"] = [_gpu(index, asks_free=tries) for index in range(torch.cuda.device_count())]
-            found["cudnn"] = cudnn_version()
+            facts["gpus"] = [_gpu(index, asks_free=tries) for index in range(torch.cuda.device_count())]
+            facts["cudnn"] = cudnn_version()
         except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
-            found |= {"cuda_error": first_line(error), "unusable_gpu": why_no_gpu()}
+            facts |= {"cuda_error": first_line(error), "unusable_gpu": why_no_gpu()}
     if tries:
         from torch.utils.collect_env import get_env_info
 
@@ -119,23 +119,23 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         from clipmill.train.models.attention_choice import FASTEST
 
         try:
-            found["environment"] = get_env_info()._asdict()
+            facts["environment"] = get_env_info()._asdict()
         except (OSError, RuntimeError, AttributeError) as error:  # of one of the programs that it asks
-            found["environment"] = {"error": first_line(error)}
-        device_type = "cuda" if found.get("gpus") else "cpu"
+            facts["environment"] = {"error": first_line(error)}
+        device_type = "cuda" if facts.get("gpus") else "cpu"
         precision = open_precision("auto", device_type=device_type)
-        found |= {"precision": precision.name, **_xformers()}
-        has_xformers = found["xformers"] not in ("not installed", "not loaded")
-        if found.get("gpus"):
-            found["attention"] = FASTEST.get(found["gpus"][0].capability, "xformers" if has_xformers else "sdpa")
-        names = ["sdpa", *(["xformers"] if has_xformers else []), "cudnn", "flash"] if found.get("gpus") else ["sdpa"]
+        facts |= {"precision": precision.name, **_xformers()}
+        has_xformers = facts["xformers"] not in ("not installed", "not loaded")
+        if facts.get("gpus"):
+            facts["attention"] = FASTEST.get(facts["gpus"][0].capability, "xformers" if has_xformers else "sdpa")
+        names = ["sdpa", *(["xformers"] if has_xformers else []), "cudnn", "flash"] if facts.get("gpus") else ["sdpa"]
         kinds = ("clips", "packed captions")
-        found["tried"] = [_try_one(name, kind, precision.name, device_type) for name in names for kind in kinds]
-    return Accelerator(**found)
+        facts["tried"] = [_try_one(name, kind, precision.name, device_type) for name in names for kind in kinds]
+    return Accelerator(**facts)
 
 
 def accelerator_of(values: dict[str, Any]) -> Accelerator:
-    """An `Accelerator` from its JSON."""
+    """Return an `Accelerator` from its JSON."""
     gpus = [Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in values["gpus"]]
     tried = [Tried(**one) for one in values["tried"]]
     return Accelerator(**{**values, "gpus": gpus, "tried": tried})
@@ -206,13 +206,13 @@ def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "clipmill.train.do
         try:
             return accelerator_of(json.loads(printed))
         except (ValueError, KeyError, TypeError):
-            lines = complaints.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+            lines = complaints.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
             why = f"a process that tried torch and attention ended with {process.returncode}: {lines[-1]}"
     return Accelerator(torch_error=why, driver=driver_version())
 
 
 def _main() -> None:
-    # Output of libraries goes to standard error, so that standard output has the JSON alone.
+    # Output of libraries goes to standard error, so that standard output has only the JSON.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     json.dump(asdict(examine_accelerator()), answer)

@@ -1,4 +1,4 @@
-"""`train doctor`: the command, its report of about ten lines and findings, and the part of it that a run's page has."""
+"""`train doctor`: rules that judge a machine, the command with its report, and the part of it on a run's page."""
 
 import json
 import re
@@ -26,6 +26,8 @@ from clipmill.train.doctor.machine import (
     used_by_training,
 )
 
+# Rules: pure functions of what was found on a machine, which say what is wrong and what to do about it.
+
 _GB = 1e9
 _MIN_SHM = 1 << 30  # NCCL's buffers within a machine and Ray's objects need more
 _MIN_FREE = 2 * _GB
@@ -38,9 +40,9 @@ _broken, _warning, _note = (partial(Finding, level) for level in LEVELS)
 
 
 def judge(examined: Examined) -> list[Finding]:
-    """All findings, the most severe first."""
-    found = [finding for rule in _RULES for finding in rule(examined)]
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+    """Return all findings, the most severe first."""
+    findings = [finding for rule in _RULES for finding in rule(examined)]
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def _judge_torch(examined: Examined) -> Iterator[Finding]:
@@ -50,7 +52,7 @@ def _judge_torch(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _gpu(examined: Examined) -> Iterator[Finding]:
+def _judge_gpu(examined: Examined) -> Iterator[Finding]:
     from clipmill.train.device.driver import is_older
 
     accelerator = examined.accelerator
@@ -88,7 +90,7 @@ def _gpu(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _gpu_in_use(examined: Examined) -> Iterator[Finding]:
+def _judge_gpu_use(examined: Examined) -> Iterator[Finding]:
     if examined.asked_device == "cpu":
         return
     for index, gpu in enumerate(examined.accelerator.gpus):
@@ -102,22 +104,22 @@ def _gpu_in_use(examined: Examined) -> Iterator[Finding]:
 
 def _judge_attention(examined: Examined) -> Iterator[Finding]:
     accelerator = examined.accelerator
-    working = sorted({one.attention for one in accelerator.tried if not one.error})
-    for one in accelerator.tried:
-        if one.error:
-            what = f"attention by {one.attention} fails for {one.kind} in {one.dtype}: {one.error}"
-            if one.attention == "sdpa":
+    working = sorted({trial.attention for trial in accelerator.tried if not trial.error})
+    for trial in accelerator.tried:
+        if trial.error:
+            what = f"attention by {trial.attention} fails for {trial.kind} in {trial.dtype}: {trial.error}"
+            if trial.attention == "sdpa":
                 yield _broken(what, "torch does not support this GPU: install a build that does")
             else:
                 yield _warning(what, f"--attention auto ignores it; {', '.join(working) or 'nothing'} works")
-        elif accelerator.gpus and one.attention == "sdpa" and "math" in one.kernels:
+        elif accelerator.gpus and trial.attention == "sdpa" and "math" in trial.kernels:
             yield _warning(
-                f"SDPA has no fused kernel for {one.kind} in {one.dtype} here, and keeps all scores in memory",
+                f"SDPA has no fused kernel for {trial.kind} in {trial.dtype} here, and keeps all scores in memory",
                 "install a torch that was built for this GPU",
             )
 
 
-def _xformers(examined: Examined) -> Iterator[Finding]:
+def _judge_xformers(examined: Examined) -> Iterator[Finding]:
     accelerator = examined.accelerator
     if accelerator.xformers == "not loaded":
         yield _warning(
@@ -126,7 +128,7 @@ def _xformers(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _cores(examined: Examined) -> Iterator[Finding]:
+def _judge_cores(examined: Examined) -> Iterator[Finding]:
     host = examined.host
     cores = min(host.allowed_cores, host.quota_cores or host.allowed_cores)
     if host.quota_cores is not None and host.quota_cores < host.allowed_cores:
@@ -135,7 +137,7 @@ def _cores(examined: Examined) -> Iterator[Finding]:
             f"torch starts a thread per visible core: set OMP_NUM_THREADS={max(1, int(host.quota_cores))}",
         )
     value = host.thread_variables.get("OMP_NUM_THREADS", "").strip()
-    # "4,2" has nesting levels, and OpenMP ignores what is no number.
+    # "4,2" has nesting levels, and OpenMP ignores what is not a number.
     num_threads = int(value.split(",")[0]) if re.fullmatch(r"[1-9][0-9]{0,8}(,.*)?", value) else None
     is_on_cpu = examined.asked_device == "cpu" or not examined.accelerator.gpus
     if num_threads is not None and (num_threads > cores or (is_on_cpu and 2 * num_threads < cores)):
@@ -145,7 +147,7 @@ def _cores(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _shared_memory(examined: Examined) -> Iterator[Finding]:
+def _judge_shared_memory(examined: Examined) -> Iterator[Finding]:
     size = examined.host.shm_bytes
     if size is not None and size < _MIN_SHM and len(examined.accelerator.gpus) > 1:
         yield _warning(
@@ -193,7 +195,7 @@ def _judge_disk(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _compile(examined: Examined) -> Iterator[Finding]:
+def _judge_compilation(examined: Examined) -> Iterator[Finding]:
     if examined.host.compiler is None:
         yield _note("--compile cannot be used: there is no C compiler", "install gcc, or set CC")
     elif examined.accelerator.gpus and not examined.accelerator.has_triton:
@@ -201,18 +203,8 @@ def _compile(examined: Examined) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
-    *(
-        _judge_torch,
-        _gpu,
-        _gpu_in_use,
-        _judge_attention,
-        _xformers,
-        _cores,
-        _shared_memory,
-        _judge_decoder,
-        _judge_disk,
-        _compile,
-    ),
+    *(_judge_torch, _judge_gpu, _judge_gpu_use, _judge_attention, _judge_xformers),
+    *(_judge_cores, _judge_shared_memory, _judge_decoder, _judge_disk, _judge_compilation),
 )
 
 
@@ -254,7 +246,7 @@ def _require_folder(shards: Path) -> None:
         remote = f"{address[1]}://{address[2]}"
         raise UserError(
             f"train doctor measures disks, and --shards {remote} is in object storage",
-            hint=f"leave out --shards, and measure the bucket with prep advise --data {remote}",
+            hint=f"omit --shards, and measure the bucket with prep advise --data {remote}",
             flags=("--shards",),
         )
     what = f"{shards} is a file, not a data folder" if shards.exists() else f"there is no folder {shards}"
@@ -262,13 +254,13 @@ def _require_folder(shards: Path) -> None:
 
 
 def doctor_facts(*, asked_device: str, device_type: str) -> dict[str, Any]:
-    """Lines and findings for run.json, without anything that takes time."""
+    """Return lines and findings for run.json, without anything that takes time."""
     examined = examine_in_run(asked_device=asked_device, device_type=device_type)
     return {"lines": lines_of(examined), "findings": [asdict(finding) for finding in judge(examined)]}
 
 
 def lines_of(examined: Examined) -> dict[str, str]:
-    """The lines of the report by label."""
+    """Return the lines of the report by label."""
     return {label: text for label, describe in _LINES.items() if (text := describe(examined))}
 
 
@@ -286,7 +278,7 @@ def print_report(examined: Examined, findings: list[Finding]) -> None:
 
 
 def wrap_words(text: str, *, label: str, columns: int) -> str:
-    """Words behind a label, wrapped."""
+    """Wrap words behind a label."""
     return textwrap.fill(
         text,
         width=columns,
@@ -323,16 +315,16 @@ def _torch(examined: Examined) -> str:
 
 
 def _attention(examined: Examined) -> str:
-    """Backends with the kernels that they run, grouped."""
+    """List the backends with the kernels that they run, grouped."""
     texts: dict[str, dict[str, list[str]]] = {}
-    for one in examined.accelerator.tried:
-        kernels = "fails" if one.error else one.kernels
-        texts.setdefault(one.attention, {}).setdefault(kernels, []).append(one.kind)
-    found = []
+    for trial in examined.accelerator.tried:
+        kernels = "fails" if trial.error else trial.kernels
+        texts.setdefault(trial.attention, {}).setdefault(kernels, []).append(trial.kind)
+    lines = []
     for name, kinds in texts.items():
         each = [text if len(kinds) == 1 else f"{text} ({', '.join(its)})" for text, its in kinds.items()]
-        found.append(f"{name}: {', '.join(each)}")
-    return "; ".join(found)
+        lines.append(f"{name}: {', '.join(each)}")
+    return "; ".join(lines)
 
 
 def _decoder(examined: Examined) -> str:

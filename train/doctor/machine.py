@@ -1,4 +1,4 @@
-"""The host (processor, usable cores, memory, compiler) and the disk of a folder (file system, free space, speed).
+"""Facts about a machine: host, disk of a folder and video decoder; and what training uses of it by default.
 
 The host is read from /proc and /sys; values whose file is missing, as in many containers, are None.
 
@@ -65,7 +65,7 @@ class Host:
     Attributes:
         allowed_cores: number of cores in this process's affinity mask.
         quota_cores: CPU time per wall-clock time that the cgroup allows, if limited.
-        memory_bytes, free_bytes: of the machine, or of the cgroup if that is less.
+        memory_bytes, free_bytes: Memory of the machine, or of the cgroup if that is less.
         shm_bytes: size of /dev/shm.
     """
 
@@ -87,32 +87,29 @@ def examine_host() -> Host:
     if limit is not None and (total is None or limit < total):
         used = _limit(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes") or 0
         total, free = limit, min(limit - used, free if free is not None else limit)
+    # cgroup v1 has the two numbers of cpu.max in files.
+    version_1 = " ".join(_read(_CGROUP / "cpu" / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
     # Where torch.compile looks.
     compilers = (os.environ.get("CC"), os.environ.get("CXX"), "cc", "gcc", "clang", "g++")
     return Host(
         processor=processor(),
         num_cores=os.cpu_count() or 1,
         allowed_cores=len(os.sched_getaffinity(0)),
-        quota_cores=_quota(),
+        quota_cores=quota_of(_read(_CGROUP / "cpu.max")) or quota_of(version_1),
         memory_bytes=total,
         free_bytes=free,
         shm_bytes=_shared_memory(),
         thread_variables={name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
-        compiler=next((found for name in compilers if name and (found := shutil.which(name))), None),
+        compiler=next((path for name in compilers if name and (path := shutil.which(name))), None),
     )
 
 
 def quota_of(text: str) -> float | None:
-    """Number of cores that a line of cpu.max allows ("200000 100000": 2.0); None without a limit."""
+    """Return the number of cores that a line of cpu.max allows ("200000 100000": 2.0); None without a limit."""
     quota, _, period = text.strip().partition(" ")
     if not quota.isdigit() or not period.isdigit() or int(period) == 0:
         return None
     return int(quota) / int(period)
-
-
-def _quota() -> float | None:
-    version_1 = " ".join(_read(_CGROUP / "cpu" / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-    return quota_of(_read(_CGROUP / "cpu.max")) or quota_of(version_1)
 
 
 def _limit(*paths: Path) -> int | None:
@@ -131,10 +128,10 @@ def _memory() -> tuple[int | None, int | None]:
 
 def _shared_memory() -> int | None:
     try:
-        found = os.statvfs("/dev/shm")
+        shared_memory = os.statvfs("/dev/shm")
     except OSError:
         return None
-    return found.f_blocks * found.f_frsize
+    return shared_memory.f_blocks * shared_memory.f_frsize
 
 
 def _read(path: Path) -> str:
@@ -150,8 +147,8 @@ class Disk:
 
     Attributes:
         kind: local, network, host (a folder of the host), memory, or unknown.
-        speed: None if not measured.
-        problem: why it could not be measured.
+        speed: Measured speed; None if not measured.
+        problem: Reason why it could not be measured.
     """
 
     path: str
@@ -164,20 +161,20 @@ class Disk:
 
 def examine_disk(folder: Path, *, is_data: bool) -> Disk:
     """Measure the disk of a folder, within 15 seconds even if it does not respond; data folders are only read."""
-    found: list[Disk] = []
+    disks: list[Disk] = []
     # A mount whose server is gone blocks forever; the thread is then abandoned.
-    worker = threading.Thread(target=lambda: found.append(_examine(folder, is_data=is_data)), daemon=True)
+    worker = threading.Thread(target=lambda: disks.append(_examine(folder, is_data=is_data)), daemon=True)
     worker.start()
     worker.join(_TIMEOUT_S)
-    if found:
-        return found[0]
+    if disks:
+        return disks[0]
     kind, file_system = file_system_of(folder, _read(_MOUNTS))
     silent = Finding("broken", f"no answer within {_TIMEOUT_S:.0f} s", _CHECK_MOUNT)
     return Disk(path=str(folder), kind=kind, file_system=file_system, problem=silent)
 
 
 def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
-    """Kind and type of the file system of an absolute path, from the text of /proc/self/mountinfo."""
+    """Return kind and type of the file system of an absolute path, from the text of /proc/self/mountinfo."""
     best, file_system = "", None
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
@@ -208,7 +205,7 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
     try:
         if not is_data:
             return Disk(**known, speed=speed_of_folder(path) if free_bytes >= _MIN_FREE_BYTES else None)
-        tar = _some_tar(path)
+        tar = _largest_tar(path)
         if tar is None:
             none = Finding(
                 "note",
@@ -232,8 +229,8 @@ def _unreadable_finding(error: OSError) -> Finding:
     return Finding("broken", f"cannot be read: {error.strerror}{where}", hint)
 
 
-def _some_tar(folder: Path) -> Path | None:
-    """The largest tar of any variant, as those of scores are tiny; OSError for unreadable folders, which glob skips."""
+def _largest_tar(folder: Path) -> Path | None:
+    """Return the largest tar, as tars of scores are tiny; OSError for unreadable folders, which glob would skip."""
     variants = (variant for column in _folders(folder) for variant in _folders(column))
     tars = [entry for variant in variants for entry in os.scandir(variant) if entry.name.endswith(".tar")]
     return Path(max(tars, key=lambda entry: entry.stat().st_size).path) if tars else None
@@ -282,7 +279,7 @@ class Examined:
 
 @dataclass(frozen=True, kw_only=True)
 class Used:
-    """What training uses by default."""
+    """Defaults of training commands on a machine."""
 
     device: str
     precision: str
@@ -332,7 +329,7 @@ def examine_decoder() -> Decoder:
 
 
 def used_by_training(examined: Examined) -> Used:
-    """What training commands select by default on this machine."""
+    """Return what training commands select by default on this machine."""
     accelerator = examined.accelerator
     is_cuda = bool(accelerator.gpus) and examined.asked_device != "cpu"
     attention = accelerator.attention if is_cuda else "sdpa"
@@ -348,5 +345,5 @@ def used_by_training(examined: Examined) -> Used:
 
 
 def as_json(examined: Examined) -> dict[str, Any]:
-    """Everything as plain values."""
+    """Return everything as plain values."""
     return {"machine": asdict(examined), "training": asdict(used_by_training(examined))}

@@ -3,12 +3,12 @@
 The life cycle of a failed sample ("why was this sample skipped?"):
 
 1. Reading or decoding raises `SampleFailed` with a reason code (clipmill.train.data.outcomes). The loader turns it into
-a
+1. Reading or decoding raises `SampleFailed` with a reason code (clipmill.train.data.outcomes). The loader turns it into
    `FailedSample`, which comes with the next batch; that batch is filled from the samples that follow.
 2. Before each step, `FailureLog.next_batch` gathers the failures of all ranks. The first rank appends them to
    failures.jsonl: position in the order of samples, chunk, reason, detail.
 3. Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run. A loader whose
-   rank alone has used up the budget stops with `TooManyFailures`; that is caught here and counted like the others.
+   rank by itself has used up the budget stops with `TooManyFailures`; that is caught here and counted like the others.
 4. A resumed run drops the lines of samples that come after its checkpoint, and visits these samples again. The results
    page lists the rest.
 
@@ -51,7 +51,7 @@ class FailureLog:
     """The failed samples of all ranks.
 
     Args:
-        cursor: where the run starts or continues in the order of samples; later failures in the file are dropped.
+        cursor: Place where the run starts or continues in the order of samples; later failures in the file are dropped.
 
     Attributes:
         num_failed: number of failed samples so far.
@@ -60,11 +60,9 @@ class FailureLog:
     def __init__(self, run: RunFolder, *, world: World, max_failures: int, cursor: Cursor) -> None:
         self._path, self._world, self._max_failures = run.failures, world, max_failures
         self._is_told = False
-
-        def count_kept_lines() -> int:
-            return len(keep_lines(run.failures, lambda line: cursor.has_passed(line["position"])))
-
-        self.num_failed = world.first(count_kept_lines)
+        self.num_failed = world.first(
+            lambda: len(keep_lines(run.failures, lambda line: cursor.has_passed(line["position"])))
+        )
 
     @property
     def num_left(self) -> int:
@@ -90,17 +88,17 @@ class FailureLog:
                 failed = loaded.failed
         except TooManyFailures as too_many:
             failed = too_many.failed
-        except ClipmillError as own:
-            error = own
+        except ClipmillError as own_error:
+            error = own_error
         waited_s = time.perf_counter() - began_s
         # Four numbers per step; objects are exchanged only if something failed.
         own_14 = torch.tensor([[len(failed), float(stops), float(error is not None), waited_s]], dtype=torch.float64)
         all_R4 = self._world.gather(own_14)
         num_failed, num_stops, num_errors, _ = all_R4.sum(dim=0).tolist()
         if num_failed:
-            self._record([one for of_rank in self._world.gather_objects(failed) for one in of_rank])
+            self._record([sample for samples in self._world.gather_objects(failed) for sample in samples])
         if num_errors:
-            raise next(one for one in self._world.gather_objects(error) if one is not None)
+            raise next(of_rank for of_rank in self._world.gather_objects(error) if of_rank is not None)
         loaded = on_all_stages(loaded, self._world.stages)
         assert loaded is not None  # otherwise _record or the error above has been raised
         return SyncedBatch(loaded, stops=num_stops > 0, waited_s=all_R4[:, 3].max().item())
@@ -168,7 +166,7 @@ def explain_out_of_memory(settings: TrainingSettings, world: World, *, device: t
 
 
 def available_bytes(device: torch.device) -> int:
-    """GPU memory that this process can use: what other processes leave, at most its memory fraction."""
+    """Return the GPU memory that this process can use: what others leave, at most its memory fraction."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     limit_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
     return min(limit_bytes, free_bytes + torch.cuda.memory_reserved(device))
@@ -177,7 +175,7 @@ def available_bytes(device: torch.device) -> int:
 def too_large(
     *, batch: int, share: int, at_once: int, before_bytes: int, peak_bytes: int, total_bytes: int
 ) -> UserError:
-    """The error for a step that needs more than `total_bytes`, the memory that this process can use.
+    """Return the error for a step that needs more than `total_bytes`, the memory that this process can use.
 
     Args:
         batch: samples of a step on all ranks; `share` on this rank; `at_once` of them in a microbatch.
@@ -187,7 +185,7 @@ def too_large(
     fits = fitting(at_once, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
     message = (
         f"out of GPU memory: a pass of {count_noun(at_once, 'sample')} needs more than "
-        f"{size_text(total_bytes)}, of which "
+        f"{size_text(total_bytes)}: "
         f"{size_text(before_bytes)} were taken before the step and {size_text(peak_bytes)} at its peak"
     )
     if fits is None:
@@ -203,9 +201,9 @@ def too_large(
 
 
 def fitting(at_once: int, *, before_bytes: int, peak_bytes: int, total_bytes: int) -> int | None:
-    """The largest power of two of samples that probably fits, given that `at_once` did not; None if not even one does.
+    """Return the largest power of two of samples that probably fits, as `at_once` did not; None if not even one does.
 
-    A sample needs at least (peak - before) / at_once: the peak is where memory ran out, and not what the whole step
+    A sample needs at least (peak - before) / at_once: the peak is where memory ran out, and not what a complete step
     would have needed. The result is therefore never more than half of `at_once`.
     """
     if at_once < 2:

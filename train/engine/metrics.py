@@ -1,4 +1,4 @@
-"""Throughput of a run: samples, FLOPs and memory in every line of metrics.jsonl, and the peak FLOP/s of GPUs."""
+"""Metrics of training steps: throughput, checks for non-finite values, a log that is one step late, and GPU hours."""
 
 import math
 import re
@@ -36,7 +36,7 @@ class Throughput:
     """Samples per second of all ranks together, and FLOP/s of this rank's device.
 
     Attributes:
-        flops_per_step: of the model on this rank; None until they have been counted.
+        flops_per_step: FLOPs of the model on this rank; None until they have been counted.
     """
 
     def __init__(self, *, device: torch.device, precision: str) -> None:
@@ -58,7 +58,7 @@ class Throughput:
         model with such blocks is counted by an additional forward pass, which leaves generators and buffers as they
         were.
         """
-        if not all(one.requires_grad for one in model.parameters()):
+        if not all(parameter.requires_grad for parameter in model.parameters()):
             self.flops_per_step = 0
             yield
             return
@@ -88,31 +88,31 @@ class Throughput:
         self.flops_per_step = _FORWARD_AND_BACKWARD * counter.num_flops
 
     def metrics(self, *, step_s: float, waited_s: float, num_samples: int) -> dict[str, float]:
-        """Metrics of a step that took `step_s`, including `waited_s` for data, with `num_samples` on all ranks.
+        """Return metrics of a step of `step_s`, including `waited_s` for data, with `num_samples` on all ranks.
 
-        `gpu_memory_gb` is the peak of allocated memory since the run began, in 10^9 bytes. `mfu` is left out if the
+        `gpu_memory_gb` is the peak of allocated memory since the run began, in 10^9 bytes. `mfu` is omitted if the
         peak FLOP/s of the GPU are not known.
         """
-        found = {
+        metrics = {
             "samples_per_s": num_samples / step_s,
             "step_s": step_s,
             "data_wait_s": waited_s,
             "data_wait_share": waited_s / step_s,
         }
         if self._device.type == "cuda":
-            found["gpu_memory_gb"] = torch.cuda.max_memory_allocated(self._device) / 1e9
+            metrics["gpu_memory_gb"] = torch.cuda.max_memory_allocated(self._device) / 1e9
         if self.flops_per_step:
-            found["tflops"] = self.flops_per_step / step_s / 1e12
+            metrics["tflops"] = self.flops_per_step / step_s / 1e12
             if self._peak_flops is not None:
-                found["mfu"] = self.flops_per_step / step_s / self._peak_flops
-        return found
+                metrics["mfu"] = self.flops_per_step / step_s / self._peak_flops
+        return metrics
 
 
 class FlopCounter(TorchDispatchMode):
-    """Sums torch's FLOP formulas of the operations in the block: matrix products, convolutions, attention.
+    """Sum of torch's FLOP formulas of the operations in the block: matrix products, convolutions, attention.
 
     Attributes:
-        num_flops: so far.
+        num_flops: Sum so far.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class FlopCounter(TorchDispatchMode):
         elif packet in flop_registry:
             self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif str(packet) == "xformers_flash.flash_fwd":
-            # xformers wraps torch's kernel in an operator of its own, without a formula and with one more argument.
+            # xformers wraps torch's kernel in another operator, without a formula and with one more argument.
             query, key, value, starts_q, starts_k, _, longest_q, longest_k = args[:8]
             formula = flop_registry[torch.ops.aten._flash_attention_forward]
             self.num_flops += formula(query, key, value, starts_q, starts_k, longest_q, longest_k)
@@ -148,7 +148,7 @@ def efficient_flops(
     *others: Any,
     **options: Any,
 ) -> int:
-    """FLOPs of the kernel that xformers calls, with batches [B, M, H, K]; torch's formula takes them [B, H, M, K]."""
+    """Return FLOPs of the kernel that xformers calls, with [B, M, H, K]; torch's formula takes [B, H, M, K]."""
     if cu_seqlens_q is not None:
         formula = flop_registry[torch.ops.aten._efficient_attention_forward]
         return int(formula(query, key, value, bias, cu_seqlens_q, *others, **options))
@@ -156,8 +156,8 @@ def efficient_flops(
 
 
 # Peak TFLOP/s of GPUs, the 100 % of model FLOP/s utilisation (MFU): dense bf16 or fp16 matrix products with float32
-# accumulation at boost clock, from NVIDIA's data sheets and architecture white papers, most of which print the doubled
-# figure for sparse matrices. Names are whole words; the longest that occurs in the device's name applies.
+# accumulation at boost clock, from NVIDIA's data sheets and architecture white papers, which mostly print the doubled
+# figure for sparse matrices. A name must match complete words; the longest that occurs in the device's name applies.
 _TFLOPS = {
     "B200": 2250.0,
     "GB200": 2500.0,
@@ -196,7 +196,7 @@ _OTHERS = re.compile(r"\bMIG\b|\b(Laptop|Max-Q|Mobile)\b|\bRTX \d+ (D|Ti|SUPER)\
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of a GPU by its name in torch, in bf16, fp16 or tf32; None if the table does not have it."""
+    """Return the peak FLOP/s of a GPU by its name in torch, in bf16, fp16 or tf32; None if the table lacks it."""
     names = [name for name in _TFLOPS if re.search(rf"(?<![\w-]){re.escape(name)}\b", device_name)]
     if not names or _OTHERS.search(device_name) or precision not in ("bf16", "fp16", "tf32"):
         return None
@@ -207,8 +207,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return _TFLOPS[name] * 1e12
 
 
-# Stop a run whose loss, gradients or state are not finite, before anything is saved; and one that learns nothing.
-
+# A run whose loss, gradients or state are not finite ends before anything is saved; so does a run without gradients.
 
 _MAX_NAMED = 3
 _NUM_IDLE = 10  # steps from the first on without gradients that end a run; a trained model may have such steps
@@ -216,11 +215,11 @@ _NUM_IDLE = 10  # steps from the first on without gradients that end a run; a tr
 
 @dataclass(frozen=True)
 class BatchIds:
-    """Which samples a rank had in a step, for the error message; it holds no pictures, which would fill a GPU.
+    """Identity of the samples that a rank had in a step, for error messages; without pictures, which would fill a GPU.
 
     Attributes:
-        keys: of chunks, as in the batch.
-        caption_id: int64 [B] on the CPU; None for batches without captions.
+        keys: Keys of the chunks, as in the batch.
+        caption_id: Ids of the captions, int64 [B] on the CPU; None for batches without captions.
     """
 
     keys: Sequence[str]
@@ -236,10 +235,10 @@ def require_finite(what: str, value: float, batch: BatchIds, *, step: Step, worl
     if math.isfinite(value):
         return
     path = run.path / "bad_batch.json"
-    own: dict[str, list[Any]] = {"keys": list(batch.keys)}
+    samples: dict[str, list[Any]] = {"keys": list(batch.keys)}
     if batch.caption_id is not None:
-        own["caption_ids"] = batch.caption_id.tolist()
-    ranks = step.world.gather_objects(own)
+        samples["caption_ids"] = batch.caption_id.tolist()
+    ranks = step.world.gather_objects(samples)
     if world.is_first:
         publish_json(path, {"step": step.number, what: str(value), "ranks": ranks})
     raise FailedWork(f"the {what} is {value} at step {step.number}; the keys of its batch are in {path}")
@@ -254,22 +253,22 @@ def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, worl
     if (names := not_finite(tensors, world=world)) is not None:
         raise FailedWork(
             f"after step {step} these tensors hold values that are not finite (NaN or infinity): {names}; "
-            f"no checkpoint is made of them, and those of earlier steps stay in {run.checkpoints}"
+            f"no checkpoint is made of them, and earlier checkpoints stay in {run.checkpoints}"
         )
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | None:
-    """Names of the tensors that hold NaN or infinity, abbreviated; None if all are finite. All ranks call it.
+    """Name the tensors that hold NaN or infinity, abbreviated; None if all are finite. All ranks call it.
 
-    Each rank checks its own shards without copying them, and waits for the device once. Losses keep logarithms, which
+    Each rank checks its shards without copying them, and waits for the device once. Losses keep logarithms, which
     are -inf until a sample is first seen: there, only NaN and +inf count.
 
     Args:
-        tensors: by their names in checkpoints, whole or sharded.
+        tensors: Tensors by their names in checkpoints, complete or sharded.
     """
     parts = {name: local_part(one) for name, one in tensors.items() if one.is_floating_point()}
     parts = {name: one.detach() for name, one in parts.items() if one.numel()}
-    found: set[str] = set()
+    bad: set[str] = set()
     by_device: dict[torch.device, list[str]] = {}
     for name, part in parts.items():
         by_device.setdefault(part.device, []).append(name)
@@ -278,13 +277,12 @@ def not_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | No
         ends_N2 = torch.stack([torch.stack(parts[name].aminmax()).double() for name in names]).cpu()
         is_log_N = torch.tensor([name.startswith("objective.") for name in names])
         is_good_N2 = ends_N2.isfinite() | (is_log_N[:, None] & (ends_N2 == -torch.inf))
-        found |= {name for name, is_good in zip(names, is_good_N2.all(dim=1).tolist(), strict=True) if not is_good}
-    num_found = world.sum(torch.tensor([float(len(found))]))
-    if not num_found.item():
+        bad |= {name for name, is_good in zip(names, is_good_N2.all(dim=1).tolist(), strict=True) if not is_good}
+    if not world.sum(torch.tensor([float(len(bad))])).item():
         return None
-    all_found = sorted({name for of_rank in world.gather_objects(found) for name in of_rank})
-    more = f" and {len(all_found) - _MAX_NAMED} more" if len(all_found) > _MAX_NAMED else ""
-    return ", ".join(all_found[:_MAX_NAMED]) + more
+    names_of_ranks = sorted({name for names in world.gather_objects(bad) for name in names})
+    more = f" and {len(names_of_ranks) - _MAX_NAMED} more" if len(names_of_ranks) > _MAX_NAMED else ""
+    return ", ".join(names_of_ranks[:_MAX_NAMED]) + more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,12 +291,12 @@ class PendingStep:
 
     Attributes:
         metrics: `loss`, `grad_norm` and the others of its line in metrics.jsonl, without throughput and evaluation.
-        began: when the device finished the previous step, or, if there was none, when the host began.
-        waited_s: time that the host waited for the batch.
-        num_failed: number of samples that had failed by then.
-        batch: the samples of this rank.
-        skips: the gradient norm may be infinite, as the step is skipped then (fp16).
-        sources: of a mixture, number of samples of each data folder so far, failed ones included.
+        began: Event at which the device finished the previous step or, if there was none, the host began.
+        waited_s: Time that the host waited for the batch.
+        num_failed: Number of samples that had failed by then.
+        batch: Samples of this rank.
+        skips: True if the gradient norm may be infinite, as the step is skipped then (fp16).
+        sources: Number of samples of each data folder of a mixture so far, failed ones included.
     """
 
     step: Step
@@ -312,11 +310,14 @@ class PendingStep:
 
 
 class MetricsLog:
-    """Holds one pending step until its metrics arrive. All ranks call its methods in the same order.
+    """Log of metrics that holds a pending step until its metrics arrive. All ranks call its methods in the same order.
+
+    It is one step late: the device may still compute a step when the host begins the next one. The log waits for the
+    metrics, checks that they are finite, and gives them to the trackers, each step once and in order.
 
     Args:
-        num_samples: of a step, on all ranks.
-        num_steps: of the run.
+        num_samples: Number of samples of a step, on all ranks.
+        num_steps: Number of steps of the run.
     """
 
     def __init__(
@@ -337,7 +338,7 @@ class MetricsLog:
 
     @property
     def end(self) -> DeviceEvent | None:
-        """When the pending step ends on the device; None if there is none."""
+        """Event at which the pending step ends on the device; None if there is none."""
         return None if self._pending is None else self._pending.metrics.end
 
     def add(self, pending: PendingStep) -> None:
@@ -376,13 +377,13 @@ class MetricsLog:
             )
 
     def settle(
-        self, found: Mapping[str, float] | None = None, of_batches: Mapping[str, list[float]] | None = None
+        self, evaluation: Mapping[str, float] | None = None, batch_metrics: Mapping[str, list[float]] | None = None
     ) -> None:
         """Wait for the pending step, if there is one, and log its line.
 
         Args:
-            found: metrics of an evaluation after the step.
-            of_batches: those of each of its batches.
+            evaluation: Metrics of an evaluation after the step.
+            batch_metrics: Metrics of each of its batches.
 
         Raises:
             FailedWork: as `check`; the line is not written then.
@@ -391,8 +392,8 @@ class MetricsLog:
         pending, self._pending = self._pending, None
         self._is_evaluated = False
         if pending is not None:
-            more = {"batches": dict(of_batches)} if of_batches else {}
-            self._trackers.log(self._line(pending, found or {}) | more)
+            more = {"batches": dict(batch_metrics)} if batch_metrics else {}
+            self._trackers.log(self._line(pending, evaluation or {}) | more)
 
     def close(self) -> None:
         """Log a pending step that was finite when something else ended the run; without other ranks."""
@@ -406,7 +407,7 @@ class MetricsLog:
         if math.isfinite(metrics["loss"]) and (pending.skips or math.isfinite(metrics["grad_norm"])):
             self._trackers.log(self._line(pending, {}))
 
-    def _line(self, pending: PendingStep, found: Mapping[str, float]) -> dict[str, Any]:
+    def _line(self, pending: PendingStep, evaluation: Mapping[str, float]) -> dict[str, Any]:
         line: dict[str, Any] = pending.metrics.read()
         if not math.isfinite(line["grad_norm"]):
             line["grad_norm"] = None
@@ -416,15 +417,21 @@ class MetricsLog:
             step_s=pending.metrics.end.since(pending.began), waited_s=pending.waited_s, num_samples=self._num_samples
         )
         sources = {"sources": dict(pending.sources)} if pending.sources else {}
-        return {**line, **speed, **found, **sources, "num_failed": pending.num_failed}
+        return {**line, **speed, **evaluation, **sources, "num_failed": pending.num_failed}
 
+
+# GPU hours and energy of a run, kept in its run.json; without a GPU there is nothing to keep.
+#
+# All ranks meet at each checkpoint and add up what they have used since the run was started or resumed. What was used
+# after the last checkpoint of a process that was killed is not known. Energy is counted only of the GPUs, by
+# NVIDIA's driver (NVML), as long as every GPU of the run has one.
 
 FACT = "consumption"
 _JOULES_PER_KWH = 3.6e6
 
 
 class Consumption:
-    """What a run has used: `gpu_hours`, and `gpu_kwh` where it is known. All ranks call its methods."""
+    """Consumption of a run: `gpu_hours`, and `gpu_kwh` where it is known. All ranks call its methods."""
 
     def __init__(self, run: RunFolder, *, world: World, device: torch.device) -> None:
         self._run, self._world, self._device = run, world, device
@@ -440,15 +447,15 @@ class Consumption:
         ranks = self._world.gather_objects((time.monotonic() - self._began_s, used_j))
         if not self._world.is_first:
             return
-        found = {"gpu_hours": self._before.get("gpu_hours", 0.0) + sum(used_s for used_s, _ in ranks) / 3600}
+        sums = {"gpu_hours": self._before.get("gpu_hours", 0.0) + sum(used_s for used_s, _ in ranks) / 3600}
         joules = [used_j for _, used_j in ranks if used_j is not None]
         if len(joules) == len(ranks) and ("gpu_kwh" in self._before or not self._before):
-            found["gpu_kwh"] = self._before.get("gpu_kwh", 0.0) + sum(joules) / _JOULES_PER_KWH
-        publish_json(self._run.facts, {**self._run.read_facts(), FACT: found})
+            sums["gpu_kwh"] = self._before.get("gpu_kwh", 0.0) + sum(joules) / _JOULES_PER_KWH
+        publish_json(self._run.facts, {**self._run.read_facts(), FACT: sums})
 
 
 def _energy_j(device: torch.device) -> float | None:
-    """Energy that a GPU has used since its driver was loaded; None without a GPU that counts it."""
+    """Return the energy that a GPU has used since its driver was loaded; None without a GPU that counts it."""
     if device.type != "cuda":
         return None
     import pynvml
@@ -467,5 +474,5 @@ def _energy_j(device: torch.device) -> float | None:
 
 
 def consumption_entry(facts: dict[str, Any]) -> dict[str, Any]:
-    """The entry of run.json, for a run that is resumed."""
+    """Return the entry of run.json, for a run that is resumed."""
     return {FACT: facts[FACT]} if FACT in facts else {}

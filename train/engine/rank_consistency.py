@@ -41,19 +41,19 @@ Samples = TypeVar("Samples", bound=NamedSamples)
 
 
 def launch_facts(settings: TrainingSettings, *, resume: object) -> Start:
-    """Command, versions and settings of this rank, as ranks compare them."""
+    """Return command, versions and settings of this rank, as ranks compare them."""
     values = flatten(
         {name: value for name, value in plain_values(asdict(settings)).items() if name not in MACHINE_FLAGS}
     )
     # Paths may differ here too.
     evaluated = [f"{one.name}: split {one.split}, {one.protocol}" for one in settings.evaluate.evaluated_data()]
     values["evaluate.shards"] = evaluated if settings.evaluate.shards else []
-    own = versions()
+    installed = versions()
     return {
         COMMAND: f"train {settings.command}",
-        "clipmill": own["clipmill"],
+        "clipmill": installed["clipmill"],
         # Patch releases may differ.
-        "torch": ".".join(own["torch"].split(".")[:2]),
+        "torch": ".".join(installed["torch"].split(".")[:2]),
         **{f"--{name.replace('_', '-')}": value for name, value in flatten({**values, "resume": resume}).items()},
     }
 
@@ -64,32 +64,32 @@ def open_consistent(
     """Open the training set on every rank, and compare what they found.
 
     Args:
-        columns: of the shard set that the samples are made of.
+        columns: Columns of the shard set that the samples are made of.
 
     Raises:
-        UserError: the data differ, or a rank cannot open its own; all ranks raise the same error.
+        UserError: the data differ, or a rank cannot open its data; all ranks raise the same error.
     """
     samples = world.each(open_samples)
     if world.size == 1:
         return samples
     ranks: list[Start] = world.gather_objects(world.each(lambda: _content(samples, settings, columns=columns)))
-    if found := difference(ranks):
+    if content_difference := difference(ranks):
         places = difference([{"--shards": " ".join(folders)} for folders in world.gather_objects(settings.folders)])
         raise UserError(
-            f"the ranks do not have the same data: {found}" + (f"; {places}" if places else ""),
+            f"the ranks do not have the same data: {content_difference}" + (f"; {places}" if places else ""),
             hint="give every rank the same data folder, or an exact copy of it",
         )
     return samples
 
 
 def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tuple[str, ...]) -> Start:
-    """Facts that determine the bytes on which a rank trains and evaluates."""
+    """Return facts that determine the bytes on which a rank trains and evaluates."""
     content: dict[str, object] = {}
     folders = settings.folders
-    own = dict(zip([f" of {name}" for name in folder_names(folders)], folders, strict=True))
-    own = own if len(folders) > 1 else {"": settings.folder}
-    others = {f" of {one.name}": one.shards for one in settings.evaluated_data() if one.shards is not None}
-    for name, shards in {**own, **(others if settings.evaluate.every else {})}.items():
+    named_folders = dict(zip([f" of {name}" for name in folder_names(folders)], folders, strict=True))
+    named_folders = named_folders if len(folders) > 1 else {"": settings.folder}
+    others = {f" of {one.name}": one.shards for one in settings.evaluated() if one.shards is not None}
+    for name, shards in {**named_folders, **(others if settings.evaluate.every else {})}.items():
         if is_local_folder(shards):
             content[f"manifest{name}"] = str(read_manifest(Path(shards))["fingerprint"])[:16]
             for column in columns:
@@ -98,10 +98,10 @@ def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tupl
 
 
 def _column(data_dir: Path, column: str) -> str:
-    """Hash of the committed shards of a column."""
+    """Return the hash of the committed shards of a column."""
     variant = current_variant(data_dir, column)
     if variant is None:
-        return "not there"
+        return "missing"
     digest = hashlib.sha256()
     for shard_id, split, tar_sha256 in committed_tars(variant_dir(data_dir, column, variant)):
         digest.update(f"{shard_id} {split} {tar_sha256}\n".encode())

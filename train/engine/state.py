@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,21 +29,19 @@ if TYPE_CHECKING:
     from clipmill.train.distributed.pipeline import Pipeline
     from clipmill.train.optim.ema import Ema
 
-Of = TypeVar("Of")
-
 
 @dataclass
 class State:
     """A run between two steps.
 
     Attributes:
-        model: as the task built it; with FSDP its parameters are DTensors.
-        trained: the module that a training step calls: the model or its wrapper (clipmill.train.distributed.parallel,
+        model: Model as the task built it; with FSDP its parameters are DTensors.
+        trained: Module that a training step calls: the model or its wrapper (clipmill.train.distributed.parallel,
             clipmill.train.distributed.pipeline).
-        zero: broadcasts the parameters that this rank's optimizer updates; None unless the strategy is zero1.
+        zero: Broadcasts the parameters that this rank's optimizer updates; None unless the strategy is zero1.
         pipeline: `trained`, if the model is cut into stages.
-        base: the frozen weights that checkpoints leave out, if they do.
-        cursor: end of this rank's batches in the order of samples.
+        base: Frozen weights that checkpoints omit; None if they omit none.
+        cursor: End of this rank's batches in the order of samples.
     """
 
     model: nn.Module
@@ -59,29 +57,29 @@ class State:
     cursor: Cursor = field(default_factory=lambda: Cursor(0))
 
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters, the objective's last."""
+        """Return all parameters, the objective's last."""
         return [*self.model.parameters(), *self.objective.parameters()]
 
     @property
-    def counted(self) -> nn.Module:
+    def counted_module(self) -> nn.Module:
         """The module whose calls are counted as the FLOPs of a step."""
         return self.trained if self.pipeline is None else self.model
 
-    def repeated(self) -> list[nn.Parameter]:
-        """Parameters that an earlier pipeline stage holds too (tied weights)."""
+    def repeated_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that an earlier pipeline stage holds too (tied weights)."""
         return [] if self.pipeline is None else self.pipeline.repeated
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the state, by their names in checkpoints; not copied."""
-        found = _weights(self.model, "model.") | _weights(self.objective, "objective.")
+        """Return all tensors of the state, by their names in checkpoints; not copied."""
+        tensors = _weights(self.model, "model.") | _weights(self.objective, "objective.")
         for name in self.base.tensors if self.base else ():
-            found.pop(f"model.{name}", None)  # another pipeline stage may have it
+            tensors.pop(f"model.{name}", None)  # another pipeline stage may have it
         if self.ema is not None:
-            found |= {f"ema.{name}": one for name, one in self.ema.state_dict().items()}
-        for name, parameter in self._optimized().items():
+            tensors |= {f"ema.{name}": average for name, average in self.ema.state_dict().items()}
+        for name, parameter in self._optimized_parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"optimizer.{name}.{key}"] = value
-        return found
+                tensors[f"optimizer.{name}.{key}"] = value
+        return tensors
 
     def facts(
         self,
@@ -92,8 +90,8 @@ class State:
         world: World,
         metrics: dict[str, float],
     ) -> CheckpointMetadata:
-        """The rest of the state, with the metrics of an evaluation; all ranks call it."""
-        own = LoaderState(
+        """Return the rest of the state, with the metrics of an evaluation; all ranks call it."""
+        loader = LoaderState(
             position=self.cursor.position,
             ahead=list(self.cursor.ahead),
             seed=settings.seed,
@@ -103,7 +101,7 @@ class State:
             task=task.name,
             step=self.step,
             # All stages of a replica have the same cursor.
-            loader=world.replicas.gather_objects(own),
+            loader=world.replicas.gather_objects(loader),
             settings=shaping(settings),
             precision=self.precision.state_dict(),
             numbers=metrics,
@@ -125,12 +123,20 @@ class State:
         require_same(facts.settings, shaping(settings), where=str(path))
         samples.load_state_dict(*facts.loader)
         table = read_table(path)
-        wanted = {name: one for name, one in self.tensors().items() if not name.startswith("optimizer.")}
+        weights = {name: tensor for name, tensor in self.tensors().items() if not name.startswith("optimizer.")}
         for prefix in ("model.", "ema.", "objective."):
-            check_fits(path, table, _on_all_stages(_starting(wanted, prefix), world.stages), prefix=prefix)
-        optimized = self._optimizer_tensors(table)
-        fill(path, table, wanted | _flatten(optimized), world=world)
-        self._load_optimizer(optimized)
+            part = {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
+            check_fits(path, table, _on_all_stages(part, world.stages), prefix=prefix)
+        moments = self._optimizer_tensors(table)
+        flat = {f"optimizer.{name}.{key}": tensor for name, state in moments.items() for key, tensor in state.items()}
+        fill(path, table, weights | flat, world=world)
+        # The optimizer numbers its parameters in the order of its groups.
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        optimized = self._optimized_parameters()
+        packed = self.optimizer.state_dict()
+        packed["state"] = {numbers[id(optimized[name])]: state for name, state in moments.items()}
+        self.optimizer.load_state_dict(packed)
         if (names := not_finite(self.tensors(), world=world)) is not None:
             raise UserError(
                 f"checkpoint {path} holds values that are not finite (NaN or infinity) in {names}",
@@ -145,11 +151,11 @@ class State:
         return facts
 
     @contextmanager
-    def evaluated(self) -> Iterator[nn.Module]:
+    def evaluation_model(self) -> Iterator[nn.Module]:
         """The model in evaluation mode, unsharded on every rank, with the EMA weights if there are any."""
         with ExitStack() as stack:
             if self.ema is not None:
-                stack.enter_context(self.ema.swapped(self.model))
+                stack.enter_context(self.ema.swap_in(self.model))
             stack.enter_context(unshard(self.model))
             stack.enter_context(torch.no_grad())
             self.model.eval()
@@ -158,45 +164,38 @@ class State:
             finally:
                 set_training_mode(self.model)
 
-    def _optimized(self) -> dict[str, nn.Parameter]:
-        """The parameters of this rank's optimizer, by their names in checkpoints."""
-        own = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+    def _optimized_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of this rank's optimizer, by their names in checkpoints."""
+        optimized = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         named = [(f"model.{plain_name(name)}", one) for name, one in self.model.named_parameters()]
         named += [(f"objective.{name}", one) for name, one in self.objective.named_parameters()]
-        return {name: one for name, one in named if id(one) in own}
+        return {name: parameter for name, parameter in named if id(parameter) in optimized}
 
     def _optimizer_tensors(self, table: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-        """Empty tensors for this rank's optimizer state in a checkpoint: {parameter name: {key: tensor}}."""
+        """Return empty tensors for this rank's optimizer state in a checkpoint: {parameter name: {key: tensor}}."""
         keys: dict[str, list[str]] = {}
         for name in table:
             if name.startswith("optimizer."):
                 of, _, key = name.removeprefix("optimizer.").rpartition(".")
                 keys.setdefault(of, []).append(key)
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        for name, parameter in self._optimized().items():
+        tensors: dict[str, dict[str, torch.Tensor]] = {}
+        for name, parameter in self._optimized_parameters().items():
             for key in keys.get(name, []):
                 entry = table[f"optimizer.{name}.{key}"]
                 # Of the weight's shape and sharded like it; or the number of steps, which is on the CPU.
                 is_like = key != "step" and entry["size"] == list(parameter.shape)
                 dtype = dtype_of(entry["dtype"])
                 room = torch.zeros_like(parameter, dtype=dtype) if is_like else torch.zeros(entry["size"], dtype=dtype)
-                found.setdefault(name, {})[key] = room
-        return found
-
-    def _load_optimizer(self, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
-        packed = self.optimizer.state_dict()
-        numbers = {id(one): number for number, one in enumerate(_in_order(self.optimizer))}
-        optimized = self._optimized()
-        packed["state"] = {numbers[id(optimized[name])]: state for name, state in tensors.items()}
-        self.optimizer.load_state_dict(packed)
+                tensors.setdefault(name, {})[key] = room
+        return tensors
 
 
 def new_state(
     task: Task, samples: TrainingSet, settings: TrainingSettings, *, world: World, device: torch.device
 ) -> State:
-    """A run before its first step; its weights depend on the seed alone."""
+    """Return a run before its first step; its weights depend only on the seed."""
     torch.manual_seed(settings.seed)
-    # A pipeline stage is cut out of the whole model, so that its initial weights do not depend on the cut.
+    # A pipeline stage is cut out of the complete model, so that its initial weights do not depend on the cut.
     model = own_part(task, task.build_model(samples), settings.parallel, stages=world.stages).to(device)
     objective = task.build_objective(samples, world.replicas).to(device)
     set_training_mode(model)
@@ -237,30 +236,17 @@ def new_state(
 
 
 def _weights(module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
-    found = {f"{prefix}{plain_name(name)}": one for name, one in module.state_dict().items()}
-    for name, one in found.items():
-        if not isinstance(one, torch.Tensor):
+    weights = {f"{prefix}{plain_name(name)}": tensor for name, tensor in module.state_dict().items()}
+    for name, tensor in weights.items():
+        if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is not a tensor: checkpoints hold tensors only")
-    return found
+    return weights
 
 
 def _on_all_stages(tensors: dict[str, torch.Tensor], stages: World) -> dict[str, torch.Tensor]:
-    """The tensors of all stages, on the meta device."""
+    """Return the tensors of all stages, on the meta device."""
     if stages.size == 1:
         return tensors
     sizes = {name: list(one.shape) for name, one in tensors.items()}
     of_all = {name: size for of_stage in stages.gather_objects(sizes) for name, size in of_stage.items()}
     return {name: torch.empty(size, device="meta") for name, size in of_all.items()}
-
-
-def _starting(tensors: dict[str, Of], prefix: str) -> dict[str, Of]:
-    return {name: one for name, one in tensors.items() if name.startswith(prefix)}
-
-
-def _flatten(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {f"optimizer.{name}.{key}": one for name, state in tensors.items() for key, one in state.items()}
-
-
-def _in_order(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    # The order in which state_dict() numbers them.
-    return [one for group in optimizer.param_groups for one in group["params"]]

@@ -34,39 +34,44 @@ from clipmill.train.weights.conversion import LOGIT_SCALE
 from clipmill.train.weights.source import Base, Say, Source
 
 if TYPE_CHECKING:
+    from clipmill.train.data.held_out import EvaluatedClips
+    from clipmill.train.data.mixed_samples import MixedSamples
     from clipmill.train.distributed.pipeline import LayerCost
     from clipmill.train.weights.loading import Loaded
+
+    class EvaluatedSet(NamedSamples, EvaluatedClips, Protocol):
+        """The samples of an evaluation in the loop."""
 
 
 class Task(Protocol):
     """A training task as the loop sees it.
 
     Attributes:
-        name: as on the command line.
-        columns: of the shard set that its samples are made of.
+        name: Name on the command line.
+        columns: Columns of the shard set that its samples are made of.
     """
 
     name: str
     columns: tuple[str, ...]
 
     def training_set(self, world: World) -> TrainingSet:
-        """This rank's part of the training samples: `batch / world.size` of each batch."""
+        """Return this rank's part of the training samples: `batch / world.size` of each batch."""
         ...
 
     def build_model(self, samples: Any) -> nn.Module:
-        """A new model for `samples`, one of the task's own sets; torch's generator initialises the weights."""
+        """Return a new model for `samples`, one of the task's own sets; torch's generator initialises the weights."""
         ...
 
     def build_objective(self, samples: Any, world: World) -> Objective:
-        """The loss. State per sample covers all of `samples`, sharded over the ranks."""
+        """Return the loss. State per sample covers all of `samples`, sharded over the ranks."""
         ...
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The modules that FSDP shards one by one: the blocks of the transformers."""
+        """Return the modules that FSDP shards one by one: the blocks of the transformers."""
         ...
 
     def evaluate(self, model: nn.Module, world: World) -> Mapping[str, float | list[float]]:
-        """Metrics of the evaluations in the loop, equal on all ranks; {} if there is none.
+        """Return the metrics of the evaluations in the loop, equal on all ranks; {} if there is none.
 
         There is one for each of `settings.evaluated_data()`, whose name begins its metrics: `<name>/<metric>`. A list
         has a value for each batch, such as its loss; it is logged, and cannot be selected by --best.
@@ -80,7 +85,7 @@ class StartableTask(Task, Protocol):
     """A task that the commands can start: its model can be initialised from weights, and run.json describes it."""
 
     def training_set(self, world: World) -> NamedSamples:
-        """This rank's part of the training samples."""
+        """Return this rank's part of the training samples."""
         ...
 
     def start_from(self, source: Source, samples: Any, *, say: Say) -> "Loaded":
@@ -88,11 +93,11 @@ class StartableTask(Task, Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Entries of run.json about this task, once its training set is open."""
+        """Return entries of run.json about this task, once its training set is open."""
         ...
 
     def files(self) -> dict[str, bytes]:
-        """Files by path that a run keeps beside run.json, so that its weights can be used without the data."""
+        """Return files by path that a run keeps beside run.json, so that its weights can be used without the data."""
         ...
 
 
@@ -103,11 +108,11 @@ class PipelineTask(Protocol):
     def build_model(self, samples: Any) -> nn.Module: ...
 
     def layers(self, model: Any) -> "Sequence[LayerCost]":
-        """The layers of a model, in order."""
+        """Return the layers of a model, in order."""
         ...
 
     def part(self, model: Any, layers: range) -> nn.Module:
-        """A module of some layers, which takes them out of the model; parameters keep their names."""
+        """Return a module of some layers, which takes them out of the model; parameters keep their names."""
         ...
 
 
@@ -136,7 +141,7 @@ def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world:
 
 
 def own_part(task: object, model: nn.Module, parallel: ParallelSettings, *, stages: World) -> nn.Module:
-    """This rank's layers of a model; the model itself if there is a single stage.
+    """Return this rank's layers of a model; the model itself if there is a single stage.
 
     Raises:
         UserError: it cannot be cut into as many stages.
@@ -148,16 +153,6 @@ def own_part(task: object, model: nn.Module, parallel: ParallelSettings, *, stag
     assert isinstance(task, PipelineTask)
     cut = partition(task.layers(model), num_stages=stages.size, rule=parallel.partition)
     return task.part(model, cut[stages.rank])
-
-
-if TYPE_CHECKING:
-    from clipmill.train.data.held_out import EvaluatedClips
-    from clipmill.train.data.mixed_samples import MixedSamples
-    from clipmill.train.engine.rank_consistency import NamedSamples
-    from clipmill.train.weights.loading import Loaded
-
-    class EvaluatedSet(NamedSamples, EvaluatedClips, Protocol):
-        """The samples of an evaluation in the loop."""
 
 
 # Parts of other models that a video tower is not initialised from: prefix of their tensors, description.
@@ -178,11 +173,14 @@ Model = TypeVar("Model", bound=nn.Module)
 class ClipTask(Generic[Settings, Samples, Model]):
     """Settings, device, initial weights and model input of a task; the task adds samples, model and objective.
 
+    The tasks that train a video tower on clips have it in common. A task outside of clipmill may derive from it too;
+    the loop asks only for `StartableTask`.
+
     Args:
-        shape: of models for weights that are used as they are; `build_model` then needs no samples.
+        shape: Shape of models for weights that are used as they are; `build_model` then needs no samples.
 
     Attributes:
-        base: the weights that checkpoints leave out, once `start_from` has been called in a run with adapters.
+        base: Weights that checkpoints omit, once `start_from` has been called in a run with adapters.
     """
 
     def __init__(
@@ -200,7 +198,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         self._evaluations: dict[str, dict[str, Any]] = {}
 
     def on(self, shards: str | None) -> Self:
-        """The task, with its classes or tokens, on the data of an evaluation in the loop.
+        """Return the task, with its classes or tokens, on the data of an evaluation in the loop.
 
         Args:
             shards: None for the data of the run.
@@ -208,8 +206,8 @@ class ClipTask(Generic[Settings, Samples, Model]):
         settings = self._settings if shards is None else self._settings.on(shards)
         return self._with(replace(settings, where=settings.evaluate.where, share=1.0))
 
-    def mixed(self, open_one: Callable[[Self], Opened]) -> "Opened | MixedSamples":
-        """Open the training set: that of the data folder, or the mixture of those of several, each by its own task.
+    def open_mixture(self, open_one: Callable[[Self], Opened]) -> "Opened | MixedSamples":
+        """Open the training set: of the data folder or, of several, the mixture of their sets, each by its own task.
 
         Raises:
             UserError: see `open_mixed`.
@@ -222,7 +220,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return other
 
     def note_evaluation(
-        self, one: EvaluatedData, samples: "EvaluatedSet", *, means_of: tuple[int, str] | None = None, **more: str
+        self, evaluated: EvaluatedData, samples: "EvaluatedSet", *, means_of: tuple[int, str] | None = None, **more: str
     ) -> None:
         """Record the data of an evaluation in the loop, for run.json and the results page.
 
@@ -231,12 +229,12 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """
         from clipmill.train.data.held_out import held_out_facts
 
-        data = data_facts(self._settings.shards, one.shards)
-        held = held_out_facts(samples, self.on(one.shards)._settings, split=one.split, data=data)
+        data = data_facts(self._settings.shards, evaluated.shards)
+        held = held_out_facts(samples, self.on(evaluated.shards)._settings, split=evaluated.split, data=data)
         cautions = [] if held is None else held.cautions(of=means_of)
-        self._evaluations[one.name] = {
+        self._evaluations[evaluated.name] = {
             **data,
-            "split": one.split,
+            "split": evaluated.split,
             "data": samples.describe(),
             "variant": samples.variant_name,
             **more,
@@ -244,7 +242,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         }
 
     def new_model(self, samples: Samples) -> Model:
-        """A model with new weights, for clips as `samples` has them."""
+        """Return a model with new weights, for clips as `samples` has them."""
         raise NotImplementedError
 
     def fit_weights(self, model: Model, source: Source, *, say: Say) -> "Loaded":
@@ -269,7 +267,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
             model = self.new_model(samples)
         self._start = self.fit_weights(model, source, say=say)
         if self._settings.lora.rank:
-            self.base = self._base(self.tuned(model), source)
+            self.base = self._base(self.tune(model), source)
         return self._start
 
     def _base(self, model: Model, source: Source) -> Base:
@@ -290,19 +288,19 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return base_of(source, self._settings.init, names=names, scale=self._settings.lora.scale)
 
     def build_model(self, samples: Samples) -> Model:
-        """A model for clips as `samples` has them, with the weights to start from if there are any."""
+        """Return a model for clips as `samples` has them, with the weights to start from if there are any."""
         model = self.new_model(samples)
         if self._start is not None:
             from clipmill.train.weights.loading import copy_into
 
             copy_into(model, self._start)
-        model = self.tuned(model)
+        model = self.tune(model)
         if self._settings.compile:
             compile_blocks(model)
         return model
 
-    def tuned(self, model: Model) -> Model:
-        """A new model with frozen parts and adapters, as the settings say.
+    def tune(self, model: Model) -> Model:
+        """Return a new model with frozen parts and adapters, as the settings say.
 
         In a tower with adapters, tensors that the initial weights lack (a new projection, a temporal embedding for
         image weights) are trained too.
@@ -330,32 +328,32 @@ class ClipTask(Generic[Settings, Samples, Model]):
                 parameter.requires_grad_(True)
 
     def towers_of_start(self) -> Sequence[Tower]:
-        """The towers with adapters, whose weights --init.weights has to have."""
+        """Return the towers with adapters, whose weights --init.weights has to have."""
         return adapted_towers(self._settings)
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The blocks of all transformers."""
+        """Return the blocks of all transformers."""
         return blocks_of(model)
 
     def frozen_parts(self) -> list[str]:
-        """What is frozen, for the log."""
+        """Describe the frozen parts, for the log."""
         settings, lora = self._settings, self._settings.lora
         adapted = [f"{one}, with adapters of rank {lora.rank}" for one in adapted_towers(settings)]
         return [*settings.freeze, *adapted]
 
     def facts(self) -> dict[str, Any]:
-        """Entries of run.json: the evaluations in the loop by name."""
+        """Return entries of run.json: the evaluations in the loop by name."""
         return {"evaluations": self._evaluations} if self._evaluations else {}
 
     def files(self) -> dict[str, bytes]:
-        """Files that the run keeps; none by default."""
+        """Return the files that the run keeps; none by default."""
         return {}
 
     def pixels(self, batch: Batch, rows: slice, *, mean: Rgb, std: Rgb, is_training: bool) -> torch.Tensor:
-        """Normalised clips [B, C, T, H, W] of some rows of a batch, augmented in training.
+        """Return normalised clips [B, C, T, H, W] of some rows of a batch, augmented in training.
 
         Args:
-            mean, std: of each channel, unless --init.pixel-mean and --init.pixel-std give others.
+            mean, std: Values of each channel, unless --init.pixel-mean and --init.pixel-std give others.
         """
         settings, init = self._settings, self._settings.init
         positions = batch["position"][rows].numpy() if is_training else None
@@ -370,7 +368,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
 
 
 def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say) -> Source:
-    """Weights without the parts that a model has no place for; it is printed which these are.
+    """Return the weights without the parts that a model has no place for; it is printed which these are.
 
     Args:
         parts: prefix of tensor names -> description.
@@ -386,16 +384,16 @@ def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: 
 
 
 def outline(task: Task, samples: Any) -> nn.Module | None:
-    """The model of a `ClipTask` as it is trained, without memory for its weights; None for another task."""
+    """Return the model of a `ClipTask` as it is trained, without memory for its weights; None for another task."""
     if not isinstance(task, ClipTask):
         return None
     with torch.device("meta"):
-        model: nn.Module = task.tuned(task.new_model(samples))
+        model: nn.Module = task.tune(task.new_model(samples))
     return model
 
 
 def describe_parameters(task: Task, model: nn.Module | None) -> dict[str, str]:
-    """Entry of run.json: number of parameters of an outline, and which are frozen; {} without one."""
+    """Return the entry of run.json: number of parameters of an outline, and which are frozen; {} without one."""
     if model is None or not isinstance(task, ClipTask):
         return {}
     sizes = [(one.numel(), one.requires_grad) for one in model.parameters()]

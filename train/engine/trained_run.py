@@ -30,12 +30,12 @@ class TrainedRun(Generic[Settings]):
     """Trained weights, of a run or of another source, and what to run their model with.
 
     Attributes:
-        run: None for weights of another source.
-        facts: of the training's run.json, {} for weights of another project.
-        settings: of the model, with the requested overrides.
-        step: of the checkpoint; None for weights of another source.
-        weights: description of the weights (EMA or not) and of the precision.
-        load: copies the weights into a model on the device.
+        run: Run folder; None for weights of another source.
+        facts: Content of the training's run.json, {} for weights of another project.
+        settings: Settings of the model, with the requested overrides.
+        step: Step of the checkpoint; None for weights of another source.
+        weights: Description of the weights (EMA or not) and of the precision.
+        load: Function that copies the weights into a model on the device.
     """
 
     run: RunFolder | None
@@ -51,7 +51,7 @@ class TrainedRun(Generic[Settings]):
     def fill(self, model: Model) -> Model:
         """Load the weights into a model, the EMA weights if the run has them, on the device and in evaluation mode.
 
-        Adapters are merged: the model has none afterwards but those of a language model.
+        Adapters are merged: afterwards only a language model has any.
 
         Raises:
             UserError: the weights are damaged, or do not fit the model.
@@ -66,7 +66,7 @@ def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | N
     """Open the latest checkpoint of a run, or the one that is named, without data or a model.
 
     Raises:
-        UserError: there is no checkpoint, it is damaged, the settings are not those that it was trained with, or this
+        UserError: there is no checkpoint, it is damaged, it was trained with other settings, or this
             machine lacks what they require.
     """
     checkpoint = checkpoint or run.require_checkpoint()
@@ -81,14 +81,14 @@ def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | N
         except RuntimeError as error:
             raise UserError(
                 f"{checkpoint} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
-                hint="were settings changed by hand? put back what the run was trained with",
+                hint="were settings changed by hand? restore the settings that the run was trained with",
             ) from error
 
     return prepare_run(settings, run=run, facts=run.read_facts(), step=facts.step, weights=which, load=load)
 
 
 def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
-    """Dimensions of a run's model, from the table of its latest checkpoint.
+    """Return the dimensions of a run's model, from the table of its latest checkpoint.
 
     Raises:
         UserError: there is no checkpoint.
@@ -117,7 +117,7 @@ def prepare_run(
     weights: str,
     load: Callable[[nn.Module], None],
 ) -> TrainedRun[Settings]:
-    """Weights with the device, precision and attention that the settings name.
+    """Return the weights with the device, precision and attention that the settings name.
 
     Args:
         facts, weights: see `TrainedRun`; without the precision.

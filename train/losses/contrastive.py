@@ -1,10 +1,22 @@
 """Contrastive objectives: towers embed pairs of clips and captions, a loss compares them all, gradients flow back.
 
-b: pairs of this rank. B: pairs of all ranks. E: embedding width. R: pairs of a microbatch.
+b: pairs of this rank. B: pairs of all ranks, in the order of ranks. E: embedding width. R: pairs of a microbatch, or
+rows of a block.
 
 The loss needs all embeddings of a batch at once, the towers need not hold the activations of all (GradCache, Gao et al.
 2021): embed the microbatches without a graph, compute the gradients of the loss with respect to the embeddings, embed
 each microbatch again, with the same dropout, and backpropagate its part of the gradients.
+
+The gradients of a loss with respect to the embeddings come from autograd (`AutogradObjective`), or in closed form
+through `Similarities`, as follows. Such a loss is a function of the similarities s_ij of clip i and caption j. A rank
+has the rows of its clips and of its captions against all captions and clips: it gathers embeddings and a few values per
+pair, never gradients (FastCLIP, section 4). For that a loss must know the weights W_ij, its derivatives with respect to
+s_ij, of the form
+
+    W_ij = h(s_ij, x_i) + h(s_ij, y_j)   for i != j, and one value for each pair i = j
+
+with a few values x_i of each clip and y_j of each caption, which the ranks exchange. In closed form, three passes over
+the matrix in blocks are enough, and it is not copied.
 """
 
 import math
@@ -32,22 +44,22 @@ Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Similarities:
-    """Similarities of this rank's clips and captions with those of all ranks. Nothing in it has a gradient.
+    """Similarities between the clips and captions of this rank and of all ranks. Nothing in it has a gradient.
 
     Args:
         video_bE: embeddings of unit length; half precision is cast to float32, since temperatures magnify rounding.
-        text_bE: of their captions.
+        text_bE: Embeddings of their captions.
 
     Attributes:
         video_bE, text_bE: the embeddings, at least float32.
-        both_B2E: those of all ranks' clips and captions, side by side.
-        clips_bB: similarities of own clips with all captions; MASKED for a pair itself.
-        captions_bB: of own captions with all clips, likewise.
-        world: the ranks.
-        pair_b: similarities of the own pairs.
-        nearest_b: of the own clips with their nearest negative.
-        num_pairs: B.
-        own: rows of the own pairs among those of all ranks.
+        both_B2E: Embeddings of the clips and captions of all ranks, side by side.
+        clips_bB: Similarities of this rank's clips with all captions; MASKED for a pair itself.
+        captions_bB: Similarities of this rank's captions with all clips, likewise.
+        world: Ranks that share the batch.
+        pair_b: Similarities of this rank's pairs.
+        nearest_b: Similarity of each of this rank's clips with its nearest negative.
+        num_pairs: Number of pairs of all ranks, B.
+        own: Rows of this rank's pairs in the batch of all ranks.
     """
 
     def __init__(self, video_bE: torch.Tensor, text_bE: torch.Tensor, world: World) -> None:
@@ -77,13 +89,15 @@ class Similarities:
     def gradients(
         self, weights: Weights, *, clips_KB: torch.Tensor, captions_KB: torch.Tensor, pair_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients with respect to own embeddings, [b, E] each; averaged over ranks, those of the whole batch.
+        """Return the gradients with respect to this rank's embeddings, [b, E] each.
+
+        Averaged over ranks, they are the gradients of the batch.
 
         Args:
-            weights: returns h of a block of similarities; without values (K = 0) W itself. Rows are clips in some
-                calls and captions in others.
-            clips_KB: values x of all clips.
-            captions_KB: values y of all captions.
+            weights: Function that returns h of a block of similarities; without values (K = 0) W itself. Rows are
+                clips in some calls and captions in others.
+            clips_KB: Values x of all clips.
+            captions_KB: Values y of all captions.
             pair_B: W of the pairs themselves.
         """
 
@@ -110,28 +124,28 @@ class Similarities:
         return video_bE.mul_(self.world.size), text_bE.mul_(self.world.size)
 
     def scale_gradient(self, video_grad_bE: torch.Tensor) -> torch.Tensor:
-        """Derivative of a loss with respect to a factor of all similarities, at 1, from `gradients` of own clips.
+        """Return the derivative of a loss by a factor of all similarities, at 1, from `gradients` of own clips.
 
-        sum_ij W_ij s_ij = sum_i <v_i, dL/dv_i>, without a pass over pairs. Its mean over ranks is that of the batch.
+        sum_ij W_ij s_ij = sum_i <v_i, dL/dv_i>, without a pass over pairs. Averaged over ranks, it is the batch's.
         """
         return (self.video_bE * video_grad_bE).sum()
 
 
 def blocks(similarity_bB: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows that are few enough to work on at once."""
+    """Return slices of rows that are few enough to work on at once."""
     num_rows, num_columns = similarity_bB.shape
     step = max(1, _BLOCK // num_columns)
     return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
 
 
 def log_sums(similarity_bB: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
-    """log sum_j exp(scale_i s_ij) of each row, [b], without overflow at any scale."""
+    """Return log sum_j exp(scale_i s_ij) of each row, [b], without overflow at any scale."""
     parts = [torch.logsumexp(similarity_bB[rows] * scale_b[rows, None], dim=1) for rows in blocks(similarity_bB)]
     return torch.cat(parts)
 
 
 def softmax_means(similarity_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor) -> torch.Tensor:
-    """Mean of each row's similarities weighted by softmax(scale_i s_ij), [b]; `log_sum_b` is that of `log_sums`."""
+    """Return the mean of each row's similarities, weighted by softmax(scale_i s_ij), [b]; `log_sum_b`: `log_sums`."""
     parts = []
     for rows in blocks(similarity_bB):
         share_RB = (similarity_bB[rows] * scale_b[rows, None]).sub_(log_sum_b[rows, None]).exp_()
@@ -142,7 +156,7 @@ def softmax_means(similarity_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b:
 def exponential_gradients(
     similarities: Similarities, *, clips_3B: torch.Tensor, captions_3B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of a loss that is a function of sum_j exp((s_ij - s_ii) / tau_i) of clips, and the same of captions.
+    """Return gradients of a loss that depends on sum_j exp((s_ij - s_ii) / tau_i) of clips, and the same of captions.
 
     Its derivative with respect to s_ij is exp(scale_i s_ij + log factor_i) of clip i plus the same of caption j; with
     respect to s_ii it is minus the sum of both over all negatives.
@@ -152,11 +166,12 @@ def exponential_gradients(
         captions_3B: the same of all captions.
     """
     pair_B = (clips_3B[1] + clips_3B[2]).exp() + (captions_3B[1] + captions_3B[2]).exp()
-    return similarities.gradients(_exponentials, clips_KB=clips_3B[:2], captions_KB=captions_3B[:2], pair_B=-pair_B)
-
-
-def _exponentials(similarity_RB: torch.Tensor, values_2: torch.Tensor) -> torch.Tensor:
-    return (similarity_RB * values_2[0]).add_(values_2[1]).exp_()
+    return similarities.gradients(
+        lambda similarity_RB, values_2: (similarity_RB * values_2[0]).add_(values_2[1]).exp_(),
+        clips_KB=clips_3B[:2],
+        captions_KB=captions_3B[:2],
+        pair_B=-pair_B,
+    )
 
 
 @contextmanager
@@ -185,12 +200,12 @@ _TOLERANCE = 1e-5  # similarities with equal captions differ by rounding
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSize:
-    """What a global loss must know of the training set.
+    """Size of the training set, for global losses.
 
     Attributes:
-        num_clips: clip ids are 0 ... num_clips - 1.
-        num_captions: caption ids likewise.
-        num_epochs: passes over the set in the whole run.
+        num_clips: Number of clips; their ids are 0 ... num_clips - 1.
+        num_captions: Number of captions; their ids likewise.
+        num_epochs: Number of passes over the set in the run.
     """
 
     num_clips: int
@@ -200,14 +215,14 @@ class DatasetSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Contrast:
-    """Loss of a batch and its gradients. Averaged over ranks, the gradients are those of the whole batch.
+    """Loss of a batch and its gradients. The mean of the gradients over ranks is the gradient of the loss.
 
     Attributes:
-        loss: of the whole batch, a scalar.
-        video_grad_bE: with respect to the embeddings of this rank's clips.
-        text_grad_bE: of this rank's captions.
-        own_grads: with respect to the objective's parameters, by name.
-        metrics: scalars for the log, equal on all ranks.
+        loss: Loss of the batch of all ranks (scalar).
+        video_grad_bE: Gradient with respect to the embeddings of this rank's clips.
+        text_grad_bE: Gradient with respect to the embeddings of this rank's captions.
+        own_grads: Gradients with respect to the objective's parameters, by name.
+        metrics: Scalars for the log, equal on all ranks.
     """
 
     loss: torch.Tensor
@@ -221,12 +236,12 @@ class ContrastiveObjective(Objective):
     """A loss of pairs. The model returns embeddings of clips and of captions, [b, E] each, of unit length.
 
     Args:
-        inputs: turns a batch into the arguments of the model.
-        dataset, world: for losses with state per sample.
+        inputs: Function that turns a batch into the arguments of the model.
+        dataset, world: Size of the training set and ranks, for losses with state per sample.
 
     Attributes:
-        logit_scale: log of 1 / temperature, as CLIP stores it. Each loss that takes `temperature` has it, except for
-            global losses with another parameter; None in others.
+        logit_scale: Logarithm of 1 / temperature, as CLIP stores it. Each loss that takes `temperature` has it, except
+            for global losses with another parameter; None in others.
     """
 
     logit_scale: nn.Parameter | None
@@ -242,7 +257,7 @@ class ContrastiveObjective(Objective):
             self.add_logit_scale(is_trained=not settings.freeze_temperature)
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Loss and gradients of a batch; updates state per sample. Called without grad mode."""
+        """Return loss and gradients of a batch, and update state per sample. Called without grad mode."""
         raise NotImplementedError
 
     def add_logit_scale(self, *, is_trained: bool) -> None:
@@ -251,11 +266,11 @@ class ContrastiveObjective(Objective):
         self.logit_scale = nn.Parameter(start, requires_grad=is_trained)
 
     def log_scale(self) -> torch.Tensor | None:
-        """log of 1 / temperature, detached; None for a loss without a temperature."""
+        """Return log of 1 / temperature, detached; None for a loss without a temperature."""
         return None if self.logit_scale is None else self.logit_scale.detach()
 
     def learning_rate(self, scheduled: float) -> Scalar:
-        """The temperature's own rate, where it has one."""
+        """Return the temperature's own rate, where it has one."""
         return self._settings.own_temperature_lr or scheduled
 
     @torch.no_grad()
@@ -278,7 +293,9 @@ class ContrastiveObjective(Objective):
                 similarities = self.exchange(video_bE, text_bE, step.world)
                 contrast = self.contrast(similarities, batch, step)
                 for name, gradient in contrast.own_grads.items():
-                    _add_gradient(self.get_parameter(name), step.scale(gradient))
+                    if (parameter := self.get_parameter(name)).requires_grad:
+                        gradient = step.scale(gradient).to(parameter.dtype)
+                        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
                 # A caption equal to the clip's own is as near, and counts as correct.
                 is_right_b = similarities.pair_b >= similarities.nearest_b - _TOLERANCE
                 num_right = step.world.sum(is_right_b.to(contrast.loss.dtype).sum())
@@ -291,13 +308,6 @@ class ContrastiveObjective(Objective):
 
         backward_through(model, self._inputs, batch, step, gradients)
         return metrics
-
-
-def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    if not parameter.requires_grad:
-        return
-    gradient = gradient.to(parameter.dtype)
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 # GradCache
@@ -319,11 +329,11 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
     if len(parts) == 1:
         with step.synced(True), step.seed_generators(0):
             embedded = embed(batch)
-            _push(embedded, gradients(*(one.detach() for one in embedded)), step)
+            _push(embedded, gradients(*(side_bE.detach() for side_bE in embedded)), step)
         return
     first = []
     with torch.no_grad():
-        # The second pass begins with the same buffers, and leaves those of one pass over each microbatch.
+        # The second pass begins with the same buffers. Together they change the buffers as one pass would.
         with keep_buffers(model):
             for number, part in enumerate(parts):
                 with step.seed_generators(number):
@@ -340,34 +350,35 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
 
 
 def split(batch: Batch, size: int | None) -> list[Batch]:
-    """Split a batch into microbatches of `size` samples, the last one possibly smaller; None keeps it whole."""
+    """Split a batch into microbatches of `size` samples, the last one possibly smaller; None makes one of all."""
     num_samples = len(batch["caption_id"])
     if size is None or size >= num_samples:
         return [batch]
-    return [_part(batch, slice(begin, begin + size)) for begin in range(0, num_samples, size)]
-
-
-def _part(batch: Batch, rows: slice) -> Batch:
-    # Strings apply to the whole batch; everything else has one entry per sample.
-    part = {name: value if isinstance(value, str) else value[rows] for name, value in batch.items()}  # type: ignore[index]
-    return part  # type: ignore[return-value]
+    # Strings apply to all samples; everything else has one entry per sample.
+    return [
+        {
+            name: value if isinstance(value, str) else value[begin : begin + size]  # type: ignore[misc,index]
+            for name, value in batch.items()
+        }
+        for begin in range(0, num_samples, size)
+    ]
 
 
 def _push(embedded: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], step: Step) -> None:
     # Scaled before the cast to half precision, in which small values underflow. Frozen towers get none.
     pairs = [
-        (one, step.scale(gradient).to(one.dtype))
-        for one, gradient in zip(embedded, gradients, strict=True)
-        if one.requires_grad
+        (embedding, step.scale(gradient).to(embedding.dtype))
+        for embedding, gradient in zip(embedded, gradients, strict=True)
+        if embedding.requires_grad
     ]
-    torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+    torch.autograd.backward([embedding for embedding, _ in pairs], [gradient for _, gradient in pairs])
 
 
 # Losses as functions: a forward pass over the embeddings of all ranks, whose gradients autograd computes.
 #
 # b: pairs of this rank. B: pairs of all ranks, in the order of ranks. E: embedding width.
 #
-# The embeddings of all ranks are gathered with their gradient: each rank computes the loss of its own pairs, and in
+# The embeddings of all ranks are gathered with their gradient: each rank computes the loss of its pairs, and in
 # the backward pass each embedding gets the sum of its gradients on all ranks. With `backward_through`, that holds for
 # batches in microbatches too, and the function knows of neither.
 
@@ -377,11 +388,11 @@ class Pairs:
     """Embeddings of a batch, of unit length and with gradient; float32 whatever the towers compute in.
 
     Attributes:
-        video_bE, text_bE: this rank's clips and captions; row i of both is a pair.
-        video_BE, text_BE: those of all ranks.
-        target_b: row of each own pair among those of all ranks, int64.
-        scale: 1 / temperature, a scalar with gradient where the temperature is trained; 1 for a loss without one.
-        batch: this rank's samples: `clip_id`, `caption_id`, `relevancy` and others.
+        video_bE, text_bE: Embeddings of this rank's clips and captions; row i of both is a pair.
+        video_BE, text_BE: Embeddings of the clips and captions of all ranks.
+        target_b: Row of each of this rank's pairs in the batch of all ranks, int64.
+        scale: 1 / temperature (scalar), with gradient where the temperature is trained; 1 for a loss without one.
+        batch: Samples of this rank: `clip_id`, `caption_id`, `relevancy` and others.
     """
 
     video_bE: torch.Tensor
@@ -401,7 +412,7 @@ class AutogradObjective(ContrastiveObjective):
     """A loss of the batch, in a row of `LOSSES` as a function or, with further parameters, as a subclass of this."""
 
     def value(self, pairs: Pairs) -> torch.Tensor:
-        """The mean loss of this rank's pairs, a scalar with gradient."""
+        """Return the mean loss of this rank's pairs, a scalar with gradient."""
         function: LossFunction = self._settings.spec.load()
         loss = function(pairs, self._settings)
         if not isinstance(loss, torch.Tensor) or loss.shape or not loss.requires_grad:
@@ -410,10 +421,12 @@ class AutogradObjective(ContrastiveObjective):
         return loss
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """The loss, and its gradients by autograd."""
-        own = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        """Return the loss, and its gradients by autograd."""
+        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         with torch.enable_grad(), exact_products(similarities.pair_b.device):
-            video_bE, text_bE = (one.detach().requires_grad_() for one in (similarities.video_bE, similarities.text_bE))
+            video_bE, text_bE = (
+                side_bE.detach().requires_grad_() for side_bE in (similarities.video_bE, similarities.text_bE)
+            )
             video_BE, text_BE = video_bE, text_bE
             if step.world.size > 1:
                 both_b2E = torch.cat([video_bE, text_bE], dim=1)
@@ -430,13 +443,13 @@ class AutogradObjective(ContrastiveObjective):
             )
             loss = self.value(pairs)
             video_grad_bE, text_grad_bE, *own_grads = torch.autograd.grad(
-                loss, [video_bE, text_bE, *own.values()], allow_unused=True, materialize_grads=True
+                loss, [video_bE, text_bE, *trained.values()], allow_unused=True, materialize_grads=True
             )
         return Contrast(
             loss=step.world.sum(loss) / step.world.size,
             video_grad_bE=video_grad_bE,
             text_grad_bE=text_grad_bE,
-            own_grads=dict(zip(own, own_grads, strict=True)),
+            own_grads=dict(zip(trained, own_grads, strict=True)),
         )
 
 
@@ -460,11 +473,11 @@ def build_contrast(
     """Build the objective of `--loss.*`.
 
     Args:
-        inputs: turns a batch into the arguments of the model.
-        dataset: what a global loss keeps state for; other losses ignore it.
+        inputs: Function that turns a batch into the arguments of the model.
+        dataset: Size of the training set, for global losses; other losses ignore it.
 
     Raises:
-        KeyError: there is no loss of that kind.
+        KeyError: no loss is of that kind.
         UnusablePart: its package cannot be imported.
     """
     loss = LOSSES[settings.kind].load()

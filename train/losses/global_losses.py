@@ -1,4 +1,13 @@
-"""The global contrastive losses, by temperature: one for all (SogCLR, FastCLIP v0, v1, v3), or each sample its own."""
+"""The global contrastive losses: SogCLR, iSogCLR, FastCLIP v0 to v3 (Wei et al. 2024, algorithm 1).
+
+B: pairs of the batch of all ranks. b: pairs of this rank. C: columns of the state of a clip or caption.
+
+The paper's g_i compares pair i with all other pairs of the *training set*. A batch gives a rough estimate of g_i; u_i,
+its moving average over the visits of i, a better one. It takes the gradient of log(epsilon + g_i) with u_i in place of
+g_i, held constant. Clips and captions have separate ids and averages: a clip may come with another caption each time.
+
+The losses differ by temperature: one for all (SogCLR, FastCLIP v0, v1, v3), or one for each sample (iSogCLR, v2).
+"""
 
 import math
 from dataclasses import dataclass
@@ -31,11 +40,11 @@ class Side:
     """The clips of a batch, or its captions.
 
     Attributes:
-        table: state of all clips, or captions, of the training set.
-        num_all: number of those.
-        ids_B: of all ranks' clips or captions.
+        table: State of all clips, or captions, of the training set.
+        num_all: Number of clips or captions in the training set.
+        ids_B: Ids of all ranks' clips or captions.
         group_B: `groups` of the ids.
-        state_BC: their rows of the table before the step.
+        state_BC: Rows of the table for them, before the step.
     """
 
     table: ShardedRows
@@ -51,10 +60,10 @@ class Estimate:
     """Estimates of g for one side, the batch of this step included.
 
     Attributes:
-        pair_B: similarities of the pairs.
+        pair_B: Similarities of the pairs.
         further_B: `further_values` of all ranks.
-        log_g_B: log g_i of this batch.
-        log_u_B: log of the new average.
+        log_g_B: Logarithm of g_i of this batch.
+        log_u_B: Logarithm of the new average.
         log_inner_B: log(epsilon + u).
     """
 
@@ -66,14 +75,14 @@ class Estimate:
 
 
 class GlobalContrast(ContrastiveObjective):
-    """A global loss but for its temperatures and the weights of its pairs.
+    """A global loss without its temperatures and the weights of its pairs.
 
     Args:
-        further_state: initial values of the columns after log u.
+        further_state: Initial values of the columns after log u.
 
     Attributes:
-        clips: state of each clip: log u, then `further_state`.
-        captions: state of each caption likewise.
+        clips: State of each clip: log u, then `further_state`.
+        captions: State of each caption likewise.
     """
 
     def __init__(
@@ -98,27 +107,27 @@ class GlobalContrast(ContrastiveObjective):
         self.captions = ShardedRows(dataset.num_captions, start=(UNSEEN, *further_state), world=world)
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """Temperature of each of B rows of a table."""
+        """Return the temperature of each of B rows of a table."""
         raise NotImplementedError
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Factors of each log(epsilon + g) in the published loss and in its gradient."""
+        """Return the factors of each log(epsilon + g) in the published loss and in its gradient."""
         raise NotImplementedError
 
     def further_values(
         self, rows_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Values [b] of own clips or captions that `moved_state` needs, gathered; arguments as of `softmax_means`."""
+        """Return values [b] of own clips or captions that `moved_state` needs; arguments as of `softmax_means`."""
         return ()
 
     def moved_state(self, side: Side, estimate: Estimate, step: Step) -> torch.Tensor:
-        """New rows [B, C] of a side's table."""
+        """Return the new rows [B, C] of a side's table."""
         return estimate.log_u_B[:, None]
 
     def parameter_gradients(
         self, estimates: tuple[Estimate, Estimate], scale_gradient: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Gradients of own parameters, from this rank's `Similarities.scale_gradient`."""
+        """Return gradients of own parameters, from this rank's `Similarities.scale_gradient`."""
         return {}
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
@@ -140,7 +149,12 @@ class GlobalContrast(ContrastiveObjective):
         num_each, num_terms = len(gathered_B) // 2, similarities.num_pairs * (similarities.num_pairs - 1)
         estimates, losses_B, exponents_3B = [], [], []
         for side, (log_sum_B, *further_B) in zip(sides, (gathered_B[:num_each], gathered_B[num_each:]), strict=True):
-            estimate = self._estimate(side, pair_B, log_sum_B, further_B, gamma=gamma)
+            log_g_B = log_sum_B - pair_B / side.temperature_B - math.log(len(pair_B) - 1)
+            log_u_B = average_logs(side.state_BC[:, 0], log_g_B, side.group_B, gamma=gamma)
+            log_inner_B = torch.logaddexp(log_u_B, torch.full_like(log_u_B, self._log_epsilon))
+            estimate = Estimate(
+                pair_B=pair_B, further_B=further_B, log_g_B=log_g_B, log_u_B=log_u_B, log_inner_B=log_inner_B
+            )
             side.table.write(side.ids_B, self.moved_state(side, estimate, step))
             estimates.append(estimate)
             loss_factor_B, gradient_factor_B = self.factors(side.temperature_B)
@@ -175,25 +189,17 @@ class GlobalContrast(ContrastiveObjective):
         clip_id_b = _check_ids(batch["clip_id"], "clip", num_all[0])
         caption_id_b = _check_ids(batch["caption_id"], "caption", num_all[1])
         ids_B2 = step.world.gather(send(torch.stack([clip_id_b, caption_id_b], dim=1), similarities.pair_b.device))
-        found = []
+        sides = []
         for side, table in enumerate((self.clips, self.captions)):
             ids_B = ids_B2[:, side]
             state_BC = table.read(ids_B).to(similarities.pair_b.dtype)
             rows = {"ids_B": ids_B, "group_B": groups(ids_B), "state_BC": state_BC}
-            found.append(Side(table=table, num_all=num_all[side], temperature_B=self.temperatures(state_BC), **rows))
-        return found[0], found[1]
-
-    def _estimate(
-        self, side: Side, pair_B: torch.Tensor, log_sum_B: torch.Tensor, further_B: list[torch.Tensor], *, gamma: float
-    ) -> Estimate:
-        log_g_B = log_sum_B - pair_B / side.temperature_B - math.log(len(pair_B) - 1)
-        log_u_B = average_logs(side.state_BC[:, 0], log_g_B, side.group_B, gamma=gamma)
-        log_inner_B = torch.logaddexp(log_u_B, torch.full_like(log_u_B, self._log_epsilon))
-        return Estimate(pair_B=pair_B, further_B=further_B, log_g_B=log_g_B, log_u_B=log_u_B, log_inner_B=log_inner_B)
+            sides.append(Side(table=table, num_all=num_all[side], temperature_B=self.temperatures(state_BC), **rows))
+        return sides[0], sides[1]
 
 
 def _check_ids(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
-    """The ids, still on the host, where the loader left them: the check synchronises with no device."""
+    """Return the ids, still on the host, where the loader left them: the check synchronises with no device."""
     is_outside_b = (ids_b < 0) | (ids_b >= size)
     if is_outside_b.any():
         outside = ids_b[is_outside_b].unique().tolist()
@@ -212,7 +218,7 @@ UNSEEN = -math.inf  # log u before the first visit
 
 
 def inner_rate(epoch: int, *, least: float, schedule: GammaSchedule, num_epochs: int, convention: Convention) -> float:
-    """gamma of an epoch 0, 1, ...: the weight of the new value in the averages (FastCLIP, section 5).
+    """Return gamma of epoch 0, 1, ...: the weight of the new value in the averages (FastCLIP, section 5).
 
     It is constant within an epoch. In the public code the constant schedule begins with an epoch of gamma = 1 too.
     """
@@ -224,7 +230,7 @@ def inner_rate(epoch: int, *, least: float, schedule: GammaSchedule, num_epochs:
 
 
 def groups(ids_B: torch.Tensor) -> torch.Tensor:
-    """Number the distinct ids: int64 [B], 0 ... B - 1, equal where ids are; does not synchronise with the device."""
+    """Number the distinct ids: int64 [B], 0 ... B - 1, equal where ids are, without synchronising with the device."""
     sorted_B, order_B = ids_B.sort(stable=True)
     is_new_B = torch.ones_like(sorted_B)
     is_new_B[1:] = (sorted_B[1:] != sorted_B[:-1]).to(is_new_B)
@@ -232,20 +238,20 @@ def groups(ids_B: torch.Tensor) -> torch.Tensor:
 
 
 def group_means(values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Mean over the group of each of B."""
+    """Return the mean over the group of each of B."""
     zeros_B = torch.zeros_like(values_B)
     sums_B = zeros_B.index_add(0, group_B, values_B)
     return (sums_B / zeros_B.index_add(0, group_B, torch.ones_like(values_B)).clamp(min=1))[group_B]
 
 
 def log_group_means(log_values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Logarithm of the mean of exp over the group of each of B."""
+    """Return the logarithm of the mean of exp over the group of each of B."""
     highest_B = torch.full_like(log_values_B, -math.inf).scatter_reduce(0, group_B, log_values_B, "amax")[group_B]
     return highest_B + group_means((log_values_B - highest_B).exp(), group_B).log()
 
 
 def average_logs(log_u_B: torch.Tensor, log_g_B: torch.Tensor, group_B: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """log of (1 - gamma) u + gamma g (FastCLIP, eq. 1), the same for all of a group; g itself on the first visit.
+    """Return log of (1 - gamma) u + gamma g (FastCLIP, eq. 1), the same in a group; g itself on the first visit.
 
     If an id occurs more than once in a batch, on whatever ranks, g is the mean over its occurrences.
     """
@@ -276,7 +282,7 @@ class OneTemperature(GlobalContrast):
 
     Attributes:
         temperature: the paper's parameter; None in the public code's convention.
-        is_slow: whether v3's temperature learns at a third of its rate: in the paper once it was below 0.03, in the
+        is_slow: True once v3's temperature learns at a third of its rate: in the paper once it was below 0.03, in the
             public code as long as it is at most that.
     """
 
@@ -296,17 +302,17 @@ class OneTemperature(GlobalContrast):
         self._update_speed()
 
     def log_scale(self) -> torch.Tensor:
-        """log of 1 / temperature, detached."""
+        """Return log of 1 / temperature, detached."""
         parameter = self.logit_scale if self.temperature is None else -self.temperature.detach().log()
         assert parameter is not None
         return parameter.detach()
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """The one temperature, for all rows."""
+        """Return the one temperature, for all rows."""
         return (-self.log_scale()).exp().to(state_BC.dtype).expand(len(state_BC))
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The temperature; 1 in v0, and in the public code for all but v3 (its commands scale v3 alone)."""
+        """Return the temperature; 1 in v0, and in the public code for all but v3 (its commands scale only v3)."""
         is_scaled = self._is_v3 or not (self._is_v0 or self._is_code)
         factor_B = temperature_B if is_scaled else torch.ones_like(temperature_B)
         return factor_B, factor_B
@@ -314,7 +320,7 @@ class OneTemperature(GlobalContrast):
     def parameter_gradients(
         self, estimates: tuple[Estimate, Estimate], scale_gradient: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Equations 8 (v0) and 10 (v3).
+        """Compute equations 8 (v0) and 10 (v3).
 
         In the public code the two terms of v3 that do not come from inside g have weight 1/2, and the third has not:
         the published rho belongs to that.
@@ -330,13 +336,13 @@ class OneTemperature(GlobalContrast):
         return {"logit_scale": -temperature * gradient} if self._is_code else {"temperature": gradient}
 
     def learning_rate(self, scheduled: float) -> Scalar:
-        """The temperature's own rate, where it has one; v3 divides it by 3 where `is_slow`, which the device knows."""
-        own = super().learning_rate(scheduled)
-        if not self._is_v3 or isinstance(own, torch.Tensor):
-            return own
+        """Return the temperature's own rate, where it has one; v3 divides it by 3 where `is_slow`, on the device."""
+        temperature_lr = super().learning_rate(scheduled)
+        if not self._is_v3 or isinstance(temperature_lr, torch.Tensor):
+            return temperature_lr
         device = self.is_slow.device
         dtype = torch.float32 if device.type == "cuda" else torch.float64
-        rate = torch.full((), own, dtype=dtype, device=device)
+        rate = torch.full((), temperature_lr, dtype=dtype, device=device)
         return torch.where(self.is_slow, rate / _SLOWER, rate)
 
     @torch.no_grad()
@@ -368,21 +374,21 @@ class SampleTemperature(GlobalContrast):
         super().__init__(settings, inputs=inputs, dataset=dataset, world=world, further_state=state)
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """The temperature that each row stores."""
+        """Return the temperature that each row stores."""
         return state_BC[:, _TEMPERATURE]
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each one's temperature (equations 6, 7); in the gradient of the public code 1."""
+        """Return each one's temperature (equations 6, 7); in the gradient of the public code 1."""
         return temperature_B, torch.ones_like(temperature_B) if self._is_code else temperature_B
 
     def further_values(
         self, rows_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Mean similarity with the negatives, weighted as in g."""
+        """Return the mean similarity with the negatives, weighted as in g."""
         return (softmax_means(rows_bB, scale_b, log_sum_b),)
 
     def moved_state(self, side: Side, estimate: Estimate, step: Step) -> torch.Tensor:
-        """Averages, and temperatures after a step along equation 9, averaged over the occurrences of an id."""
+        """Return averages, and temperatures after a step along equation 9, averaged over the occurrences of an id."""
         (mean_B,) = estimate.further_B
         inside_B = (estimate.log_g_B - estimate.log_inner_B).exp() * (mean_B - estimate.pair_B) / side.temperature_B
         gradient_B = estimate.log_inner_B + self.rho - inside_B
@@ -404,7 +410,7 @@ class SampleTemperature(GlobalContrast):
         return state_BC
 
     def _count(self, side: Side, state_BC: torch.Tensor, step: Step) -> tuple[torch.Tensor, float, float]:
-        """t + 1 of procedure 4 for each of B, and the betas; visits are counted in `state_BC`."""
+        """Return t + 1 of procedure 4 for each of B, and the betas; visits are counted in `state_BC`."""
         if not self._is_code:
             state_BC[:, _VISITS] = side.state_BC[:, _VISITS] + 1
             return state_BC[:, _VISITS], _BETA1, _BETA2

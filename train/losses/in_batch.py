@@ -1,4 +1,11 @@
-"""Losses of a batch, with gradients in closed form: InfoNCE and FastCLIP's MBCL, SigLIP, max-margin."""
+"""Losses of a batch: InfoNCE and FastCLIP's MBCL, SigLIP, max-margin.
+
+`info_nce` is the definition of InfoNCE, differentiated by autograd. Runs use the classes below it: they compute
+gradients in closed form, block by block, and never store the logits and probabilities that autograd would keep; that
+takes half of the CPU time (docs/losses.md).
+
+b: pairs of this rank. B: pairs of all ranks. E: embedding width. R: pairs of a block of rows.
+"""
 
 import math
 
@@ -15,6 +22,7 @@ from clipmill.train.losses.contrastive import (
     ContrastiveObjective,
     DatasetSize,
     Inputs,
+    Pairs,
     Similarities,
     blocks,
     exponential_gradients,
@@ -25,21 +33,36 @@ from clipmill.train.losses.settings import Loss
 _INITIAL_BIAS = -10.0  # Zhai et al. 2023: near the log of the share of true pairs, for small gradients at first
 
 
-class InfoNCE(ContrastiveObjective):
-    """InfoNCE, CLIP's loss (van den Oord et al. 2018, eq. 4; Radford et al. 2021, figure 3), and MBCL.
+def info_nce(pairs: Pairs, settings: Loss) -> torch.Tensor:
+    """Return InfoNCE, the loss of CLIP (van den Oord et al. 2018, eq. 4; Radford et al. 2021, figure 3).
 
-    The mean cross-entropy of each clip's caption and of each caption's clip among those of the batch.
-
-    MBCL (FastCLIP, section 3) divides by B - 1 inside the logarithms, and sums the two halves that InfoNCE averages:
-    MBCL / 2 + log(B - 1) = InfoNCE. FastCLIP's code has half of it.
+    The mean cross-entropy of each clip's caption, and of each caption's clip, in the batch of all ranks. `InfoNCE` has
+    the same value and gradients (tests/train/losses/test_closed_forms.py).
 
     Two equal captions of a batch are each other's negatives, as in CLIP. The loss is then lowest where both have equal
     probability, which raises its value but does not change the ranking of different captions. Retrieval counts equal
     captions as one (clipmill.train.tasks.dual_encoder.metrics).
     """
+    clip_logits_bB = pairs.scale * pairs.video_bE @ pairs.text_BE.T
+    caption_logits_bB = pairs.scale * pairs.text_bE @ pairs.video_BE.T
+    clip_loss = functional.cross_entropy(clip_logits_bB, pairs.target_b)
+    caption_loss = functional.cross_entropy(caption_logits_bB, pairs.target_b)
+    return (clip_loss + caption_loss) / 2
+
+
+class InfoNCE(ContrastiveObjective):
+    """`info_nce` with gradients in closed form, and MBCL.
+
+    dL/ds_ij = (p_ij + q_ij - 2 [i = j]) / (2 B temperature), with p the softmax of the similarities of clip i over all
+    captions, and q of caption j over all clips. The logarithms of their denominators are B numbers each: one pass
+    over the similarities computes them, and a second one the gradients.
+
+    MBCL (FastCLIP, section 3) divides by B - 1 inside the logarithms, and sums the two halves that InfoNCE averages:
+    MBCL / 2 + log(B - 1) = InfoNCE. FastCLIP's code has half of it.
+    """
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """The loss and its gradients: W_ij = (p_ij + q_ij - 2 [i = j]) / (2 B temperature)."""
+        """Compute the loss and its gradients."""
         assert self.logit_scale is not None
         is_mbcl, num_pairs = self._settings.kind == "mbcl", similarities.num_pairs
         factor = 1.0 if is_mbcl and self._settings.convention == "paper" else 0.5
@@ -48,16 +71,17 @@ class InfoNCE(ContrastiveObjective):
         pair_B, clip_log_sum_B, caption_log_sum_B = similarities.gather(
             similarities.pair_b, log_sums(similarities.clips_bB, scale_b), log_sums(similarities.captions_bB, scale_b)
         )
-        clip_whole_B = torch.logaddexp(clip_log_sum_B, scale * pair_B)
-        caption_whole_B = torch.logaddexp(caption_log_sum_B, scale * pair_B)
-        loss = factor * (clip_whole_B + caption_whole_B - 2 * scale * pair_B).mean()
+        # The sums are over negatives, as the gradient of a pair needs them; a denominator has the pair too.
+        clip_denominator_B = torch.logaddexp(clip_log_sum_B, scale * pair_B)
+        caption_denominator_B = torch.logaddexp(caption_log_sum_B, scale * pair_B)
+        loss = factor * (clip_denominator_B + caption_denominator_B - 2 * scale * pair_B).mean()
         if is_mbcl:
             loss = loss - factor * 2 * math.log(num_pairs - 1)
         log_factor = (scale * factor / num_pairs).log()
         video_grad_bE, text_grad_bE = exponential_gradients(
             similarities,
-            clips_3B=torch.stack([scale_B, log_factor - clip_whole_B, clip_log_sum_B]),
-            captions_3B=torch.stack([scale_B, log_factor - caption_whole_B, caption_log_sum_B]),
+            clips_3B=torch.stack([scale_B, log_factor - clip_denominator_B, clip_log_sum_B]),
+            captions_3B=torch.stack([scale_B, log_factor - caption_denominator_B, caption_log_sum_B]),
         )
         own_grads = {"logit_scale": similarities.scale_gradient(video_grad_bE)}
         return Contrast(loss=loss, video_grad_bE=video_grad_bE, text_grad_bE=text_grad_bE, own_grads=own_grads)
@@ -67,7 +91,7 @@ class SigLIP(ContrastiveObjective):
     """-1/B sum_ij log sigmoid(z_ij (t s_ij + b)), z = 1 for pairs, else -1 (Zhai et al. 2023, algorithm 1).
 
     Attributes:
-        logit_bias: b; `logit_scale` is log t.
+        logit_bias: The bias b (scalar); `logit_scale` is log t.
     """
 
     def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
@@ -75,7 +99,7 @@ class SigLIP(ContrastiveObjective):
         self.logit_bias = nn.Parameter(torch.tensor(_INITIAL_BIAS))
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """The loss and its gradients: W_ij = t sigmoid(t s_ij + b) / B of a negative."""
+        """Compute the loss and its gradients: dL/ds_ij = t sigmoid(t s_ij + b) / B of a negative."""
         assert self.logit_scale is not None
         dtype, num_pairs = similarities.pair_b.dtype, similarities.num_pairs
         scale, bias = self.logit_scale.to(dtype).exp(), self.logit_bias.to(dtype)
@@ -115,11 +139,21 @@ class MaxMargin(ContrastiveObjective):
     """
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """The loss and its gradients: W_ij is the number of margins that s_ij violates, 0, 1 or 2."""
+        """Compute the loss and its gradients: dL/ds_ij is the share of margins that s_ij violates, 0, 1 or 2 of all."""
+        margin_b = torch.full_like(similarities.pair_b, self._settings.number("margin"))
+        if self._settings.use_relevancy:
+            if "relevancy" not in batch:
+                raise UserError(
+                    "--loss.use-relevancy needs captions with a relevancy, and these have none",
+                    hint="use captions of a source that has it, or omit --loss.use-relevancy",
+                    flags=("--loss.use-relevancy",),
+                )
+            margin_b = margin_b * batch["relevancy"].to(similarities.pair_b)
         # The highest similarity of a negative that costs nothing.
-        limit_b = similarities.pair_b - self._margins(batch, similarities.pair_b)
-        of_both_2b = _violations(similarities.clips_bB, limit_b) + _violations(similarities.captions_bB, limit_b)
-        limit_B, excess_B, count_B = similarities.gather(limit_b, *of_both_2b)
+        limit_b = similarities.pair_b - margin_b
+        excess_and_count_2b = _violations(similarities.clips_bB, limit_b)
+        excess_and_count_2b = excess_and_count_2b + _violations(similarities.captions_bB, limit_b)
+        limit_B, excess_B, count_B = similarities.gather(limit_b, *excess_and_count_2b)
         num_terms = 2 * similarities.num_pairs * (similarities.num_pairs - 1)
 
         def weights(similarity_RB: torch.Tensor, limits_1: torch.Tensor) -> torch.Tensor:
@@ -130,21 +164,9 @@ class MaxMargin(ContrastiveObjective):
         )
         return Contrast(loss=excess_B.sum() / num_terms, video_grad_bE=video_grad_bE, text_grad_bE=text_grad_bE)
 
-    def _margins(self, batch: Batch, like_b: torch.Tensor) -> torch.Tensor:
-        margin_b = torch.full_like(like_b, self._settings.number("margin"))
-        if not self._settings.use_relevancy:
-            return margin_b
-        if "relevancy" not in batch:
-            raise UserError(
-                "these captions carry no relevancy (asked for by --loss.use-relevancy)",
-                hint="use captions of a source that has it, or leave out --loss.use-relevancy",
-                flags=("--loss.use-relevancy",),
-            )
-        return margin_b * batch["relevancy"].to(like_b)
-
 
 def _violations(similarity_bB: torch.Tensor, limit_b: torch.Tensor) -> torch.Tensor:
-    """Return the sum of what the similarities of each row exceed its limit by, and their number, [2, b]."""
+    """Return by how much the similarities of each row exceed its limit in sum, and how many of them do, [2, b]."""
     parts = []
     for rows in blocks(similarity_bB):
         over_RB = (similarity_bB[rows] - limit_b[rows, None]).clamp_(min=0)

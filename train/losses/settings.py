@@ -1,4 +1,8 @@
-"""Settings of the contrastive loss, `--loss.*`. Which loss takes which, with what default: `registry.py`."""
+"""The contrastive losses that `--loss.kind` knows, and their settings, `--loss.*`.
+
+`LOSSES` has a row for each loss of clipmill, and the losses of installed packages. A row says which settings the loss
+takes, with what default.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,11 +34,11 @@ class LossSpec:
 
     @property
     def is_global(self) -> bool:
-        """Whether the loss keeps state for each clip and each caption of the training set."""
+        """True if the loss keeps state for each clip and each caption of the training set."""
         return "gamma" in self.settings
 
     def load(self) -> Any:
-        """The function or class of `loss`."""
+        """Return the function or class of `loss`."""
         return import_object(self.loss) if isinstance(self.loss, str) else self.loss
 
 
@@ -88,7 +92,7 @@ def _cosine(gamma: float, *, epochs: int) -> dict[str, Any]:
     return {"gamma": gamma, "gamma_schedule": "cosine", "gamma_epochs": epochs}
 
 
-# Table 3 has other pairs for v2 alone.
+# Table 3 has other pairs only for v2.
 _MBCL = _published_row("FastCLIP, appendix B, scaling performance")
 _MEDIUM = {
     "mbcl": _MBCL,
@@ -149,8 +153,8 @@ class Loss(Choice):
 
     kind: Annotated[str, FIRST_RUN, Parameter(help=_KINDS)] = "infonce"
     convention: Convention = "fast_clip"
-    """Gradients of the FastCLIP losses where the paper and its public code differ. The published hyperparameters are
-    those of the code."""
+    """Gradients of the FastCLIP losses where the paper and its public code differ. The published hyperparameters
+    belong to the code."""
     temperature: Annotated[float | None, _POSITIVE] = None
     """Initial temperature. Default: the published value of the loss."""
     freeze_temperature: Annotated[bool, Parameter(negative="")] = False
@@ -172,18 +176,18 @@ class Loss(Choice):
     epsilon: Annotated[float, SHARE] = 1e-14
     """Constant added to the moving averages of the global losses before the logarithm."""
     margin: Annotated[float | None, Range(least=0)] = None
-    """Minimum difference between the similarity of a pair and those of its negatives (max-margin). Default: 0.2, or
+    """Minimum difference between the similarities of a pair and of its negatives (max-margin). Default: 0.2, or
     0.4 with --loss.use-relevancy."""
     use_relevancy: Annotated[bool, Parameter(negative="")] = False
     """Multiply the margin by the relevancy of the caption, as LaViLa does (max-margin)."""
 
     @classmethod
     def hyperparameters(cls) -> dict[str, Mapping[str, float | str | bool | None]]:
-        """Those of each loss, with its published defaults."""
+        """Return the settings of each loss with their published defaults."""
         return {spec.name: spec.settings for spec in LOSSES.working()}
 
     def rules(self) -> Iterator[UserError]:
-        """Yields settings that the loss does not have."""
+        """Yield errors for settings that the loss does not have."""
         spec = LOSSES.usable(self.kind)
         if spec is None:
             return
@@ -201,7 +205,7 @@ class Loss(Choice):
         return LOSSES[self.kind]
 
     def number(self, name: str) -> float:
-        """The effective value of `temperature`, `rho`, `gamma` or `margin`: as given, or the default of the loss."""
+        """Return the effective `temperature`, `rho`, `gamma` or `margin`: as given, or the default of the loss."""
         given: float | None = getattr(self, name)
         if given is None and name == "margin" and self.use_relevancy:
             return ADAPTIVE_MARGIN
@@ -213,9 +217,9 @@ class Loss(Choice):
         return cast(float | None, self.temperature_lr or self.spec.settings.get("temperature_lr"))
 
     def with_scaled_lr(self, scale: float) -> "Loss":
-        """These settings, with `own_temperature_lr` scaled as the rate of the model is (FastCLIP, appendix B)."""
-        own = self.own_temperature_lr
-        return self if own is None or scale == 1 else replace(self, temperature_lr=own * scale)
+        """Return settings with `own_temperature_lr` scaled as the rate of the model is (FastCLIP, appendix B)."""
+        lr = self.own_temperature_lr
+        return self if lr is None or scale == 1 else replace(self, temperature_lr=lr * scale)
 
     @property
     def effective_gamma_schedule(self) -> GammaSchedule:

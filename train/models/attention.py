@@ -18,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from clipmill.manifests.errors import UserError
 from clipmill.train.device.transfer import send
 
+# How much one call of a GPU's attention kernel can take, and calls in parts. B: sequences.
+
 # Sequences and heads are the second and third dimension of the grid of every fused kernel, which CUDA limits.
 _MOST_BLOCKS = 65_535
 # FlashAttention's backward pass counts the elements of a query gradient in 32 bits, padded to these multiples; packed
@@ -26,14 +28,14 @@ _MOST_ELEMENTS, _PADDED_TOKENS, _PADDED_WIDTH = 2**31, 128, 64
 
 
 def most_sequences(num_tokens: int, num_heads: int, head_width: int, *, packed: bool = False) -> int:
-    """Number of sequences of `num_tokens` (packed: of the mean) that a kernel can take in one call, at least 1."""
+    """Return how many sequences of `num_tokens` (packed: of the mean) a kernel can take in one call, at least 1."""
     padded_tokens = num_tokens + _PADDED_TOKENS if packed else -(-num_tokens // _PADDED_TOKENS) * _PADDED_TOKENS
     padded_width = -(-head_width // _PADDED_WIDTH) * _PADDED_WIDTH
     return max(1, min(_MOST_BLOCKS, _MOST_ELEMENTS // (padded_tokens * padded_width * num_heads)))
 
 
 def attend_in_parts(attend: Callable[[Tensor, Tensor, Tensor], Tensor], *qkv_BMHK: Tensor) -> Tensor:
-    """`attend`, called for parts of the heads and of the batch where a GPU's kernel cannot take all at once."""
+    """Call `attend` for parts of the heads and of the batch where a GPU's kernel cannot take all at once."""
     num_sequences, num_tokens, num_heads, head_width = qkv_BMHK[0].shape
     if qkv_BMHK[0].is_cuda:
         most = most_sequences(num_tokens, min(num_heads, _MOST_BLOCKS), head_width)
@@ -86,8 +88,8 @@ class Packing:
         return tuple((length, send(tokens_nL, self.place_M.device)) for length, tokens_nL in tokens.items())
 
     @cached_property
-    def prepared(self) -> dict[str, Any]:
-        """What an attention implementation derives from the lengths once for all blocks, by its name."""
+    def prepared_values(self) -> dict[str, Any]:
+        """Values that an attention implementation derives from the lengths once for all blocks, by its name."""
         return {}
 
 
@@ -120,7 +122,7 @@ class Attend(Protocol):
 
     Args:
         causal: a token attends only to itself and earlier tokens.
-        packing: the tokens belong to several packed sequences (B is 1). A token attends only to its own sequence, and
+        packing: Packed sequences that the tokens belong to (B is 1). A token attends only to its sequence, and
             attention is causal.
     """
 
@@ -192,7 +194,7 @@ _TESTED, _BUILT = "0.0.35", "_built_with_cuda"
 
 @cache
 def load_xformers() -> str | None:
-    """Load xformers; return why its own compiled library failed to load, or None if it loaded.
+    """Load xformers; return why its compiled library failed to load, or None if it loaded.
 
     That library contains 2:4 sparsity kernels and no attention (docs/models.md), so its warning is suppressed in runs
     and shown by `train doctor`. xformers' attention runs torch's kernels but refuses every GPU without the library, so
@@ -221,7 +223,7 @@ def load_xformers() -> str | None:
 
 
 def attend_preferring(kernel: str) -> Attend:
-    """`attend_with_sdpa` with one kernel of `PREFERRED` first; other shapes fall back to torch's other kernels."""
+    """Return `attend_with_sdpa` with a kernel of `PREFERRED` first; other shapes fall back to torch's other kernels."""
 
     def attend(
         q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
@@ -235,7 +237,7 @@ def attend_preferring(kernel: str) -> Attend:
 def attend_with_sdpa(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> Tensor:
-    """`Attend` with torch.nn.functional.scaled_dot_product_attention."""
+    """Compute `Attend` with torch.nn.functional.scaled_dot_product_attention."""
     if packing is not None:
         # A compiled block must not depend on the lengths in a batch, as a loop over lengths does. On a GPU the padded
         # computation is faster than launching one kernel per length.
@@ -246,7 +248,7 @@ def attend_with_sdpa(
 
 
 def attend_masked(q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, mask_MM: Tensor) -> Tensor:
-    """Attention where `mask_MM` is True, by scaled_dot_product_attention."""
+    """Return attention where `mask_MM` is True, by scaled_dot_product_attention."""
     return attend_in_parts(partial(_scaled_dot_product, attn_mask=mask_MM), q_BMHK, k_BMHK, v_BMHK)
 
 
@@ -258,7 +260,7 @@ def _scaled_dot_product(q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, **option
 def attend_with_xformers(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> Tensor:
-    """`Attend` with xformers.ops.memory_efficient_attention."""
+    """Compute `Attend` with xformers.ops.memory_efficient_attention."""
     load_xformers()
     from xformers import ops
 
@@ -278,7 +280,7 @@ _HAS_KERNEL: dict[tuple[Any, ...], bool] = {}
 def attend_with_xformers_or_sdpa(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> Tensor:
-    """`attend_with_xformers`, or `attend_with_sdpa` for heads and precisions that xformers has no kernel for.
+    """Call `attend_with_xformers`, or `attend_with_sdpa` for heads and precisions that xformers has no kernel for.
 
     A model has heads of several widths, so the choice is made for each call and not for the model.
     """
@@ -299,7 +301,7 @@ def _xformers_bias(*, causal: bool, packing: Packing | None) -> Any:
 
     if packing is None:
         return ops.LowerTriangularMask() if causal else None
-    bias = packing.prepared.get("xformers")
+    bias = packing.prepared_values.get("xformers")
     if bias is None:
         # The offsets are computed on the device from the packing, because xformers would copy them to it.
         bias = ops.fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(
@@ -307,14 +309,14 @@ def _xformers_bias(*, causal: bool, packing: Packing | None) -> Any:
         )
         begin_N1 = functional.pad(packing.end_N + 1, (1, 0)).int()
         bias.q_seqinfo.seqstart = bias.k_seqinfo.seqstart = begin_N1
-        packing.prepared["xformers"] = bias
+        packing.prepared_values["xformers"] = bias
     return bias
 
 
 def xformers_operators(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> tuple[str, str | None]:
-    """Names of the operators that `attend_with_xformers` runs, forward and backward (None without gradients).
+    """Return the operators that `attend_with_xformers` runs, forward and backward (None without gradients).
 
     Asks xformers' own dispatcher, which raises NotImplementedError if no operator supports these tensors.
     """
@@ -336,7 +338,7 @@ def xformers_operators(
 def attend_naively(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> Tensor:
-    """`Attend` written out with the full score matrix in memory: the reference for the other implementations."""
+    """Compute `Attend` with the full score matrix in memory: the reference for the other implementations."""
     if packing is not None:
         return _attend_padded(attend_naively, q_BMHK, k_BMHK, v_BMHK, packing)
     num_tokens, head_width = q_BMHK.shape[1], q_BMHK.shape[3]
@@ -350,7 +352,7 @@ def attend_naively(
 
 
 def _attend_padded(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tensor, packing: Packing) -> Tensor:
-    """Causal attention of packed sequences, padded for the call. Padding comes last, so no token attends to it."""
+    """Attend within packed sequences, padded for the call. Padding comes last, so no token attends to it."""
     num_sequences, longest = packing.num_sequences, packing.longest
 
     def pad(x_1MHK: Tensor) -> Tensor:
@@ -362,7 +364,7 @@ def _attend_padded(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tenso
 
 
 def _attend_by_length(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tensor, packing: Packing) -> Tensor:
-    """Causal attention of packed sequences, one call per length, so that a long sequence pads no other."""
+    """Attend within packed sequences, one call per length, so that a long sequence pads no other."""
     outs, wheres = [], []
     for length, where in packing.rows_by_length:
         q_nLHK, k_nLHK, v_nLHK = (

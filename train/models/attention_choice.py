@@ -3,6 +3,11 @@
 On a GPU, `--attention auto` is xformers, and SDPA for heads and precisions that xformers has no kernel for. Kernels
 differ in the last digits, so a run keeps the backend that it started with: run.json records it for whoever opens the
 run again.
+
+Nothing about kernels is inferred from version numbers: torch itself reports SDPA's choice (`torch._fused_sdp_choice`,
+which SDPA calls), and xformers' dispatcher reports its choice.
+
+Shape suffixes: B batch, M tokens, H heads, K width of a head.
 """
 
 import re
@@ -74,7 +79,7 @@ def kernels_of(
     causal: bool = False,
     packing: Packing | None = None,
 ) -> Kernels:
-    """The kernels that an implementation (xformers, sdpa, flash, cudnn, naive) runs on the arguments of `Attend`.
+    """Return the kernels that an implementation (xformers, sdpa, flash, cudnn, naive) runs on arguments of `Attend`.
 
     Raises NotImplementedError if it has none for them.
     """
@@ -89,12 +94,23 @@ def kernels_of(
         # SDPA is given packed sequences padded, or one length at a time.
         shape = (packing.num_sequences, packing.longest, *q_BMHK.shape[2:])
         q_BMHK, k_BMHK, v_BMHK = (x.new_zeros(shape).requires_grad_(x.requires_grad) for x in (q_BMHK, k_BMHK, v_BMHK))
-    kernel = _of_sdpa(attention, q_BMHK, k_BMHK, v_BMHK, causal=causal or packing is not None)
+    q_BHMK, k_BHMK, v_BHMK = (x.transpose(1, 2) for x in (q_BMHK, k_BMHK, v_BMHK))
+    with sdpa_kernel(PREFERRED[attention], set_priority=True) if attention in PREFERRED else nullcontext():
+        choice = torch._fused_sdp_choice(q_BHMK, k_BHMK, v_BHMK, is_causal=causal or packing is not None)
+    chosen = SDPBackend(choice)
+    if chosen == SDPBackend.ERROR:
+        raise NotImplementedError(f"SDPA has no kernel for {tuple(q_BHMK.shape)} of {q_BHMK.dtype}")
+    if chosen == SDPBackend.FLASH_ATTENTION:
+        kernel = Kernel("torch", _flash_name(q_BHMK.device))
+    elif chosen == SDPBackend.CUDNN_ATTENTION:
+        kernel = Kernel(f"cuDNN {cudnn_version()}", "fused attention")
+    else:
+        kernel = Kernel("torch", _OF_SDPA[chosen])
     return Kernels(kernel, kernel if needs_gradient else None)
 
 
 def of_xformers(operator: str) -> Kernel:
-    """The kernel behind an operator's NAME (xformers 0.0.35: "fa2F@2.5.7-pt", "cutlassB-pt", "fa3F@pip_pkg")."""
+    """Return the kernel behind an operator's NAME (xformers 0.0.35: "fa2F@2.5.7-pt", "cutlassB-pt", "fa3F@pip_pkg")."""
     library = "xformers"
     if operator.endswith("-pt"):
         library = "torch"
@@ -106,7 +122,7 @@ def of_xformers(operator: str) -> Kernel:
 
 
 def why_no_operator(error: NotImplementedError) -> str:
-    """The reasons in the error of xformers' dispatcher on one line: the first of each operator."""
+    """Return the reasons in the error of xformers' dispatcher on one line: the first of each operator."""
     reasons: dict[str, str] = {}
     operator = ""
     for line in str(error).splitlines():
@@ -120,19 +136,6 @@ def why_no_operator(error: NotImplementedError) -> str:
     return "; ".join(["No operator found", *told])
 
 
-def _of_sdpa(attention: str, q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool) -> Kernel:
-    q_BHMK, k_BHMK, v_BHMK = (x.transpose(1, 2) for x in (q_BMHK, k_BMHK, v_BMHK))
-    with sdpa_kernel(PREFERRED[attention], set_priority=True) if attention in PREFERRED else nullcontext():
-        chosen = SDPBackend(torch._fused_sdp_choice(q_BHMK, k_BHMK, v_BHMK, is_causal=causal))
-    if chosen == SDPBackend.ERROR:
-        raise NotImplementedError(f"SDPA has no kernel for {tuple(q_BMHK.shape)} of {q_BMHK.dtype}")
-    if chosen == SDPBackend.FLASH_ATTENTION:
-        return Kernel("torch", _flash_name(q_BMHK.device))
-    if chosen == SDPBackend.CUDNN_ATTENTION:
-        return Kernel(f"cuDNN {cudnn_version()}", "fused attention")
-    return Kernel("torch", _OF_SDPA[chosen])
-
-
 def _flash_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "flash (CPU)"
@@ -143,12 +146,14 @@ def _flash_name(device: torch.device) -> str:
 
 
 def cudnn_version() -> str:
-    """cuDNN's version, for example 9.26.0 (torch reports 92600)."""
+    """Return cuDNN's version, for example 9.26.0 (torch reports 92600)."""
     number = torch.backends.cudnn.version()
     if number is None:
-        return "(not there)"
+        return "(missing)"
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
+
+# The choice of a run.
 
 CHOICE_FACT = "attention_choice"
 _OF_AUTO = ("xformers", "sdpa", "flash", "cudnn")
@@ -189,12 +194,12 @@ def choose_attention(
 
 
 def is_chosen(settings: ClipSettings, *, device: torch.device) -> bool:
-    """Whether the backend is neither named by the settings, nor the only one of the device."""
+    """Return True if the backend is neither named by the settings, nor the only one of the device."""
     return settings.attention == "auto" and device.type == "cuda" and not settings.compile
 
 
 def previous_backend(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | None:
-    """The backend that a run on a GPU started with, by its run.json; None if it names none that is available here."""
+    """Return the backend that a run on a GPU started with, by its run.json; None if it names none that works here."""
     if (name := facts.get(CHOICE_FACT)) not in _OF_AUTO:
         return None
     try:
@@ -226,7 +231,7 @@ def kernels_fact(
 def describe_fallback(
     attention: AttentionBackend, model: nn.Module | None, *, device: torch.device, products: torch.dtype | None
 ) -> Iterator[str]:
-    """A line for each width of a model's heads that xformers has no kernel for.
+    """Yield a line for each width of a model's heads that xformers has no kernel for.
 
     Args:
         model: may be an outline (clipmill.train.engine.task); None if the task has none.
@@ -253,7 +258,7 @@ def describe_fallback(
 def _first_that_works(
     settings: ClipSettings, *, device: torch.device, products: torch.dtype | None
 ) -> tuple[AttentionChoice, str]:
-    """The name of the backend of `--attention auto` on a GPU, and the reason."""
+    """Return the name of the backend of `--attention auto` on a GPU, and the reason."""
     capability = torch.cuda.get_device_capability(device)
     if (measured := FASTEST.get(capability)) is not None:
         return measured, f"the fastest on GPUs of compute capability {'.'.join(map(str, capability))}"
@@ -273,7 +278,7 @@ def _kernels(
     products: torch.dtype | None,
     packing: Packing | None = None,
 ) -> Kernels:
-    """The kernels of a backend for clips or, with `packing`, for captions."""
+    """Return the kernels of a backend for clips or, with `packing`, for captions."""
     size = size_of(settings.model, settings.towers)
     trunk = size.video.trunk if packing is None else size.text.trunk
     heads = (trunk.num_heads, trunk.width // trunk.num_heads)
@@ -288,7 +293,7 @@ def _kernels_of_heads(
     products: torch.dtype | None,
     packing: Packing | None = None,
 ) -> Kernels:
-    """The kernels of a backend for heads (number, width); NotImplementedError if it has none for them and the dtype."""
+    """Return the kernels of a backend for heads (number, width); NotImplementedError if it has none for the dtype."""
     num_tokens = _NUM_TOKENS if packing is None else sum(packing.lengths)
     qkv = torch.zeros((1, num_tokens, 3, *heads), dtype=products or torch.float32, device=device, requires_grad=True)
     return kernels_of(name, *qkv.unbind(2), causal=packing is not None, packing=packing)

@@ -1,7 +1,11 @@
 """A captioner: a video tower and a GPT-2 that attends to its tokens.
 
+GPT-2 with cross-attention to a video in each block is a causal text decoder (Radford et al. 2019). It has the
+architecture of transformers' `GPT2LMHeadModel(add_cross_attention=True)`: pre-norm, tanh-approximated GELU, learned
+positions and tied input and output embeddings.
+
 Shape suffixes: V videos, C channels, T frames, H and W pixels, R rows of text (V * n, grouped by video), L tokens of a
-row, N tokens of a video, D decoder width, E tower width, K vocabulary size.
+row, N tokens of a video, D decoder width, E tower width, K vocabulary size (W in GPT-2).
 """
 
 from collections.abc import Iterable
@@ -38,7 +42,7 @@ class CrossAttention(nn.Module):
         self.out_proj = Linear(width, width)
 
     def keys_and_values(self, video_VND: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the videos, each [V, N, H, K]."""
+        """Return the keys and values of the videos, each [V, N, H, K]."""
         k_VNHK, v_VNHK = self.kv_proj(video_VND).unflatten(2, (2, self.num_heads, -1)).unbind(2)
         return k_VNHK, v_VNHK
 
@@ -51,7 +55,7 @@ class CrossAttention(nn.Module):
 
 @dataclass
 class BlockCache:
-    """Key-value cache of one block: text keys and values, preallocated for all tokens, and those of the videos."""
+    """Key-value cache of a block: keys and values of the text, preallocated for all tokens, and of the videos."""
 
     k_RHLK: Tensor
     v_RHLK: Tensor
@@ -108,7 +112,7 @@ class Gpt2Block(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x_RLD: Tensor, video_VND: Tensor, *, branches: Tensor | None = None) -> Tensor:
-        """Compute the block's output [R, L, D]; `branches` is None, since there is no drop path here."""
+        """Compute the block's output [R, L, D]; `branches` is None, since it has no drop path."""
         x_RLD = x_RLD + self.dropout(self.attn(self.ln_1(x_RLD), causal=True, packing=None))
         seen_RLD = self.cross_attn(self.ln_cross(x_RLD), *self.cross_attn.keys_and_values(video_VND))
         x_RLD = x_RLD + self.dropout(seen_RLD)
@@ -153,7 +157,7 @@ _FEW = 4  # rows
 
 
 def linear_for_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, computed as weight @ x for up to four rows on a CPU.
+    """Compute `torch.nn.functional.linear`, as weight @ x for up to four rows on a CPU.
 
     BLAS libraries then take a path that needs half the time for layers that do not reduce the width (docs/captions.md).
     """
@@ -198,7 +202,7 @@ GPT2_SIZES: dict[Gpt2Name, Gpt2Size] = {
 
 
 def gpt2_size(name: Gpt2Name, *, vocabulary_size: int = VOCABULARY_SIZE, context_length: int | None = None) -> Gpt2Size:
-    """Dimensions by name, with another vocabulary size or context length."""
+    """Return the dimensions by name, with another vocabulary size or context length."""
     size = GPT2_SIZES[name]
     return replace(size, vocabulary_size=vocabulary_size, context_length=context_length or size.context_length)
 
@@ -218,7 +222,7 @@ class Gpt2(nn.Module):
         nn.init.normal_(self.token_embedding.weight, std=_STD)
 
     def forward(self, tokens_RL: Tensor, video_VND: Tensor) -> Tensor:
-        """Logits [R, L, W] of the token after each given one."""
+        """Return the logits [R, L, W] of the token after each given one."""
         return self.logits(self.transformer(self.embed(tokens_RL), video_VND))
 
     def embed(self, tokens_RL: Tensor, *, begin: int = 0) -> Tensor:
@@ -230,7 +234,7 @@ class Gpt2(nn.Module):
         return x_RLD
 
     def logits(self, x_RLD: Tensor) -> Tensor:
-        """Logits [R, L, W] from the last block's output and the token embedding."""
+        """Return the logits [R, L, W] from the last block's output and the token embedding."""
         return linear_for_few(self.ln_final(x_RLD), self.token_embedding.weight)
 
     def start(
@@ -253,7 +257,7 @@ class Gpt2(nn.Module):
         )
 
     def step(self, tokens_RL: Tensor, cache: TextCache) -> Tensor:
-        """Logits [R, W] of the next tokens; the first step may have several tokens per row, later steps one."""
+        """Return logits [R, W] of the next tokens; the first step may have several tokens per row, later steps one."""
         x_RLD = self.run_blocks(self.embed(tokens_RL, begin=cache.num_tokens), cache)
         return self.logits(x_RLD[:, -1])
 
@@ -271,14 +275,14 @@ class Gpt2(nn.Module):
 
 
 class VideoTower(Protocol):
-    """What all video towers have: `TokenTower` and `LibraryImage`."""
+    """Interface of all video towers: `TokenTower` and `LibraryImage`."""
 
     @property
     def token_width(self) -> int:
         """E."""
 
     def tokens(self, video_BCTHW: Tensor) -> Tensor:
-        """All tokens of normalised clips [V, C, T, H, W] after the last norm, [V, N, E]."""
+        """Return all tokens of normalised clips [V, C, T, H, W] after the last norm, [V, N, E]."""
 
 
 class Captioner(nn.Module):
@@ -292,11 +296,11 @@ class Captioner(nn.Module):
         self.decoder = decoder
 
     def forward(self, video_VCTHW: Tensor, tokens: Tensor) -> Tensor:
-        """Logits [R, L, K] of the token after each of `tokens`, int64 [V, L] or [V, n, L] for n captions per video."""
+        """Return logits [R, L, K] of the token after each of `tokens`, int64 [V, L], or [V, n, L] for n captions."""
         return self.decoder(tokens.flatten(0, -2), self.encode(video_VCTHW))  # type: ignore[no-any-return]
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:
-        """The encoder output that the decoder attends to, [V, N, D]."""
+        """Return the encoder output that the decoder attends to, [V, N, D]."""
         x_VNE = tower_of(self).tokens(video_VCTHW)
         return x_VNE if self.projection is None else self.projection(x_VNE)
 
@@ -305,11 +309,11 @@ class Captioner(nn.Module):
         return self.decoder.start(self.encode(video_VCTHW), num_tokens=num_tokens, rows_per_video=rows_per_video)
 
     def step(self, tokens_RL: Tensor, cache: TextCache) -> Tensor:
-        """Logits [R, K] of the next tokens; see `Gpt2.step`."""
+        """Return the logits [R, K] of the next tokens; see `Gpt2.step`."""
         return self.decoder.step(tokens_RL, cache)
 
 
 def tower_of(model: nn.Module) -> VideoTower:
-    """The video tower of a captioner or of a part of one."""
+    """Return the video tower of a captioner or of a part of one."""
     tower: VideoTower = model.video  # type: ignore[assignment]
     return tower

@@ -57,7 +57,7 @@ class ModelShape:
 def _clip(
     name: ModelName, *, video: tuple[int, int], text: tuple[int, int], embedding_width: int, head_width: int = 64
 ) -> DualEncoderSize:
-    """Towers given as (width, depth)."""
+    """Return the size of towers given as (width, depth)."""
     (video_width, video_depth), (text_width, text_depth) = video, text
     video_trunk = TransformerSize(width=video_width, depth=video_depth, num_heads=video_width // head_width)
     text_trunk = TransformerSize(width=text_width, depth=text_depth, num_heads=text_width // head_width)
@@ -81,7 +81,7 @@ SIZES: dict[str, DualEncoderSize] = {
 
 
 def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
-    """Dimensions by model name, with the changes that the settings make.
+    """Return the dimensions by model name, with the changes that the settings make.
 
     Raises:
         UserError: the heads of a tower cannot share its width.
@@ -90,7 +90,7 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
     activation = towers.activation or size.video.trunk.activation
     kind = kind_of(towers)
     trunk = replace(
-        size.video.trunk.changed(width=towers.width, depth=towers.depth, heads=towers.heads, flag="--towers."),
+        size.video.trunk.resize(width=towers.width, depth=towers.depth, heads=towers.heads, flag="--towers."),
         activation=activation,
         norm_eps=towers.video_norm_eps or _NORM_EPS.get(kind, NORM_EPS),
         has_key_bias=kind != "videomae",
@@ -99,7 +99,7 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
     text_trunk, context_length = replace(size.text.trunk, activation=activation), None
     if isinstance(towers, DualEncoderTowers):
         context_length = towers.context_length
-        text_trunk = text_trunk.changed(
+        text_trunk = text_trunk.resize(
             width=towers.text_width, depth=towers.text_depth, heads=towers.text_heads, flag="--towers.text-"
         )
     return DualEncoderSize(
@@ -117,7 +117,7 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
 
 
 def library_width(towers: Towers) -> int | None:
-    """The width of the embeddings of a library's towers: of the text tower, else of the image tower; None without."""
+    """Return the width of a library's embeddings: of the text tower, else of the image tower; None without them."""
     if towers.image is None and getattr(towers, "text", None) is None:
         return None
     from clipmill.train.models.library_towers import image_outline, preprocessing_of, text_outline
@@ -129,7 +129,7 @@ def library_width(towers: Towers) -> int | None:
 
 
 def tokenizer_for(towers: Towers) -> Tokenize:
-    """The tokenizer of a text tower: that of its library, or CLIP's.
+    """Return the tokenizer of a text tower: its library's, or CLIP's.
 
     Raises:
         UserError: the library's is not here.
@@ -193,9 +193,9 @@ class DualEncoder(nn.Module):
         *,
         only_trained: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Unit-length embeddings of clips and captions, each [B, E]; see `embed_text` for `text`.
+        """Return unit-length embeddings of clips and captions, each [B, E]; see `embed_text` for `text`.
 
-        With `only_trained`, those of a frozen tower are empty, and not computed.
+        With `only_trained`, the embeddings of a frozen tower are empty, and not computed.
         """
         # Captions first: if their lengths must be read from the device, it has no other work to finish before.
         skipped = video_BCTHW.new_empty(0)
@@ -209,7 +209,7 @@ class DualEncoder(nn.Module):
 
     @property
     def has_frozen_tower(self) -> bool:
-        """Whether a tower has no trained parameters."""
+        """Return True if a tower has no trained parameters."""
         return _is_frozen(self.video) or _is_frozen(self.text)
 
     def embed_video(self, video_BCTHW: Tensor) -> Tensor:
@@ -229,6 +229,6 @@ def _is_frozen(tower: nn.Module | None) -> bool:
 
 
 def _of_unit_length(embedding_BE: Tensor) -> Tensor:
-    # In bfloat16, similarities would be off by whole percents (docs/models.md).
+    # In bfloat16, similarities would be off by several percent (docs/models.md).
     dtype = torch.promote_types(embedding_BE.dtype, torch.float32)
     return nn.functional.normalize(embedding_BE.to(dtype), dim=-1)

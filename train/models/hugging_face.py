@@ -1,4 +1,4 @@
-"""Towers of transformers: models of its own, or one half of a CLIP or SigLIP. What all libraries share is here too.
+"""Towers of transformers: separate models, or one half of a CLIP or SigLIP; and what all libraries share.
 
 Shape suffixes: B pictures or texts, C channels, H and W pixels, L tokens of a text, N tokens of a picture, W width of
 the embedding, D width of tokens.
@@ -33,11 +33,11 @@ _COLOURS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """How a library prepares pictures for a tower; None where it does not say.
+    """Preparation of pictures for a tower by its library; None where the library does not say.
 
     Attributes:
         size_px: side of the square pictures.
-        mean, std: of R, G and B, from 0 to 1.
+        mean, std: Values of R, G and B, from 0 to 1.
         interpolation: name of the filter of its resize.
     """
 
@@ -68,24 +68,24 @@ def hub_files(reference: str, what: str) -> Iterator[None]:
 
 
 def flatten_tokens(tokens: Tensor, *, channels_last: bool = False) -> Tensor:
-    """Tokens [B, N, D] of tokens, or of a feature map [B, D, H, W] or [B, H, W, D]."""
+    """Return the tokens [B, N, D] of tokens, or of a feature map [B, D, H, W] or [B, H, W, D]."""
     if tokens.ndim == 4:
         return tokens.flatten(1, 2) if channels_last else tokens.flatten(2).transpose(1, 2)
     return tokens
 
 
 class HuggingFace:
-    """transformers: a model of its own, or one half of a CLIP or SigLIP."""
+    """Towers of transformers: a separate model, or one half of a CLIP or SigLIP."""
 
     def image(self, name: str) -> nn.Module:
         return _build_half(self.config(name), "vision_config")
 
     def embed(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
-        found = model(**_pictures(model, pictures_BCHW))
-        if (embeds := getattr(found, "image_embeds", None)) is not None:
+        output = model(**_pictures(model, pictures_BCHW))
+        if (embeds := getattr(output, "image_embeds", None)) is not None:
             return embeds
-        pooled = getattr(found, "pooler_output", None)
-        return flatten_tokens(found.last_hidden_state).mean(1) if pooled is None else pooled.flatten(1)
+        pooled = getattr(output, "pooler_output", None)
+        return flatten_tokens(output.last_hidden_state).mean(1) if pooled is None else pooled.flatten(1)
 
     def tokens(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
         return flatten_tokens(model(**_pictures(model, pictures_BCHW)).last_hidden_state)
@@ -103,14 +103,14 @@ class HuggingFace:
 
     def text(self, name: str, context_length: int | None) -> nn.Module:
         config = self.config(name)
-        own = getattr(config, "text_config", config)
-        if context_length is not None and own.model_type == "clip_text_model":
-            own.max_position_embeddings = context_length
+        text_config = getattr(config, "text_config", config)
+        if context_length is not None and text_config.model_type == "clip_text_model":
+            text_config.max_position_embeddings = context_length
         model = _build_half(config, "text_config")
         if "attention_mask" not in inspect.signature(model.forward).parameters:
             raise UserError(
-                f"hf:{name} is a {own.model_type}, which takes no attention mask: its embedding of a text would depend "
-                "on the padding of the batch",
+                f"hf:{name} is a {text_config.model_type}, which takes no attention mask: its embedding of a text "
+                "would depend on the padding of the batch",
                 hint="use an encoder of texts that takes a mask, such as a BERT or a CLIP",
             )
         return model
@@ -118,18 +118,18 @@ class HuggingFace:
     def embed_text(self, model: nn.Module, tokens_BL: Tensor, pooling: Pooling) -> Tensor:
         config: Any = model.config
         mask_BL = tokens_BL != PADDING
-        # Positions of a RoBERTa count the tokens that are not its own padding.
+        # Positions of a RoBERTa count the tokens that are not its padding.
         tokens_BL = tokens_BL.masked_fill(~mask_BL, getattr(config, "pad_token_id", None) or 0)
         if tokens_BL.is_meta:
             config.pad_token_id = None  # some models look for it among the tokens, which have no values there
         # A SigLIP attends to padding, and a CLIP is causal. On the meta device, a mask has no values either.
         has_mask = not tokens_BL.is_meta and not config.model_type.startswith((_SIGLIP, "clip"))
-        found = model(input_ids=tokens_BL, **({"attention_mask": mask_BL.to(torch.int64)} if has_mask else {}))
-        pooled = getattr(found, "text_embeds", None)
-        pooled = getattr(found, "pooler_output", None) if pooled is None else pooled
+        output = model(input_ids=tokens_BL, **({"attention_mask": mask_BL.to(torch.int64)} if has_mask else {}))
+        pooled = getattr(output, "text_embeds", None)
+        pooled = getattr(output, "pooler_output", None) if pooled is None else pooled
         if pooling == "own" and pooled is not None:
             return pooled
-        x_BLD = found.last_hidden_state
+        x_BLD = output.last_hidden_state
         if pooling == "first":
             return x_BLD[:, 0]
         if pooling == "last":
@@ -141,9 +141,9 @@ class HuggingFace:
         return int(min(self._limit(name) or _LONGEST, self.hub_tokenizer(name).model_max_length, _LONGEST))
 
     def tokenizer(self, name: str, context_length: int) -> Callable[[list[str]], Tensor]:
-        """Ids of texts [B, L], with `PADDING` behind the tokens of each.
+        """Return ids of texts [B, L], with `PADDING` behind the tokens of each.
 
-        Positions do not depend on the side of the tokenizer's padding: they equal the positions of the text alone. A
+        Positions do not depend on the side of the tokenizer's padding: they equal the positions without it. A
         SigLIP attends to padding up to a fixed length, which belongs to its texts.
         """
         tokenizer, limit = self.hub_tokenizer(name), self._limit(name)
@@ -177,7 +177,7 @@ class HuggingFace:
         return tokenize
 
     def _limit(self, name: str) -> int | None:
-        """The most tokens of a text that a model has positions for; None if it does not say."""
+        """Return the most tokens of a text that a model has positions for; None if it does not say."""
         config = self.config(name)
         limit = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
         with torch.device("meta"):
@@ -187,7 +187,7 @@ class HuggingFace:
         return limit if limit is None or first is None else limit - first - 1
 
     def hub_tokenizer(self, name: str) -> Any:
-        """transformers' tokenizer of a model."""
+        """Return transformers' tokenizer of a model."""
         from transformers import AutoTokenizer
 
         with hub_files(f"hf:{name}", "tokenizer"):
@@ -197,15 +197,15 @@ class HuggingFace:
             return AutoTokenizer.from_pretrained(name)
 
     def config(self, name: str) -> Any:
-        """The configuration of a model, whose modules are float32 whatever the type of the weights in its folder."""
+        """Return the configuration of a model; modules are float32 whatever the type of the weights in its folder."""
         from transformers import AutoConfig
 
         with hub_files(f"hf:{name}", "configuration"):
-            found = AutoConfig.from_pretrained(name)
-        for config in (found, *(getattr(found, part, None) for part in found.sub_configs)):
+            loaded = AutoConfig.from_pretrained(name)
+        for config in (loaded, *(getattr(loaded, part, None) for part in loaded.sub_configs)):
             if config is not None:
                 config.dtype = torch.float32
-        return found
+        return loaded
 
 
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -225,53 +225,53 @@ _DAMAGED = "correct it, or get the folder again"
 
 
 def read_processor(name: str) -> dict[str, Any]:
-    """How pictures are prepared for a model, in the keys of preprocessor_config.json; {} if no file says it.
+    """Return how pictures are prepared for a model, in the keys of preprocessor_config.json; {} if no file says it.
 
     `image_mean` and `image_std` are for values from 0 to 1, whatever else the processor does to values.
 
     Args:
-        name: a folder, or a name on the Hub. Where several files have a mean, processors of images come before those of
-            videos, and parts of processor_config.json before a file of their own, as in transformers.
+        name: Folder, or name on the Hub. If several files have a mean, processors of images come before processors of
+            videos, and parts of processor_config.json before a separate file, as in transformers.
 
     Raises:
         UserError: a file is damaged, or a mean or standard deviation is not three numbers.
     """
     files = {file: _read_object(path) for file in PROCESSOR_FILES if (path := _file_of(name, file)) is not None}
     for file, part in _PROCESSORS:
-        found = files.get(file, {}) if part is None else files.get(file, {}).get(part)
-        if isinstance(found, dict) and (
-            found.get("do_normalize") is False or {"image_mean", "image_std"} & found.keys()
+        value = files.get(file, {}) if part is None else files.get(file, {}).get(part)
+        if isinstance(value, dict) and (
+            value.get("do_normalize") is False or {"image_mean", "image_std"} & value.keys()
         ):
-            return _of_unit_values(found, source=f"{name}/{file}")
+            return _of_unit_values(value, source=f"{name}/{file}")
     return next((files[file] for file in PROCESSOR_FILES[1:] if file in files), {})
 
 
 def _file_of(name: str, file: str) -> Path | None:
-    """A file of a folder or of a model on the Hub; None if it has none."""
+    """Return a file of a folder or of a model on the Hub; None if it has none."""
     from transformers.utils.hub import cached_file
 
     if Path(name).is_dir():
         return path if (path := Path(name) / file).is_file() else None
     with hub_if_reachable():
         try:
-            found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+            cached = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
         except OSError:
             return None
-    return None if found is None else Path(found)
+    return None if cached is None else Path(cached)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}", hint=_DAMAGED) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path} holds no JSON object", hint=_DAMAGED)
-    return found
+    return content
 
 
 def _of_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]:
-    """A processor that divides bytes by 255 and normalises, which gives what the given one gives."""
+    """Return a processor that divides bytes by 255 and normalises, which gives what the given one gives."""
     if processor.get("do_normalize") is False:
         processor = {**processor, "image_mean": [0.0] * _COLOURS, "image_std": [1.0] * _COLOURS}
     factor, is_rescaled = processor.get("rescale_factor"), processor.get("do_rescale") is not False
@@ -291,7 +291,7 @@ def _of_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]
 
 
 def is_triple(value: Any, within: Range) -> bool:
-    """Whether a value of a configuration is None, or three numbers in a range, for R, G and B."""
+    """Return True if a value of a configuration is None, or three numbers in a range, for R, G and B."""
     if value is None:
         return True
     if not isinstance(value, list) or len(value) != _COLOURS:
@@ -300,23 +300,23 @@ def is_triple(value: Any, within: Range) -> bool:
 
 
 def _build_half(config: Any, part: str) -> nn.Module:
-    """A new model: of the configuration itself, or of its vision_config or text_config."""
+    """Return a new model: of the configuration itself, or of its vision_config or text_config."""
     import transformers
 
-    own = getattr(config, part, config)
-    name = type(own).__name__.removesuffix("Config")
+    part_config = getattr(config, part, config)
+    name = type(part_config).__name__.removesuffix("Config")
     if name.endswith(("Vision", "Text")):  # half of a CLIP or SigLIP
         kinds = (getattr(transformers, f"{name}{end}", None) for end in ("ModelWithProjection", "Model"))
         if (kind := next(filter(None, kinds), None)) is not None:
-            return kind(own)
+            return kind(part_config)
     auto = transformers.AutoModelForTextEncoding if part == "text_config" else transformers.AutoModel
-    return (auto if type(own) in auto._model_mapping else transformers.AutoModel).from_config(own)
+    return (auto if type(part_config) in auto._model_mapping else transformers.AutoModel).from_config(part_config)
 
 
 def read_hf(folder: Path) -> dict[str, Tensor]:
-    """The weights in a folder of transformers by the names of its modules, as its own loader converts them.
+    """Return the weights in a folder of transformers by the names of its modules, as transformers itself converts them.
 
-    Tensors that its model has no place for are there too, empty.
+    Tensors that its model has no place for are included, empty.
 
     Raises:
         UserError: transformers cannot load them.
@@ -329,12 +329,12 @@ def read_hf(folder: Path) -> dict[str, Tensor]:
             kind = type(_build_half(config, "text_config"))
     with hub_files(f"hf:{folder}", "model"):
         model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, use_safetensors=True)
-    found = {name: one for name, one in model.state_dict().items() if name not in info["missing_keys"]}
-    return found | {name: torch.empty(0) for name in info["unexpected_keys"]}
+    tensors = {name: one for name, one in model.state_dict().items() if name not in info["missing_keys"]}
+    return tensors | {name: torch.empty(0) for name in info["unexpected_keys"]}
 
 
 def _pictures(model: nn.Module, pictures_BCHW: Tensor) -> dict[str, Tensor]:
-    """The arguments of a model for pictures; the NaFlex towers of SigLIP 2 take patches, row by row."""
+    """Return the arguments of a model for pictures; the NaFlex towers of SigLIP 2 take patches, row by row."""
     config: Any = model.config
     if config.model_type != "siglip2_vision_model":
         return {"pixel_values": pictures_BCHW}

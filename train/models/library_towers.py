@@ -5,6 +5,19 @@ projection. Its frames go through the library's own module; with T = 1 it comput
 
 Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, L tokens of a text, N tokens of a frame, W width
 of the library's embedding, D width of tokens, E embedding width, h heads, K width of a head.
+
+A tower is named LIBRARY:NAME, where NAME is what the library itself takes: `open_clip:RN50`, `timm:MODEL.TAG`,
+`open_clip:local-dir:FOLDER`, `hf:FOLDER` or `hf:ORGANISATION/NAME`. Its weights are new; --init.weights fills them.
+
+Each library is an object with
+
+    image(name)               a new image tower
+    embed(model, pictures)    the library's embeddings [B, W] of pictures [B, C, H, W]
+    tokens(model, pictures)   their last tokens [B, N, D]; of a convolutional network, cells of its last feature map
+    preprocessing(name)       how it prepares pictures
+    text(name, length), embed_text(model, tokens_BL, pooling), context_length(name), tokenizer(name, length): for texts
+
+All raise a UserError for a name that the library does not know.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,13 +48,13 @@ _CLIPS_MEAN, _CLIPS_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26
 
 
 def library_of(reference: str) -> tuple[Any, str]:
-    """The library of a tower, and the tower's name there."""
+    """Return the library of a tower, and the tower's name there."""
     library, _, name = reference.partition(":")
     return _LIBRARIES[library], name
 
 
 def unknown_name_error(reference: str, known: Iterable[str]) -> UserError:
-    """The error for a name that a library does not know, with the nearest ones."""
+    """Return the error for a name that a library does not know, with the nearest ones."""
     near = get_close_matches(reference.partition(":")[2], list(known), n=3, cutoff=0.4)
     library = reference.partition(":")[0]
     return UserError(f"{library} has no tower {reference}", hint=f"nearest: {', '.join(near) or 'none'}")
@@ -57,8 +70,8 @@ class _OpenClip:
         return _build_vision_tower(config["embed_dim"], config["vision_cfg"], bool(config.get("quick_gelu")))
 
     def embed(self, model: nn.Module, pictures_BCHW: Tensor) -> Tensor:
-        found = model(pictures_BCHW)
-        return found[0] if isinstance(found, tuple) else found
+        output = model(pictures_BCHW)
+        return output[0] if isinstance(output, tuple) else output
 
     def tokens(self, model: Any, pictures_BCHW: Tensor) -> Tensor:
         if (trunk := getattr(model, "trunk", None)) is not None:
@@ -66,8 +79,8 @@ class _OpenClip:
         options = {"indices": 1, "intermediates_only": True, "normalize_intermediates": True}
         if hasattr(model, "attnpool"):  # a ResNet
             return flatten_tokens(model.forward_intermediates(pictures_BCHW, **options)["image_intermediates"][-1])
-        found = model.forward_intermediates(pictures_BCHW, **options, output_fmt="NLC", output_extra_tokens=True)
-        return torch.cat([found["image_intermediates_prefix"][-1], found["image_intermediates"][-1]], dim=1)
+        output = model.forward_intermediates(pictures_BCHW, **options, output_fmt="NLC", output_extra_tokens=True)
+        return torch.cat([output["image_intermediates_prefix"][-1], output["image_intermediates"][-1]], dim=1)
 
     def preprocessing(self, name: str) -> Preprocessing:
         from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
@@ -79,7 +92,7 @@ class _OpenClip:
             file = Path(name.removeprefix(_LOCAL)) / "open_clip_config.json"
             entries = [parse_json(file.read_text(encoding="utf-8")).get("preprocess_cfg") or {}]
         mean, std = (
-            found.pop() if len(found := {tuple(one.get(key) or clips) for one in entries}) == 1 else clips
+            values.pop() if len(values := {tuple(one.get(key) or clips) for one in entries}) == 1 else clips
             for key, clips in (("mean", _CLIPS_MEAN), ("std", _CLIPS_STD))
         )
         kinds = {one.get("interpolation") or "bicubic" for one in entries}
@@ -101,8 +114,8 @@ class _OpenClip:
         return _build_text_tower(config["embed_dim"], text, bool(config.get("quick_gelu")))
 
     def embed_text(self, model: nn.Module, tokens_BL: Tensor, pooling: Pooling) -> Tensor:
-        found = model(tokens_BL)
-        return found[0] if isinstance(found, tuple) else found
+        output = model(tokens_BL)
+        return output[0] if isinstance(output, tuple) else output
 
     def context_length(self, name: str) -> int:
         return int(self.config(name)["text_cfg"].get("context_length", 77))
@@ -115,27 +128,27 @@ class _OpenClip:
             return open_clip.get_tokenizer(name, context_length=context_length)
 
     def config(self, name: str) -> dict[str, Any]:
-        """The configuration of a model; raises a UserError if there is none of that name."""
+        """Return the configuration of a model; raises a UserError if there is none of that name."""
         import open_clip
 
-        found = None
+        config = None
         if not name.startswith("hf-hub:"):
             try:
-                found = open_clip.get_model_config(name)
+                config = open_clip.get_model_config(name)
             except (OSError, ValueError):
-                found = None
-        if not found and name.startswith(_LOCAL):
+                config = None
+        if not config and name.startswith(_LOCAL):
             raise UserError(
                 f"open_clip:{name}: that folder has no open_clip_config.json that can be read",
                 hint="name a folder that open_clip or train export --format open_clip wrote",
             )
-        if not found:
+        if not config:
             raise unknown_name_error(f"open_clip:{name}", open_clip.list_models())
-        return found
+        return config
 
 
 class _Timm:
-    """timm: classifiers of ImageNet lose their last layer; that of a CLIP's tower is its projection."""
+    """Towers of timm: classifiers of ImageNet lose their last layer; in the tower of a CLIP it is the projection."""
 
     def image(self, name: str) -> nn.Module:
         import timm
@@ -165,12 +178,12 @@ class _Timm:
         from timm.data import resolve_model_data_config
 
         with torch.device("meta"):
-            found = resolve_model_data_config(self.image(name))
+            config = resolve_model_data_config(self.image(name))
         return Preprocessing(
-            size_px=found["input_size"][-1],
-            mean=tuple(found["mean"]),
-            std=tuple(found["std"]),
-            interpolation=found["interpolation"],
+            size_px=config["input_size"][-1],
+            mean=tuple(config["mean"]),
+            std=tuple(config["std"]),
+            interpolation=config["interpolation"],
         )
 
     def text(self, name: str, context_length: int | None) -> nn.Module:
@@ -184,21 +197,21 @@ _LIBRARIES: dict[str, Any] = {"open_clip": _OpenClip(), "timm": _Timm(), "hf": H
 
 @cache
 def preprocessing_of(reference: str) -> Preprocessing:
-    """How its library prepares pictures for an image tower."""
+    """Return how its library prepares pictures for an image tower."""
     library, name = library_of(reference)
     return library.preprocessing(name)
 
 
 @cache
 def context_length_of(reference: str) -> int:
-    """Number of tokens of the texts of a text tower."""
+    """Return the number of tokens of the texts of a text tower."""
     library, name = library_of(reference)
     return library.context_length(name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What a tower is before it has weights: the width W of its embedding, number and width D of an image tower's
+    """Outline of a tower before it has weights: the width W of its embedding, number and width D of an image tower's
     tokens, and the names of its tensors."""
 
     width: int
@@ -209,7 +222,7 @@ class Outline:
 
 @cache
 def image_outline(reference: str, size_px: int) -> Outline:
-    """The outline of an image tower for pictures of a size, which is tried on the meta device.
+    """Return the outline of an image tower for pictures of a size, which is tried on the meta device.
 
     Raises:
         UserError: there is no such tower, or it takes pictures of another size.
@@ -219,7 +232,7 @@ def image_outline(reference: str, size_px: int) -> Outline:
         model = library.image(name).eval()
         pictures = torch.zeros(1, 3, size_px, size_px)
         try:
-            found, tokens = library.embed(model, pictures), library.tokens(model, pictures)
+            embedding, tokens = library.embed(model, pictures), library.tokens(model, pictures)
         except (RuntimeError, ValueError, AssertionError, TypeError) as error:
             native = preprocessing_of(reference).size_px
             if native in (None, size_px):
@@ -231,22 +244,22 @@ def image_outline(reference: str, size_px: int) -> Outline:
             ) from error
     num_tokens, token_width = tokens.shape[1:]
     names = frozenset(model.state_dict())
-    return Outline(width=found.shape[-1], names=names, num_tokens=num_tokens, token_width=token_width)
+    return Outline(width=embedding.shape[-1], names=names, num_tokens=num_tokens, token_width=token_width)
 
 
 @cache
 def text_outline(reference: str, pooling: Pooling) -> Outline:
-    """The outline of a text tower; raises a UserError if there is no such tower."""
+    """Return the outline of a text tower; raises a UserError if there is no such tower."""
     library, name = library_of(reference)
     with torch.device("meta"):
         model = library.text(name, None).eval()
-        # Only open_clip's towers have a fixed length; that of the others may need a tokenizer.
+        # Only open_clip's towers have a fixed length; the other lengths may need a tokenizer.
         length = library.context_length(name) if isinstance(library, _OpenClip) else 4
         try:
-            found = library.embed_text(model, torch.zeros(1, length, dtype=torch.int64), pooling)
+            embedding = library.embed_text(model, torch.zeros(1, length, dtype=torch.int64), pooling)
         except (TypeError, AttributeError, ValueError) as error:
             raise _no_tower(reference, "of texts", error) from error
-    return Outline(width=found.shape[-1], names=frozenset(model.state_dict()))
+    return Outline(width=embedding.shape[-1], names=frozenset(model.state_dict()))
 
 
 def _no_tower(reference: str, what: str, error: Exception) -> UserError:
@@ -255,7 +268,7 @@ def _no_tower(reference: str, what: str, error: Exception) -> UserError:
 
 @cache
 def tokenizer_of(reference: str, context_length: int) -> Tokenize:
-    """The tokenizer of a text tower: a text to int64 ids [context_length]."""
+    """Return the tokenizer of a text tower: a text to int64 ids [context_length]."""
     library, name = library_of(reference)
     tokenize, lock = library.tokenizer(name, context_length), Lock()
 
@@ -279,7 +292,7 @@ class LibraryTower(HasBlocks):
         self.model = model
 
     def blocks(self) -> list[nn.Module]:
-        """The outermost numbered blocks of the module; those of ResNets are its `layer1` to `layer4`."""
+        """Return the outermost numbered blocks of the module; of a ResNet they are its `layer1` to `layer4`."""
         return list(_numbered_modules(self.model))
 
     def checkpoint(self) -> None:
@@ -311,7 +324,7 @@ def _numbered_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def num_heads_of(width: int) -> int:
-    """Number of heads for attention of a width that no published size has."""
+    """Return the number of heads for attention of a width that no published size has."""
     return width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1
 
 
@@ -330,7 +343,7 @@ class FramePooling(nn.Module):
         self.query = nn.Parameter(torch.zeros(width))
 
     def forward(self, x_BTW: Tensor, times_TW: Tensor) -> Tensor:
-        """Embeddings of clips, [B, W]; `times_TW` are added to the keys."""
+        """Return embeddings of clips, [B, W]; `times_TW` are added to the keys."""
         key_BThK = self.key(self.norm(x_BTW) + times_TW).unflatten(2, (self.num_heads, -1))
         query_hK = self.query.unflatten(0, (self.num_heads, -1))
         scores_BTh = (key_BThK * query_hK).sum(-1) * key_BThK.shape[-1] ** -0.5
@@ -342,8 +355,8 @@ class LibraryImage(LibraryTower):
     """An image tower that embeds each frame of a clip.
 
     Args:
-        outline: of the tower: W, D, and N.
-        num_frames: of a clip; only attention pooling depends on it.
+        outline: Outline of the tower: W, D, and N.
+        num_frames: Number of frames of a clip; only attention pooling depends on it.
         embedding_width: E; None, or W, for the library's embedding without a projection.
         pools: frames by attention, in place of their mean.
         temporal_std: standard deviation of the initial temporal embedding, which attention pooling has.
@@ -383,13 +396,13 @@ class LibraryImage(LibraryTower):
         return features_BW if self.proj is None else features_BW @ self.proj
 
     def features(self, video_BCTHW: Tensor) -> Tensor:
-        """The library's embeddings of frames, pooled over time, [B, W]."""
+        """Return the library's embeddings of frames, pooled over time, [B, W]."""
         num_clips = len(video_BCTHW)
         x_BTW = self.library.embed(self.model, _frames(video_BCTHW)).unflatten(0, (num_clips, -1))
         return x_BTW.mean(1) if self.pool is None else self.pool(x_BTW, self.temporal_embedding)
 
     def tokens(self, video_BCTHW: Tensor) -> Tensor:
-        """The last tokens of all frames, frame by frame, [B, T * N, D]."""
+        """Return the last tokens of all frames, frame by frame, [B, T * N, D]."""
         x_BTND = self.library.tokens(self.model, _frames(video_BCTHW)).unflatten(0, (len(video_BCTHW), -1))
         return x_BTND.flatten(1, 2)
 
@@ -404,7 +417,7 @@ class LibraryText(LibraryTower):
     Args:
         width: W.
         embedding_width: E; W for the library's embedding without a projection.
-        pooling: of tokens, `--towers.text-pooling`.
+        pooling: Pooling of tokens, `--towers.text-pooling`.
     """
 
     def __init__(self, reference: str, model: nn.Module, *, width: int, embedding_width: int, pooling: str) -> None:
@@ -424,7 +437,7 @@ class LibraryText(LibraryTower):
 def image_tower(
     size: VideoViTSize, *, image_px: int, num_frames: int, embedding_width: int | None, attend: Attend, towers: Towers
 ) -> LibraryImage:
-    """The tower that `--towers.image` names, for frames of `image_px`.
+    """Return the tower that `--towers.image` names, for frames of `image_px`.
 
     Raises:
         UserError: its library has none of that name, or it takes pictures of another size.
@@ -444,7 +457,7 @@ def image_tower(
 
 
 def text_tower(towers: DualEncoderTowers, *, embedding_width: int) -> LibraryText:
-    """The tower that `--towers.text` names.
+    """Return the tower that `--towers.text` names.
 
     Raises:
         UserError: its library has none of that name.

@@ -2,7 +2,7 @@
 
 They differ from TimeSformer's (`clipmill.train.models.timesformer`) in two ways. The class token takes part in both
 attentions, where it sees all patches and each of them sees it. The output of spatial attention is added to the input of
-the block, so that temporal attention acts through it alone.
+the block, so that temporal attention acts only through it.
 
 Attention of many short sequences, `attend_short`, is TimeSformer's too.
 
@@ -39,14 +39,14 @@ class SpaceTimeBlock(Block):
         self, x_BLD: Tensor, *, causal: bool = False, packing: Packing | None = None, branches: Tensor | None = None
     ) -> Tensor:
         """Compute the block's output [B, L, D]; see `Block.forward`."""
-        timed_BLD = x_BLD + self._attended(self.temporal_attn, self.ln_temporal(x_BLD), over_time=True)
-        attended_BLD = self._attended(self.attn, self.ln_1(timed_BLD), over_time=False)
+        timed_BLD = x_BLD + self._attend(self.temporal_attn, self.ln_temporal(x_BLD), over_time=True)
+        attended_BLD = self._attend(self.attn, self.ln_1(timed_BLD), over_time=False)
         x_BLD = x_BLD + (attended_BLD if branches is None else attended_BLD * branches[0])
         changed_BLD = self.mlp(self.ln_2(x_BLD))
         return x_BLD + (changed_BLD if branches is None else changed_BLD * branches[1])
 
-    def _attended(self, attention: SelfAttention, x_BLD: Tensor, *, over_time: bool) -> Tensor:
-        """Attention of the class token to all tokens, and of patches to the class token and those of their group."""
+    def _attend(self, attention: SelfAttention, x_BLD: Tensor, *, over_time: bool) -> Tensor:
+        """Return attention of the class token to all tokens, and of patches to it and to the patches of their group."""
         qkv = attention.product(x_BLD, attention.in_proj_bias)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
 
@@ -66,7 +66,7 @@ class SpaceTimeBlock(Block):
 
 
 def space_time(size: TransformerSize, *, num_frames: int, attend: Attend, drop_path: Sequence[float] = ()) -> Stack:
-    """A stack of LaViLa's blocks."""
+    """Return a stack of LaViLa's blocks."""
     blocks = (SpaceTimeBlock(size, num_frames=num_frames, attend=attend) for _ in range(size.depth))
     return Stack(blocks, drop_path=drop_path)
 
@@ -84,7 +84,7 @@ def attend_short(
     first: tuple[Tensor, Tensor] | None = None,
     per_tile: int | None = None,
 ) -> Tensor:
-    """Attention within many short sequences, S of length L for each item, [B, S, L, H, K] in and out.
+    """Return attention within many short sequences, S of length L for each item, [B, S, L, H, K] in and out.
 
     A GPU computes attention in tiles of 64 or 128 queries by as many keys, of a single sequence: with a few frames,
     `attend` would fill some percent of them. So several sequences lie side by side in a tile, and a mask separates
@@ -125,5 +125,5 @@ def attend_short(
 
 
 def sequences_per_tile(num_sequences: int, length: int) -> int:
-    """The number of sequences that lie side by side: the largest that divides their number and fits in a tile."""
+    """Return how many sequences lie side by side: the largest divisor of their number that fits in a tile."""
     return max(number for number in range(1, max(1, _TILE // length) + 1) if num_sequences % number == 0)

@@ -61,14 +61,14 @@ class TextTower(nn.Module):
 
         `lengths_B` are the numbers of tokens including ends; without them a packed tower synchronises with the device.
         """
-        ends_BD = self._packed_ends(tokens_BL, lengths_B) if self.is_packed else self._padded_ends(tokens_BL)
+        if not self.is_packed:
+            x_BLD = self.token_embedding(tokens_BL) + self.positional_embedding[: tokens_BL.shape[1]]
+            x_BLD = self.transformer(x_BLD, causal=True)
+            ends_BD = x_BLD[torch.arange(len(x_BLD), device=x_BLD.device), tokens_BL.argmax(dim=1)]
+        else:
+            ends_BD = self._packed_ends(tokens_BL, lengths_B)
         embedding_BE: Tensor = self.ln_final(ends_BD) @ self.text_projection
         return embedding_BE
-
-    def _padded_ends(self, tokens_BL: Tensor) -> Tensor:
-        x_BLD = self.token_embedding(tokens_BL) + self.positional_embedding[: tokens_BL.shape[1]]
-        x_BLD = self.transformer(x_BLD, causal=True)
-        return x_BLD[torch.arange(len(x_BLD), device=x_BLD.device), tokens_BL.argmax(dim=1)]
 
     def _packed_ends(self, tokens_BL: Tensor, lengths_B: NDArray[np.int64] | None) -> Tensor:
         if lengths_B is None:
@@ -85,7 +85,7 @@ class TextTower(nn.Module):
 
 @cache
 def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
-    """CLIP's tokenizer: a text to int64 ids [context_length] with start and end tokens, truncated and zero-padded.
+    """Return CLIP's tokenizer: a text to int64 ids [context_length] with start and end tokens, cut and zero-padded.
 
     The ids are open_clip's. Loader threads run it for every sample under the interpreter lock, so the ids of words are
     cached (no token spans white space) and plain texts skip open_clip's cleaning.
@@ -97,8 +97,7 @@ def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
         ids = ids_of_word.get(word)
         if ids is None:
             tokens = (
-                "".join(map(tokenizer.byte_encoder.__getitem__, found.encode()))
-                for found in tokenizer.pat.findall(word)
+                "".join(map(tokenizer.byte_encoder.__getitem__, part.encode())) for part in tokenizer.pat.findall(word)
             )
             ids = [tokenizer.encoder[part] for token in tokens for part in tokenizer.bpe(token).split(" ")]
             if len(ids_of_word) >= _MAX_WORDS:
@@ -107,7 +106,9 @@ def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
         return ids
 
     def tokenize(text: str) -> NDArray[np.int64]:
-        clean = text.lower() if _is_plain(text) else tokenizer.clean_fn(text)
+        # Cleaning changes only case and white space in printable ASCII without HTML entities.
+        is_plain = text.isascii() and text.isprintable() and "&" not in text
+        clean = text.lower() if is_plain else tokenizer.clean_fn(text)
         ids = [tokenizer.sot_token_id, *chain.from_iterable(map(ids_of, clean.split()))][: context_length - 1]
         tokens = np.zeros(context_length, np.int64)
         tokens[: len(ids)] = ids
@@ -118,7 +119,7 @@ def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
 
 
 def _open_clip_tokenizer_module() -> Any:
-    """The module open_clip.tokenizer, without the rest of open_clip.
+    """Return the module open_clip.tokenizer, without the rest of open_clip.
 
     The package's __init__ imports all of its models, timm, torchvision and transformers: 2 s at the start of a run that
     needs none of them.
@@ -133,8 +134,3 @@ def _open_clip_tokenizer_module() -> Any:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _is_plain(text: str) -> bool:
-    """Whether cleaning can change only case and white space: printable ASCII without HTML entities."""
-    return text.isascii() and text.isprintable() and "&" not in text

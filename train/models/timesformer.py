@@ -96,7 +96,7 @@ class DividedBlock(nn.Module):
         return torch.cat([class_B1D, x_BTPD.flatten(1, 2)], dim=1)
 
     def _frames(self, class_B1D: Tensor, x_BND: Tensor) -> Tensor:
-        """The normalised class token and patches of each frame, [B * T, 1 + P, D]."""
+        """Return the normalised class token and patches of each frame, [B * T, 1 + P, D]."""
         class_BT1D = self.ln_1(class_B1D)[:, None].expand(-1, self.num_frames, -1, -1)
         x_BTPD = self.ln_1(x_BND).unflatten(1, (self.num_frames, -1))
         return torch.cat([class_BT1D, x_BTPD], dim=2).flatten(0, 1)
@@ -141,11 +141,11 @@ class TimeSformer(TokenTower):
             nn.init.trunc_normal_(embedding, std=_STD)
 
     def forward(self, video_BCTHW: Tensor) -> Tensor:
-        """Tokens of normalised clips, [B, L, D]."""
+        """Return the tokens of normalised clips, [B, L, D]."""
         return self.tokens(video_BCTHW)
 
     def features(self, video_BCTHW: Tensor) -> Tensor:
-        """The class token, [B, D]."""
+        """Return the class token, [B, D]."""
         return self(video_BCTHW)[:, 0]
 
     def embed(self, video_BCTHW: Tensor, /) -> Tensor:

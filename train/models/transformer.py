@@ -1,7 +1,11 @@
-"""CLIP's pre-norm transformer, the trunk of all towers. Parameters have CLIP's names.
+"""CLIP's pre-norm transformer, the trunk of all towers, and low-rank adapters of its layers, with CLIP's names.
+
+Low-rank adapters (LoRA, Hu et al. 2021): y = W x + s B A x, with the matrix W frozen and A and B trained. They are
+parameters of the layers that they adapt: `LAYER.lora.A` and `LAYER.lora.B` beside `LAYER.weight`, and for the fused
+projection of self-attention beside `ATTENTION.in_proj_weight`. All linear layers of a block are `Adaptable`.
 
 Shape suffixes: B batch (1 for packed sequences, clipmill.train.models.attention), L tokens, D width, H heads, K width
-of a head.
+of a head; I input width, O output width, R rank.
 """
 
 import math
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-# Names of the two matrices: of our layers, and of peft's, which adapt those of libraries.
+# Names of the two matrices: in our layers, and in peft's, which adapt the layers of libraries.
 _SUFFIXES = ((".lora.A", ".lora.B"), (".lora_A.default.weight", ".lora_B.default.weight"))
 # A language model keeps its adapters, which are exported beside it; some of its matrices are [I, O].
 _LANGUAGE = "decoder."
@@ -41,12 +45,12 @@ class LowRank(nn.Module):
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
 
     def forward(self, x: Tensor, *, arranged: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """s B A x, [..., O] of [..., I]; `arranged` reorders the rows of a matrix, as the caller did with W."""
+        """Return s B A x, [..., O] of [..., I]; `arranged` reorders the rows of a matrix, as the caller did with W."""
         B = self.B if arranged is None else arranged(self.B)
         return linear(linear(x, self.A), B) * self.scale
 
     def matrix(self) -> Tensor:
-        """s B A, [O, I]."""
+        """Return s B A, [O, I]."""
         return self.B @ self.A * self.scale
 
 
@@ -54,7 +58,7 @@ class Adaptable(nn.Module):
     """A layer with one matrix, and an adapter of it or None.
 
     Attributes:
-        matrix_name: of the matrix [O, I] among the parameters.
+        matrix_name: Name of the matrix [O, I] among the parameters.
     """
 
     matrix_name = "weight"
@@ -68,7 +72,7 @@ class Adaptable(nn.Module):
         arranged: Callable[[Tensor], Tensor] | None = None,
         multiply: Callable[..., Tensor] = linear,
     ) -> Tensor:
-        """W x + bias, with the adapter if there is one; `arranged` reorders the rows of W, but not `bias`."""
+        """Return W x + bias, with the adapter if there is one; `arranged` reorders the rows of W, but not `bias`."""
         weight: Tensor = getattr(self, self.matrix_name)
         weight = weight if arranged is None else arranged(weight)
         if self.lora is None:
@@ -79,7 +83,7 @@ class Adaptable(nn.Module):
         return multiply(x, weight, bias) + added
 
     def whole_matrix(self) -> Tensor:
-        """W, or W + s B A, [O, I]."""
+        """Return W, or W + s B A, [O, I]."""
         weight: Tensor = getattr(self, self.matrix_name)
         return weight if self.lora is None else weight + self.lora.matrix()
 
@@ -92,7 +96,7 @@ class Linear(nn.Linear, Adaptable):
         self.lora = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Its output [..., O]."""
+        """Return the layer's output [..., O]."""
         return self.product(x, self.bias)
 
 
@@ -124,12 +128,12 @@ def peft_config(
     transposed: tuple[type[nn.Module], ...] = (),
     **more: Any,
 ) -> "LoraConfig":
-    """peft's adapters of a module of a library: of the linear layers and attention of its blocks.
+    """Return peft's adapters of a module of a library: of the linear layers and attention of its blocks.
 
     Args:
-        frozen: as in `add_adapters`.
+        frozen: Parameters that stay frozen, as in `add_adapters`.
         transposed: classes of linear layers with a matrix [I, O].
-        more: for peft.
+        more: More arguments for peft.
 
     Raises:
         UserError: peft is not installed, or no layer is left.
@@ -139,17 +143,17 @@ def peft_config(
     except ImportError as error:
         raise UserError("adapters of a library's model need peft", hint="pip install 'clipmill[lora]'") from error
     inside = {id(module) for block in blocks for module in block.modules()}
-    wanted: dict[str, nn.Module] = {}
+    adapted: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         attends = isinstance(module, nn.MultiheadAttention)
         if id(module) not in inside or not (attends or isinstance(module, (nn.Linear, *transposed))):
             continue
         matrix = module.in_proj_weight if attends else module.weight
         target: Target = "attention" if attends or "attn" in name.lower() or "attention" in name.lower() else "mlp"
-        is_within = any(name.startswith(f"{one}.") for one in wanted)  # of attention that is adapted as a whole
+        is_within = any(name.startswith(f"{one}.") for one in adapted)  # of attention that is adapted as a unit
         if target in lora.targets and id(matrix) not in frozen and not is_within:
-            wanted[name] = module
-    if not wanted:
+            adapted[name] = module
+    if not adapted:
         raise UserError(
             f"--lora.targets {' '.join(lora.targets)}: the blocks of this {type(model).__name__} have no linear layers "
             "of that kind",
@@ -159,8 +163,8 @@ def peft_config(
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha or lora.rank,
-        target_modules=list(wanted),
-        fan_in_fan_out=any(isinstance(one, transposed) for one in wanted.values()),
+        target_modules=list(adapted),
+        fan_in_fan_out=any(isinstance(one, transposed) for one in adapted.values()),
         **more,
     )
 
@@ -181,7 +185,7 @@ def add_library_adapters(
 
 
 def remove_adapters(model: nn.Module) -> None:
-    """Remove the adapters of a model, except for those of a language model."""
+    """Remove the adapters of a model, except in a language model."""
     for path, module in list(model.named_modules()):
         if isinstance(module, Adaptable):
             module.lora = None
@@ -191,27 +195,23 @@ def remove_adapters(model: nn.Module) -> None:
                 setattr(module, name, child)
 
 
-def is_of_adapter(name: str) -> bool:
-    """Whether a parameter of this name is one of an adapter's two matrices."""
-    return name.endswith(tuple(chain(*_SUFFIXES)))
-
-
 def merge_adapters(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
-    """The weights of a model without adapters that computes the same: W + s B A, computed in float64.
+    """Return the weights of a model without adapters that computes the same: W + s B A, computed in float64.
 
-    Those of a language model stay as they are.
+    The adapters of a language model stay as they are.
     """
     kept = {name for name in tensors if name.startswith(_LANGUAGE) and name.endswith(_SUFFIXES[1])}
-    found = {name: one for name, one in tensors.items() if name in kept or not is_of_adapter(name)}
+    of_adapters = tuple(chain(*_SUFFIXES))
+    merged = {name: one for name, one in tensors.items() if name in kept or not name.endswith(of_adapters)}
     for name, a_RI in tensors.items():
         for first, second in _SUFFIXES:
             if name in kept or not name.endswith(first):
                 continue
             layer = name.removesuffix(first)
-            matrix = next(one for one in (f"{layer}.weight", f"{layer}.in_proj_weight") if one in found)
+            matrix = next(one for one in (f"{layer}.weight", f"{layer}.in_proj_weight") if one in merged)
             added_OI = tensors[layer + second].double() @ a_RI.double() * scale
-            found[matrix] = (found[matrix].double() + added_OI).to(found[matrix].dtype)
-    return found
+            merged[matrix] = (merged[matrix].double() + added_OI).to(merged[matrix].dtype)
+    return merged
 
 
 NORM_EPS = 1e-5  # CLIP's
@@ -242,11 +242,11 @@ class TransformerSize:
         """Hidden width of the MLPs."""
         return round(self.mlp_ratio * self.width)
 
-    def changed(self, *, width: int | None, depth: int | None, heads: int | None, flag: str) -> "TransformerSize":
-        """This size with other dimensions where they are given; heads are then as wide as these.
+    def resize(self, *, width: int | None, depth: int | None, heads: int | None, flag: str) -> "TransformerSize":
+        """Return this size with other dimensions where they are given; heads are then as wide as these.
 
         Args:
-            flag: of the dimensions, without their names, for the error.
+            flag: Flag of the dimensions, without their names, for the error.
 
         Raises:
             UserError: the heads cannot share the width.
@@ -321,7 +321,7 @@ class Mlp(nn.Module):
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x), used by OpenAI's CLIP; differs from GELU by at most 0.02."""
+    """Return x sigmoid(1.702 x), used by OpenAI's CLIP; differs from GELU by at most 0.02."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -365,7 +365,7 @@ class HasBlocks(nn.Module):
     """A part of a model with blocks: the units of sharding, activation checkpointing and compilation."""
 
     def blocks(self) -> list[nn.Module]:
-        """Its blocks in order."""
+        """Return the blocks in order."""
         raise NotImplementedError
 
     def checkpoint(self) -> None:
@@ -390,7 +390,7 @@ class Stack(HasBlocks):
         self.checkpointing = False  # activation checkpointing of each block
 
     def blocks(self) -> list[nn.Module]:
-        """Its blocks in order."""
+        """Return the blocks in order."""
         return list(self.resblocks)
 
     def checkpoint(self) -> None:
@@ -430,7 +430,7 @@ def drawn_branches(x_BLD: Tensor, probability: float, *, count: int = 2) -> Tens
 
     They are 0 with the given probability and 1 / (1 - probability) otherwise (stochastic depth, Huang et al. 2016). The
     probability is changed so that the mean is 1 in the precision of the tokens: bfloat16 has 1.109 for 1 / 0.9, which
-    alone would be 0.16 % too little.
+    by itself would be 0.16 % too little.
     """
     scale = float(torch.ones((), dtype=x_BLD.dtype) / (1 - probability))
     kept_nB11 = torch.rand(count, len(x_BLD), 1, 1, device=x_BLD.device) >= 1 - 1 / scale
@@ -445,9 +445,9 @@ def drop_path_of(probability: float, *, depth: int, is_rising: bool) -> tuple[fl
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """All blocks of a model: the units of sharding, checkpointing and compilation.
+    """Return all blocks of a model: the units of sharding, checkpointing and compilation.
 
-    Blocks without parameters on this rank, such as those of other pipeline stages, are left out.
+    Blocks without parameters on this rank, such as the blocks of other pipeline stages, are omitted.
     """
     parts = (module for module in model.modules() if isinstance(module, HasBlocks))
     return [block for part in parts for block in part.blocks() if next(block.parameters(), None) is not None]

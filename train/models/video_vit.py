@@ -54,7 +54,7 @@ class VideoViTSize:
     is_divided: bool = False
 
     def grid(self, *, image_px: int, num_frames: int) -> CubeGrid:
-        """The cubes of square clips; ValueError if they cannot be cut into whole cubes."""
+        """Return the cubes of square clips; ValueError if they cannot be cut into complete cubes."""
         if image_px % self.patch_px:
             raise ValueError(f"a picture of {image_px} px cannot be cut into patches of {self.patch_px} px")
         if num_frames % self.cube_frames:
@@ -63,7 +63,7 @@ class VideoViTSize:
 
 
 def grid_of(video_BCTHW: Tensor, *, cube_frames: int, patch_px: int) -> CubeGrid:
-    """The grid of clips; ValueError if they cannot be cut into whole cubes."""
+    """Return the grid of clips; ValueError if they cannot be cut into complete cubes."""
     num_frames, height, width = video_BCTHW.shape[2:]
     if num_frames % cube_frames or height % patch_px or width % patch_px:
         raise ValueError(
@@ -73,7 +73,7 @@ def grid_of(video_BCTHW: Tensor, *, cube_frames: int, patch_px: int) -> CubeGrid
 
 
 def cubes_of(video_BCTHW: Tensor, *, cube_frames: int, patch_px: int) -> Tensor:
-    """The cubes of clips as a view [B, S, rows, columns, C, frames, p, p]."""
+    """Return the cubes of clips as a view [B, S, rows, columns, C, frames, p, p]."""
     grid = grid_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
     b, c = video_BCTHW.shape[:2]
     cubes = video_BCTHW.reshape(b, c, grid.steps, cube_frames, grid.rows, patch_px, grid.columns, patch_px)
@@ -131,11 +131,11 @@ class TokenTower(nn.Module):
         raise NotImplementedError
 
     def finish(self, x_BLD: Tensor, /) -> Tensor:
-        """The tower's output tokens, from the last block's output."""
+        """Return the tower's output tokens, from the last block's output."""
         raise NotImplementedError
 
     def tokens(self, video_BCTHW: Tensor) -> Tensor:
-        """All tokens of normalised clips after the last norm, [B, L, D]."""
+        """Return all tokens of normalised clips after the last norm, [B, L, D]."""
         return self.finish(self.transformer(self.embed(video_BCTHW)))
 
     @property
@@ -197,7 +197,7 @@ class VideoViT(TokenTower):
         return class_BD @ self.proj if self.has_projection else class_BD
 
     def features(self, video_BCTHW: Tensor) -> Tensor:
-        """The class token before the projection, [B, D]."""
+        """Return the class token before the projection, [B, D]."""
         return self.finish(self.transformer(self.embed(video_BCTHW))[:, 0])
 
     def embed(self, video_BCTHW: Tensor, /) -> Tensor:
@@ -224,7 +224,7 @@ class VideoViT(TokenTower):
 def clip_tower(
     size: VideoViTSize, *, image_px: int, num_frames: int, embedding_width: int | None, attend: Attend, towers: Towers
 ) -> VideoViT:
-    """The tower of the kind `clip` as the settings have it."""
+    """Return the tower of the kind `clip` as the settings have it."""
     trunk = size.trunk
     return VideoViT(
         size,

@@ -58,7 +58,7 @@ class VideoMAEEncoder(TokenTower):
         start_as_videomae(self.transformer)
 
     def forward(self, video_BCTHW: Tensor, visible_BK: Tensor | None = None) -> Tensor:
-        """Tokens [B, K, D] of the visible cubes of normalised clips, given by int64 indices; None for all cubes."""
+        """Return tokens [B, K, D] of the visible cubes of normalised clips, by int64 indices; None for all cubes."""
         return self.finish(self.transformer(self.embed(video_BCTHW, visible_BK)))
 
     def embed(self, video_BCTHW: Tensor, /, visible_BK: Tensor | None = None) -> Tensor:
@@ -79,12 +79,12 @@ class VideoMAEEncoder(TokenTower):
         return x_BKD if self.ln_post is None else self.ln_post(x_BKD)
 
     def features(self, video_BCTHW: Tensor) -> Tensor:
-        """The mean of the tokens of all cubes, [B, D]."""
+        """Return the mean of the tokens of all cubes, [B, D]."""
         return self(video_BCTHW).mean(1)
 
 
 def sines(num_places: int, width: int) -> Tensor:
-    """Sinusoidal positional embeddings, float32 [num_places, width] (Vaswani et al. 2017, section 3.5).
+    """Return sinusoidal positional embeddings, float32 [num_places, width] (Vaswani et al. 2017, section 3.5).
 
     Column 2i is sin(place / 10000 ** (2i / width)) and column 2i + 1 its cosine. VideoMAE's places are cube indices, so
     that one table encodes time, height and width.
@@ -114,7 +114,7 @@ _MASK_TOKEN_STD = 0.02
 
 
 def decoder_size(encoder: TransformerSize, *, depth: int) -> TransformerSize:
-    """Decoder dimensions for an encoder: half its width and heads (192 / 3 for S, 384 / 6 for B, 512 / 8 for L)."""
+    """Return a decoder size for an encoder: half its width and heads (192 / 3 for S, 384 / 6 for B, 512 / 8 for L)."""
     return replace(encoder, width=encoder.width // 2, depth=depth, num_heads=encoder.num_heads // 2)
 
 
@@ -137,7 +137,7 @@ class MaskedDecoder(nn.Module):
         nn.init.trunc_normal_(self.mask_token, std=_MASK_TOKEN_STD)
 
     def forward(self, tokens_BKD: Tensor, visible_BK: Tensor, predicted_BM: Tensor) -> Tensor:
-        """Values of the predicted cubes, [B, M, V], from the encoder's tokens and the indices of both sets."""
+        """Return values of the predicted cubes, [B, M, V], from the encoder's tokens and the indices of both sets."""
         x_BKE = self.embed(tokens_BKD)
         positions_NE = self.positions_NE.to(x_BKE.dtype)
         masked_BME = self.mask_token.to(x_BKE.dtype) + positions_NE[predicted_BM]
@@ -145,6 +145,13 @@ class MaskedDecoder(nn.Module):
         # Norm and head, whose output is as wide as a cube, are computed for the predicted cubes only.
         values_BMV: Tensor = self.head(self.ln_post(x_BLE[:, visible_BK.shape[1] :]))
         return values_BMV
+
+
+# An encoder of the visible cubes and a small decoder that predicts the masked ones: Tong et al. 2022, "VideoMAE",
+# section 3; with decoder masking, Wang et al. 2023, "VideoMAE V2", section 3.2.
+#
+# Shape suffixes: N cubes of a clip, K visible cubes, M predicted cubes, L = K + M, D encoder width, E decoder width,
+# V values of a cube.
 
 
 class MaskedAutoencoder(nn.Module):
@@ -187,7 +194,7 @@ class MaskedAutoencoder(nn.Module):
         num_masked: int | None = None,
         num_predicted: int | None = None,
     ) -> Tensor:
-        """Predict the masked cubes, or those of them that `decoded_BN` selects.
+        """Predict the masked cubes, or the part of them that `decoded_BN` selects.
 
         Args:
             video_BCTHW: normalised clips.
@@ -212,13 +219,13 @@ class MaskedAutoencoder(nn.Module):
 
 
 def predicted_cubes(masked_BN: Tensor, decoded_BN: Tensor | None = None, *, count: int | None = None) -> Tensor:
-    """Indices of the cubes in the loss, which are masked and decoded, int64 [B, M] in ascending order."""
+    """Return the indices of the cubes in the loss, which are masked and decoded, int64 [B, M] in ascending order."""
     chosen_BN = masked_BN if decoded_BN is None else masked_BN & decoded_BN
     return numbers_of(chosen_BN, count_true(chosen_BN) if count is None else count)
 
 
 def count_true(chosen_BN: Tensor) -> int:
-    """Number of true values in each row; synchronises with the device. ValueError if rows differ."""
+    """Return the number of true values in each row; synchronises with the device. ValueError if rows differ."""
     counts = set(chosen_BN.sum(1).tolist())
     if len(counts) != 1:
         raise ValueError(f"clips of a batch have different numbers of cubes: {sorted(counts)}")
@@ -226,6 +233,6 @@ def count_true(chosen_BN: Tensor) -> int:
 
 
 def numbers_of(chosen_BN: Tensor, count: int) -> Tensor:
-    """Indices of the `count` true values of each row, int64 [B, count], ascending, without synchronising."""
+    """Return indices of the `count` true values of each row, int64 [B, count], ascending, without synchronising."""
     # A stable sort keeps the order of equal values.
     return chosen_BN.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :count]

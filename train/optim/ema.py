@@ -16,7 +16,7 @@ class Ema:
     """average = d average + (1 - d) weights, after every step.
 
     d rises to `decay` as (1 + step) / (10 + step), so that the first steps have little weight. Averages are sharded
-    like the weights. The running statistics of batch norms are averaged too: those of the last steps are of other
+    like the weights. The running statistics of batch norms are averaged too: statistics of the last steps are of other
     weights than the average.
 
     Args:
@@ -44,7 +44,7 @@ class Ema:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The averages by tensor name, not copied; DTensors for sharded weights."""
+        """Return the averages by tensor name, not copied; DTensors for sharded weights."""
         return dict(self._averages)
 
     @torch.no_grad()
@@ -56,7 +56,7 @@ class Ema:
             average.copy_(state[name])
 
     @contextmanager
-    def swapped(self, model: nn.Module) -> Iterator[None]:
+    def swap_in(self, model: nn.Module) -> Iterator[None]:
         """Context in which `model` has the averages as weights; it must not be trained or saved within."""
         weights = _tensors(model)
         self._swap(weights)
@@ -77,6 +77,6 @@ class Ema:
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters and buffers of a model by plain name."""
+    """Return all parameters and buffers of a model by plain name."""
     reshard(model)
     return {plain_name(name): one for name, one in chain(model.named_parameters(), model.named_buffers())}

@@ -1,7 +1,11 @@
-"""The optimizer of a run: construction, learning rate schedule, gradient clipping and steps."""
+"""The optimizer of a run: construction, learning rate schedule, gradient clipping and steps.
+
+AdamW is torch's. SGD, Lion and LAMB work over many tensors at once, for complete or sharded parameters, with steps that
+a GPU may skip.
+"""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from clipmill.train.config.fields import num_steps
-from clipmill.train.config.training import OptimizerSettings, TrainingSettings
+from clipmill.train.config.training import TrainingSettings
 from clipmill.train.device.transfer import Scalar, is_on_host, send
 from clipmill.train.distributed.parallel import buckets, local_part, norms
 from clipmill.train.distributed.world import World
@@ -28,7 +32,7 @@ class ForeachOptimizer(Optimizer):
     found_inf: torch.Tensor | None = None
 
     def start(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The initial state of a parameter."""
+        """Return the initial state of a parameter."""
         raise NotImplementedError
 
     def update(self, trained: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
@@ -39,31 +43,28 @@ class ForeachOptimizer(Optimizer):
     def step(self) -> None:  # type: ignore[override]
         """Take one step."""
         for group in self.param_groups:
-            trained = [one for one in group["params"] if one.grad is not None]
-            for one in trained:
-                if not self.state[one]:
-                    self.state[one].update(self.start(one))
-            if trained and self.found_inf is None:
-                self.update(trained, group)
-            elif self.found_inf is not None:
-                # In buckets, because copies of everything might not fit into memory.
-                for some in buckets(trained):
-                    self._update_if_finite(some, group, found_inf=self.found_inf)
-
-    def _update_if_finite(
-        self, trained: Sequence[torch.Tensor], group: dict[str, Any], *, found_inf: torch.Tensor
-    ) -> None:
-        changed = [local_part(one) for one in trained]
-        for one in trained:
-            state = self.state[one]
-            for name, value in state.items():
-                # A step count on the CPU cannot depend on the device's decision.
-                state[name] = send(value, one.device)
-                changed.append(local_part(state[name]))
-        before = [one.clone() for one in changed]
-        self.update(trained, group)
-        for now, old in zip(changed, before, strict=True):
-            torch.where(found_inf == 0, now, old, out=now)
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in trained:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self.start(parameter))
+            if self.found_inf is None:
+                if trained:
+                    self.update(trained, group)
+                continue
+            # The device decides: copies from before the update are put back where the step is skipped. In buckets,
+            # because copies of everything might not fit into memory.
+            for bucket in buckets(trained):
+                changed = [local_part(parameter) for parameter in bucket]
+                for parameter in bucket:
+                    state = self.state[parameter]
+                    for name, value in state.items():
+                        # A step count on the CPU cannot depend on the device's decision.
+                        state[name] = send(value, parameter.device)
+                        changed.append(local_part(state[name]))
+                before = [tensor.clone() for tensor in changed]
+                self.update(bucket, group)
+                for now, old in zip(changed, before, strict=True):
+                    torch.where(self.found_inf == 0, now, old, out=now)
 
 
 class Sgd(ForeachOptimizer):
@@ -117,7 +118,7 @@ class Lion(ForeachOptimizer):
 class Lamb(ForeachOptimizer):
     """LAMB: Adam with a trust ratio per tensor (You et al. 2020, algorithm 2; FastCLIP procedure 4).
 
-    theta -= lr alpha (r + decay theta) with Adam's update r and alpha = |theta| / |r + decay theta|, norms of whole
+    theta -= lr alpha (r + decay theta) with Adam's update r and alpha = |theta| / |r + decay theta|, norms of complete
     tensors. alpha is 1 (AdamW) in groups with `adapts` False, for tensors of zeros, which could not grow otherwise, and
     for updates of zeros.
     """
@@ -173,7 +174,7 @@ def _adam_updates(
     betas: tuple[float, float],
     eps: float,
 ) -> list[torch.Tensor]:
-    """Adam's updates without learning rate and decay; advances the moments in `states`."""
+    """Return Adam's updates without learning rate and decay, and advance the moments in `states`."""
     beta1, beta2 = betas
     first = [local_part(state["exp_avg"]) for state in states]
     second = [local_part(state["exp_avg_sq"]) for state in states]
@@ -206,34 +207,28 @@ def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainingSet
         layer_decay=settings.optimizer.layer_decay,
         adapts_all=settings.optimizer.lamb_alpha == "all",
     )
-    kind, options = optimizer_kind(settings.optimizer, device_types={one.device.type for one in model.parameters()})
-    return kind(groups, lr=settings.lr, **options)
-
-
-def optimizer_kind(
-    settings: OptimizerSettings, *, device_types: set[str]
-) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    """Class of the optimizer and its arguments besides parameters and learning rate."""
-    if settings.name == "sgd":
-        return Sgd, {"momentum": settings.number("momentum")}
-    betas = (settings.number("beta1"), settings.number("beta2"))
-    if settings.name == "lion":
-        return Lion, {"betas": betas}
-    if settings.name == "lamb":
-        return Lamb, {"betas": betas, "eps": settings.number("eps")}
-    return torch.optim.AdamW, {"betas": betas, "eps": settings.number("eps"), "fused": device_types <= _FUSED or None}
+    lr, number = settings.lr, settings.optimizer.number
+    if settings.optimizer.name == "sgd":
+        return Sgd(groups, lr=lr, momentum=number("momentum"))
+    betas = (number("beta1"), number("beta2"))
+    if settings.optimizer.name == "lion":
+        return Lion(groups, lr=lr, betas=betas)
+    if settings.optimizer.name == "lamb":
+        return Lamb(groups, lr=lr, betas=betas, eps=number("eps"))
+    is_fused = {parameter.device.type for parameter in model.parameters()} <= _FUSED
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=number("eps"), fused=is_fused or None)
 
 
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, step: int, settings: TrainingSettings, *, objective: Objective
 ) -> float:
-    """Set the learning rate of each group for step 1, 2, ... and return that of the schedule."""
+    """Set the learning rate of each group for step 1, 2, ... and return the rate of the schedule."""
     scale = settings.optimizer.lr_scale(settings.batch)
     lr = learning_rate(
         step,
         peak=settings.lr * scale,
         warmup_steps=num_steps(settings.warmup_steps, flag=settings.flag("warmup_steps")),
-        num_steps=settings.steps,
+        total_steps=settings.steps,
         schedule=settings.optimizer.schedule,
         start=None if settings.optimizer.start_lr is None else settings.optimizer.start_lr * scale,
         end=settings.optimizer.end_lr * scale,
@@ -253,7 +248,7 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Unscale gradients and clip their global norm to `max_norm`, without synchronising with a GPU.
 
-    Parameters may be whole or sharded (DTensor). All ranks call it and get the same norm.
+    Parameters may be complete or sharded (DTensor). All ranks call it and get the same norm.
 
     Args:
         stages: the ranks with the other stages of the model, in a pipeline.
@@ -264,14 +259,17 @@ def clip_gradients(
         case the gradients must not be used.
     """
     parameters = list(parameters)
-    not_counted = {id(one) for one in repeated}
+    not_counted = {id(parameter) for parameter in repeated}
     # Counted parameters first, so that their norms are a slice.
-    trained = sorted((one for one in parameters if one.grad is not None), key=lambda one: id(one) in not_counted)
-    gradients = [one.grad for one in trained if one.grad is not None]
+    trained = sorted(
+        (parameter for parameter in parameters if parameter.grad is not None),
+        key=lambda parameter: id(parameter) in not_counted,
+    )
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     if not gradients and stages.size == 1:
         return torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    parts = [local_part(one) for one in gradients]
-    num_counted = sum(id(one) not in not_counted for one in trained)
+    parts = [local_part(gradient) for gradient in gradients]
+    num_counted = sum(id(parameter) not in not_counted for parameter in trained)
     square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     if gradients:
         square = norms(parts, like=gradients)[:num_counted].square().sum()
@@ -281,8 +279,8 @@ def clip_gradients(
     # Skip the pass over all gradients if the factor is known to be 1.
     is_one = is_on_host(factor) and factor.item() == 1
     if parts and not is_one:
-        for dtype in {one.dtype for one in parts}:
-            torch._foreach_mul_([one for one in parts if one.dtype == dtype], factor.to(dtype))
+        for dtype in {part.dtype for part in parts}:
+            torch._foreach_mul_([part for part in parts if part.dtype == dtype], factor.to(dtype))
     return norm
 
 
@@ -307,12 +305,12 @@ def learning_rate(
     *,
     peak: float,
     warmup_steps: int,
-    num_steps: int,
+    total_steps: int,
     schedule: Schedule = "cosine",
     start: float | None = None,
     end: float = 0.0,
 ) -> float:
-    """Learning rate of step 1, 2, ..., num_steps.
+    """Return the learning rate of step 1, 2, ..., total_steps.
 
     Rises linearly to `peak` at step `warmup_steps`, which the next step has too, and then decays so that it would reach
     `end` one step after the last. It rises from `start` at step 1 (AVION), or from 0 at a step before it (open_clip).
@@ -323,6 +321,6 @@ def learning_rate(
         return start + (peak - start) * (step - 1) / max(1, warmup_steps - 1)
     if schedule == "fixed":
         return peak
-    done = (step - 1 - warmup_steps) / max(1, num_steps - warmup_steps)
+    done = (step - 1 - warmup_steps) / max(1, total_steps - warmup_steps)
     left = 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return end + (peak - end) * left

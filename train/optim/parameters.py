@@ -1,6 +1,6 @@
-"""What is trained, by parameter names and shapes: frozen parts, groups of learning rate and weight decay.
+"""Trained parameters, by names and shapes: frozen parts, groups of learning rate and weight decay.
 
-Besides torch.optim's keys, groups have three of their own, which checkpoints contain too:
+Besides torch.optim's keys, groups have three more, which checkpoints contain too:
 
     lr_scale       factor of the learning rate (layer-wise decay)
     is_objective   the parameters are the objective's, which decides their learning rate
@@ -31,14 +31,14 @@ _STEM = re.compile(
 )
 _EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*_token|pos_embed|embed_\w+|wte|wpe|embed_in)(?:\.weight)?$")
 
-# Parts of the names of parameters that a GPT-2 trained on text alone lacks.
+# Parts of the names of parameters that a GPT-2 trained only on text lacks.
 CROSS_ATTENTION = (".cross_attn.", ".ln_cross.")
 
 
 def parameter_groups(
     model: nn.Module, objective: nn.Module, *, weight_decay: float, layer_decay: float, adapts_all: bool
 ) -> list[dict[str, Any]]:
-    """Groups of all trainable parameters, in an order that depends only on names.
+    """Return groups of all trainable parameters, in an order that depends only on names.
 
     Weight decay applies to matrices of the model, but not to gains, biases and embeddings (class, positional, temporal,
     token), and not to the objective (a temperature, FastCLIP procedure 5).
@@ -64,33 +64,36 @@ def parameter_groups(
             },
         )
         group["params"].append(parameter)
-    found = [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
-    if not found:
+    ordered = [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
+    if not ordered:
         # A pipeline stage with frozen layers only: an optimizer needs at least one group.
-        found = [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": False, "adapts": adapts_all}]
-    own = [parameter for parameter in objective.parameters() if parameter.requires_grad]
-    if own:
-        found.append({"params": own, "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": True, "adapts": False})
-    return found
+        ordered = [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": False, "adapts": adapts_all}]
+    last = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+    if last:
+        ordered.append({"params": last, "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": True, "adapts": False})
+    return ordered
 
 
 def rename_as_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by the names that a model has for its own, of tensors by plain names."""
+    """Rename tensors from plain names to the names that the model has."""
     names = {plain_name(name): name for name in model.state_dict()}
     return {names.get(name, name): one for name, one in tensors.items()}
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the prefixes of DDP, torch.compile and checkpointing."""
+    """Return a parameter's name without the prefixes of DDP, torch.compile and checkpointing."""
     return _WRAPPERS.sub("", name)
 
 
 def block_counts(model: nn.Module) -> dict[str, int]:
-    """Number of blocks of each tower, by its name with a dot: also of those whose parameters another stage has."""
-    return _block_counts(f"{plain_name(name)}." for name, _ in model.named_modules())
+    """Return the number of blocks of each tower of a model, by its name with a dot.
+
+    Modules count, not parameters: a pipeline stage lacks the parameters that another stage has.
+    """
+    return _largest_numbers(f"{plain_name(name)}." for name, _ in model.named_modules())
 
 
-def _block_counts(names: Iterable[str]) -> dict[str, int]:
+def _largest_numbers(names: Iterable[str]) -> dict[str, int]:
     depths: dict[str, int] = {}
     for match in filter(None, map(_BLOCK.match, names)):
         depths[match["tower"]] = max(depths.get(match["tower"], 0), int(match["number"]) + 1)
@@ -98,32 +101,32 @@ def _block_counts(names: Iterable[str]) -> dict[str, int]:
 
 
 def layers_above(names: Iterable[str], *, depths: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Number of layers of the same tower above each parameter: 0 for a head, 1 for the last block, ...
+    """Return the number of layers of the same tower above each parameter: 0 for a head, 1 for the last block, ...
 
     A tower is any module with numbered blocks; everything before its blocks is its lowest layer. Layer-wise decay
     (BEiT, VideoMAE) multiplies a parameter's learning rate by decay ** layers_above.
 
     Args:
-        depths: number of blocks of each tower, of which `names` may be a part. Default: as `names` show.
+        depths: Number of blocks of each tower; `names` may be a part of them. Default: as `names` show.
     """
     names = list(names)
     blocks = {name: match for name in names if (match := _BLOCK.match(name))}
-    depths = _block_counts(names) if depths is None else depths
-    found = {}
+    depths = _largest_numbers(names) if depths is None else depths
+    layers = {}
     for name in names:
         if name in blocks:
-            found[name] = depths[blocks[name]["tower"]] - int(blocks[name]["number"])
+            layers[name] = depths[blocks[name]["tower"]] - int(blocks[name]["number"])
             continue
         towers = [tower for tower in depths if name.startswith(tower)]
         # The innermost tower that contains it.
         tower = max(towers, key=len, default=None)
         is_stem = tower is not None and _STEM.search(name[len(tower) :]) is not None
-        found[name] = depths[tower] + 1 if tower is not None and is_stem else 0
-    return found
+        layers[name] = depths[tower] + 1 if tower is not None and is_stem else 0
+    return layers
 
 
 def set_training_mode(model: nn.Module) -> None:
-    """Put a model into training mode, and into evaluation mode those of its modules whose parameters are all frozen.
+    """Put a model into training mode, and modules whose parameters are all frozen into evaluation mode.
 
     Frozen batch norms so keep their statistics, and frozen parts have no dropout.
     """
@@ -135,7 +138,7 @@ def set_training_mode(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
-    """Freeze parts of a whole model: they get no gradient and no optimizer state, and are not averaged.
+    """Freeze parts of a complete model: they get no gradient and no optimizer state, and are not averaged.
 
     The first blocks of a tower are frozen together with everything before them (embeddings, `ln_pre`), so that nothing
     below the trained blocks needs a graph.

@@ -30,18 +30,18 @@ def check_tracking(settings: TrackSettings) -> None:
 
 
 def tag_metrics(line: dict[str, Any]) -> dict[str, float]:
-    """The metrics of a line by chart name: train/loss, speed/mfu, samples/FOLDER, those of evaluations as they are."""
-    found = {f"samples/{name}": float(count) for name, count in line.get("sources", {}).items()}
+    """Return the metrics of a line by chart name: train/loss, speed/mfu, samples/FOLDER, VAL/METRIC of evaluations."""
+    metrics = {f"samples/{name}": float(count) for name, count in line.get("sources", {}).items()}
     for key, value in line.items():
         if key == "step" or isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             continue
         group = "" if "/" in key else "speed/" if key in _SPEED else "train/"
-        found[group + key] = float(value)
-    return found
+        metrics[group + key] = float(value)
+    return metrics
 
 
 class TensorBoard:
-    """Writes event files to RUN/tensorboard, with the settings and the path of the results page as texts.
+    """Event files in RUN/tensorboard, with the settings and the path of the results page as texts.
 
     A resumed run adds a file, which purges steps after `step` from the earlier ones.
     """
@@ -109,7 +109,7 @@ class WeightsAndBiases:
 
 
 def _open_wandb(track: TrackSettings, run: RunFolder, *, run_id: str, **more: Any) -> Any:
-    """Open a W&B run of this ID, or go on with it; raises UserError if W&B cannot be reached."""
+    """Open or continue a W&B run of this ID; raise a UserError if W&B cannot be reached."""
     import wandb
 
     try:
@@ -148,7 +148,7 @@ def add_evaluation(run: RunFolder, track: TrackSettings, result: Mapping[str, An
 
 
 def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Names and values of the numbers in a result; lists are about single samples."""
+    """Yield the names and values of the numbers in a result; lists are about single samples."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{name}/")
@@ -157,13 +157,13 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def run_name(folder: str, settings: TrainingSettings, facts: Mapping[str, Any]) -> str:
-    """Name of a W&B run, in SpaceTimeGPT's parts, of which it has those that its task has.
+    """Return the name of a W&B run: parts of SpaceTimeGPT's names, as far as the task has them.
 
     Such as `vatex_ws16_nc10_ss1.0_enl12_dnl12_dhs768_ehs768_nf8_ps16_lr5e-07_bs16_rs42`: processes, captions per clip,
     share of the videos, layers of encoder and decoder, their widths, frames, patch, rate, batch and seed.
 
     Args:
-        facts: of run.json.
+        facts: Content of run.json.
     """
     parts: dict[str, Any] = {"ws": facts.get("world_size"), "nc": facts.get("captions_per_clip"), "ss": settings.share}
     decoder = facts.get("decoder", {})

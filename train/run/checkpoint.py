@@ -42,9 +42,9 @@ class CheckpointMetadata:
     Attributes:
         loader: position of each rank in the data.
         settings: the settings that shape the weights, by flag.
-        precision: state of clipmill.train.device.precision.Precision.
-        numbers: metrics of the evaluation at this step; {} if there was none.
-        base: identity of the frozen weights that the checkpoint leaves out (clipmill.train.weights.sources); {} if it
+        precision: State of clipmill.train.device.precision.Precision.
+        numbers: Metrics of the evaluation at this step; {} if there was none.
+        base: Identity of the frozen weights that the checkpoint omits (clipmill.train.weights.sources); {} if it
             has all.
     """
 
@@ -57,29 +57,29 @@ class CheckpointMetadata:
     base: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self, files: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of checkpoint.json, with the size and checksum of each other file."""
+        """Return the content of checkpoint.json, with the size and checksum of each other file."""
         content = {"format": CHECKPOINT_FORMAT, **asdict(self), "files": dict(files)}
         return {**content, "checksum": _checksum_of(content)}
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """The step in the name of a checkpoint; None if it has another name."""
+    """Return the step in the name of a checkpoint; None if it has another name."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 
 
 def checkpoint_name(step: int) -> str:
-    """Folder name of a checkpoint."""
+    """Return the folder name of a checkpoint."""
     return f"step_{step:06d}"
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether `name` is the folder name of a checkpoint."""
+    """Return True if `name` is the folder name of a checkpoint."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_intact(path: Path) -> bool:
-    """Whether a checkpoint is complete and all checksums match; reads all of it."""
+    """Return True if a checkpoint is complete and all checksums match; all of it is read."""
     try:
         read_metadata(path)
     except UserError:
@@ -88,13 +88,13 @@ def is_intact(path: Path) -> bool:
 
 
 def all_checkpoints(folder: Path) -> dict[int, Path]:
-    """Checkpoints by step, in ascending order."""
-    found = {int(match[1]): path for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
-    return {step: found[step] for step in sorted(found)}
+    """Return the checkpoints by step, in ascending order."""
+    checkpoints = {int(match[1]): path for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
+    return {step: checkpoints[step] for step in sorted(checkpoints)}
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the highest step, or None."""
+    """Return the checkpoint with the highest step, or None."""
     checkpoints = all_checkpoints(folder)
     return checkpoints[max(checkpoints)] if checkpoints else None
 
@@ -117,7 +117,7 @@ def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetada
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings that a checkpoint was trained with, by flag; UserError if they cannot be read."""
+    """Return the settings that a checkpoint was trained with, by flag; UserError if they cannot be read."""
     try:
         return dict(content_of(path)["settings"])
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -150,9 +150,9 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether boxes, given as (offsets, sizes), cover every element of a tensor exactly once and nothing else.
+    """Return True if boxes, given as (offsets, sizes), cover each element of a tensor exactly once and no others.
 
-    The signed corners of boxes sum to those of the whole tensor if and only if the boxes tile it: O(number of boxes).
+    The signed corners of boxes sum to the tensor's corners if and only if the boxes tile it: O(number of boxes).
     Raises TypeError or ValueError for numbers that do not describe a box.
     """
     whole = ([0] * len(size), size)
@@ -172,7 +172,7 @@ def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence
 
 
 def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"], *, world: World) -> None:
-    """Load tensors into possibly sharded ones of the same names; all ranks call it. UserError if unreadable."""
+    """Load tensors into tensors of the same names, maybe sharded; all ranks call it. UserError if unreadable."""
     from clipmill.train.distributed.storage import read_into
 
     try:
@@ -184,7 +184,7 @@ def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tens
 def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
     """Load weights (the EMA if there is one) and buffers on the CPU, whatever number of ranks wrote them.
 
-    They are the whole model's, except for a checkpoint with a `base` (clipmill.train.weights.sources.whole_weights).
+    They are the model's, except for a checkpoint with a `base` (clipmill.train.weights.sources.whole_weights).
 
     Raises a UserError if the checkpoint is damaged, truncated or of another format.
     """
@@ -194,27 +194,27 @@ def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
 
     read_metadata(path)
     table = read_table(path)
-    wanted = {name.removeprefix("model."): name for name in table if name.startswith("model.")}
-    wanted |= {name.removeprefix("ema."): name for name in table if name.startswith("ema.")}
+    entries = {name.removeprefix("model."): name for name in table if name.startswith("model.")}
+    entries |= {name.removeprefix("ema."): name for name in table if name.startswith("ema.")}
     try:
         weights = {
             name: torch.empty(table[stored]["size"], dtype=dtype_of(table[stored]["dtype"]))
-            for name, stored in wanted.items()
+            for name, stored in entries.items()
         }
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise _unreadable_error(path, first_line(error)) from error
-    fill(path, table, {stored: weights[name] for name, stored in wanted.items()}, world=World())
+    fill(path, table, {stored: weights[name] for name, stored in entries.items()}, world=World())
     return weights
 
 
-def check_fits(path: Path, table: Mapping[str, Any], wanted: Mapping[str, "torch.Tensor"], *, prefix: str) -> None:
-    """Compare names and shapes of stored tensors with `prefix` to those wanted; UserError with the differences."""
+def check_fits(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"], *, prefix: str) -> None:
+    """Compare names and shapes of stored tensors with `prefix` to a model's; UserError with the differences."""
     stored = {name: entry for name, entry in table.items() if name.startswith(prefix)}
-    missing = [f"{name} {list(one.shape)}" for name, one in wanted.items() if name not in stored]
-    unexpected = [f"{name} {entry['size']}" for name, entry in stored.items() if name not in wanted]
+    missing = [f"{name} {list(one.shape)}" for name, one in tensors.items() if name not in stored]
+    unexpected = [f"{name} {entry['size']}" for name, entry in stored.items() if name not in tensors]
     reshaped = [
         f"{name} {stored[name]['size']} to {list(one.shape)}"
-        for name, one in wanted.items()
+        for name, one in tensors.items()
         if name in stored and stored[name]["size"] != list(one.shape)
     ]
     parts = [
@@ -226,12 +226,12 @@ def check_fits(path: Path, table: Mapping[str, Any], wanted: Mapping[str, "torch
     if parts:
         raise UserError(
             f"{path} is of another model; {'; '.join(parts)}",
-            hint="were settings changed by hand? put back what the run was trained with",
+            hint="were settings changed by hand? restore the settings that the run was trained with",
         )
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Size and checksum of a file."""
+    """Return the size and checksum of a file."""
     with path.open("rb") as file:
         return {"size_bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -249,11 +249,11 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def removal_hint(path: Path) -> str:
-    """The hint for a checkpoint that cannot be used: what takes its place once it is removed."""
+    """Return the hint for a checkpoint that cannot be used: what takes its place once it is removed."""
     step = checkpoint_step(path)
     before = [name for number, name in all_checkpoints(path.parent).items() if step is not None and number < step]
     if not before:
-        return "remove it: there is none before it, so that training starts again"
+        return "remove it: there is none before it, so training starts again"
     return f"remove it: {before[-1].name} is used instead"
 
 

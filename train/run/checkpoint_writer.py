@@ -26,7 +26,7 @@ from clipmill.train.run.checkpoint import (
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run into `folder`. All ranks call its methods in the same order.
+    """Writer of the checkpoints of a run into `folder`. All ranks call its methods in the same order.
 
     Args:
         keep: number of latest checkpoints to keep.
@@ -77,7 +77,7 @@ class CheckpointWriter:
         self._thread.shutdown(wait=True)
 
     def is_best(self, numbers: Mapping[str, float]) -> bool:
-        """Whether the selected metric is better than in every existing checkpoint."""
+        """Return True if the selected metric is better than in every existing checkpoint."""
         if self._best is None or self._best not in numbers:
             return False
         self.wait()
@@ -104,7 +104,7 @@ class CheckpointWriter:
             _remove(checkpoints[step])
 
     def _scores(self) -> dict[int, float]:
-        """The value of the selected metric in each checkpoint that has it, negated if lower is better."""
+        """Return the value of the selected metric in each checkpoint that has it, negated if lower is better."""
         scores: dict[int, float] = {}
         for step, path in all_checkpoints(self._folder).items() if self._best is not None else ():
             try:
@@ -127,7 +127,7 @@ def recover(folder: Path) -> None:
 
 
 def superfluous_steps(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> list[int]:
-    """Steps to remove: all but the last `keep` and the (first) one with the best score."""
+    """Return the steps to remove: all but the last `keep` and the (first) one with the best score."""
     kept = set(sorted(steps)[-keep:])
     if scores:
         kept.add(max(sorted(scores), key=lambda step: scores[step]))

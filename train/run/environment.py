@@ -1,4 +1,7 @@
-"""The environment of a run: machine and versions, for the results page and `train doctor`."""
+"""The environment of a run: machine and versions, and the packages besides clipmill whose parts it was trained with.
+
+The results page and `train doctor` show machine and versions. run.json has the packages, and resuming needs them.
+"""
 
 import os
 import platform
@@ -31,13 +34,13 @@ def machine(device: "torch.device") -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect results."""
+    """Return the versions of Python and of the packages that affect results."""
     return {"python": platform.python_version()} | {name: installed_version(name) for name in _DISTRIBUTIONS}
 
 
 @cache
 def installed_version(distribution: str) -> str:
-    """Version of a package, or "not installed". It is read once per process."""
+    """Return the version of a package, or "not installed". It is read once per process."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -45,7 +48,7 @@ def installed_version(distribution: str) -> str:
 
 
 def processor() -> str:
-    """Name of the processor."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -58,18 +61,18 @@ PACKAGES_FACT = "packages"
 
 
 def packages_of(parts: Iterable[NamedPart]) -> dict[str, str]:
-    """The packages besides clipmill that parts are of, with their versions, as run.json has them."""
-    found = {f"{one.parts.noun} {one.name}": one.parts.package_of(one.name) for one in parts}
-    return {part: package for part, package in found.items() if package is not None}
+    """Return the packages besides clipmill that parts are of, with their versions, as run.json has them."""
+    packages = {f"{one.parts.noun} {one.name}": one.parts.package_of(one.name) for one in parts}
+    return {part: package for part, package in packages.items() if package is not None}
 
 
 def require_parts(settings: Checked, run: RunFolder) -> None:
     """Raise a UserError for a part that a run was trained with and that no installed package has."""
-    for one in named_parts(settings):
-        if one.name not in one.parts:
-            part = f"{one.parts.noun} {one.name}"
+    for chosen in named_parts(settings):
+        if chosen.name not in chosen.parts:
+            part = f"{chosen.parts.noun} {chosen.name}"
             package = run.read_facts().get(PACKAGES_FACT, {}).get(part, "another package")
             raise UserError(
                 f"{run.path} was trained with the {part} of {package}, which is not installed",
-                hint="install that package; a run of which only the loss is missing can be evaluated and exported",
+                hint="install that package; a run that lacks only its loss can be evaluated and exported",
             )

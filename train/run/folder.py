@@ -5,12 +5,12 @@
     metrics.jsonl             one object per step
     failures.jsonl            one object per failed sample
     checkpoints/step_*/       checkpoints (clipmill.train.run.checkpoint)
-    evaluations/*.json        results of `train eval`; the names of those on other data contain its name and a hash
+    evaluations/*.json        results of `train eval`; names of results on other data contain the data's name and a hash
     evaluations/*.coco.json   generated captions in COCO's results format
     evaluations/former/       results that another checkpoint, variant or flag has replaced
     index.html                the results page
 
-The two .jsonl files grow by whole lines; resuming drops lines after the checkpoint.
+The two .jsonl files grow by complete lines; resuming drops lines after the checkpoint.
 """
 
 import glob
@@ -33,6 +33,9 @@ from clipmill.train.config.files import load_settings, read_values, save_setting
 from clipmill.train.config.shards import Shards, absolute_address, folders_of, normalise_address
 from clipmill.train.config.training import GO_ON, NEW_RUN, TrainingSettings, require_same, shaping
 
+# The data of an evaluation result, and the name of its file: results on the run's own data have the name of their
+# evaluation; other names also have the name of the folder, and a hash.
+
 _MAX_DATA_NAME = 40
 # Fields of a result that say what was evaluated, and how.
 _DECISIVE = ("source", "shards", "variant", "step", "weights", "overrides")
@@ -40,12 +43,12 @@ _NUM_WORDS_BEFORE_FLAGS = 4  # train eval NAME WEIGHTS
 _NUM_HASH_DIGITS = 8
 
 
-def data_facts(own: Shards, shards: str | None) -> dict[str, Any]:
-    """The data fields of a result: `shards`, its address, and `is_own_data`, given --shards of run and evaluation.
+def data_facts(run_shards: Shards, shards: str | None) -> dict[str, Any]:
+    """Return the data fields of a result, `shards`, its address, and `is_own_data`, by --shards of run and evaluation.
 
-    Each of several data folders of a run has results of its own, with `is_part_of_own_data`.
+    Each of several data folders of a run has results, with `is_part_of_own_data`.
     """
-    folders = [normalise_address(one) for one in folders_of(own)]
+    folders = [normalise_address(one) for one in folders_of(run_shards)]
     if shards is None:
         return {"shards": ", ".join(folders), "is_own_data": True}
     address = normalise_address(shards)
@@ -54,7 +57,7 @@ def data_facts(own: Shards, shards: str | None) -> dict[str, Any]:
 
 
 def result_name(name: str, facts: dict[str, Any]) -> str:
-    """File name of a result with the fields of `data_facts`: `name`, with the folder name and a hash of other data."""
+    """Return the file name of a result: `name`, with the folder name and a hash of other data (see `data_facts`)."""
     address = other_data(facts)
     if not address:
         return name
@@ -62,24 +65,24 @@ def result_name(name: str, facts: dict[str, Any]) -> str:
     return f"{name}-{folder}-{hashlib.sha256(address.encode()).hexdigest()[:_NUM_HASH_DIGITS]}"
 
 
-def is_same_evaluation(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two results are of the same weights and data, by the same flags."""
-    return all(one.get(name) == other.get(name) for name in _DECISIVE) and _flags_of(one) == _flags_of(other)
+def is_same_evaluation(result: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return True if two results are of the same weights and data, by the same flags."""
+    return all(result.get(name) == other.get(name) for name in _DECISIVE) and _flags_of(result) == _flags_of(other)
 
 
 def _flags_of(result: dict[str, Any]) -> list[str]:
-    """The flags of a result's command. Data and weights are compared by their fields: their paths may be relative."""
+    """Return the flags of a result's command, without data and weights, whose paths may be relative."""
     words = shlex.split(str(result.get("command", "")))[_NUM_WORDS_BEFORE_FLAGS:]
     return [word for before, word in zip(["", *words], words, strict=False) if "--shards" not in (before, word)]
 
 
 def other_data(result: dict[str, Any]) -> str:
-    """Address of the data of a result; empty for the run's own data, which is assumed if the result does not say."""
+    """Return the address of the data of a result; empty for the run's own data, also if the result does not say."""
     return "" if result.get("is_own_data", True) else str(result["shards"])
 
 
 def suffix_of(differences: Mapping[str, Any]) -> str:
-    """Part of the name of a result for what an evaluation did unlike the training, so that results stay apart."""
+    """Return the part of a result's name for what an evaluation did unlike the training, so that results stay apart."""
     forms = {"num_frames": "-{}-frames", "sampling": "-{}", "size_px": "-{}px"}
     suffix, groups = "", dict[str, list[str]]()
     for name, value in differences.items():
@@ -114,52 +117,54 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.page = path / "index.html"
 
-    def held(self, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
+    def hold(self, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """Lock the folder against other training processes (UserError); the system releases it with this process."""
-        return held_folder(self.path, work="trains", wait_s=wait_s)
+        return hold_folder(self.path, work="trains", wait_s=wait_s)
 
     def read_facts(self) -> dict[str, Any]:
-        """The content of run.json, {} if it does not exist yet; UserError if it is damaged."""
+        """Return the content of run.json, {} if it does not exist yet; UserError if it is damaged."""
         return read_object(self.facts) if self.facts.exists() else {}
 
     def require_facts(self) -> dict[str, Any]:
-        """The content of run.json; UserError if it is missing or damaged."""
+        """Return the content of run.json; UserError if it is missing or damaged."""
         if not self.facts.exists():
-            raise UserError(f"{self.facts} is missing", hint="put back what the run wrote, or train anew")
+            raise UserError(f"{self.facts} is missing", hint="restore the run's files, or start a new run")
         return self.read_facts()
 
     def require_task(self, task: str) -> None:
         """Raise a UserError if the run is of another task."""
-        found = self.read_facts().get("task", task)
-        if found != task:
-            raise UserError(f"{self.path} is a run of train {found}, not of train {task}", hint="name another run")
+        trained_task = self.read_facts().get("task", task)
+        if trained_task != task:
+            raise UserError(
+                f"{self.path} is a run of train {trained_task}, not of train {task}", hint="name another run"
+            )
 
     def latest_checkpoint(self) -> Path | None:
-        """The latest checkpoint; None if there is none."""
+        """Return the latest checkpoint; None if there is none."""
         from clipmill.train.run.checkpoint import latest_checkpoint
 
         return latest_checkpoint(self.checkpoints)
 
     def require_checkpoint(self) -> Path:
-        """The latest checkpoint; UserError if there is none."""
+        """Return the latest checkpoint; UserError if there is none."""
         path = self.latest_checkpoint()
         if path is None:
             raise UserError(f"{self.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
         return path
 
     def evaluation(self, name: str) -> Path:
-        """Result file of an evaluation."""
+        """Return the result file of an evaluation."""
         return self.path / EVALUATIONS / f"{name}.json"
 
     def results(self) -> list[Path]:
-        """Result files of all evaluations, sorted by name."""
+        """Return the result files of all evaluations, sorted by name."""
         files = sorted(self.evaluation("any").parent.glob("*.json"))
         return [path for path in files if not path.name.endswith(COCO_SUFFIX)]
 
     def data_facts(self, shards: str | None) -> dict[str, Any]:
-        """The data fields of a result (see the function of this name); `shards` is None for the run's own data."""
-        own = read_values(self.settings).get("shards", TrainingSettings.shards)
-        return data_facts(tuple(map(str, own)) if isinstance(own, list) else str(own), shards)
+        """Return the data fields of a result (see `data_facts`); `shards` is None for the run's own data."""
+        run_shards = read_values(self.settings).get("shards", TrainingSettings.shards)
+        return data_facts(tuple(map(str, run_shards)) if isinstance(run_shards, list) else str(run_shards), shards)
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
         """Publish the result of an evaluation; it replaces only the result of the same evaluation.
@@ -180,11 +185,11 @@ class RunFolder:
 
 
 @contextmanager
-def held_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]:
+def hold_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]:
     """Lock a folder against other processes that do this `work` in it (UserError); their end releases it.
 
     Args:
-        wait_s: how long to wait for their end.
+        wait_s: Time to wait for their end.
     """
     folder = os.open(path, os.O_RDONLY)
     latest_s = time.monotonic() + wait_s
@@ -209,7 +214,7 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
     run = RunFolder(settings.out)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        with run.held():
+        with run.hold():
             left = [*_leftover_files(run.path, run.settings.name), *_leftover_files(run.path, PROBE)]
             if len(left) < len(list(run.path.iterdir())):
                 raise UserError(
@@ -219,15 +224,15 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
                 path.unlink()
             folders = tuple(map(absolute_address, settings.folders))
             shards = folders if len(folders) > 1 else folders[0]
-            own = replace(settings, shards=shards, evaluate=settings.evaluate.from_anywhere())
-            save_settings(own, run.settings, comment=comment)
+            run_settings = replace(settings, shards=shards, evaluate=settings.evaluate.from_anywhere())
+            save_settings(run_settings, run.settings, comment=comment)
     except OSError as error:
         raise UserError(f"cannot make the run folder {run.path}: {error.strerror}", hint="use another --out") from error
     return run
 
 
 def find_run(path: Path, resume: Resume) -> RunFolder | None:
-    """The run to resume, or None to begin a new one; UserError if `resume` is True and there is no run."""
+    """Return the run to resume, or None to begin a new one; UserError if `resume` is True and no run exists."""
     if resume is False or (resume == "auto" and not RunFolder(path).settings.is_file()):
         return None
     return open_run(path)
@@ -241,7 +246,7 @@ def sweep(run: RunFolder) -> None:
 
 
 def _leftover_files(folder: Path, name: str) -> list[Path]:
-    """Temporary files of interrupted writes of `name`."""
+    """Return temporary files of interrupted writes of `name`."""
     return [path for path in folder.glob(f"{TEMPORARY_PREFIX}{'[0-9a-f]' * 12}-{name}") if path.is_file()]
 
 
@@ -260,19 +265,19 @@ def reopen_run(settings: TrainingSettings) -> RunFolder:
 
 
 def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: Path) -> None:
-    """Raise a UserError if settings that shape the weights, read from `file`, are not those of a checkpoint."""
+    """Raise a UserError if settings that shape the weights, read from `file`, differ from those of a checkpoint."""
     from clipmill.train.run.checkpoint import read_settings
 
     require_same(
         read_settings(checkpoint),
         shaping(settings),
         where=str(checkpoint),
-        hint=f"was {file} changed by hand? put back what the run was trained with",
+        hint=f"was {file} changed by hand? restore the settings that the run was trained with",
     )
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder was made by a training command."""
+    """Return True if a folder was made by a training command."""
     return RunFolder(folder).settings.is_file()
 
 
@@ -287,13 +292,13 @@ def open_run(path: Path) -> RunFolder:
 def read_object(path: Path) -> dict[str, Any]:
     """Read the object of run.json or of an evaluation result; UserError if it is unreadable."""
     is_evaluation = path.parent.name == EVALUATIONS
-    hint = "put back what `train eval` wrote, or remove it" if is_evaluation else "put back what the run wrote"
+    hint = "restore the file that `train eval` wrote, or remove it" if is_evaluation else "restore the run's files"
     try:
         value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}", hint=hint) from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no object", hint=hint)
+        raise UserError(f"{path} is not a JSON object", hint=hint)
     return value
 
 

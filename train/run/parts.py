@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 PLAN = "plan.json"
 
 _PARTS_TOGETHER = 8
-_MAX_WHOLE = 60  # characters of a value that is shown whole; a hash is longer
-_MAX_SHOWN, _BEFORE = 32, 8  # characters of a longer one, and those of them before the first that differs
+_MAX_WHOLE = 60  # characters of a value that is shown in full; a hash is longer
+_MAX_SHOWN, _BEFORE = 32, 8  # characters of a longer value, and of its part before the first that differs
 
 
 class PartFile(Protocol):
@@ -41,7 +41,7 @@ class PartFile(Protocol):
         ...
 
     def path(self, folder: Path, /) -> Path:
-        """Its file once it is finished, in a folder of the work."""
+        """Return the part's file once it is finished, in a folder of the work."""
 
 
 P = TypeVar("P", bound=PartFile)
@@ -52,7 +52,7 @@ def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[
 
     Args:
         parts: folder of the plan.
-        require_same: raises a UserError if a plan is that of other work.
+        require_same: Function that raises a UserError if a plan is of other work.
     """
     path = parts / PLAN
     if path.is_file():
@@ -67,20 +67,18 @@ def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, free: frozenset[str] = frozenset()) -> str:
-    """How requested work differs from other work, in words; empty if it is the same.
+    """Return how requested work differs from other work, in words; empty if it is the same.
 
     Args:
         free: names of entries, such as `weights.source`, that may differ.
     """
-    was, wanted = flatten(dict(old)), flatten(dict(new))
-    decisive = [name for name in wanted if name not in free and was.get(name) != wanted[name]]
-    return "; ".join(
-        "{} was {} and is {}".format(name, *_value_texts(was.get(name), wanted[name])) for name in decisive
-    )
+    was, now = flatten(dict(old)), flatten(dict(new))
+    decisive = [name for name in now if name not in free and was.get(name) != now[name]]
+    return "; ".join("{} was {} and is {}".format(name, *_value_texts(was.get(name), now[name])) for name in decisive)
 
 
 def _value_texts(*values: object) -> list[str]:
-    """Values in words; where one of them is long, the part from where they differ."""
+    """Return the values in words; where one of them is long, the part from where they differ."""
     texts = [str(value) for value in values]
     if max(map(len, texts)) <= _MAX_WHOLE:
         return texts
@@ -91,7 +89,7 @@ def _value_texts(*values: object) -> list[str]:
 
 
 def missing_parts(parts: Sequence[P], out: Path, *, world: "World", progress: "Progress") -> list[P]:
-    """The parts that are not finished; the first rank looks for all."""
+    """Return the parts that are not finished; the first rank looks for all."""
     missing = world.first(lambda: [number for number, part in enumerate(parts) if not part.path(out).is_file()])
     if len(missing) < len(parts):
         progress.say(f"resumed: {len(parts) - len(missing)} of {count_noun(len(parts), 'part')} finished")
@@ -104,7 +102,7 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World",
     Args:
         make: makes and publishes a part; returns the number of its clips that failed.
     """
-    own = parts[world.rank :: world.size]
+    share = parts[world.rank :: world.size]
     num_failed = num_rows = num_parts = 0
     began_s = time.monotonic()
 
@@ -125,7 +123,7 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World",
     progress.begin(0, len(parts))
     # Ranks that differ in speed wait for each other now and then: a collective gives up after half an hour.
     for begin in range(0, -(-len(parts) // world.size), _PARTS_TOGETHER):
-        num_failed += sum(world.gather_objects(world.each(partial(make_some, own[begin : begin + _PARTS_TOGETHER]))))
+        num_failed += sum(world.gather_objects(world.each(partial(make_some, share[begin : begin + _PARTS_TOGETHER]))))
         if world.size > 1:
             progress.show(min((begin + _PARTS_TOGETHER) * world.size, len(parts)), status_text(num_failed))
     progress.close()

@@ -42,13 +42,13 @@ def require_shared(folder: Path, *, world: World) -> None:
         answer = _new_name() if world.local_rank == 0 and not world.is_first else None
         world.each(lambda: _answer(folder, name, answer, world=world, writer=hosts[0]))
         answers = world.gather_objects(answer)
-        names += [one for one in answers if one is not None]
+        names += [probe for probe in answers if probe is not None]
         world.first(lambda: _find_answers(folder, answers, hosts))
         is_shared = True
     finally:
         if world.is_first:
-            for one in names:
-                (folder / one).unlink(missing_ok=True)
+            for probe in names:
+                (folder / probe).unlink(missing_ok=True)
             if is_new and not is_shared and not any(folder.iterdir()):
                 folder.rmdir()
     world.gather_objects(None)  # the files are removed before any rank uses the folder
@@ -63,7 +63,7 @@ def wait_for_files(folder: Path, *, world: World) -> None:
         return
     expected = world.first(lambda: _sizes(folder))
     _wait(lambda: _sizes(folder) == expected)
-    world.gather_objects(None)  # no rank goes on to read or remove files before every rank has seen them
+    world.gather_objects(None)  # no rank continues to read or remove files before every rank has seen them
 
 
 def _begin(folder: Path, name: str) -> bool:
@@ -116,7 +116,7 @@ def _new_name() -> str:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Sizes of the files in a folder by name; {} if it is not there."""
+    """Return the sizes of the files in a folder by name; {} if it does not exist."""
     sizes = {}
     try:
         with os.scandir(folder) as entries:

@@ -1,4 +1,7 @@
-"""Experiment tracking behind one interface: metrics.jsonl, the console, TensorBoard, Weights & Biases."""
+"""Experiment tracking behind one interface: metrics.jsonl, the console, TensorBoard, Weights & Biases.
+
+`counted_batches` shows the progress of an evaluation where a command asks for it.
+"""
 
 import math
 import os
@@ -23,7 +26,7 @@ class Progress:
 
     Args:
         what: a participle, such as "embedding".
-        unit: what is counted, singular.
+        unit: Noun for what is counted, singular.
         is_quiet: show nothing, as on all ranks but the first.
     """
 
@@ -57,8 +60,8 @@ class Progress:
     def log(self, line: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl; evaluation metrics are always shown, on a separate line."""
         self.show(line["step"], describe(line))
-        if found := format_evaluation(line):
-            self.say(f"{self._place(line['step'])}  {found}")
+        if evaluation := format_evaluation(line):
+            self.say(f"{self._place(line['step'])}  {evaluation}")
 
     def show(self, step: int, text: str) -> None:
         """Show that `step` steps are done; in a log only the first, the last, and some at growing intervals."""
@@ -118,7 +121,7 @@ class Tracker(Protocol):
     """Receives the lines of metrics.jsonl in the order of steps."""
 
     def log(self, line: dict[str, Any]) -> None:
-        """Log the line of a step; keys as in metrics.jsonl, those of evaluations with a slash."""
+        """Log the line of a step; keys as in metrics.jsonl, with a slash for metrics of evaluations."""
         ...
 
     def close(self) -> None:
@@ -127,19 +130,19 @@ class Tracker(Protocol):
 
 
 class EpochLoss:
-    """Adds `epoch_loss`, the mean loss of the steps of an epoch, to the line of its last step.
+    """Calculator of `epoch_loss`, the mean loss of the steps of an epoch, for the line of its last step.
 
     Args:
-        lines: of the steps before, in order, so that a resumed run has the mean of whole epochs too.
+        lines: Lines of the steps before, in order, so that a resumed run has the mean of complete epochs too.
     """
 
     def __init__(self, lines: Iterable[dict[str, Any]] = ()) -> None:
         self._sum, self._num = 0.0, 0
         for line in lines:
-            self.completed(line)
+            self.complete(line)
 
-    def completed(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Return the line of the next step, which ends an epoch if the whole number of its `epoch` is a new one."""
+    def complete(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Return the line of the next step, which ends an epoch if the integer part of its `epoch` is a new one."""
         if "epoch" not in line:
             return line
         self._sum, self._num = self._sum + line["loss"], self._num + 1
@@ -157,7 +160,7 @@ class Trackers:
         self._trackers, self._epochs = trackers, epochs or EpochLoss()
 
     def log(self, line: dict[str, Any]) -> None:
-        line = self._epochs.completed(line)
+        line = self._epochs.complete(line)
         for tracker in self._trackers:
             tracker.log(line)
 
@@ -167,7 +170,7 @@ class Trackers:
 
 
 class JsonLines:
-    """Writes metrics.jsonl, after dropping lines of steps after `step`, which will be repeated."""
+    """Writer of metrics.jsonl, which drops lines of steps after `step` first, because they will be repeated."""
 
     def __init__(self, run: RunFolder, *, step: int) -> None:
         self._path = run.metrics
@@ -210,10 +213,10 @@ def counting_batches() -> Iterator[None]:
 
 
 def counted_batches(batches: "Iterable[LoadedBatch]", what: str, *, total: int | None) -> "Iterator[LoadedBatch]":
-    """The batches; their samples are counted and shown within `counting_batches`.
+    """Yield the batches; their samples are counted and shown within `counting_batches`.
 
     Args:
-        what: is done with them, such as "embedding".
+        what: Participle for what is done with them, such as "embedding".
         total: number of samples in all batches; None if it is not known.
     """
     if not _is_counting.get():

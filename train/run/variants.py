@@ -1,6 +1,6 @@
-"""Which variant of each column a command reads: the named one, the one that a run was trained on, or the current one.
+"""The variant of each column that a command reads: a named one, the one that a run was trained on, or the current one.
 
-A run reads the same variants from its beginning to its end, and so does every command that uses its weights on its own
+A run reads the same variants from its beginning to its end, and so does every command that uses its weights on its
 data. run.json names them, with their recipes.
 """
 
@@ -28,16 +28,14 @@ Recorded = Mapping[str, Mapping[str, Any]]
 
 
 def evaluated_data(settings: ClipSettings) -> list[str]:
-    """The data of --evaluate.shards that a run evaluates and does not train on."""
-    named = (
-        [one.shards for one in settings.evaluated_data() if one.shards is not None] if settings.evaluate.every else []
-    )
-    own = set(map(normalise_address, settings.folders))
-    return [one for one in dict.fromkeys(named) if normalise_address(one) not in own]
+    """Return the data of --evaluate.shards that a run evaluates and does not train on."""
+    named = [one.shards for one in settings.evaluated() if one.shards is not None] if settings.evaluate.every else []
+    run_folders = set(map(normalise_address, settings.folders))
+    return [one for one in dict.fromkeys(named) if normalise_address(one) not in run_folders]
 
 
 def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[str, Any]:
-    """The entries of run.json about the variants that a run reads: of its data folders, and of what it evaluates."""
+    """Return entries of run.json about the variants that a run reads: of its data, and of what it evaluates."""
     evaluated = evaluated_data(settings)
     of_evaluated = _variants_of(evaluated, settings.evaluate.where, columns=columns, cache=settings.cache)
     return {
@@ -53,7 +51,7 @@ def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[st
 def _variants_of(
     folders: Sequence[str], where: str | None, *, columns: Sequence[str], cache: Path | None
 ) -> list[Recorded]:
-    """The variants of each data folder that are read; {} for tars."""
+    """Return the variants of each data folder that are read; {} for tars."""
     names = [*columns]
     if where is not None:
         from clipmill.shards.where import parse_where
@@ -75,7 +73,7 @@ def reading_variants_of_run(weights: str | Path, shards: str | None, *, say: Cal
     """Read inside the block, of a run's own data, the variants that it was trained on, as far as they are present.
 
     Args:
-        weights: A run; other weights have no data of their own.
+        weights: A run; other weights have no data.
         shards: Data folder to read in place of the run's own; the current variants of other data are read.
         say: Prints which variant is gone, and which one is read in its place.
     """
@@ -115,7 +113,7 @@ def choose_variants(
 
     Args:
         folders: Data folders, or tars, which have no variants.
-        named: Names of variants (`--variant`), each of which one of the folders has.
+        named: Names of variants (`--variant`); one of the folders has each of them.
         recorded: `name` and `recipe` of a variant by column, for each folder (`VARIANTS_FACT` of run.json).
         made: What was made with the recorded variants, for messages.
         say: Print which recorded variant is gone, and which one is read in its place; None to make it an error.
@@ -186,7 +184,7 @@ def _has_variant(address: str, column: str, variant: str) -> bool:
 def _how_to_make_again(
     address: str, column: str, variant: Mapping[str, Any], *, current: str | None, cache: Path | None
 ) -> str:
-    """The command that makes a variant again, and its settings, as far as the current variant has others."""
+    """Return the command that makes a variant again, and its settings, as far as the current variant has others."""
     recipe, usual = dict(variant.get("recipe", {})), {}
     if current is not None:
         # The small files of a bucket's current variant are copied.
@@ -207,12 +205,12 @@ def _value_text(value: object) -> str:
 
 
 def _verified_recipe(directory: Path) -> dict[str, Any]:
-    """The recipe of a variant; {} if it has none. Raises UserError if it is damaged."""
+    """Return the recipe of a variant; {} if it has none. Raises UserError if it is damaged."""
     return Variant(directory).recipe if (directory / RECIPE_FILE).exists() else {}
 
 
 def _recipe(path: Path, column: str, variant: str) -> dict[str, Any]:
-    """The recipe of a variant, for a message; {} if it cannot be read."""
+    """Return the recipe of a variant, for a message; {} if it cannot be read."""
     try:
         return Variant(variant_dir(path, column, variant)).recipe
     except UserError:

@@ -43,7 +43,7 @@ from clipmill.train.evaluation.runner import describe_clip
 from clipmill.train.inference import LoadedModel
 from clipmill.train.models.dual_encoder import DualEncoder
 from clipmill.train.run.environment import installed_version
-from clipmill.train.run.folder import data_facts, held_folder
+from clipmill.train.run.folder import data_facts, hold_folder
 from clipmill.train.run.parts import PLAN, begin_parts, missing_parts, share_parts
 from clipmill.train.run.tracking import Progress
 from clipmill.train.search.folder import (
@@ -349,7 +349,7 @@ def _begin(work: EmbeddingWork, out: Path, *, held: ExitStack) -> dict[str, Any]
     if record is None and not plan.is_file() and out.is_dir() and any(path.name != PARTS for path in out.iterdir()):
         raise UserError(f"{out} exists already", hint="use another --out")
     out.mkdir(parents=True, exist_ok=True)
-    held.enter_context(held_folder(out, work="embeds"))
+    held.enter_context(hold_folder(out, work="embeds"))
     if record is not None:
         require_same_work(record, work.plan, path=out)
         require_whole_files(out, record)

@@ -1,4 +1,4 @@
-"""Dimensions of the towers in weights of other projects, by the shapes of their tensors."""
+"""Facts that weights of other projects show: dimensions of the towers by shapes of tensors, temperature and bias."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,9 +24,9 @@ _RGB = 3
 
 
 def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
-    """`size` with the dimensions of the towers that the weights have.
+    """Return `size` with the dimensions of the towers that the weights have.
 
-    The number of heads, which no tensor shows, is that of their configuration; else that of `size` for a tower as wide.
+    The number of heads, which no tensor shows, comes from their configuration; else from `size` for a tower as wide.
 
     Raises:
         UserError: the configuration is of a tower with another depth or width.
@@ -45,17 +45,17 @@ def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
         ("video", video.trunk, source.facts.video_depth),
         ("text", text.trunk, source.facts.text_depth),
     ):
-        if found := depth_of(shapes, name):
-            if depth not in (None, found):
-                _refuse(source, name, f"{found} blocks", f"{depth}")
+        if blocks := depth_of(shapes, name):
+            if depth not in (None, blocks):
+                _refuse(source, name, f"{blocks} blocks", f"{depth}")
             if trunk.width % trunk.num_heads:
                 _refuse(source, name, f"width {trunk.width}", f"{trunk.num_heads} heads, which do not divide it")
     return DualEncoderSize(video=video, text=text, embedding_width=width)
 
 
-def _refuse(source: Source, tower: str, found: str, stated: str) -> NoReturn:
+def _refuse(source: Source, tower: str, shown: str, stated: str) -> NoReturn:
     raise UserError(
-        f"{source.title}: the {tower} tower of the weights has {found}, and that of their configuration {stated}",
+        f"{source.title}: the {tower} tower of the weights has {shown}, but their configuration says {stated}",
         hint="get both files again: one of them is cut short, or of another model",
     )
 
@@ -67,14 +67,14 @@ def _trunk(trunk: TransformerSize, width: int, depth: int, num_heads: int | None
 
 
 def model_like(source: Source) -> ModelName:
-    """The name of a model with patches as the weights have; b16 if none has."""
+    """Return the name of a model with patches as the weights have; b16 if none has."""
     conv = source.converted.tensors.get(CONV)
     names: list[ModelName] = ["b16", "l14"]
     return next((one for one in names if conv is not None and PATCH_PX[one] == conv.shape[-1]), "b16")
 
 
 def picture_px_of(source: Source, *, default: int) -> int:
-    """Side of the pictures that the weights were trained on, by their embedding of places or their configuration.
+    """Return the side of the pictures that the weights were trained on, by their embedding of places or configuration.
 
     Raises:
         UserError: the weights take latents, whose size and column no file of another project names.
@@ -92,7 +92,7 @@ def picture_px_of(source: Source, *, default: int) -> int:
 
 
 def num_frames_of(source: Source, *, default: int) -> int:
-    """Number of frames that the weights have a temporal embedding of."""
+    """Return the number of frames that the weights have a temporal embedding of."""
     temporal = source.converted.tensors.get(TEMPORAL_EMBEDDING)
     return default if temporal is None else len(temporal) * (source.tubelet or 1)
 
@@ -114,23 +114,23 @@ class Logits:
 
 
 def logits_of(tensors: Tensors) -> Logits:
-    """Those of weights of another project or of an export, by our names."""
+    """Return the logits of weights of another project or of an export, by our names."""
     scale = tensors.get(LOGIT_SCALE)
     return Logits(None if scale is None else float(scale))
 
 
 def read_logits(checkpoint: Path) -> Logits:
-    """Those of the loss in a checkpoint.
+    """Return the logits of the loss in a checkpoint.
 
     Raises:
         UserError: the checkpoint cannot be read, or a number is not finite.
     """
-    table, found = read_table(checkpoint), dict[str, float]()
+    table, values = read_table(checkpoint), dict[str, float]()
     for name in (_LOG_SCALE, _TEMPERATURE, _BIAS):
         if name in table and not table[name]["size"]:
             number = torch.zeros(())
             fill(checkpoint, table, {name: number}, world=World())
             require_finite({name: number}, source=checkpoint)
-            found[name] = float(number)
-    temperature = found.get(_TEMPERATURE)
-    return Logits(found.get(_LOG_SCALE, None if temperature is None else -math.log(temperature)), found.get(_BIAS))
+            values[name] = float(number)
+    temperature = values.get(_TEMPERATURE)
+    return Logits(values.get(_LOG_SCALE, None if temperature is None else -math.log(temperature)), values.get(_BIAS))

@@ -37,11 +37,11 @@ class SourceFacts:
     """Properties of pretrained weights that no tensor shows; None where unknown.
 
     Attributes:
-        activation: of the MLPs, `gelu` or `quick_gelu`.
-        video_eps: of the video tower's layer norms.
-        text_eps: of the text tower's layer norms.
-        mean: of the input normalisation: R, G, B, from 0 to 1.
-        std: of the input normalisation.
+        activation: Activation of the MLPs, `gelu` or `quick_gelu`.
+        video_eps: Epsilon of the video tower's layer norms.
+        text_eps: Epsilon of the text tower's layer norms.
+        mean: Mean of the input normalisation: R, G, B, from 0 to 1.
+        std: Standard deviation of the input normalisation.
         video_heads: attention heads of the video tower.
         text_heads: attention heads of the text tower.
         video_depth: blocks of the video tower.
@@ -75,7 +75,7 @@ class ConvertedStateDict:
     """A state dict under our names.
 
     Attributes:
-        tensors: by our name.
+        tensors: Tensors by our names.
         origins: the name in the source, by our name; `{q,k,v}` in it lists tensors that were concatenated.
         unknown: tensors without a name of ours, by their name in the source.
         ignored: names of buffers that the format explains (sizes, position ids, masks).
@@ -103,7 +103,7 @@ class NameTable:
 
     Attributes:
         owner: model class or project, for errors.
-        names: their name by ours; read and written.
+        names: Their names by ours; read and written.
         aliases: our name by theirs; only read.
         roots: our first component of a name by theirs, for names that are in no row; only read.
         ignored: suffixes of names of buffers.
@@ -122,16 +122,19 @@ class NameTable:
     to_theirs: Transform = _keep_tensor
 
     def read(self, state: Tensors) -> ConvertedStateDict:
-        """Their state dict under our names."""
+        """Return their state dict under our names."""
         tensors: dict[str, torch.Tensor] = {}
         origins: dict[str, str] = {}
         unknown: dict[str, torch.Tensor] = {}
         ignored = []
-        for name, tensor in self._concatenated(state).items():
+        for name, tensor in self._concatenate(state).items():
             if name.endswith(self.ignored):
                 ignored.append(name)
                 continue
-            ours = self._our_name(self.canonical(name))
+            canonical = self.canonical(name)
+            ours = _in_rows(self._our_names, canonical)
+            if ours is None and (root := canonical.partition(".")[0]) in self.roots:
+                ours = f"{self.roots[root]}{canonical.removeprefix(root)}"
             if ours is None or ours in tensors:
                 unknown[name] = tensor
                 continue
@@ -143,7 +146,7 @@ class NameTable:
         return ConvertedStateDict(tensors=tensors, origins=origins, unknown=unknown, ignored=tuple(ignored))
 
     def write(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Our tensors as their state dict.
+        """Return our tensors as their state dict.
 
         Raises:
             ValueError: their model has no such parameter.
@@ -159,46 +162,37 @@ class NameTable:
         return state
 
     @cached_property
-    def _ours(self) -> dict[str, str]:
+    def _our_names(self) -> dict[str, str]:
         return {**{theirs: ours for ours, theirs in self.names.items()}, **self.aliases}
 
-    @cached_property
-    def _first_parts(self) -> dict[str, str]:
-        """The name of the first of several concatenated tensors -> the name of all of them."""
-        return {_expand_name(theirs)[0]: theirs for theirs in self.names.values() if "{" in theirs}
-
-    def _our_name(self, name: str) -> str | None:
-        if ours := _in_rows(self._ours, name):
-            return ours
-        root, dot, rest = name.partition(".")
-        return f"{self.roots[root]}{dot}{rest}" if root in self.roots else None
-
-    def _concatenated(self, state: Tensors) -> dict[str, torch.Tensor]:
-        """The state dict with queries, keys and values concatenated, unless one of them is missing."""
-        found = dict(state)
+    def _concatenate(self, state: Tensors) -> dict[str, torch.Tensor]:
+        """Return the state dict with queries, keys and values concatenated, unless one of them is missing."""
+        # The name of the first of several tensors -> the name of all of them.
+        first_parts = {_expand_name(theirs)[0]: theirs for theirs in self.names.values() if "{" in theirs}
+        tensors = dict(state)
         for name in state:
             canonical = self.canonical(name)
-            if whole := _in_rows(self._first_parts, canonical):
+            if whole := _in_rows(first_parts, canonical):
                 whole = whole.removeprefix(canonical.removesuffix(name))
                 parts = _expand_name(whole)
                 if state[name].ndim and all(part in state and state[part].shape == state[name].shape for part in parts):
-                    found[whole] = torch.cat([found.pop(part) for part in parts])
-        return found
+                    tensors[whole] = torch.cat([tensors.pop(part) for part in parts])
+        return tensors
 
 
 def _in_rows(rows: Mapping[str, str], name: str) -> str | None:
-    """The other name in a row, with the index and the weight or bias of `name`; None if there is no such row."""
+    """Return the other name in a row, with the index and the weight or bias of `name`; None without such a row."""
     index, leaf = _INDEX.search(name), _LEAF.search(name)
     pattern = _INDEX.sub(".N.", name, count=1)
-    found = rows.get(pattern)
-    if found is None and leaf:
-        found = rows.get(f"{pattern.removesuffix(leaf[1])}*")
-        found = None if found is None else found.replace("*", leaf[1])
-    return found if found is None or index is None else found.replace(".N.", f".{index[1]}.")
+    name_pattern = rows.get(pattern)
+    if name_pattern is None and leaf:
+        name_pattern = rows.get(f"{pattern.removesuffix(leaf[1])}*")
+        name_pattern = None if name_pattern is None else name_pattern.replace("*", leaf[1])
+    return name_pattern if name_pattern is None or index is None else name_pattern.replace(".N.", f".{index[1]}.")
 
 
 def _expand_name(name: str) -> list[str]:
-    """`a.{q,k}.b` as [`a.q.b`, `a.k.b`]."""
+    """Return `a.{q,k}.b` as [`a.q.b`, `a.k.b`]."""
     braces = _PARTS.search(name)
     return [name.replace(braces[0], part) for part in braces[1].split(",")] if braces else [name]
 
@@ -209,10 +203,10 @@ class Format:
 
     Attributes:
         name: value of `--init.format`.
-        title: for the user.
+        title: Title for the user.
         convert: a state dict under our names.
-        matches: whether names of tensors are those of this format.
-        facts: what all weights of this format have in common.
+        matches: Function that returns True if names of tensors are of this format.
+        facts: Facts that all weights of this format have in common.
         model_types: patterns of the `model_type` in config.json.
         read_config: facts from config.json and the processor (`read_processor`), and the folder for errors.
     """
@@ -227,12 +221,12 @@ class Format:
 
 
 def any_begins(names: Iterable[str], *prefixes: str) -> bool:
-    """Whether a name begins with one of the prefixes."""
+    """Return True if a name begins with one of the prefixes."""
     return any(name.startswith(prefixes) for name in names)
 
 
 def kind_of_tensors(names: Iterable[str]) -> Kind | None:
-    """The kind of the video tower among parameters of our names; None without one."""
+    """Return the kind of the video tower among parameters of our names; None without one."""
     video = [name for name in names if name.startswith("video.")]
     if any(name.startswith("video.model.") for name in video):
         return "library"
@@ -249,7 +243,7 @@ _MIN_BYTES = 2
 
 
 def require_floats(tensors: Tensors, *, source: object) -> None:
-    """Raises a UserError at the first tensor that is not of floating point of 16, 32 or 64 bits.
+    """Raise a UserError at the first tensor that is not of floating point of 16, 32 or 64 bits.
 
     Quantisation leaves integers and 8-bit floats, whose values mean nothing without their scales.
     """
@@ -273,12 +267,12 @@ def require_float_weights(state: Tensors, *, source: object) -> None:
 
 
 def by_origin(converted: ConvertedStateDict) -> dict[str, torch.Tensor]:
-    """The converted tensors by their names in the source."""
+    """Return the converted tensors by their names in the source."""
     return {converted.origins[name]: tensor for name, tensor in converted.tensors.items()}
 
 
 def require_finite(tensors: Tensors, *, source: object) -> None:
-    """Raises a UserError at the first tensor with NaN or infinity in float32, the dtype of training."""
+    """Raise a UserError at the first tensor with NaN or infinity in float32, the dtype of training."""
     for name, tensor in tensors.items():
         if not bool(tensor.float().isfinite().all()):
             raise UserError(

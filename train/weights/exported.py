@@ -33,8 +33,8 @@ class Exported:
     Attributes:
         write: fills a folder.
         remarks: notices for the user.
-        sees: what the exported model takes where it computes something else than the run, such as "single images".
-        usage: how a program is run, as Markdown. Empty for weights, which `WEIGHTS` can name; a program has no record.
+        sees: Input of the exported model where it computes something else than the run, such as "single images".
+        usage: How a program is run, as Markdown. Empty for weights, which `WEIGHTS` can name; a program has no record.
     """
 
     write: Callable[[Path], None]
@@ -44,7 +44,7 @@ class Exported:
 
 
 def require_format(form: str, known: Sequence[str], *, what: str) -> None:
-    """Raises a UserError if a model cannot be exported to a format."""
+    """Raise a UserError if a model cannot be exported to a format."""
     if form not in known:
         raise UserError(
             f"--format is {form}, which has no place for {what}",
@@ -54,7 +54,7 @@ def require_format(form: str, known: Sequence[str], *, what: str) -> None:
 
 
 def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
-    """Fills a folder under a temporary name and renames it: `out` is whole or not there.
+    """Fill a folder under a temporary name and rename it: `out` is complete or missing.
 
     Raises:
         UserError: it cannot be written.
@@ -79,12 +79,12 @@ def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
 
 
 def save_json(path: Path, value: Any) -> None:
-    """Writes a configuration file."""
+    """Write a configuration file."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def save_tensors(tensors: Tensors, path: Path, *, metadata: dict[str, str] | None = None) -> None:
-    """Writes a safetensors file; tensors may share memory."""
+    """Write a safetensors file; tensors may share memory."""
     from safetensors.torch import save_file
 
     path.touch()
@@ -95,11 +95,11 @@ def save_tensors(tensors: Tensors, path: Path, *, metadata: dict[str, str] | Non
 
 
 def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) -> dict[str, Any]:
-    """preprocessor_config.json: resize the short side, crop the centre, normalise.
+    """Return preprocessor_config.json: resize the short side, crop the centre, normalise.
 
     Args:
         processor: class of transformers, such as CLIPImageProcessor.
-        kind: of the tower, whose normalisation is the default.
+        kind: Kind of the tower, whose normalisation is the default.
     """
     import transformers
 
@@ -114,12 +114,12 @@ def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) ->
 
 
 def save_extras(extras: Tensors, folder: Path, *, beside: Path) -> None:
-    """Writes what an image tower lacks of a video tower, beside the weights in the file `beside`."""
+    """Write what an image tower lacks of a video tower, beside the weights in the file `beside`."""
     save_tensors(extras, folder / EXTRAS_FILE, metadata={_OWNER: _digest(beside)})
 
 
 def read_extras(folder: Path, *, beside: Path) -> dict[str, torch.Tensor]:
-    """What an exported image tower lacks of a video tower, by our names; {} if the folder has no such file.
+    """Return what an exported image tower lacks of a video tower, by our names; {} if the folder has no such file.
 
     Raises:
         UserError: it belongs to other weights than those in the file `beside`, or is damaged.

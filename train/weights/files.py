@@ -1,4 +1,4 @@
-"""Reads tensors from untrusted files. Nothing in a file is ever executed.
+"""Reader of tensors from untrusted files. Nothing in a file is ever executed.
 
 safetensors hold only tensors. Files of torch.save are read with `weights_only`, which builds tensors and plain
 containers and refuses everything else. OpenAI's own archives are programs (TorchScript): one is opened only if its
@@ -33,7 +33,7 @@ _DAMAGED = "correct it, or get the folder again"
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is no such file.
+    """Return the JSON object in a file; None if there is no such file.
 
     Raises:
         UserError: it cannot be read, or a value has a type or is in a range that its key does not take.
@@ -51,13 +51,13 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 
 def as_config(config_class: Callable[..., Any], given: Mapping[str, Any], *, keys: str, source: str) -> Any:
-    """A configuration object of transformers, with its own defaults where `given` has no value.
+    """Return a configuration object of transformers, with its defaults where `given` has no value.
 
     Args:
         config_class: such as VideoMAEConfig.
         given: an object of a checked config.json.
-        keys: those that are used, separated by spaces. The others are left out: their values may be anything.
-        source: for errors.
+        keys: Keys that are used, separated by spaces. The others are omitted: their values may be anything.
+        source: Source for errors.
 
     Raises:
         UserError: the class refuses the values.
@@ -74,7 +74,7 @@ def as_config(config_class: Callable[..., Any], given: Mapping[str, Any], *, key
 
 
 def colours(values: Any) -> Mean | None:
-    """The values of a configuration for R, G and B; None if it has none."""
+    """Return the values of a configuration for R, G and B; None if it has none."""
     if values is None:
         return None
     red, green, blue = (float(value) for value in values)
@@ -83,9 +83,9 @@ def colours(values: Any) -> Mean | None:
 
 def _check(config: Mapping[str, Any], *, path: Path, parent: str) -> None:
     for name, value in config.items():
-        for names, is_valid, wanted in _TYPES:
+        for names, is_valid, expected in _TYPES:
             if name in names and not is_valid(value):
-                raise UserError(f"{path}: {parent}{name} is {value!r}, which is not {wanted}", hint=_DAMAGED)
+                raise UserError(f"{path}: {parent}{name} is {value!r}, which is not {expected}", hint=_DAMAGED)
         if name in _OBJECTS and value is not None:
             _check(value, path=path, parent=f"{parent}{name}.")
 
@@ -94,24 +94,8 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_size(value: Any) -> bool:
     return _is_integer(value) and value >= 1
-
-
-def _is_side(value: Any) -> bool:
-    return all(map(_is_size, value)) if isinstance(value, list) else _is_size(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _are_texts(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(map(_is_text, value)))
 
 
 # Nested objects, whose keys are checked too.
@@ -134,12 +118,30 @@ _SWITCHES = frozenset({"qkv_bias", "qv_bias", "use_mean_pooling", "norm_pix_loss
 _TYPES: tuple[tuple[frozenset[str], Callable[[Any], bool], str], ...] = (
     (_OBJECTS, lambda value: value is None or isinstance(value, dict), "an object"),
     (_SIZES, _is_size, "a whole number of at least 1"),
-    (frozenset({"image_size", "patch_size"}), _is_side, "a whole number of at least 1"),
-    (_EPS, lambda value: _is_number(value) and EPS_RANGE.holds(value), f"a number {EPS_RANGE}"),
+    (
+        frozenset({"image_size", "patch_size"}),
+        lambda value: all(map(_is_size, value)) if isinstance(value, list) else _is_size(value),
+        "a whole number of at least 1",
+    ),
+    (
+        _EPS,
+        lambda value: (
+            (_is_integer(value) or isinstance(value, float)) and math.isfinite(value) and EPS_RANGE.holds(value)
+        ),
+        f"a number {EPS_RANGE}",
+    ),
     (_TOKENS, lambda value: value is None or _is_integer(value), "a whole number"),
     (_SWITCHES, lambda value: isinstance(value, bool), "true or false"),
-    (frozenset({"hidden_act", "activation_function", "model_type"}), _is_text, "a text"),
-    (frozenset({"architectures"}), _are_texts, "a list of texts"),
+    (
+        frozenset({"hidden_act", "activation_function", "model_type"}),
+        lambda value: isinstance(value, str),
+        "a text",
+    ),
+    (
+        frozenset({"architectures"}),
+        lambda value: value is None or (isinstance(value, list) and all(isinstance(text, str) for text in value)),
+        "a list of texts",
+    ),
     (frozenset({"mean"}), lambda value: is_triple(value, PIXEL_MEAN), PIXEL_MEAN.hint),
     (frozenset({"std"}), lambda value: is_triple(value, PIXEL_STD), PIXEL_STD.hint),
 )
@@ -176,20 +178,20 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has a file of weights."""
+    """Return True if a folder has a file of weights."""
     return any((folder / name).is_file() for name in WEIGHT_FILES)
 
 
 def weights_file(folder: Path) -> Path:
-    """The file of weights in a folder, or the index of its shards; UserError if there is none."""
+    """Return the file of weights in a folder, or the index of its shards; UserError if there is none."""
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return folder / name
-    raise UserError(f"there are no weights in {folder}", hint=f"one of {', '.join(WEIGHT_FILES)}")
+    raise UserError(f"there are no weights in {folder}", hint=f"add one of {', '.join(WEIGHT_FILES)}")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict in a file, or in the shards that an index names, on the CPU.
+    """Return the state dict in a file, or in the shards that an index names, on the CPU.
 
     Raises:
         UserError: the file cannot be read, is damaged, holds no tensors, or would run a program.
@@ -212,7 +214,15 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             f"{path} is text: it is not a safetensors or torch file", hint="name the file that holds the weights"
         )
     if path.suffix == ".safetensors" or begin[8:9] == b"{":
-        return _read_safetensors(path)
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(path)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(
+                f"the weights {path} are damaged or truncated: {first_line(error)}", hint=_DOWNLOAD_AGAIN
+            ) from error
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -227,7 +237,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def without_prefixes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors without a prefix of wrappers on all names: DDP's `module.`, torch.compile's `_orig_mod.`."""
+    """Return the tensors without a prefix of wrappers on all names: DDP's `module.`, torch.compile's `_orig_mod.`."""
     names = list(state)
     for _ in range(len(_PREFIXES)):
         for prefix in _PREFIXES:
@@ -236,20 +246,8 @@ def without_prefixes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     return dict(zip(names, state.values(), strict=True))
 
 
-def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(
-            f"the weights {path} are damaged or cut short: {first_line(error)}", hint=_DOWNLOAD_AGAIN
-        ) from error
-
-
 def _read_shards(index: Path) -> dict[str, torch.Tensor]:
-    """The tensors of all shards, as transformers writes models that are larger than a file may be."""
+    """Return the tensors of all shards, as transformers writes models that are larger than a file may be."""
     try:
         shard_of = parse_json(index.read_bytes())["weight_map"]
         names = sorted(set(shard_of.values()))
@@ -276,13 +274,17 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
         with torch.serialization.safe_globals(_PLAIN):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except _Refused as error:
+        # Not torch's own words: they advise to load the file with everything that it can run.
+        reason, _, after = "it is not a tensor file", *str(error).partition("GLOBAL ")[1:]
+        if after:
+            reason = f"it holds {after.split()[0]}, and only tensors and plain values are loaded"
         raise UserError(
-            f"{path} is refused: {_refused_thing(error)}",
+            f"{path} is refused: {reason}",
             hint="if you trust it, save only its state dict: torch.save(model.state_dict(), FILE)",
         ) from error
     except Exception as error:
         raise UserError(
-            f"the weights {path} are damaged or cut short: {first_line(error)}", hint=_DOWNLOAD_AGAIN
+            f"the weights {path} are damaged or truncated: {first_line(error)}", hint=_DOWNLOAD_AGAIN
         ) from error
     for name in _INNER:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
@@ -292,12 +294,12 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
     if isinstance(content, Mapping):
         tensors = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
     if not tensors:
-        raise UserError(f"there are no tensors in {path}", hint=f"a state dict, alone or under {', '.join(_INNER)}")
+        raise UserError(f"there are no tensors in {path}", hint=f"use a state dict, or one under {', '.join(_INNER)}")
     return tensors
 
 
 def _is_printable(begin: bytes) -> bool:
-    """Whether these first bytes of a file are printable: files of tensors begin with lengths, marks and opcodes."""
+    """Return True if the first bytes of a file are printable: tensor files begin with lengths, marks and opcodes."""
     try:
         # Piece by piece: a letter of several bytes may be cut at the end.
         text = codecs.getincrementaldecoder("utf-8")().decode(begin)
@@ -319,19 +321,11 @@ def _read_openai_archive(path: Path) -> dict[str, torch.Tensor]:
 
 
 def openai_digests() -> frozenset[str]:
-    """SHA-256 of the archives that OpenAI published, from the addresses in open_clip's list."""
+    """Return SHA-256 of the archives that OpenAI published, from the addresses in open_clip's list."""
     from open_clip.pretrained import get_pretrained_url, list_pretrained_models_by_tag
 
     addresses = [get_pretrained_url(name, "openai") for name in list_pretrained_models_by_tag("openai")]
     return frozenset(address.split("/")[-2] for address in addresses if "openaipublic" in address)
-
-
-def _refused_thing(error: Exception) -> str:
-    text = str(error)
-    if "GLOBAL " in text:
-        return f"it holds {text.partition('GLOBAL ')[2].split()[0]}, and only tensors and plain values are loaded"
-    # Not torch's own words: they advise to load the file with everything that it can run.
-    return "it is not a tensor file"
 
 
 MODEL_FILES = ("config.json", *PROCESSOR_FILES, "model*.safetensors", "model.safetensors.index.json")
@@ -339,11 +333,11 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
 
 
 def hub_folder(name: str, *, files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES), what: str = "weights") -> Path:
-    """The folder of a model of the Hub, from its cache, else downloaded.
+    """Return the folder of a model of the Hub, from its cache, else downloaded.
 
     Args:
         files: patterns of the files that are needed.
-        what: what the folder has, for the hint.
+        what: Content of the folder, for the hint.
 
     Raises:
         UserError: it is in neither.

@@ -1,6 +1,6 @@
-"""Hugging Face's VisionEncoderDecoderModel of TimeSformer and GPT-2, and each of the two alone: names, configuration.
+"""Hugging Face's VisionEncoderDecoderModel of TimeSformer and GPT-2, or one of the two: names, configuration.
 
-A TimesformerModel alone has its names without `encoder.`, a TimesformerForVideoClassification with `timesformer.`
+A separate TimesformerModel has its names without `encoder.`, a TimesformerForVideoClassification with `timesformer.`
 instead; a GPT2LMHeadModel has its names without `decoder.`, a GPT2Model without `decoder.transformer.`. GPT-2's
 matrices are transposed, and its last layer is the token embedding, `decoder.lm_head.weight` in old files.
 """
@@ -41,7 +41,7 @@ class TimeSformerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionConfig:
-    """Sizes in a config.json; None for a part that is not there."""
+    """Sizes in a config.json; None for a missing part."""
 
     video: TimeSformerShape | None
     decoder: Gpt2Size | None
@@ -50,12 +50,12 @@ class CaptionConfig:
 def hf_caption_config(
     video: TimeSformerShape, decoder: Gpt2Size, *, end_id: int, pad_id: int, dropout: float
 ) -> dict[str, Any]:
-    """config.json of a VisionEncoderDecoderModel.
+    """Return config.json of a VisionEncoderDecoderModel.
 
     Args:
         end_id: the token before and after a caption.
         pad_id: the padding token.
-        dropout: of the decoder.
+        dropout: Dropout of the decoder.
     """
     from transformers import GPT2Config, TimesformerConfig, VisionEncoderDecoderConfig
 
@@ -97,7 +97,7 @@ def hf_caption_config(
 
 
 def generation_config(*, end_id: int, pad_id: int, decoding: Mapping[str, Any]) -> dict[str, Any]:
-    """generation_config.json.
+    """Return generation_config.json.
 
     Args:
         decoding: arguments of `generate`.
@@ -116,10 +116,10 @@ def caption_config_of(
     source: str,
     hint: str = "use a TimeSformer, a GPT-2, or a vision-encoder-decoder of both",
 ) -> CaptionConfig:
-    """The sizes in a config.json of the whole, of a TimeSformer, or of a GPT-2.
+    """Return the sizes in a config.json of a captioner, of a TimeSformer, or of a GPT-2.
 
     Args:
-        hint: what to use instead of another model.
+        hint: Advice what to use instead of another model.
 
     Raises:
         UserError: it is of another model, or of one that computes something else than those here.
@@ -180,7 +180,7 @@ def _timesformer_of(given: Mapping[str, Any], *, source: str) -> TimeSformerShap
 def _gpt2_of(given: Mapping[str, Any], *, source: str) -> Gpt2Size:
     from transformers import GPT2Config
 
-    # Its default for the ends of a text is that of the largest vocabulary: it would warn about smaller ones.
+    # Its default for the ends of a text is of the largest vocabulary: it would warn about smaller ones.
     ends = {"bos_token_id": None, "eos_token_id": None}
     config = as_config(GPT2Config, {**given, **ends}, keys=_GPT2_KEYS, source=source)
     _require(
@@ -200,7 +200,7 @@ def _gpt2_of(given: Mapping[str, Any], *, source: str) -> Gpt2Size:
 
 
 def _require(config: Any, *, source: str, **values: tuple[Any, ...]) -> None:
-    """Raises a UserError for a value that is another model's; `values` has those of the models here."""
+    """Raise a UserError for a value that is another model's; `values` has the values of the models here."""
     for name, known in values.items():
         if getattr(config, name) not in known:
             raise UserError(
@@ -219,7 +219,7 @@ def _require_divisible(config: Any, *, width: str, heads: str, source: str) -> N
 
 
 def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from the config.json and the processor (`read_processor`) of a TimeSformer, or of a captioner with one.
+    """Return facts from config.json and the processor (`read_processor`) of a TimeSformer or a captioner with one.
 
     Raises:
         UserError: see `caption_config_of`; or there is no TimeSformer in it.
@@ -247,7 +247,7 @@ _LEADING = {"video.class_embedding": 2, "video.positional_embedding": 1, "video.
 
 
 def _whole_name(name: str) -> str:
-    """The name in the whole captioner of a tensor of one of its parts."""
+    """Return the name in the complete captioner of a tensor of one of its parts."""
     if name.startswith("timesformer."):
         return f"encoder.{name.removeprefix('timesformer.')}"
     if name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
@@ -255,14 +255,6 @@ def _whole_name(name: str) -> str:
     if name.startswith(("transformer.", "lm_head.")):
         return f"decoder.{name}"
     return f"encoder.{name}" if name.startswith(("embeddings.", "encoder.layer.", "layernorm.")) else name
-
-
-def _to_ours(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten(0, _LEADING[name]) if name in _LEADING else _transpose(name, tensor)
-
-
-def _to_theirs(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[(None,) * _LEADING[name]] if name in _LEADING else _transpose(name, tensor)
 
 
 def _transpose(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -308,8 +300,8 @@ NAMES = NameTable(
         *("lm_head.weight", "classifier.weight", "classifier.bias"),
     ),
     canonical=_whole_name,
-    to_ours=_to_ours,
-    to_theirs=_to_theirs,
+    to_ours=lambda name, tensor: tensor.flatten(0, _LEADING[name]) if name in _LEADING else _transpose(name, tensor),
+    to_theirs=lambda name, tensor: tensor[(None,) * _LEADING[name]] if name in _LEADING else _transpose(name, tensor),
 )
 from_hf_caption, to_hf_caption = NAMES.read, NAMES.write
 
@@ -323,19 +315,19 @@ class CaptionFolder:
 
 
 def read_caption_folder(folder: Path, *, needs_decoder: bool = False) -> CaptionFolder:
-    """Reads config.json and the weights of the whole, of a TimeSformer, or of a GPT-2.
+    """Read config.json and the weights of the captioner, of a TimeSformer, or of a GPT-2.
 
     Args:
-        needs_decoder: refuse a TimeSformer alone.
+        needs_decoder: True to refuse a TimeSformer without a decoder.
 
     Raises:
-        UserError: they are not there, damaged, or of a model that a captioner cannot be made of.
+        UserError: they are missing, damaged, or of a model that a captioner cannot be made of.
     """
     values = read_config(folder / "config.json")
     if values is None:
         raise UserError(f"there is no {folder / 'config.json'}", hint="name a folder that save_pretrained wrote")
-    wanted = {"hint": "use a GPT-2, or a vision-encoder-decoder with one"} if needs_decoder else {}
-    config = caption_config_of(values, source=str(folder), **wanted)
+    advice = {"hint": "use a GPT-2, or a vision-encoder-decoder with one"} if needs_decoder else {}
+    config = caption_config_of(values, source=str(folder), **advice)
     path = weights_file(folder)
     state = without_prefixes(read_tensors(path))
     require_float_weights(state, source=path)

@@ -1,4 +1,4 @@
-"""Hugging Face's CLIPModel: names and configuration. q, k and v are matrices of their own, projections transposed."""
+"""Hugging Face's CLIPModel: names and configuration. q, k and v are separate matrices, projections transposed."""
 
 import html
 import re
@@ -62,7 +62,7 @@ from_hf, to_hf = NAMES.read, NAMES.write
 
 
 def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from the config.json and the processor (`read_processor`) of a CLIPModel.
+    """Return facts from the config.json and the processor (`read_processor`) of a CLIPModel.
 
     Raises:
         UserError: the model computes something that the towers here do not.
@@ -98,7 +98,7 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
 
 
 def hf_config(size: DualEncoderSize, *, image_px: int, log_scale: float) -> dict[str, Any]:
-    """config.json of a CLIPModel whose vision tower takes single frames."""
+    """Return config.json of a CLIPModel whose vision tower takes single frames."""
     from transformers import CLIPConfig
 
     towers = {
@@ -142,9 +142,9 @@ TOKENIZER_REMARK = (
 
 
 def save_tokenizer(folder: Path, *, context_length: int) -> None:
-    """Writes CLIP's tokenizer for transformers, from the vocabulary that open_clip ships, with open_clip's cleaning.
+    """Write CLIP's tokenizer for transformers, from the vocabulary that open_clip ships, with open_clip's cleaning.
 
-    transformers' own CLIPTokenizer builds a normaliser of its own whatever tokenizer.json says, so that the files are
+    transformers' CLIPTokenizer builds another normaliser whatever tokenizer.json says, so that the files are
     of a tokenizer that is taken as it is.
     """
     from open_clip.tokenizer import SimpleTokenizer
@@ -191,6 +191,16 @@ HF_CLIP = Format(
 )
 
 
+# open_clip's cleaning of texts as a normaliser of tokenizers, for exported tokenizers.
+#
+# open_clip repairs texts with ftfy, decodes HTML twice, folds white space and lowers the case. A normaliser is a list
+# of replacements, so that it has every step whose result depends only on a few characters. What it lacks depends on the
+# text around them:
+#
+# - text that was decoded with the wrong encoding ("schÃ¶n"), which ftfy recognises by statistics,
+# - HTML in a text with "<", where ftfy leaves the quotes and ligatures that HTML stands for,
+# - character references by number outside of `_NUMBERED`, and HTML that was escaped again and again without semicolons.
+
 # Latin letters, punctuation, signs, and emoji. Each is a replacement that takes time for every text.
 _NUMBERED = (
     *(range(32, 0x180), range(0x2000, 0x2070), range(0x20A0, 0x20C0), range(0x2100, 0x2150)),
@@ -201,7 +211,7 @@ _SIGMA = "(?<=[\\p{Lu}\\p{Ll}\\p{Lt}])\u03a3(?!\\p{M}*[\\p{Lu}\\p{Ll}\\p{Lt}])"
 
 
 def cleaning_normalizer() -> Any:
-    """The normaliser (`tokenizers.normalizers.Sequence`)."""
+    """Return the normaliser (`tokenizers.normalizers.Sequence`)."""
     from tokenizers import Regex, normalizers
 
     rules = (*_replacements(), None, *_without_semicolons(), (Regex(r"\s+"), " "))
@@ -213,7 +223,7 @@ def cleaning_normalizer() -> Any:
 
 
 def _replacements() -> Iterator[tuple[Any, str]]:
-    """Texts or patterns, and what replaces them, in the order in which ftfy replaces them."""
+    """Yield the texts or patterns, and what replaces them, in the order in which ftfy replaces them."""
     from open_clip import tokenizer as theirs
     from tokenizers import Regex
 
@@ -229,7 +239,7 @@ def _replacements() -> Iterator[tuple[Any, str]]:
         patterns[value] += [f"&#0*{number}(?![0-9]);?", f"&#[xX]0*(?i:{number:x})(?![0-9a-fA-F]);?"]
     for value, alternatives in patterns.items():
         yield Regex("|".join(alternatives)), value
-    # Control characters of ISO 8859-1 are meant as those of Windows.
+    # Control characters of ISO 8859-1 are meant as characters of Windows-1252.
     for number in range(0x80, 0xA0):
         yield chr(number), bytes([number]).decode("cp1252", errors="replace").replace("\ufffd", chr(number))
     for number, value in {**chardata.LIGATURES, **chardata.WIDTH_MAP}.items():
@@ -242,7 +252,7 @@ def _replacements() -> Iterator[tuple[Any, str]]:
 
 
 def _without_semicolons() -> Iterator[tuple[Any, str]]:
-    """Old names of HTML, which need no semicolon; the longest first, of which others are the beginning."""
+    """Return old names of HTML, which need no semicolon; the longest first, since others are its beginning."""
     from tokenizers import Regex
 
     names = sorted((name for name in html5 if not name.endswith(";")), key=len, reverse=True)

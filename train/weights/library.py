@@ -4,11 +4,11 @@
     video.model.*            visual.*                   vision_model.*, visual_projection, or all of a model's
     text.model.*             text.*, or CLIP's          text_model.*, text_projection, or all of a model's
 
-timm's files are of an image tower alone. What else is in a file is converted like the weights of a CLIP. No library has
-our parts around its own: `video.proj`, `video.pool.*`, `video.temporal_embedding`, `text.text_projection`.
+timm's files are only of an image tower. What else is in a file is converted like the weights of a CLIP. No library has
+our parts around its tower: `video.proj`, `video.pool.*`, `video.temporal_embedding`, `text.text_projection`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ OF_TEXT = ("text", "text_model", *TEXT_ROOTS)  # first parts of the names of a C
 
 
 def library_format(towers: Towers) -> Format | None:
-    """The format of weights for towers, one of which is a library's; None if none is."""
+    """Return the format of weights for towers, one of which is a library's; None if none is."""
     names = dict[str, frozenset[str]]()
     if towers.image is not None:
         names[IMAGE] = image_outline(towers.image, preprocessing_of(towers.image).size_px or _ANY_PX).names
@@ -58,11 +58,14 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
     has_both = any_begins(state, "token_embedding.", *(f"{root}." for root in ("text", "text_model", *_OF_IMAGE)))
     for name, tensor in state.items():
         root = name.partition(".")[0]
+        # The name, and the same without its first part, and without its first two.
+        parts = name.split(".")
+        endings = [".".join(parts[begin:]) for begin in range(min(3, len(parts)))]
         sides = list(names)
         if has_both:
             sides = [TEXT] if root in OF_TEXT else [IMAGE] if root in _OF_IMAGE else []
         sides = [side for side in sides if side in names and root != LOGIT_SCALE]
-        ours = next((f"{side}{part}" for side in sides for part in _endings(name) if part in names[side]), None)
+        ours = next((f"{side}{part}" for side in sides for part in endings if part in names[side]), None)
         if not tensor.is_floating_point() or name.endswith(BUFFERS) or name == LOGIT_BIAS:
             ignored.append(name)
         elif ours is not None and ours not in tensors:
@@ -78,23 +81,16 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
     )
 
 
-def _endings(name: str) -> Iterator[str]:
-    """A name, and the same without its first one and two parts."""
-    parts = name.split(".")
-    for begin in range(min(3, len(parts))):
-        yield ".".join(parts[begin:])
-
-
 def library_facts(folder: Path) -> SourceFacts:
-    """How the pictures were normalised that weights in a folder were trained on."""
-    own = read_config(folder / "open_clip_config.json")
-    found = (own.get("preprocess_cfg") or {}) if own is not None else read_processor(str(folder))
-    found = found or (read_config(folder / "config.json") or {}).get("pretrained_cfg") or {}
-    return facts_of_entry({name: found.get(f"image_{name}", found.get(name)) for name in ("mean", "std")})
+    """Return how the pictures were normalised that weights in a folder were trained on."""
+    config = read_config(folder / "open_clip_config.json")
+    preprocess = (config.get("preprocess_cfg") or {}) if config is not None else read_processor(str(folder))
+    preprocess = preprocess or (read_config(folder / "config.json") or {}).get("pretrained_cfg") or {}
+    return facts_of_entry({name: preprocess.get(f"image_{name}", preprocess.get(name)) for name in ("mean", "std")})
 
 
 def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _PLAIN) -> SourceFacts:
-    """Facts from the entry of a tag of open_clip, whose weights are for `towers`."""
+    """Return facts from the entry of a tag of open_clip, whose weights are for `towers`."""
     mean, std = (colours(None if entry.get(name) is None else list(entry[name])) for name in ("mean", "std"))
     is_other = entry.get("quick_gelu") and not (towers.image or "").endswith("-quickgelu")
     remarks = ("trained with QuickGELU, which open_clip:NAME-quickgelu has",) if is_other else ()
@@ -104,8 +100,11 @@ def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _PLAIN) -> SourceF
 
 
 def state_of(weights: Tensors, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors of a library's module (`IMAGE` or `TEXT`), by its own names."""
+    """Return the tensors of a library's module (`IMAGE` or `TEXT`), by the library's names."""
     return {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
+
+
+# Export of towers in their library's own format: what it has a place for, as the library itself writes it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +112,8 @@ class LibraryTowers:
     """Towers of a dual encoder, whose image tower is a library's.
 
     Attributes:
-        weights: by our names, with `logit_scale`.
-        logits: of the loss.
+        weights: Tensors by our names, with `logit_scale`.
+        logits: Logits of the loss.
     """
 
     settings: ClipSettings
@@ -156,20 +155,22 @@ def _write_open_clip(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str
     weights, text = towers.weights, towers.towers.text
     if "video.proj" in weights or ("text.text_projection" in weights and text is not None):
         raise UserError(
-            "a tower has a projection of its own beside open_clip's, which open_clip has no place for",
+            "a tower has another projection beside open_clip's, which open_clip has no place for",
             hint="use --format torch, or train without --towers.embedding-width",
         )
     if not any(name.startswith("text.") for name in weights) or (text or "open_clip:").partition(":")[0] != "open_clip":
         raise UserError(
             "open_clip's models have two towers of open_clip, and the text tower is of another kind",
-            hint="use --format torch, which is the video tower alone",
+            hint="use --format torch, which holds only the video tower",
         )
     library: Any = library_of(towers.image)[0]
     config = dict(library.config(towers.image.partition(":")[2]))
     state = {f"visual.{name}": one for name, one in state_of(weights, IMAGE).items()}
     if text is None:
-        own = open_clip_config(towers.size, towers.settings.init, image_px=towers.settings.size_px)["model_cfg"]
-        config |= {"text_cfg": own["text_cfg"], "quick_gelu": own["quick_gelu"]}
+        model_config = open_clip_config(towers.size, towers.settings.init, image_px=towers.settings.size_px)[
+            "model_cfg"
+        ]
+        config |= {"text_cfg": model_config["text_cfg"], "quick_gelu": model_config["quick_gelu"]}
         state |= to_open_clip({name: one for name, one in weights.items() if name.startswith("text.")})
         config.pop("custom_text", None)
     else:

@@ -1,8 +1,11 @@
-"""Loads weights into a model, with a table of how each tensor was used, or an error with a hint."""
+"""Loading of weights into a model: which tensors are copied, resized, created or dropped, as a table or as an error.
+
+Shape suffixes: P positions (1 + patches), D width, H and W patches of a frame.
+"""
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -46,7 +49,7 @@ class Change:
 
     Attributes:
         name: ours, or the source's if there is none of ours.
-        origin: its name in the source, '' if it is not there.
+        origin: Name in the source, '' if it is missing there.
         old: shape in the source.
         new: shape in the model.
         why: the reason; '' if there is none, so that training must not begin.
@@ -60,7 +63,7 @@ class Change:
     why: str = ""
 
     def as_json(self) -> dict[str, object]:
-        """For run.json."""
+        """Return the entry of run.json."""
         return dict(vars(self))
 
 
@@ -69,7 +72,7 @@ class Fitted:
     """The weights of a model.
 
     Attributes:
-        tensors: by our name, with the model's shapes; without those that the model initialises itself.
+        tensors: Tensors by our names, with the model's shapes; without tensors that the model initialises itself.
         logit_scale: log(1 / temperature) of the source; None if it has none, or if its projections are not used.
         num_copied: number of tensors that were copied as they are.
         changes: all the others.
@@ -81,22 +84,22 @@ class Fitted:
     changes: tuple[Change, ...]
 
     @property
-    def unexplained(self) -> tuple[Change, ...]:
+    def unexplained_changes(self) -> tuple[Change, ...]:
         """Changes without a reason."""
         return tuple(change for change in self.changes if not change.why)
 
 
-def fit_tensors(source: ConvertedStateDict, wanted: Mapping[str, Shape], *, allow: Sequence[str] = ()) -> Fitted:
-    """Fits weights to a model.
+def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allow: Sequence[str] = ()) -> Fitted:
+    """Fit weights to a model.
 
     Args:
-        wanted: shapes of the model's parameters, by name.
-        allow: patterns of names, ours or the source's, of tensors that may differ without a reason.
+        shapes: Shapes of the model's parameters, by name.
+        allow: Patterns of names, ours or the source's, of tensors that may differ without a reason.
     """
     tensors: dict[str, torch.Tensor] = {}
     changes: list[Change] = []
     num_copied = 0
-    for name, new in wanted.items():
+    for name, new in shapes.items():
         if name not in source.tensors:
             why = next((reason for part, reason in _CREATED.items() if part in name), "")
             changes.append(Change(kind="created" if why else "missing", name=name, new=new, why=why))
@@ -116,16 +119,21 @@ def fit_tensors(source: ConvertedStateDict, wanted: Mapping[str, Shape], *, allo
         kind: ChangeKind = "dropped" if why else "unexpected"
         changes.append(Change(kind=kind, name=name, origin=origin, old=tuple(tensor.shape), why=why))
 
-    has_text_tower = any(name.startswith("text.") for name in wanted)
+    def allow_change(change: Change) -> Change:
+        names = (change.name, change.origin)
+        pattern = next((pattern for pattern in allow if any(fnmatchcase(name, pattern) for name in names)), None)
+        return change if change.why or pattern is None else replace(change, why=f"allowed by --init.allow {pattern}")
+
+    has_text_tower = any(name.startswith("text.") for name in shapes)
     for name, tensor in source.tensors.items():
-        if name not in wanted and name != LOGIT_SCALE:
+        if name not in shapes and name != LOGIT_SCALE:
             is_text = name.startswith("text.") and not has_text_tower
             leave(name, source.origins[name], tensor, "this model has no text tower" if is_text else "")
     for name, tensor in source.unknown.items():
         leave(name, name, tensor)
     logit_scale = source.tensors.get(LOGIT_SCALE)
     # Towers of libraries may have their own instead.
-    if logit_scale is not None and wanted.keys() & set(_PROJECTIONS) and not tensors.keys() & set(_PROJECTIONS):
+    if logit_scale is not None and shapes.keys() & set(_PROJECTIONS) and not tensors.keys() & set(_PROJECTIONS):
         why = "the projections are new, so their temperature is too"
         leave(LOGIT_SCALE, source.origins[LOGIT_SCALE], logit_scale, why)
         logit_scale = None
@@ -133,18 +141,12 @@ def fit_tensors(source: ConvertedStateDict, wanted: Mapping[str, Shape], *, allo
         tensors=tensors,
         logit_scale=None if logit_scale is None else float(logit_scale),
         num_copied=num_copied,
-        changes=tuple(_allow_change(change, allow) for change in changes),
+        changes=tuple(map(allow_change, changes)),
     )
 
 
-def _allow_change(change: Change, allow: Sequence[str]) -> Change:
-    names = (change.name, change.origin)
-    pattern = next((one for one in allow if any(fnmatchcase(name, one) for name in names)), None)
-    return change if change.why or pattern is None else replace(change, why=f"allowed by --init.allow {pattern}")
-
-
 def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeKind, torch.Tensor | None, str]:
-    """The tensor in the shape `new`, None if the model initialises it; and why, '' if there is no reason."""
+    """Return the tensor in the shape `new`, None if the model initialises it; and why, '' if there is no reason."""
     old = tuple(tensor.shape)
     if name == CONV and len(old) == 4 and len(new) == 5 and old == (*new[:2], *new[3:]):
         return "resized", inflated_cubes(tensor, new[2]), "a cube of equal frames gives what one frame gave"
@@ -176,9 +178,9 @@ _TEXT_POSITIONS = (
 
 
 def stretched_positions(positions_LD: torch.Tensor, num_places: int) -> torch.Tensor:
-    """Positional embeddings of longer texts: the first 20 stay, the others are interpolated linearly.
+    """Stretch positional embeddings to longer texts: the first 20 stay, the others are interpolated linearly.
 
-    Beyond the last one, the line through the last two goes on. From 77 to 248 as Long-CLIP (Zhang et al. 2024).
+    Beyond the last one, the line through the last two continues. From 77 to 248 as Long-CLIP (Zhang et al. 2024).
     """
     kept_KD, rest_LD = positions_LD[:_KEPT_POSITIONS], positions_LD[_KEPT_POSITIONS:].double()
     step = len(rest_LD) / (num_places - _KEPT_POSITIONS)
@@ -190,7 +192,7 @@ def stretched_positions(positions_LD: torch.Tensor, num_places: int) -> torch.Te
 
 
 def resize_positions(positions_PD: torch.Tensor, *, num_places: int) -> torch.Tensor:
-    """Positional embeddings for another number of patches; that of the class token, the first, stays as it is."""
+    """Resize positional embeddings to another number of patches; the first, of the class token, stays as it is."""
     class_1D, grid_PD = positions_PD[:1], positions_PD[1:]
     old, new = math.isqrt(len(grid_PD)), math.isqrt(num_places - 1)
     grid_1DHW = grid_PD.float().T.unflatten(1, (old, old))[None]
@@ -211,7 +213,7 @@ class Loaded:
 
     Attributes:
         title: origin and format.
-        fitted: how each tensor was used.
+        fitted: Use of each tensor.
     """
 
     title: str
@@ -223,7 +225,7 @@ class Loaded:
         return self.fitted.logit_scale
 
     def as_json(self) -> dict[str, Any]:
-        """For run.json."""
+        """Return the entry of run.json."""
         return {
             "source": self.title,
             "num_copied": self.fitted.num_copied,
@@ -233,7 +235,7 @@ class Loaded:
 
 
 def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: Say) -> Loaded:
-    """Fits the weights of `source` to a model, which may be on the meta device and is not changed.
+    """Fit the weights of `source` to a model, which may be on the meta device and is not changed.
 
     Args:
         allow: patterns of names of tensors that may differ without a reason.
@@ -243,10 +245,18 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
         UserError: a tensor is missing, unexpected or of another shape without a reason, or not finite; or the number of
             attention heads differs.
     """
-    here = {name: tuple(tensor.shape) for name, tensor in _tensors_of(model).items()}
-    source = _without_second_names(source, model.state_dict().keys() - here.keys())
-    there = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
-    _check_heads(model, source.facts, there=there, here=here, title=source.title)
+    # Tensors that weights may have: neither counters nor second names of tied tensors, which weights of a run have too.
+    here: dict[str, Shape] = {}
+    seen = set[int]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and id(tensor) not in seen:
+            here[name] = tuple(tensor.shape)
+            seen.add(id(tensor))
+    second = model.state_dict().keys() - here.keys()
+    tensors = {name: tensor for name, tensor in source.converted.tensors.items() if name not in second}
+    source = replace(source, converted=replace(source.converted, tensors=tensors))
+    source_shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
+    _check_heads(model, source.facts, source_shapes=source_shapes, here=here, title=source.title)
     fitted = fit_tensors(source.converted, here, allow=allow)
     say(f"weights: {source.title}: {fitted.num_copied} of {len(here)} tensors of the model copied as they are")
     lines = _table_of(fitted.changes)
@@ -254,44 +264,28 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
         say(f"  {line}")
     if len(lines) > _MAX_LINES:
         say(f"  and {len(lines) - _MAX_LINES} more")
-    if fitted.unexplained:
-        differs = [_architecture_of(one) for one in (there, here)]
-        described = f": {differs[0]}; the model: {differs[1]}" if differs[0] != differs[1] else ""
+    if fitted.unexplained_changes:
+        differs = [_architecture_of(one) for one in (source_shapes, here)]
+        sizes = f": {differs[0]}; the model: {differs[1]}" if differs[0] != differs[1] else ""
         raise UserError(
-            f"{source.title} does not fit the model{described}: {_summary_of(fitted.unexplained)}",
-            hint=_hint_about(fitted.unexplained, source.facts, there=there, here=here),
+            f"{source.title} does not fit the model{sizes}: {_summary_of(fitted.unexplained_changes)}",
+            hint=_hint_about(fitted.unexplained_changes, source.facts, source_shapes=source_shapes, here=here),
         )
     origins = source.converted.origins
     require_finite({origins[name]: tensor for name, tensor in fitted.tensors.items()}, source=source.title)
     return Loaded(title=source.title, fitted=fitted)
 
 
-def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that weights may have: neither counters nor second names of tied ones."""
-    found, seen = dict[str, torch.Tensor](), set[int]()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and id(tensor) not in seen:
-            found[name] = tensor
-            seen.add(id(tensor))
-    return found
-
-
-def _without_second_names(source: Source, second: Collection[str]) -> Source:
-    """Weights without the tensors that a model has under other names, which those of a run have too."""
-    tensors = {name: one for name, one in source.converted.tensors.items() if name not in second}
-    return replace(source, converted=replace(source.converted, tensors=tensors))
-
-
 @torch.no_grad()
 def copy_into(model: nn.Module, loaded: Loaded) -> None:
-    """Copies fitted weights into a model; parameters that they lack stay as they are."""
+    """Copy fitted weights into a model; parameters that they lack stay as they are."""
     parameters = {plain_name(name): one for name, one in model.state_dict().items()}
     for name, tensor in loaded.fitted.tensors.items():
         parameters[name].copy_(tensor)
 
 
 def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], say: Say) -> None:
-    """Fills a model that will not be trained: each parameter has its values in `source`, or is interpolated from them.
+    """Fill a model that will not be trained: each parameter has its values in `source`, or is interpolated from them.
 
     Args:
         fit: (model, source, say=) fits all parameters of the model.
@@ -305,7 +299,7 @@ def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], 
     if new := [name for name in changed if name not in loaded.fitted.tensors and name != TEMPORAL_EMBEDDING]:
         raise UserError(
             f"{source.title} does not have all of the model: {', '.join(new[:_MAX_NAMES])} would be random",
-            hint="use weights of the whole model",
+            hint="use weights of the complete model",
         )
     copy_into(model, loaded)
     if TEMPORAL_EMBEDDING in changed and TEMPORAL_EMBEDDING not in loaded.fitted.tensors:
@@ -313,35 +307,35 @@ def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], 
 
 
 _HEADS_OF_DECODER = (
-    "the size of the model decides how many heads its decoder has; the encoder alone can be the --init.weights of "
-    "another task"
+    "the size of the model decides how many heads its decoder has; without the decoder, the weights can be the "
+    "--init.weights of another task"
 )
 
 
 def _check_heads(
-    model: nn.Module, facts: SourceFacts, *, there: Mapping[str, Shape], here: Mapping[str, Shape], title: str
+    model: nn.Module, facts: SourceFacts, *, source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], title: str
 ) -> None:
-    """The number of heads shows in no shape. A configuration may name that of a part that the weights do not have."""
+    """Compare numbers of heads, which no shape shows. A configuration may name a part that the weights do not have."""
     for tower, what, heads, flag in (
         ("video", "video tower", facts.video_heads, "--towers.heads"),
         ("text", "text tower", facts.text_heads, "--towers.text-heads"),
         ("decoder", "decoder", facts.decoder_heads, "--decoder.heads"),
     ):
         part = getattr(model, tower, None)
-        if part is None or heads is None or not any(name.startswith(f"{tower}.") for name in there):
+        if part is None or heads is None or not any(name.startswith(f"{tower}.") for name in source_shapes):
             continue
         of_model = next(module.num_heads for module in part.modules() if hasattr(module, "num_heads"))
         if of_model != heads:
-            flags = _size_flags(there, here, facts) or f"{flag} {heads}"
+            flags = _size_flags(source_shapes, here, facts) or f"{flag} {heads}"
             raise UserError(
-                f"{title}: the {what} has {heads} heads, that of the model has {of_model}",
+                f"{title}: the {what} has {heads} heads, but the {what} of the model has {of_model}",
                 hint=_HEADS_OF_DECODER if tower == "decoder" else f"use the --model of the weights, or {flags}",
             )
 
 
 # The table of changes.
 
-_NOT_USED, _NEW = "not used", "new, not there"
+_NOT_USED, _NEW = "not used", "new, missing there"
 _TITLES = {
     "resized": "resized",
     "created": "created",
@@ -353,11 +347,16 @@ _TITLES = {
 
 
 def _table_of(changes: Sequence[Change]) -> list[str]:
-    """Lines that show the changes; equal ones of several blocks share a line."""
+    """Return lines that show the changes; equal changes of several blocks share a line."""
     groups: dict[tuple[str, ...], list[Change]] = {}
     for change in changes:
         pattern = re.sub(r"\.\d+\.", ".*.", change.origin or change.name)
-        groups.setdefault((_title(change), pattern, _shapes(change), change.why), []).append(change)
+        shapes = " -> ".join(
+            "one number" if shape == () else " x ".join(map(str, shape))
+            for shape in (change.old, change.new)
+            if shape is not None
+        )
+        groups.setdefault((_title(change), pattern, shapes, change.why), []).append(change)
     rows = []
     for (title, pattern, shapes, why), group in groups.items():
         name = f"{pattern} ({len(group)} tensors)" if len(group) > 1 else group[0].origin or group[0].name
@@ -375,21 +374,16 @@ def _title(change: Change) -> str:
     return _NEW if change.kind == "missing" else _NOT_USED
 
 
-def _shapes(change: Change) -> str:
-    shapes = [shape for shape in (change.old, change.new) if shape is not None]
-    return " -> ".join("one number" if shape == () else " x ".join(map(str, shape)) for shape in shapes)
-
-
 # Errors and hints, from names and shapes.
 
 # A captioner's decoder, and what brings the tower's tokens to the decoder's width.
 _TOKENS, _OF_CAPTIONS = "decoder.token_embedding.weight", ("decoder.", "projection.")
-# Parts that a model may have and its weights lack, or the other way round, and that can be learned anew.
+# Parts that a model may have and its weights lack, or the other way round, and that can be learned.
 _PARTS = ("decoder.", "video.ln_post.", "fc_norm.", "head.")
 
 
 def _summary_of(changes: Sequence[Change]) -> str:
-    """The unexplained changes in one line."""
+    """Describe the unexplained changes in one line."""
     parts = []
     for kind, words in (("missing", "missing"), ("unexpected", "left over"), ("reshaped", "of another shape")):
         names = [change.origin or change.name for change in changes if change.kind == kind]
@@ -400,7 +394,7 @@ def _summary_of(changes: Sequence[Change]) -> str:
 
 
 def _architecture_of(shapes: Mapping[str, Shape]) -> str:
-    """Width, depth and patches, as far as names and shapes show them."""
+    """Describe width, depth and patches, as far as names and shapes show them."""
     parts = []
     for tower in ("video", "text", "decoder"):
         gains = [shape for name, shape in shapes.items() if name.startswith(tower) and name.endswith("ln_1.weight")]
@@ -412,27 +406,35 @@ def _architecture_of(shapes: Mapping[str, Shape]) -> str:
 
 
 def _hint_about(
-    unexplained: Sequence[Change], facts: SourceFacts, *, there: Mapping[str, Shape], here: Mapping[str, Shape]
+    unexplained: Sequence[Change], facts: SourceFacts, *, source_shapes: Mapping[str, Shape], here: Mapping[str, Shape]
 ) -> str:
-    """The hint for weights that do not fit, by the shapes of the weights and of the model."""
-    if CONV in there and CONV in here and there[CONV][1] != here[CONV][1]:
+    """Return the hint for weights that do not fit, by the shapes of the weights and of the model."""
+    if CONV in source_shapes and CONV in here and source_shapes[CONV][1] != here[CONV][1]:
         return (
-            f"the weights see {there[CONV][1]} channels, the model {here[CONV][1]} (pixels have 3, latents others): "
-            "use the --input of the weights"
+            f"the weights see {source_shapes[CONV][1]} channels, the model {here[CONV][1]} (pixels have 3, latents "
+            "others): use the --input of the weights"
         )
-    cubes = [_cube_frames(shapes) for shapes in (there, here)]
+    convs = (source_shapes.get(CONV, ()), here.get(CONV, ()))
+    cubes = [conv[2] if len(conv) == 5 else 1 for conv in convs]
     if cubes[0] != cubes[1] and {change.name for change in unexplained} == {CONV}:
         return f"use --towers.tubelet {cubes[0]}, the number of frames of a cube in the weights"
-    if _TOKENS in there and _TOKENS in here and all(change.name.startswith(_OF_CAPTIONS) for change in unexplained):
-        num_tokens, width = there[_TOKENS]
-        context, depth = there.get("decoder.positional_embedding", ("?",))[0], depth_of(there, "decoder")
+    if (
+        _TOKENS in source_shapes
+        and _TOKENS in here
+        and all(change.name.startswith(_OF_CAPTIONS) for change in unexplained)
+    ):
+        num_tokens, width = source_shapes[_TOKENS]
+        context, depth = (
+            source_shapes.get("decoder.positional_embedding", ("?",))[0],
+            depth_of(source_shapes, "decoder"),
+        )
         return (
             f"use --decoder.width {width} --decoder.depth {depth} --decoder.max-tokens {context}, and as "
             f"--decoder.tokenizer the one of {num_tokens:,} tokens that the weights were trained with"
         )
-    depths = [depth_of(shapes, "decoder") for shapes in (there, here)]
+    depths = [depth_of(shapes, "decoder") for shapes in (source_shapes, here)]
     if all(depths) and depths[0] != depths[1]:
-        return f"use --decoder-depth {depths[0]}, that of the weights"
+        return f"use --decoder-depth {depths[0]}, as in the weights"
     parts = {next((part for part in _PARTS if change.name.startswith(part)), "") for change in unexplained}
     if "" not in parts and not all(depths):
         patterns = " ".join(f"'{part}*'" for part in sorted(parts))
@@ -440,25 +442,25 @@ def _hint_about(
     if all(change.kind == "reshaped" and ".mlp." in change.name for change in unexplained):
         which = "weights of MLPs that are 4 times as wide as their tower, which those here are"
     else:
-        flags = _size_flags(there, here, facts)
+        flags = _size_flags(source_shapes, here, facts)
         which = f"the --model of the weights, or {flags}" if flags else "the --model of the weights"
     return f"use {which}; or name what may differ: --init.allow PATTERN"
 
 
-def _size_flags(there: Mapping[str, Shape], here: Mapping[str, Shape], facts: SourceFacts) -> str:
-    """The flags that give the towers of a model the size of the weights; '' if the shapes do not differ."""
-    (wanted, found), heads = map(_sizes_of, (there, here)), {"width": ("heads", facts.video_heads)}
+def _size_flags(source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], facts: SourceFacts) -> str:
+    """Return the flags that give the towers of a model the size of the weights; '' if the shapes do not differ."""
+    (source_sizes, model_sizes), heads = map(_sizes_of, (source_shapes, here)), {"width": ("heads", facts.video_heads)}
     heads["text-width"] = ("text-heads", facts.text_heads)
     flags = []
-    for name, value in wanted.items():
-        if name in found and found[name] != value:
+    for name, value in source_sizes.items():
+        if name in model_sizes and model_sizes[name] != value:
             of_width, number = heads.get(name, ("", None))
             flags += [f"--towers.{name} {value}", *([f"--towers.{of_width} {number}"] if number else [])]
     return " ".join(flags)
 
 
 def _sizes_of(shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Settings of the towers that shapes show."""
+    """Return settings of the towers that shapes show."""
     sizes = {f"{tower}depth": depth_of(shapes, of) for tower, of in (("", "video"), ("text-", "text"))}
     if conv := shapes.get(CONV):
         sizes |= {"width": conv[0], "patch-px": conv[-1]}
@@ -469,11 +471,6 @@ def _sizes_of(shapes: Mapping[str, Shape]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def _cube_frames(shapes: Mapping[str, Shape]) -> int:
-    conv = shapes.get(CONV, ())
-    return conv[2] if len(conv) == 5 else 1
-
-
 def depth_of(shapes: Mapping[str, Shape], tower: str) -> int:
-    """Number of blocks of a tower."""
+    """Return the number of blocks of a tower."""
     return len({name.split(".")[3] for name in shapes if name.startswith(f"{tower}.transformer.resblocks.")})

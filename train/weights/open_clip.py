@@ -44,7 +44,7 @@ from_open_clip = NAMES.read
 
 
 def to_open_clip(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Our tensors as a state dict of open_clip's CLIP, which has no temporal embedding."""
+    """Return our tensors as a state dict of open_clip's CLIP, which has no temporal embedding."""
     roots = {"video.": "visual.", "text.": ""}
     state = {}
     for name, tensor in tensors.items():
@@ -66,7 +66,7 @@ _POOLING = frozenset({"pool_type", "proj_type"})
 
 
 def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from `model_cfg` and `preprocess_cfg` of open_clip_config.json, or from the entry of a tag.
+    """Return facts from `model_cfg` and `preprocess_cfg` of open_clip_config.json, or from the entry of a tag.
 
     Raises:
         UserError: the model computes something that the towers here do not.
@@ -106,7 +106,7 @@ def _eps(tower: Mapping[str, Any]) -> float:
 
 
 def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dict[str, Any]:
-    """open_clip_config.json of a CLIP for single frames. Defaults are left out: other versions know other fields."""
+    """Return open_clip_config.json of a CLIP for single frames, without defaults: other versions know other fields."""
     video, text = size.video.trunk, size.text.trunk
     norm = {} if video.norm_eps == NORM_EPS else {"norm_kwargs": {"eps": video.norm_eps}}
     return {
@@ -137,10 +137,10 @@ def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dic
 def file_of_tag(
     name: str, tag: str, *, read_facts: Callable[[Mapping[str, Any]], SourceFacts] | None = None
 ) -> tuple[Path, SourceFacts]:
-    """The file of pretrained weights in open_clip's cache, downloaded if it is not there.
+    """Return the file of pretrained weights in open_clip's cache; download it if it is missing.
 
     Args:
-        read_facts: from the entry of the tag, for a model that open_clip itself builds.
+        read_facts: Function that reads facts from the entry of the tag, for a model that open_clip itself builds.
 
     Raises:
         UserError: open_clip knows no such weights, or cannot download them.
@@ -169,7 +169,7 @@ def file_of_tag(
 
 
 def named_towers(name: str, tag: str) -> DualEncoderTowers | None:
-    """The towers of pretrained weights by name that open_clip has to build; None for those here, and unknown names."""
+    """Return the towers that open_clip has to build for pretrained weights; None for towers here and unknown names."""
     import open_clip
     from open_clip.pretrained import get_pretrained_cfg
 
@@ -214,6 +214,18 @@ OPENAI = Format(
 
 # Both projects normalise by (108.3272985, 116.7460125, 104.0937) of 255. The red mean is a slip for CLIP's 122.77, but
 # what was trained with it needs it.
+# AVION's and LaViLa's dual encoders: names, and what else their weights were trained with.
+#
+#     ours                  AVION                                          LaViLa (TimeSformer)
+#     video.*               visual.*                                       visual.*, with timm's names
+#     video.proj            visual.image_projection, image_projection      image_projection
+#     text.*                textual.*                                      *
+#
+# AVION has other names in a block after training with FlashAttention (`attn.Wqkv`, `mlp.fc1`), and a matrix for conv1
+# after training with --use-fast-conv1. LaViLa's video tower attends to time and to space in turn
+# (`clipmill.train.models.space_time`, --towers.attention divided); a tower with joint attention has no parameter for
+# its `timeattn` and `norm3`.
+
 MISTYPED_MEAN = (108.3272985 / 255, 116.7460125 / 255, 104.0937 / 255)
 
 _PROJECTIONS = {"image_projection": "video.proj", "visual.image_projection": "video.proj"}
@@ -221,7 +233,7 @@ _OUR_BLOCK, _AVION_BLOCK = "video.transformer.resblocks.N", "visual.transformer.
 
 
 def _conv_of_matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """[D, 3 p p], as --use-fast-conv1 has it, to [D, 3, p, p]."""
+    """Reshape [D, 3 p p], as --use-fast-conv1 has it, to [D, 3, p, p]."""
     if name != CONV or tensor.ndim != 2 or tensor.shape[1] % 3:
         return tensor
     patch_px = round((tensor.shape[1] // 3) ** 0.5)

@@ -1,4 +1,11 @@
-"""Weights that were read, and the record of the weights that checkpoints omit (clipmill.train.weights.sources)."""
+"""Weights that were read, and the settings that take effect with them.
+
+Settings that the user left open (None) become the settings that the weights were trained with. Settings that the user
+gave are kept, and a difference is reported. Only the kind of the tower cannot differ. The result is what the run saves:
+to resume, score or export it, the weights are not needed again.
+
+`Base` records the weights that checkpoints omit (clipmill.train.weights.sources).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,7 +36,7 @@ class Source:
     Attributes:
         title: origin and format, for the user.
         converted: the tensors under our names.
-        facts: what no tensor shows.
+        facts: Facts that no tensor shows.
     """
 
     title: str
@@ -43,20 +50,20 @@ class Source:
 
     @property
     def tubelet(self) -> int | None:
-        """Frames of a cube of the video tower; None if it has patches, or is not there."""
+        """Frames of a cube of the video tower; None if it has patches, or is missing."""
         conv = self.converted.tensors.get(CONV)
         return int(conv.shape[2]) if conv is not None and conv.ndim == 5 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The frozen tensors that checkpoints leave out.
+    """Frozen tensors that checkpoints omit.
 
     Attributes:
-        weights: where they are from: a path or a NAME:TAG; `format` as in --init.format.
+        weights: Origin of the weights: a path or a NAME:TAG; `format` as in --init.format.
         sha256: SHA-256 of their names, shapes and values.
-        tensors: their names, and the shape of each.
-        scale: of the adapters.
+        tensors: Shapes of the tensors by name.
+        scale: Scale of the adapters.
         text: origin of the weights of the text tower, if it is another one.
     """
 
@@ -80,7 +87,7 @@ KINDS: dict[str, str] = {
 
 
 def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """The settings with the tower's kind, cubes, activation, eps and normalisation that the weights have.
+    """Return the settings with the tower's kind, cubes, activation, eps and normalisation that the weights have.
 
     Raises:
         UserError: the settings say another kind of tower than the weights are of.
@@ -96,12 +103,15 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     if facts.activation is None and towers.activation is None and are_ours:
         say("weights: their activation is not recorded, so gelu is used (change it with --towers.activation)")
     # Of another package's tower, no file says that it holds the weights.
-    wanted = LIBRARY if towers.image is not None else towers.kind
-    of_weights = source.kind if wanted is None or wanted in KINDS else None
-    if of_weights is not None and wanted not in (None, of_weights):
+    kind_of_model = LIBRARY if towers.image is not None else towers.kind
+    of_weights = source.kind if kind_of_model is None or kind_of_model in KINDS else None
+    if of_weights is not None and kind_of_model not in (None, of_weights):
+        hint = "use weights of the same kind, or omit --towers.kind"
+        if settings.only_kind is not None:
+            hint = f"train {settings.command} only takes weights of the kind {kind_of_model}"
         raise UserError(
-            f"{source.title}: the weights are of {KINDS[of_weights]}, and the model has {KINDS[wanted]}",
-            hint=_weights_for(settings, wanted),
+            f"{source.title}: the weights are of {KINDS[of_weights]}, and the model has {KINDS[kind_of_model]}",
+            hint=hint,
         )
     towers = replace(
         towers,
@@ -136,15 +146,8 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     return replace(settings, towers=towers, init=init)
 
 
-def _weights_for(settings: ClipSettings, kind: str) -> str:
-    """Return the hint for weights of another kind than `kind`; some tasks support a single kind."""
-    if settings.only_kind is not None:
-        return f"train {settings.command} takes weights of the kind {kind} and no other"
-    return "use weights of the same kind, or leave --towers.kind out"
-
-
 def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """The settings without a temporal embedding, which videomae towers lack: presets are for any kind of tower."""
+    """Drop the temporal embedding, which videomae towers lack: presets are for any kind of tower."""
     towers = settings.towers
     kind = towers.kind or (None if source is None else source.kind)
     if kind != "videomae" or towers.temporal == "zero":
@@ -154,7 +157,7 @@ def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) 
 
 
 def _with_normalisation(settings: Clips) -> Clips:
-    """The settings with the normalisation of the tower's kind unless the user gave another."""
+    """Return the settings with the normalisation of the tower's kind unless the user gave another."""
     kind, init = kind_of(settings.towers), settings.init
     if kind == "clip" or kind not in KINDS:
         return settings
@@ -164,7 +167,7 @@ def _with_normalisation(settings: Clips) -> Clips:
 
 
 def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
-    """Mean and standard deviation of pixels for the kind of a tower, or for a library's by its name.
+    """Return mean and standard deviation of pixels for the kind of a tower, or for a library's by its name.
 
     Raises:
         UserError: the library does not say, or there is no such tower, or it takes pictures of another size.
@@ -188,22 +191,22 @@ def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
 
 
 def _with_modules_of(settings: Clips, source: Source, *, say: Say) -> Clips:
-    """The settings with the towers that weights of a run, or with divided attention, are of."""
+    """Return the settings with the towers that weights of a run, or with divided attention, are of."""
     names, towers, theirs = source.converted.tensors, settings.towers, source.facts.towers
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if source.kind == LIBRARY and towers.image is None and towers.kind in (None, LIBRARY):
-        found |= {name: theirs.get(name) for name in ("image", "pool_frames")}
+        changes |= {name: theirs.get(name) for name in ("image", "pool_frames")}
     is_text = any(name.startswith("text.model.") for name in names)
     if is_text and getattr(towers, "text", "") is None:
-        found |= {name: theirs.get(name) for name in ("text", "text_pooling", "context_length")}
+        changes |= {name: theirs.get(name) for name in ("text", "text_pooling", "context_length")}
     if any(".temporal_attn." in name for name in names):
-        found["attention"] = choose_value("--towers.attention", towers.attention, "divided", say=say)
-    found = {name: value for name, value in found.items() if value is not None}
-    return replace(settings, towers=replace(towers, **found))
+        changes["attention"] = choose_value("--towers.attention", towers.attention, "divided", say=say)
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return replace(settings, towers=replace(towers, **changes))
 
 
 def choose_value(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:
-    """The value that the user gave for a flag, else that of the weights; a difference is printed."""
+    """Return the value that the user gave for a flag, else the value of the weights; a difference is printed."""
     if given is None:
         return known
     if known is not None and given != known:

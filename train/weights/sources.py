@@ -1,4 +1,8 @@
-"""Where weights come from: a file, a folder, a run of this project, or a name and tag of open_clip."""
+"""Sources of weights: a file, a folder, a run of this project, or a name and tag of open_clip.
+
+`FORMATS` is the table of formats; which of them a file or a folder has is detected. A video tower of one source may
+have the text tower of another (`--init.text`).
+"""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -33,7 +37,7 @@ from clipmill.train.weights.conversion import (
     require_floats,
 )
 from clipmill.train.weights.exported import EXTRAS_FILE, read_extras
-from clipmill.train.weights.files import read_config, read_tensors, weights_file, without_prefixes
+from clipmill.train.weights.files import hub_folder, read_config, read_tensors, weights_file, without_prefixes
 from clipmill.train.weights.hf_caption import HF_TIMESFORMER
 from clipmill.train.weights.hf_clip import HF_CLIP
 from clipmill.train.weights.library import OF_TEXT, facts_of_entry, library_facts, library_format
@@ -47,7 +51,7 @@ FORMATS = {one.name: one for one in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEO
 
 
 def detect_format(names: Iterable[str]) -> Format:
-    """The format of a state dict, by the names of its tensors.
+    """Return the format of a state dict, by the names of its tensors.
 
     Raises:
         UserError: no format has such names, or a tower is of another kind.
@@ -65,15 +69,15 @@ def detect_format(names: Iterable[str]) -> Format:
 
 
 def facts_in(folder: Path) -> SourceFacts | None:
-    """Facts from the configuration files in a folder; None if it has none.
+    """Return facts from the configuration files in a folder; None if it has none.
 
     Raises:
         UserError: a file is damaged, or of a model that the towers here cannot be.
     """
-    own = read_config(folder / "open_clip_config.json")
-    if own is not None:
-        preprocess = own.get("preprocess_cfg") or {}
-        return facts_of_open_clip(own.get("model_cfg", own) or {}, preprocess, source=str(folder))
+    clip_config = read_config(folder / "open_clip_config.json")
+    if clip_config is not None:
+        preprocess = clip_config.get("preprocess_cfg") or {}
+        return facts_of_open_clip(clip_config.get("model_cfg", clip_config) or {}, preprocess, source=str(folder))
     config = read_config(folder / "config.json")
     if config is None:
         return None
@@ -92,42 +96,40 @@ _PLAIN = Towers()
 
 
 def place_of_weights(weights: str) -> Path:
-    """The file or folder of `--init.weights`; of hf:NAME the folder of that model, downloaded if it is not cached.
+    """Return the file or folder of `--init.weights`; of hf:NAME its folder, downloaded if it is not cached.
 
     Raises:
         UserError: the Hub has no such model, or cannot be reached.
     """
     if not weights.startswith(HUB_PREFIX):
         return Path(weights)
-    from clipmill.train.weights.files import hub_folder
-
     return hub_folder(weights.removeprefix(HUB_PREFIX))
 
 
 def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
-    """Downloads weights by name that are not in the cache of open_clip or Hugging Face; does nothing for files.
+    """Download weights by name that are not in the cache of open_clip or Hugging Face; do nothing for files.
 
     Raises:
         UserError: there are no such weights, or they cannot be downloaded.
     """
-    for one, its in _parts_of(init, towers):
-        if (one.weights or "").startswith(HUB_PREFIX):
-            say(f"weights: {one.weights} come from Hugging Face's cache or a download")
-            place_of_weights(str(one.weights))
-        match = NAME_AND_TAG.fullmatch(one.weights or "")
+    for part, its in _parts_of(init, towers):
+        if (part.weights or "").startswith(HUB_PREFIX):
+            say(f"weights: {part.weights} come from Hugging Face's cache or a download")
+            place_of_weights(str(part.weights))
+        match = NAME_AND_TAG.fullmatch(part.weights or "")
         if match and not Path(match[0]).exists():
-            say(f"weights: {one.weights} come from open_clip's cache or a download")
+            say(f"weights: {part.weights} come from open_clip's cache or a download")
             file_of_tag(match[1], match[2], read_facts=None if library_format(its) is None else facts_of_entry)
 
 
 def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
-    """Reads the weights that the settings name, None if they name none.
+    """Read the weights that the settings name; None if they name none.
 
     Args:
         towers: whose modules may be a library's, and their weights by its names.
 
     Raises:
-        UserError: they are not there, damaged, of an unknown format, not of floating point, or of a model that the
+        UserError: they are missing, damaged, of an unknown format, not of floating point, or of a model that the
             towers here cannot be.
     """
     if init.weights is None:
@@ -135,22 +137,23 @@ def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
     first, *others = [_open_source(*part) for part in _parts_of(init, towers)]
     if not others:
         return first
-
     converted = paired_tensors(first.converted, others[0].converted, title=others[0].title)
     facts = paired_facts(first.facts, others[0].facts, towers)
     return Source(title=f"{first.title}, with the text tower of {others[0].title}", converted=converted, facts=facts)
 
 
 def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
-    """The settings of each source of weights, with the towers that it is for."""
+    """Return the settings of each source of weights, with the towers that it is for."""
     if not isinstance(init, DualEncoderInit) or init.text is None:
         return [(init, towers)]
-
-    return parts_of(init, towers)
+    of_text = DualEncoderTowers()
+    if isinstance(towers, DualEncoderTowers) and towers.text is not None:
+        of_text = DualEncoderTowers(text=towers.text, text_pooling=towers.text_pooling)
+    return [(replace(init, text=None), DualEncoderTowers(image=towers.image)), (Init(weights=init.text), of_text)]
 
 
 def _open_source(init: Init, towers: Towers) -> Source:
-    """The weights of one source."""
+    """Return the weights of one source."""
     assert init.weights is not None
     path, match = place_of_weights(init.weights), NAME_AND_TAG.fullmatch(init.weights)
     if is_run(path):
@@ -189,7 +192,7 @@ _TOWERS = "towers."
 
 
 def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Source:
-    """The weights of a run's latest checkpoint, or of the one that is named; averages if it kept some.
+    """Return the weights of a run's latest checkpoint, or of the one that is named; averages if it kept some.
 
     Raises:
         UserError: it has no checkpoint, or one that cannot be read.
@@ -223,20 +226,20 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
 
 
 def _towers_in(settings: Mapping[str, Any]) -> DualEncoderTowers:
-    """The settings `--towers.*` among those of a run."""
+    """Return the settings `--towers.*` among the settings of a run."""
     towers = {name.removeprefix(_TOWERS): value for name, value in settings.items() if name.startswith(_TOWERS)}
     common = {field.name for field in fields(DualEncoderTowers)}
     return DualEncoderTowers(**{name: value for name, value in towers.items() if name in common})
 
 
-# Checkpoints with adapters alone.
+# Checkpoints with nothing but adapters.
 #
 # Where parts are frozen and others have low-rank adapters, a checkpoint holds what is trained. The frozen tensors that
 # were copied from --init.weights as they are, the base, are read from there again, if they are still the same.
 
 
 def base_of(source: Source, init: Init, *, names: Iterable[str], scale: float) -> Base:
-    """The base made of some tensors of a source, which the settings name."""
+    """Return the base made of some tensors of a source, which the settings name."""
     assert init.weights is not None
     names, text = sorted(names), getattr(init, "text", None)
     return Base(
@@ -263,7 +266,7 @@ def _digest_of(source: Source, names: Iterable[str]) -> str:
 
 
 def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
-    """Open the weights that a checkpoint leaves out; None if it is complete.
+    """Open the weights that a checkpoint omits; None if it is complete.
 
     Raises:
         UserError: the checkpoint is damaged; the weights are missing, or are no longer those that it was trained with.
@@ -272,7 +275,7 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
     if not metadata.base:
         return None
     base = Base(**metadata.base)
-    hint = f"put back the weights that the run started from: {base.weights}{f', {base.text}' if base.text else ''}"
+    hint = f"restore the weights that the run started from: {base.weights}{f', {base.text}' if base.text else ''}"
     init = DualEncoderInit(weights=base.weights, format=base.format, text=base.text)
     try:
         source = open_weights(init, _towers_in(metadata.settings))
@@ -288,7 +291,7 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
 
 
 def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint (the EMA if there is one), with adapters merged into the matrices that they adapt.
+    """Return all weights of a checkpoint (the EMA if there is one), with adapters merged into their matrices.
 
     Raises:
         UserError: it cannot be read, or lacks weights that are no longer there (`open_base`).
@@ -309,21 +312,13 @@ def _triple(values: list[float] | None) -> tuple[float, float, float] | None:
 _SETTINGS_OF_TEXT = ("text", "text_pooling", "context_length")
 
 
-def parts_of(init: DualEncoderInit, towers: Towers) -> list[tuple[Init, Towers]]:
-    """The settings of both sources of weights, with the towers that each is for."""
-    of_text = DualEncoderTowers()
-    if isinstance(towers, DualEncoderTowers) and towers.text is not None:
-        of_text = DualEncoderTowers(text=towers.text, text_pooling=towers.text_pooling)
-    return [(replace(init, text=None), DualEncoderTowers(image=towers.image)), (Init(weights=init.text), of_text)]
-
-
 def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title: str) -> ConvertedStateDict:
-    """The tensors of `video`, and those of the text tower of `text` in place of its own.
+    """Return the tensors of `video`, with the text tower of `text` in place of its text tower.
 
-    The temperature of `video` is left out: it was that of its own pair.
+    The temperature of `video` is omitted: it belongs to the pair that was replaced.
 
     Args:
-        title: of `text`.
+        title: Title of `text`.
 
     Raises:
         UserError: it has no text tower.
@@ -344,7 +339,7 @@ def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title
 
 
 def paired_facts(video: SourceFacts, text: SourceFacts, towers: Towers) -> SourceFacts:
-    """What no tensor of `paired_tensors` shows.
+    """Return what no tensor of `paired_tensors` shows.
 
     Raises:
         UserError: both are towers of this project, which have one activation, and they were trained with two.
@@ -354,7 +349,7 @@ def paired_facts(video: SourceFacts, text: SourceFacts, towers: Towers) -> Sourc
     if towers.image is None and has_own_text and of_video != of_text:
         raise UserError(
             f"--init.weights has the activation {of_video}, and --init.text {of_text}: the towers of --model share one",
-            hint="let open_clip build the text tower, with an activation of its own: --towers.text open_clip:NAME",
+            hint="let open_clip build the text tower, with another activation: --towers.text open_clip:NAME",
             flags=("--init.weights", "--init.text", "--model"),
         )
     return replace(

@@ -46,7 +46,7 @@ _BLOCK = {
     "mlp.c_fc.*": "mlp.fc1.*",
     "mlp.c_proj.*": "mlp.fc2.*",
 }
-# What is alike in VideoMAE's names and in those of transformers.
+# Names that VideoMAE and transformers share.
 SHARED_NAMES = {
     "decoder.embed.weight": "encoder_to_decoder.weight",
     _MASK_TOKEN: "mask_token",
@@ -57,14 +57,14 @@ SHARED_NAMES = {
 
 
 def to_our_layout(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A flat mask token; patches instead of cubes of one frame."""
+    """Return a flat mask token; patches instead of cubes of one frame."""
     if name == _MASK_TOKEN:
         return tensor.flatten()
     return tensor[:, :, 0] if name == CONV and tensor.ndim == _CUBE_DIMS and tensor.shape[2] == 1 else tensor
 
 
 def to_their_layout(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The mask token as [1, 1, D]; cubes of one frame instead of patches."""
+    """Return the mask token as [1, 1, D]; cubes of one frame instead of patches."""
     if name == _MASK_TOKEN:
         return tensor[None, None]
     return tensor[:, :, None] if name == CONV and tensor.ndim == _IMAGE_DIMS else tensor
@@ -92,7 +92,7 @@ from_videomae = NAMES.read
 
 
 def to_videomae(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Our tensors as a state dict of VideoMAE, of fine-tuning if a classifier's are among them.
+    """Return our tensors as a state dict of VideoMAE, of fine-tuning if a classifier's are among them.
 
     Raises:
         ValueError: VideoMAE has no such parameter.
@@ -102,7 +102,7 @@ def to_videomae(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) -> Exported:
-    """checkpoint.pth as VideoMAE's code writes it: `{"model": state dict}`, which `weights_only` reads.
+    """Return checkpoint.pth as VideoMAE's code writes it: `{"model": state dict}`, which `weights_only` reads.
 
     Raises:
         UserError: VideoMAE's code has no such activation.
@@ -136,7 +136,7 @@ _V2_OPTIONS = ("init_values", "use_learnable_pos_emb", "cos_attn", "qk_scale")
 
 
 def facts_of_videomae_v2(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from the config.json of a model that VideoMAE V2's authors published with code of its own.
+    """Return facts from the config.json of a model that VideoMAE V2's authors published with their code.
 
     Raises:
         UserError: the model computes something that the towers here do not.
@@ -173,7 +173,12 @@ VIDEOMAE = Format(
 )
 
 
-_HF_RGB = 3
+# Hugging Face's VideoMAEForPreTraining and VideoMAEForVideoClassification: names, configuration, and exported folders.
+#
+# A bare VideoMAEModel has the same names without `videomae.`. Files have `q_bias` and `v_bias`, whatever the version of
+# transformers that wrote them calls these parameters itself, except for some versions 5. The values of a cube are in
+# the same order (t p p c).
+
 _OUR_BLOCK, _ATTENTION = "transformer.resblocks.N", "attention.attention"
 _HF_BLOCK = {
     "ln_1.*": "layernorm_before.*",
@@ -225,7 +230,7 @@ _KEYS = (
 
 
 def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Facts from the config.json and the processor (`read_processor`) of a VideoMAE.
+    """Return facts from the config.json and the processor (`read_processor`) of a VideoMAE.
 
     Raises:
         UserError: the model computes something that the towers here do not.
@@ -234,39 +239,39 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
 
     # `qkv_bias` is the old name of `qv_bias`.
     given = {"qv_bias": config.get("qkv_bias", True), **config}
-    found = as_config(VideoMAEConfig, given, keys=_KEYS, source=source)
-    if found.hidden_act not in ("gelu", "quick_gelu"):
+    values = as_config(VideoMAEConfig, given, keys=_KEYS, source=source)
+    if values.hidden_act not in ("gelu", "quick_gelu"):
         raise UserError(
-            f"{source}: the activation is {found.hidden_act!r}; the towers here have gelu or quick_gelu",
+            f"{source}: the activation is {values.hidden_act!r}; the towers here have gelu or quick_gelu",
             hint="use the weights of a plain VideoMAE",
         )
-    if not found.qv_bias:
+    if not values.qv_bias:
         raise UserError(
-            f"{source}: queries and values have no bias (qv_bias), and those of the towers here have one",
+            f"{source}: queries and values have no bias (qv_bias), but they have one in the towers here",
             hint="use the weights of a plain VideoMAE",
         )
     remarks = []
-    if any("PreTraining" in name for name in found.architectures or ()):
-        if found.use_mean_pooling:
+    if any("PreTraining" in name for name in values.architectures or ()):
+        if values.use_mean_pooling:
             remarks.append(
                 "they were pre-trained without a layer norm after the encoder (use_mean_pooling); masked autoencoders "
-                "and captioners have one, which --init.allow 'video.ln_post.*' initialises anew"
+                "and captioners have one, which --init.allow 'video.ln_post.*' initialises"
             )
-        if not found.norm_pix_loss:
+        if not values.norm_pix_loss:
             remarks.append(
                 "they were pre-trained to predict unnormalised pixels (norm_pix_loss is false); a masked autoencoder "
                 "here predicts normalised cubes, which its decoder has to learn"
             )
-    is_rgb = found.num_channels == _HF_RGB
+    is_rgb = values.num_channels == _RGB
     return SourceFacts(
-        activation=found.hidden_act,
-        video_eps=found.layer_norm_eps,
+        activation=values.hidden_act,
+        video_eps=values.layer_norm_eps,
         mean=colours(preprocess.get("image_mean")) if is_rgb else None,
         std=colours(preprocess.get("image_std")) if is_rgb else None,
-        video_heads=found.num_attention_heads,
-        video_depth=found.num_hidden_layers,
-        decoder_heads=found.decoder_num_attention_heads,
-        picture_px=found.image_size if is_rgb and isinstance(found.image_size, int) else None,
+        video_heads=values.num_attention_heads,
+        video_depth=values.num_hidden_layers,
+        decoder_heads=values.decoder_num_attention_heads,
+        picture_px=values.image_size if is_rgb and isinstance(values.image_size, int) else None,
         remarks=tuple(remarks),
     )
 
@@ -274,11 +279,11 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
 def exported_videomae(
     settings: ClipSettings, weights: Tensors, *, shape: ModelShape, form: str, model: Mapping[str, Any]
 ) -> Exported:
-    """A model with a videomae tower, as VideoMAE's own checkpoint or as a folder of transformers.
+    """Return a model with a videomae tower, as VideoMAE's own checkpoint or as a folder of transformers.
 
     Args:
         form: videomae or hf.
-        model: values of the VideoMAEConfig besides those of the encoder.
+        model: Values of the VideoMAEConfig besides the values of the encoder.
 
     Raises:
         UserError: the format cannot hold it.
@@ -292,7 +297,7 @@ def exported_videomae(
             "run.json does not say how large the latents were, and config.json has to",
             hint="use --format videomae, which does not need it",
         )
-    is_rgb = num_channels == _HF_RGB
+    is_rgb = num_channels == _RGB
     encoder: dict[str, Any] = {
         "image_size": shape.image_px,
         "patch_size": patch_px,

@@ -61,7 +61,7 @@ def test_a_stage_within_another_one_counts_only_as_itself() -> None:
         def inner() -> None:
             now[0] += 2
 
-        crop = watch.timed("crop", inner)
+        crop = watch.time_calls("crop", inner)
 
         def outer() -> None:
             now[0] += 3
@@ -69,7 +69,7 @@ def test_a_stage_within_another_one_counts_only_as_itself() -> None:
             crop()
             now[0] += 1
 
-        decode = watch.timed("decode", outer, is_on_device=True)
+        decode = watch.time_calls("decode", outer, is_on_device=True)
         decode()
         assert not watch.times_s and not waits, "it is not running"
         watch.is_running = True

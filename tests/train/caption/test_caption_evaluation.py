@@ -197,4 +197,4 @@ def test_a_run_that_lacks_a_file_is_not_told_to_lose_more(
     (run / name).unlink() if content is None else (run / name).write_text(content)
     assert train("eval", "caption", run) == 2
     err = capsys.readouterr().err
-    assert message in err and "hint: put back what the run wrote" in err and "remove" not in err
+    assert message in err and "hint: restore the run's files" in err and "remove" not in err

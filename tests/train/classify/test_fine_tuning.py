@@ -81,7 +81,10 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
 
     for mistake, message in (
         (("--init.weights", first, "--towers.kind", "clip"), "the weights are of a VideoMAE tower (videomae)"),
-        (("--init.weights", first, "--model", "s16"), "the video tower has 4 heads, that of the model has 6"),
+        (
+            ("--init.weights", first, "--model", "s16"),
+            "the video tower has 4 heads, but the video tower of the model has 6",
+        ),
         (("--init.weights", first, "--num-frames", 3), "--num-frames 3 cannot be cut into cubes of 2 frames"),
         (("--init.weights", first, "--towers.tubelet", 4), "use --towers.tubelet 2, the number of frames of a cube"),
         (("--repeats", 0), "--repeats is 0"),

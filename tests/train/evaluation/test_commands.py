@@ -153,4 +153,4 @@ def test_settings_that_were_changed_by_hand_are_refused(
         assert train(*command) == 2
         error, hint = capsys.readouterr().err.splitlines()
         assert error == f"error: {said.format(checkpoint)}"
-        assert f"was {settings} changed by hand? put back what the run was trained with" in hint
+        assert f"was {settings} changed by hand? restore the settings that the run was trained with" in hint

@@ -111,7 +111,7 @@ def test_half_a_checkpoint_is_refused(
     content = (half / "model.safetensors").read_bytes()
     (half / "model.safetensors").write_bytes(content[: len(content) // 2])
     error, _ = refused(capsys, "eval", "retrieval", half, "--shards", moving)
-    assert "damaged or cut short" in error
+    assert "damaged or truncated" in error
     state = load_file(lacking / "model.safetensors")
     del state["vision_model.post_layernorm.weight"]
     save_file(state, lacking / "model.safetensors", {"format": "pt"})

@@ -166,7 +166,7 @@ def test_statistics_are_averaged_with_the_weights_that_they_are_of() -> None:
         ema.update(model, step=step)
         expected = {name: decay * one + (1 - decay) * model.state_dict()[name] for name, one in expected.items()}
     torch.testing.assert_close(ema.state_dict(), expected)
-    with ema.swapped(model):
+    with ema.swap_in(model):
         torch.testing.assert_close(model[1].running_mean, expected["1.running_mean"])
 
 

@@ -8,8 +8,15 @@ from torch import nn
 
 from clipmill.train.data.batch import Batch
 from clipmill.train.distributed.world import World
-from clipmill.train.losses.contrastive import ContrastiveObjective, DatasetSize, build_contrast
+from clipmill.train.losses.contrastive import (
+    AutogradObjective,
+    ContrastiveObjective,
+    DatasetSize,
+    Pairs,
+    build_contrast,
+)
 from clipmill.train.losses.global_losses import SampleTemperature
+from clipmill.train.losses.in_batch import info_nce
 from clipmill.train.losses.settings import LOSSES, Convention, Loss
 
 WIDTH = 5
@@ -116,4 +123,22 @@ def objective_of(settings: Loss, *, table: bool = False, world: World | None = N
     if isinstance(objective, SampleTemperature):
         for side in (objective.clips, objective.captions):
             side.rows[:, 1] = settings.number("temperature")
+    return objective
+
+
+class DefinedInfoNCE(AutogradObjective):
+    """InfoNCE by its definition."""
+
+    def value(self, pairs: Pairs) -> torch.Tensor:
+        """The mean loss of this rank's pairs."""
+        return info_nce(pairs, self._settings)
+
+
+def defined_infonce(*, table: bool = False, world: World | None = None) -> ContrastiveObjective:
+    """The definition of InfoNCE as an objective in float64, beside `objective_of` for its closed form."""
+    settings = settings_of("infonce")
+    inputs = row_numbers if table else embedded_inputs
+    objective = DefinedInfoNCE(settings, inputs=inputs, dataset=None, world=world or World()).double()
+    assert objective.logit_scale is not None
+    objective.logit_scale.data.fill_(-math.log(settings.number("temperature")))
     return objective

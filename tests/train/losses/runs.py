@@ -13,7 +13,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import ContrastiveObjective, Similarities
 from clipmill.train.losses.settings import Convention, Loss
 from tests.plugins import installed_here
-from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, own_part, settings_of
+from tests.train.losses.pairs import CASES, Towers, batch_of, defined_infonce, objective_of, own_part, settings_of
 
 Results = dict[str, torch.Tensor]
 # What a checkpoint must bring to another number of ranks: averages, and temperatures with their optimizer.
@@ -33,12 +33,13 @@ def run_all(
         objectives[name] = _run(name, settings, world, microbatch, results, exchange, num_steps=num_steps)
     adaptive = Loss(kind="max-margin", use_relevancy=True)
     _run("max-margin/adaptive", adaptive, world, None, results, exchange, num_steps=num_steps)
+    _run("infonce/defined", defined_infonce(world=world), world, None, results, exchange, num_steps=num_steps)
     return results, objectives
 
 
 def _run(
     name: str,
-    settings: Loss,
+    settings: Loss | ContrastiveObjective,
     world: World,
     microbatch: int | None,
     results: Results,
@@ -46,7 +47,8 @@ def _run(
     *,
     num_steps: int = 3,
 ) -> ContrastiveObjective:
-    towers, objective = Towers(dropout=0.0), objective_of(settings, world=world)
+    towers = Towers(dropout=0.0)
+    objective = objective_of(settings, world=world) if isinstance(settings, Loss) else settings
     objective.exchange = exchange
     parameters = [*towers.named_parameters(), *objective.named_parameters()]
     for number in range(num_steps):

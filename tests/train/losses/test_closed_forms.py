@@ -18,6 +18,7 @@ from tests.train.losses.pairs import (
     NUM_EPOCHS,
     Table,
     batch_of,
+    defined_infonce,
     objective_of,
     settings_of,
 )
@@ -57,6 +58,19 @@ def test_a_loss_of_the_batch_is_its_formula(kind: str, convention: Convention, u
     assert set(own) == {name for name, _ in objective.named_parameters()}
     for name, parameter in objective.named_parameters():
         torch.testing.assert_close(parameter.grad, own[name].grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_infonce_in_closed_form_is_its_definition_by_autograd(dtype: torch.dtype) -> None:
+    """Loss, metrics and gradients of embeddings and temperature. On two ranks: `test_ranks`."""
+    results = []
+    for objective in (objective_of(settings_of("infonce"), table=True), defined_infonce(table=True)):
+        model = Table(6).to(dtype)
+        metrics = objective.to(dtype).backward(model, batch_of(0), Step(number=1))
+        gradients = {name: one.grad for name, one in [*model.named_parameters(), *objective.named_parameters()]}
+        assert None not in gradients.values() and gradients["video"].dtype == dtype  # type: ignore[union-attr]
+        results.append((metrics, gradients))
+    torch.testing.assert_close(results[0], results[1])
 
 
 @pytest.mark.parametrize(("kind", "convention"), OF_THE_SET)

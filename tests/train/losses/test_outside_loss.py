@@ -14,6 +14,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.train.distributed.step import Step
 from clipmill.train.distributed.world import World
 from clipmill.train.losses.contrastive import AutogradObjective, Pairs
+from clipmill.train.losses.in_batch import info_nce
 from clipmill.train.losses.settings import LOSSES, Loss, LossSpec
 from tests.plugins import declare, installed_here
 from tests.train.distributed.forked import end_well, fork_ranks
@@ -77,13 +78,6 @@ def test_a_run_trains_with_it(data_dir: Path, tmp_path: Path) -> None:
     assert lines[1]["temperature"] != lines[0]["temperature"]
 
 
-def infonce(pairs: Pairs, settings: Loss) -> torch.Tensor:
-    clips_bB = pairs.scale * pairs.video_bE @ pairs.text_BE.T
-    captions_bB = pairs.scale * pairs.text_bE @ pairs.video_BE.T
-    target_b = pairs.target_b
-    return (functional.cross_entropy(clips_bB, target_b) + functional.cross_entropy(captions_bB, target_b)) / 2
-
-
 def max_margin(pairs: Pairs, settings: Loss) -> torch.Tensor:
     limit_b1 = (pairs.video_bE * pairs.text_bE).sum(1, keepdim=True)
     limit_b1 = limit_b1 - settings.number("margin") * pairs.batch["relevancy"][:, None]
@@ -105,7 +99,7 @@ class SigLIP(AutogradObjective):
         return -functional.logsigmoid(sign_bB * logits_bB).sum() / len(logits_bB)
 
 
-@pytest.mark.parametrize(("kind", "loss"), [("infonce", infonce), ("siglip", SigLIP), ("max-margin", max_margin)])
+@pytest.mark.parametrize(("kind", "loss"), [("infonce", info_nce), ("siglip", SigLIP), ("max-margin", max_margin)])
 def test_autograd_finds_the_gradients_of_the_closed_forms(
     kind: str, loss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,17 @@ def test_two_ranks_are_one_process(tmp_path: Path) -> None:
     assert set(found) == set(expected)
     assert len(found) > 30 * len(CASES)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    # The closed form of InfoNCE has the values of its definition on every number of ranks.
+    closed, defined = (
+        {
+            name.removeprefix(f"infonce/{form}/"): one
+            for name, one in found.items()
+            if name.startswith(f"infonce/{form}")
+        }
+        for form in ("paper", "defined")
+    )
+    assert len(closed) >= 3 * 11
+    torch.testing.assert_close(closed, defined, rtol=1e-9, atol=1e-12)
     # OpenCLIP's exchange, which `train bench` compares, has the same losses and gradients.
     features = torch.load(tmp_path / "features.pt", weights_only=True)
     of_first = {name: value for name, value in of_steps.items() if "/0/" in name}

@@ -136,8 +136,8 @@ def moved(state: State, batch: Batch, task: DualEncoderTask, samples: MixedSampl
     step = next_step(state, samples, settings, world=ONE)
     loaded = LoadedBatch(to_device(batch, CPU), (), Cursor(state.cursor.position + settings.batch))
     precision = open_precision("fp32", device_type="cpu").name
-    throughput, soundness = Throughput(device=CPU, precision=precision), StepGuard(CPU)
-    run_step(step, state, loaded, settings, world=ONE, throughput=throughput, soundness=soundness)
+    throughput, guard = Throughput(device=CPU, precision=precision), StepGuard(CPU)
+    run_step(step, state, loaded, settings, world=ONE, throughput=throughput, guard=guard)
 
 
 def test_state_per_sample_is_that_of_the_same_samples_in_one_folder(near: Path, far: Path, merged: Path) -> None:

@@ -75,13 +75,13 @@ def _steps(model: nn.Sequential, name: OptimizerName) -> list[torch.Tensor]:
         optimizer.step()
         ema.update(model, step=step)
         seen.append(torch.tensor(norm, dtype=torch.float64))
-    with ema.swapped(model), torch.no_grad():
+    with ema.swap_in(model), torch.no_grad():
         seen.append(model(x))
     # The next pass must gather the weights again, not go on with averages.
     seen.append(model(x).detach())
     with torch.no_grad():
         seen.append(model(x))
-    with ema.swapped(model), torch.no_grad():
+    with ema.swap_in(model), torch.no_grad():
         seen.append(model(x))
     seen += [_whole(one) for one in ema.state_dict().values()]
     seen += [_whole(one.detach()) for one in model.parameters()] + [objective.tau.detach()]

@@ -40,10 +40,10 @@ def test_a_model_has_the_averages_for_a_while_and_its_own_weights_after_it() -> 
     set_to(model, 5.0)
     parameters = list(model.parameters())
     x = torch.ones(1, 3)
-    with ema.swapped(model):
+    with ema.swap_in(model):
         assert model(x).tolist() == [[4.0, 4.0]]
     assert model(x).tolist() == [[20.0, 20.0]]
-    with pytest.raises(RuntimeError), ema.swapped(model):
+    with pytest.raises(RuntimeError), ema.swap_in(model):
         raise RuntimeError
     assert model(x).tolist() == [[20.0, 20.0]]
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))

@@ -11,10 +11,10 @@ from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    rates = [learning_rate(step, peak=2.0, warmup_steps=4, num_steps=10) for step in range(1, 11)]
+    rates = [learning_rate(step, peak=2.0, warmup_steps=4, total_steps=10) for step in range(1, 11)]
     assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert all(rates[i] > rates[i + 1] > 0 for i in range(4, 9))
-    assert learning_rate(1, peak=2.0, warmup_steps=0, num_steps=1) == 2.0
+    assert learning_rate(1, peak=2.0, warmup_steps=0, total_steps=1) == 2.0
 
 
 @pytest.mark.parametrize("num_warmup_steps", [1, 2, 131])
@@ -24,7 +24,7 @@ def test_with_a_start_it_rises_and_falls_as_in_avions_code(num_warmup_steps: int
     after = np.arange(num_steps - num_warmup_steps)
     falling = end + 0.5 * (peak - end) * (1 + np.cos(np.pi * after / len(after)))
     expected = np.concatenate([np.linspace(start, peak, num_warmup_steps), falling])
-    given = {"peak": peak, "warmup_steps": num_warmup_steps, "num_steps": num_steps, "start": start, "end": end}
+    given = {"peak": peak, "warmup_steps": num_warmup_steps, "total_steps": num_steps, "start": start, "end": end}
     rates = [learning_rate(step, **given) for step in range(1, num_steps + 1)]  # type: ignore[arg-type]
     assert rates == pytest.approx(expected, rel=1e-12)
     assert rates[0] == start and rates[num_warmup_steps] == pytest.approx(peak)
@@ -40,7 +40,7 @@ def test_the_start_is_scaled_with_the_batch_like_the_peak() -> None:
 
 def test_it_falls_along_half_a_cosine_or_a_line_to_its_end_or_stays() -> None:
     def rates(**chosen: object) -> list[float]:
-        given = {"peak": 2.0, "warmup_steps": 2, "num_steps": 6, **chosen}
+        given = {"peak": 2.0, "warmup_steps": 2, "total_steps": 6, **chosen}
         return [learning_rate(step, **given) for step in range(3, 8)]  # type: ignore[arg-type]
 
     half_root = 0.5**0.5

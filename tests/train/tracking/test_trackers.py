@@ -131,7 +131,7 @@ def test_a_run_is_named_by_what_runs_are_told_apart_by() -> None:
 def test_an_epoch_has_the_mean_loss_of_its_steps_wherever_the_run_was_resumed(resumed_at: int) -> None:
     lines = [{"step": step, "loss": float(step**2), "epoch": step * 4 / 10} for step in range(1, 9)]
     resumed = EpochLoss(lines[:resumed_at])
-    found = {line["step"]: resumed.completed(line).get("epoch_loss") for line in lines[resumed_at:]}
+    found = {line["step"]: resumed.complete(line).get("epoch_loss") for line in lines[resumed_at:]}
     means = {3: (1 + 4 + 9) / 3, 5: (16 + 25) / 2, 8: (36 + 49 + 64) / 3}
     assert found == {step: means.get(step) for step in range(resumed_at + 1, 9)}
 

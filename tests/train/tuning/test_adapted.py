@@ -115,7 +115,7 @@ def test_adapters_need_the_weights_that_they_adapt(
             assert train(*command) == 2
             error, hint = capsys.readouterr().err.splitlines()[-2:]
             assert problem in error and str(base) in error
-            assert hint == f"hint: put back the weights that the run started from: {base}"
+            assert hint == f"hint: restore the weights that the run started from: {base}"
     shutil.copytree(source, base)
     for command in commands[:2]:
         assert train(*command) == 0

@@ -130,7 +130,7 @@ def test_another_number_of_heads_is_refused_though_the_shapes_fit(theirs: Any, t
     vision = {**OPEN_CLIP_CONFIG["vision_cfg"], "head_width": 32}
     config = {"model_cfg": {**OPEN_CLIP_CONFIG, "vision_cfg": vision}, "preprocess_cfg": {}}
     (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="video tower has 2 heads, that of the model has 4"):
+    with pytest.raises(UserError, match="video tower has 2 heads, but the video tower of the model has 4"):
         loaded_weights(our_model(), opened(tmp_path), say=quiet)
 
 

@@ -115,7 +115,7 @@ def test_the_text_tower_starts_from_a_source_of_its_own(
         assert problem in capsys.readouterr().err and not (tmp_path / "none").exists()
     text.unlink()
     assert train("eval", "retrieval", tmp_path / "run") == 2
-    assert f"hint: put back the weights that the run started from: {video}, {text}" in capsys.readouterr().err
+    assert f"hint: restore the weights that the run started from: {video}, {text}" in capsys.readouterr().err
 
 
 def test_the_user_names_what_may_differ_in_one_flag(
@@ -129,7 +129,7 @@ def test_the_user_names_what_may_differ_in_one_flag(
     assert "1 missing (video.ln_post.bias); 1 left over (head.weight)" in capsys.readouterr().err
     assert train("dual-encoder", *arguments, "--init.allow", "head.*", "video.ln_post.bias") == 0
     printed = capsys.readouterr().out
-    assert "\n  new, not there  video.ln_post.bias" in printed and "\n  not used        head.weight" in printed
+    assert "\n  new, missing there  video.ln_post.bias" in printed and "\n  not used            head.weight" in printed
     settings = load_settings(tmp_path / "run" / "settings.yaml", DualEncoderSettings)
     assert settings.init.allow == ("head.*", "video.ln_post.bias")
     changes = json.loads((tmp_path / "run" / "run.json").read_text())["weights"]["changes"]

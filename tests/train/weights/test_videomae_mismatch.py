@@ -58,9 +58,9 @@ def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_fold
     assert "decoder of width 16 and 2 blocks" in error and "decoder of width 16 and 1 block" in error
     assert hint == f"use --decoder-depth {DECODER_DEPTH}, that of the weights"
     hf_autoencoder(decoder_num_attention_heads=4).save_pretrained(tmp_path / "heads")
-    with pytest.raises(UserError, match="the decoder has 4 heads, that of the model has 2") as caught:
+    with pytest.raises(UserError, match="the decoder has 4 heads, but the decoder of the model has 2") as caught:
         loaded_weights(our_autoencoder(), opened(tmp_path / "heads"), say=quiet)
-    assert "the encoder alone can be the --init.weights" in str(caught.value.hint)
+    assert "without the decoder, the weights can be the --init.weights" in str(caught.value.hint)
     of_latents = our_autoencoder(size=replace(SIZE, num_channels=4, patch_px=2), image_px=8)
     error, hint = refusal(of_latents, state, tmp_path)
     assert "patches of 3 x 2 x 8 x 8; the model: " in error and "patches of 4 x 2 x 2 x 2" in error
@@ -112,8 +112,8 @@ def test_a_damaged_or_extended_state_is_no_start(
 
 def test_heads_that_show_in_no_shape_are_compared(tmp_path: Path) -> None:
     for changes, title in (
-        ({"num_attention_heads": 8}, "the video tower has 8 heads, that of the model has 4"),
-        ({"decoder_num_attention_heads": 4}, "the decoder has 4 heads, that of the model has 2"),
+        ({"num_attention_heads": 8}, "the video tower has 8 heads, but the video tower of the model has 4"),
+        ({"decoder_num_attention_heads": 4}, "the decoder has 4 heads, but the decoder of the model has 2"),
     ):
         hf_autoencoder(**changes).save_pretrained(tmp_path)
         with pytest.raises(UserError, match=title):
@@ -139,7 +139,7 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
     torch.save(to_open_clip(our_model().state_dict()), tmp_path / "clip.pt")
     clip, videomae = opened(tmp_path / "clip.pt"), opened(folder)
     of_clip, of_videomae = "a CLIP tower (clip)", "a VideoMAE tower (videomae)"
-    plain, leave = Towers(kind="clip"), "use weights of the same kind, or leave --towers.kind out"
+    plain, leave = Towers(kind="clip"), "use weights of the same kind, or omit --towers.kind"
     for effective, settings, source, there, here, hint in (
         (
             effective_clip_settings,
@@ -147,7 +147,7 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
             clip,
             of_clip,
             of_videomae,
-            "train mae takes weights of the kind videomae",
+            "train mae only takes weights of the kind videomae",
         ),
         (
             effective_settings,
@@ -155,7 +155,7 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
             videomae,
             of_videomae,
             of_clip,
-            "train dual-encoder takes weights of the kind clip",
+            "train dual-encoder only takes weights of the kind clip",
         ),
         (effective_clip_settings, ClassifySettings(towers=plain), videomae, of_videomae, of_clip, leave),
         (effective_clip_settings, ClassifySettings(towers=Towers(kind="videomae")), clip, of_clip, of_videomae, leave),

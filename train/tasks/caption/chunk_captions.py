@@ -33,7 +33,7 @@ from clipmill.train.data.producers.chunk_clips import open_chunk_clips
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.run.environment import installed_version
-from clipmill.train.run.folder import held_folder
+from clipmill.train.run.folder import hold_folder
 from clipmill.train.run.parts import PLAN, begin_parts, differences, missing_parts, share_parts
 from clipmill.train.run.tracking import Progress
 from clipmill.train.tasks.caption.commands import ChunkCaptionsRequest, ChunkDecoding
@@ -276,7 +276,7 @@ def _begin(work: CaptionWork, out: Path, *, held: ExitStack) -> dict[str, Any] |
         raise UserError(
             f"--out {out} cannot be made: {error.strerror}", hint="use another --out", flags=("--out",)
         ) from error
-    held.enter_context(held_folder(parts, work="captions chunks"))
+    held.enter_context(hold_folder(parts, work="captions chunks"))
     if record is not None:
         shutil.rmtree(parts)
         return record

@@ -127,7 +127,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             sets.append(task._open(settings.split, world, make_tokenizer=tokenizer))
             return sets[-1]
 
-        samples = self.mixed(open_one)
+        samples = self.open_mixture(open_one)
         _ = sets[0].captions.tokenizer  # made now, as the decoder depends on it
         self._captions_per_clip = f"{sum(one.captions.num_entries for one in sets) / sum(map(len, sets)):.3g}"
         # Checked now, so that a mistake in --decoding is reported before training starts.

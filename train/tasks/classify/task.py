@@ -182,7 +182,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         if self._classes is None:
             splits = (settings.split, settings.evaluate.split)
             self._classes = read_classes_of(settings, label=settings.label, splits=splits)
-        samples = self.mixed(lambda task: task.samples(settings.split, world, repeats=settings.repeats))
+        samples = self.open_mixture(lambda task: task.samples(settings.split, world, repeats=settings.repeats))
         if len(np.unique(samples.labels)) < 2:
             name = self.classes.names[int(samples.labels[0])]
             raise UserError(

@@ -64,7 +64,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
 
     def training_set(self, world: World) -> "AnySamples":
         """This rank's part of the clips and captions of the split that the settings name."""
-        samples = self.mixed(lambda task: task._with_different_texts(world))
+        samples = self.open_mixture(lambda task: task._with_different_texts(world))
         if self._settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
             self._in_loop = [self._open_evaluation(one, world) for one in self._settings.evaluated_data()]

@@ -290,7 +290,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         """
         settings = self._settings
         per_chunk = settings.samples_per_chunk
-        samples = self.mixed(lambda task: task.samples(settings.split, world, per_chunk=per_chunk))
+        samples = self.open_mixture(lambda task: task.samples(settings.split, world, per_chunk=per_chunk))
         if settings.evaluate.split != ProbeEvaluation.split:
             # The run reconstructs clips of it at the end; only the default split may be missing.
             for folder in settings.folders:
