@@ -88,7 +88,7 @@ def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tupl
     folders = settings.folders
     named_folders = dict(zip([f" of {name}" for name in folder_names(folders)], folders, strict=True))
     named_folders = named_folders if len(folders) > 1 else {"": settings.folder}
-    others = {f" of {one.name}": one.shards for one in settings.evaluated() if one.shards is not None}
+    others = {f" of {one.name}": one.shards for one in settings.evaluated_data() if one.shards is not None}
     for name, shards in {**named_folders, **(others if settings.evaluate.every else {})}.items():
         if is_local_folder(shards):
             content[f"manifest{name}"] = str(read_manifest(Path(shards))["fingerprint"])[:16]

@@ -214,7 +214,7 @@ def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size
         UserError: the width is not a multiple of the number of heads.
     """
     size = gpt2_size(settings.name, vocabulary_size=vocabulary_size, context_length=settings.max_tokens)
-    trunk = size.trunk.changed(
+    trunk = size.trunk.resize(
         width=settings.width, depth=settings.depth, heads=settings.heads or size.trunk.num_heads, flag="--decoder."
     )
     return replace(size, trunk=trunk)
@@ -287,7 +287,7 @@ def read_decoder_parts(run: RunFolder) -> DecoderParts:
         UserError: it is not a run of `train caption`.
     """
     return DecoderParts(
-        tokenizer=read_tokenizer(run.path, hint="put back what the run wrote"), size=decoder_size_of(run)
+        tokenizer=read_tokenizer(run.path, hint="restore the run's files"), size=decoder_size_of(run)
     )
 
 
