@@ -1,4 +1,4 @@
-"""`train bench` and `train bench TASK`: a command for each task, whose flags are those of training it."""
+"""`train bench` and `train bench TASK`: a command for each task, with the flags of its training."""
 
 import json
 import os
@@ -28,7 +28,7 @@ _MANY = Parameter(negative="", consume_multiple=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Several:
-    """Flags about several processes."""
+    """Flags for benchmarks of several processes."""
 
     strategies: Annotated[list[Strategy] | None, groups.PARALLEL, _MANY] = None
     """Strategies to break down, one after another (several processes). Default: --parallel.strategy."""
@@ -43,7 +43,7 @@ _ONE = Several()
 
 
 def bench_command(name: str) -> Callable[..., None]:
-    """The command that measures a task, as cyclopts reads it."""
+    """Return the command that measures a task, as cyclopts reads it."""
     spec = find_task(name)
     kind = spec.settings
     default = kind()

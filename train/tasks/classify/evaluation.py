@@ -131,7 +131,7 @@ class ClassTallies:
     def by_class(self) -> list[dict[str, Any]]:
         """Results by class of each kind of classes, of this rank's clips; see `Predictions.by_class`."""
         return [
-            Predictions.joined(self.predictions[name]).by_class(
+            Predictions.join(self.predictions[name]).by_class(
                 self.classes.names if name == self.classes.label else list(map(str, range(len(tally.num_all)))),
                 title=name,
             )
