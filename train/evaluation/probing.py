@@ -227,7 +227,9 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
     assert features is not None  # every task that lists this evaluation has them
     if not flags.label:
         raise UserError(
-            "--label is missing", hint=f"labels there: {list_labels(available_labels(settings))}", flags=("--label",)
+            "--label is missing",
+            hint=f"available labels: {list_labels(available_labels(settings))}",
+            flags=("--label",),
         )
     device = trained.device
     sets = open_sets(settings, how, bank_split=flags.train_split, world=World(), device=device, is_whole=True)
