@@ -12,6 +12,7 @@ from clipmill.manifests.help_text import check_values
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.settings import Checked, deferred_checks, flags_without_effect, mistakes, refuse
 from clipmill.train.config import fields as groups
+from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import FIRST_RUN, unknown_parts
 from clipmill.train.config.files import RENAMED, Provenance, load_settings, preset_path, presets_of, yaml_source
 from clipmill.train.config.shards import require_places
@@ -164,7 +165,8 @@ def training_command(name: str) -> Callable[..., None]:
         provenance: Annotated[Provenance | None, Parameter(parse=False)] = None,
     ) -> None:
         if not resume:
-            require_places(shards=settings.folders, init=settings.init.sources)
+            clips: ClipSettings = settings
+            require_places(shards=clips.folders, init=clips.init.sources)
         with Activity("importing torch"):
             from clipmill.train.commands.launch import launch
 

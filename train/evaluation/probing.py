@@ -1,4 +1,4 @@
-"""Run probes of frozen features: the labelled clips, their features, and the results.
+"""Run probes of frozen features: the clips that are scored, the bank of labelled clips, and the results.
 
 A trained run is compared with the same tower with random weights; in the training loop, all ranks probe together.
 """
@@ -244,8 +244,8 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
     }
     names = {its.label: its.names for its in sets.classes}
     by_class = [
-        one.predictions.by_class(names[one.label], title=f"{one.label}, {METHOD_TITLES[one.method]}")
-        for one in results_of_tower["trained"]
+        probed.predictions.by_class(names[probed.label], title=f"{probed.label}, {METHOD_TITLES[probed.method]}")
+        for probed in results_of_tower["trained"]
     ]
     findings = [
         {"encoder": name, **result.as_json(), "majority_baseline": majority_baseline(of_trained)}
@@ -253,7 +253,7 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
         for result, of_trained in zip(results, by_class, strict=True)
     ]
     # Trained and random weights of one label and method stand together.
-    findings.sort(key=lambda one: (flags.label.index(one["label"]), flags.method.index(one["method"])))
+    findings.sort(key=lambda entry: (flags.label.index(entry["label"]), flags.method.index(entry["method"])))
     return Score(
         name=f"probe-{flags.split}",
         samples=sets.queries,

@@ -1,4 +1,7 @@
-"""`train overview`: several runs on one page, compared by their metrics, settings and curves."""
+"""`train overview`: several runs on one page, compared by their metrics, settings and curves.
+
+Runs that repeat each other have mean and standard deviation over seeds, and the speed-up by more processes.
+"""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,8 @@
 
 The clips are divided into parts of a fixed number of batches and the captions into parts of a fixed number of texts,
 so that neither the number of processes nor an interruption changes any batch, and with it the bytes. Each process
-publishes its parts in DIR/parts; the first one joins them once all are there (clipmill.train.search.folder has the
-layout).
+publishes its parts in DIR/parts; the first process joins them once all are present (clipmill.train.search.folder has
+the layout).
 """
 
 import json

@@ -14,10 +14,11 @@ from clipmill.manifests.plugins import import_late
 from clipmill.manifests.publish import parse_json
 from clipmill.manifests.settings import SHARE, Checked, GoesWith, Needs, Range, errors_of
 from clipmill.train.config import fields as groups
-from clipmill.train.config.clips import CaptionSettings, ClipSettings, NumFrames, adapted_towers
+from clipmill.train.config.clips import AS_TRAINED, CaptionSettings, ClipSettings, NumFrames, Overrides, adapted_towers
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, help_group
 from clipmill.train.config.model import SIZE, Freeze, Tower, check_picture
+from clipmill.train.config.training import Device
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
 from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec
 
@@ -402,6 +403,62 @@ def _strips(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {"words": clip["caption"], **{name: clip[name] for name in ("frames", "is_right")}} for clip in result["said"]
     ]
+
+
+_NUM_SAMPLES, _TOP_P = 5, 0.9  # defaults of `train caption-chunks`
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ChunkDecoding(DecodingSettings):
+    """Settings of the generation of captions of chunks: several per clip, by nucleus sampling."""
+
+    prefix = ""
+
+    method: Method = "sample"
+    """Decoding method. sample: random sampling; greedy: the most likely token at each step; beam: beam search."""
+    num_samples: Annotated[int | None, Range(1, 1000), Needs("method", ("sample",))] = None
+    """sample: number of captions per clip. Default: 5."""
+    top_p: Annotated[float | None, Range(above=0, most=1), Needs("method", ("sample",))] = None
+    """sample: nucleus sampling, from the most likely tokens whose probabilities add up to this. Default: 0.9."""
+    seed: int = 0
+    """sample: random seed, combined with the key and start of the clip and the number of the caption."""
+
+    def with_defaults(self) -> "ChunkDecoding":
+        """Return the settings with the defaults of sampling."""
+        if self.method != "sample":
+            return self
+        num_samples = _NUM_SAMPLES if self.num_samples is None else self.num_samples
+        return replace(self, num_samples=num_samples, top_p=_TOP_P if self.top_p is None else self.top_p)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ChunkCaptionsRequest(Checked):
+    """Flags of `train caption-chunks`."""
+
+    shards: str
+    """Data folder."""
+    out: Path
+    """Parquet file to write."""
+    split: str = "train"
+    """Split of the data."""
+    where: str | None = None
+    """Condition that selects the chunks, such as 'num_captions == 0' for the videos without captions (docs/data.md).
+    Default: all."""
+    segment: str | None = None
+    """Length of the segments to caption, such as 5s. A remainder shorter than a quarter of it is merged into the last
+    segment of a chunk. Default: complete chunks."""
+    batch: Annotated[int, Range(least=1)] = 16
+    """Number of clips per batch and process."""
+    workers: Annotated[int, Range(least=1)] = 4
+    """Number of threads that read and decode, per process."""
+    device: Device = "auto"
+    """Device of the model."""
+    shown: Overrides = AS_TRAINED
+    decoding: Annotated[ChunkDecoding, DECODING] = ChunkDecoding()
+    json: Annotated[bool, Parameter(name="--json", negative="")] = False
+    """Print one JSON object."""
 
 
 CAPTIONS = EvaluationSpec(

@@ -1,5 +1,9 @@
 """The classifier: model, objective with mixup and CutMix, and the task that fine-tunes a tower on labelled clips.
 
+Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): one share and one kind of mixing are drawn per batch, from
+torch's CPU generator. Clip i of B is mixed with clip B - 1 - i, and its target with that clip's target by the same
+share. CutMix replaces one rectangle in all frames.
+
 Shape suffixes: B batch, R rows of a microbatch, K classes, D width, C channels, T frames, F frames of a segment of
 latents, H and W pixels (or values of a latent).
 """

@@ -3,7 +3,9 @@
 MIR: clips are the captions of a split, sentences their distinct texts. Rows of the relevancy are the captions of the
 split in the order of their ids, as in the annotation file. Columns are the distinct texts in the order in which they
 first appear, or the texts of a sentence file (EPIC_100_retrieval_test_sentence.csv: `narration_id,narration`). The
-published relevancy is a pickle, which is read without running it.
+published relevancy is a pickle, and a pickle is a program: the few calls that rebuild an array are replaced by
+stand-ins that only record their arguments, and any other name is refused. The array is built from the checked
+arguments.
 
 EgoMCQ (Lin et al. 2022, section 4.1): which of five clips does a narration describe? The questions are in
 `egomcq.json`; their clips are captions of the manifest (`prep manifest ego4d`), found by video, begin and end. A

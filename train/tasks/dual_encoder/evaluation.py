@@ -3,6 +3,11 @@
 1. The files of the protocol are read; a mistake in them is reported before training starts.
 2. Every rank embeds its part of the split; the embeddings are gathered in the order of the samples.
 3. A `Scorer` turns them into plain values for the result file, or into metrics for the training log.
+
+Examples on the page: half of the texts have a correct clip first and half have not, as far as there are some, so that a
+page shows failures as well as successes; both are spread evenly over the split.
+
+Shape suffixes: N clips, M texts.
 """
 
 from collections.abc import Callable

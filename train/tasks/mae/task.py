@@ -2,10 +2,15 @@
 
 Clips [B, C, T, H, W] come with their positions in the run. `tube_masks` draws the masked cubes, `decoded_cubes` the
 predicted cubes among them. The model embeds only the visible cubes and returns [B, M, V] for the predicted ones;
-`normalised_cubes` computes their targets, and the loss is the mean squared error.
+`normalised_cubes` computes their targets, and the loss is the mean squared error (Tong et al. 2022).
 
-Shape suffixes: B batch, R rows of a microbatch, C channels, T frames, H and W pixels, F frames of a segment of latents,
-N cubes, M predicted cubes, V values of a cube, P cubes of a moment.
+Masks are drawn on the device only from seed and position of the sample, so they do not depend on ranks, resuming or
+microbatches.
+
+Shape suffixes: B batch of a rank, C channels, T frames, H and W pixels, F frames of a segment of latents, S steps of
+time, P patches of a step, N cubes of a clip (S * P, in the order of time, row, column), M predicted cubes of a clip,
+t frames and p side of a cube, V values of a cube (t * p * p * C, in this order); R rows of a microbatch, or R and C
+rows and columns of patches.
 """
 
 from collections.abc import Callable, Sequence
