@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -51,9 +50,6 @@ from clipmill.train.run.variants import (
 )
 from clipmill.train.spec import TaskSpec
 from clipmill.train.weights.source import Say, Source
-
-if TYPE_CHECKING:
-    from clipmill.train.weights.loading import Loaded
 
 # A lost rank ends within 50 s (clipmill.train.distributed.heartbeat); an NFS server frees its locks after 90 s.
 _LOST_S = 120.0
@@ -137,7 +133,11 @@ def _train(
         )
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
-    has_weights = old_run is not None and _has_checkpoint(old_run, world=world)
+    # Rank 0 looks for a checkpoint; the other ranks wait until they see it too.
+    checkpoint = None if old_run is None else world.first(lambda: latest_checkpoint(old_run.checkpoints))
+    if checkpoint is not None:
+        wait_for_files(checkpoint, world=world)
+    has_weights = checkpoint is not None
     source = _open_weights(settings, world=world, say=progress.say, run=old_run if has_weights else None)
     settings = spec.effective(settings, None if has_weights else source, say=progress.say)
     if old_run is not None:
@@ -191,7 +191,9 @@ def _train(
         **variants_facts(settings, columns=task.columns),
         **({} if latents is None else {"latents": {"channels": latents.channels, "side": latents.height}}),
         **({} if folders is None else {"sources": folders.facts()}),
-        **_weights_facts(None if has_weights else start, old_facts),
+        # A resumed run keeps the entries of run.json, as it reads no weights again.
+        **initial_weights(old_facts),
+        **({} if has_weights or start is None else {"weights": start.as_json()}),
         **how_chosen,
         **about,
         **consumption_entry(old_facts),
@@ -253,14 +255,6 @@ def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iter
         yield remark
 
 
-def _has_checkpoint(run: RunFolder, *, world: World) -> bool:
-    """Return True if rank 0 sees a checkpoint; the other ranks wait until they see it too."""
-    path = world.first(lambda: latest_checkpoint(run.checkpoints))
-    if path is not None:
-        wait_for_files(path, world=world)
-    return path is not None
-
-
 def _processes(parallel: ParallelSettings, world: World) -> str:
     if world.size == 1:
         return "1"
@@ -287,9 +281,3 @@ def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFol
 
 def _print_nothing(_: str) -> None:
     """Print nothing: the messages about the weights were printed when the run started."""
-
-
-def _weights_facts(start: "Loaded | None", old: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of the initial weights; a resumed run keeps those in run.json, as it reads no weights again."""
-    kept = initial_weights(old)
-    return kept if start is None else {**kept, "weights": start.as_json()}

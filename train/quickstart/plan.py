@@ -338,10 +338,11 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
                 hint=f"presets of train {task.value}: {', '.join(presets_of(kind))}",
             )
     settings: Any = load_settings(preset_path(preset.value, task.value), kind)
+    folders = (Path("runs", f"quickstart-{number}" if number > 1 else "quickstart") for number in range(1, 10_000))
     changes: dict[str, Any] = {
         "shards": surveys[0].address if len(surveys) == 1 else tuple(one.address for one in surveys),
         "split": split,
-        "out": asked.out or _free_folder(Path("runs")),
+        "out": asked.out or next(folder for folder in folders if not folder.exists()),
         "device": asked.device,
         "workers": min(settings.workers, max(1, examined.host.allowed_cores)),
     }
@@ -419,11 +420,6 @@ def make_plan(proposal: Proposal, measured: Measured) -> Plan:
         then=tuple(_following_commands(proposal, settings)),
         warnings=tuple(_warnings(proposal, measured, length, needed=needed, free=free_bytes)),
     )
-
-
-def _free_folder(parent: Path) -> Path:
-    names = ("quickstart", *(f"quickstart-{number}" for number in range(2, 10_000)))
-    return next(parent / name for name in names if not (parent / name).exists())
 
 
 def _words(proposal: Proposal, settings: ClipSettings) -> list[str]:

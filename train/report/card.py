@@ -49,13 +49,16 @@ def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, 
     facts = {} if opened.run is None else opened.run.read_facts()
     results = _results(opened, step=step)
     name = Path(opened.title).name or opened.title
+    limits = [*exported.remarks]
+    limits += ["The model reproduces the biases of its training data, and was not tested for uses that affect people."]
+    limits += ["It was not trained here: these are converted weights."] if opened.run is None else []
     sections = {
         "Use": exported.usage or _use(opens, folder=folder),
         "Training": _training(opened, facts, step=step),
         "Evaluation": "\n\n".join([*_of_other_input(opened, exported), *(_table(one.table) for one in results)])
         if results
         else "Not evaluated. `train eval` on the run, then `train export`, writes the metrics here.",
-        "Limits": "\n".join(f"- {_plain_text(one)}" for one in [*exported.remarks, *_limits(opened)]),
+        "Limits": "\n".join(f"- {_plain_text(limit)}" for limit in limits),
         "Licence": "No licence has been chosen. Before publishing, replace `license` at the top of this file; the "
         "licences of the training data and of the initial weights apply as well.",
     }
@@ -183,13 +186,6 @@ def _table(table: Table) -> str:
         f"- {_plain_text(name)}: {_plain_text(text)}" for name, text in table.protocol.items() if name not in _LEFT_OUT
     ]
     return "\n".join([*lines, "", *protocol])
-
-
-def _limits(opened: OpenedRun) -> list[str]:
-    return [
-        "The model reproduces the biases of its training data, and was not tested for uses that affect people.",
-        *(["It was not trained here: these are converted weights."] if opened.run is None else []),
-    ]
 
 
 def _plain_text(text: str) -> str:

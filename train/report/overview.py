@@ -161,9 +161,10 @@ def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = (
     for path in runs if len(left_out) == len(runs) else [path for path in runs if path not in left_out]:
         run = open_run(path)
         page = page_of(run)
-        shown, shown_data = _shown_examples(page)
-        link = _relative_link(run.page, out.parent)
-        cards.append({**page, "shown": shown, "shown_data": shown_data, "link": link})
+        # The first result with captioned pictures, and its data if they are not the run's.
+        pictured = next((result for result in page["results"] if result["strips"]), {"strips": [], "other_data": ""})
+        shown = {"shown": pictured["strips"][:_NUM_STRIPS], "shown_data": pictured["other_data"]}
+        cards.append({**page, **shown, "link": _relative_link(run.page, out.parent)})
     names = _distinct_names([card["name"] for card in cards])
     groups = repeats(cards, names)
     curves = overlay_curves(
@@ -238,14 +239,6 @@ def _title(page: Path) -> str:
             flags=("--link",),
         )
     return title
-
-
-def _shown_examples(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Return the captioned pictures of the first result that has some, and its data if they are not the run's."""
-    for result in page["results"]:
-        if result["strips"]:
-            return result["strips"][:_NUM_STRIPS], result["other_data"]
-    return [], ""
 
 
 def _relative_link(page: Path, folder: Path) -> str:

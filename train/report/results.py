@@ -11,7 +11,6 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +189,9 @@ def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
     ]
     # "<" is escaped, so that no text within can end the element.
     text = json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return {"json": text, "scripts": _scripts(), "style": _style()}
+    uplot = _FOLDER / "uplot"
+    scripts = ((uplot / "uPlot.iife.min.js").read_text(), (_FOLDER / "charts.js").read_text())
+    return {"json": text, "scripts": scripts, "style": (uplot / "uPlot.min.css").read_text()}
 
 
 def _line(line: Line) -> dict[str, Any]:
@@ -207,16 +208,6 @@ def _line(line: Line) -> dict[str, Any]:
             columns["mean"].append(float(f"{mean:.{_NUM_DIGITS}g}"))
             columns["count"].append(len(part) / len(kept))
     return columns
-
-
-@cache
-def _scripts() -> tuple[str, str]:
-    return (_FOLDER / "uplot" / "uPlot.iife.min.js").read_text(), (_FOLDER / "charts.js").read_text()
-
-
-@cache
-def _style() -> str:
-    return (_FOLDER / "uplot" / "uPlot.min.css").read_text()
 
 
 _SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")

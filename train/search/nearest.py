@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -57,13 +56,16 @@ def nearest(
     block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // (4 * query_QE.shape[1])))
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), -(-num_rows // block_rows))
     each = -(-num_rows // (num_threads * block_rows)) * block_rows
-    score = partial(_scores, query_QE, is_unit_length=is_unit_length)
 
     def part(begin: int) -> Nearest:
         best = Nearest(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
         rows = range(begin, min(begin + each, num_rows))
         for first, block_RE in _blocks(path, rows, offset=offset, block_rows=block_rows, width=query_QE.shape[1]):
-            score_QR = score(block_RE)
+            # Not a product of matrices: BLAS starts threads for each block, which wait for each other.
+            score_QR: NDArray[np.float32] = np.vecdot(query_QE[:, None], block_RE)
+            if not is_unit_length:
+                length_R = np.sqrt(np.vecdot(block_RE, block_RE))
+                score_QR /= np.maximum(length_R, np.finfo(np.float32).tiny)
             if not np.isfinite(score_QR).all():
                 row = first + int(np.flatnonzero(~np.isfinite(score_QR).all(axis=0))[0])
                 raise UserError(f"row {row} of {path} is not finite: the file is damaged", hint=_AGAIN)
@@ -79,18 +81,6 @@ def nearest(
     return Nearest(np.take_along_axis(row_QK, best_QK, axis=1), np.take_along_axis(score_QK, best_QK, axis=1))
 
 
-def _scores(
-    query_QE: NDArray[np.float32], block_RE: NDArray[np.float32], *, is_unit_length: bool
-) -> NDArray[np.float32]:
-    """Return cosine similarities [Q, R]."""
-    # Not a product of matrices: BLAS starts threads for each block, which wait for each other.
-    score_QR: NDArray[np.float32] = np.vecdot(query_QE[:, None], block_RE)
-    if not is_unit_length:
-        length_R = np.sqrt(np.vecdot(block_RE, block_RE))
-        score_QR /= np.maximum(length_R, np.finfo(np.float32).tiny)
-    return score_QR
-
-
 def _blocks(
     path: Path, rows: range, *, offset: int, block_rows: int, width: int
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
@@ -103,7 +93,12 @@ def _blocks(
         file.seek(offset + 4 * width * rows.start)
         for begin in rows[::block_rows]:
             block = buffer[: rows.stop - begin]
-            _fill(file.readinto, block.data.cast("B"), path=path)
+            view, filled = block.data.cast("B"), 0
+            while filled < len(view):
+                count = file.readinto(view[filled:])
+                if not count:
+                    raise UserError(f"{path} ends too early", hint=_AGAIN)
+                filled += count
             yield begin, block
 
 
@@ -137,15 +132,6 @@ def open_matrix(path: Path) -> NDArray[np.float32]:
             hint=_AGAIN,
         )
     return mapped
-
-
-def _fill(read_into: Callable[[memoryview], int | None], view: memoryview, *, path: Path) -> None:
-    filled = 0
-    while filled < len(view):
-        count = read_into(view[filled:])
-        if not count:
-            raise UserError(f"{path} ends too early", hint=_AGAIN)
-        filled += count
 
 
 def _with_block(best: Nearest, begin: int, score_QR: NDArray[np.float32], *, count: int) -> Nearest:

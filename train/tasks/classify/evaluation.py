@@ -6,7 +6,7 @@ noun of EPIC-KITCHENS-100 is the sum over all actions that have it, or 0 if none
 Shape suffixes: N samples, B batch, V views, K classes, M marginal classes (verbs or nouns).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -238,7 +238,10 @@ def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:
             "num_samples": result.num_samples,
             "numbers": result.metrics,
             "majority_baseline": {one["title"]: majority_baseline(one) for one in result.by_class},
-            "by_class": [_name_classes(one, names.get(one["title"], {})) for one in result.by_class],
+            "by_class": [
+                {**one, "names": [names.get(one["title"], {}).get(name, name) for name in one["names"]]}
+                for one in result.by_class
+            ],
         },
         failed=result.failed,
     )
@@ -274,10 +277,6 @@ def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dic
         pairs = (name.split(":") for name in classes.names)
         names_of_label[classes.label] = {f"{v}:{n}": f"{verb[v]} {noun[n]}" for v, n in pairs}
     return names_of_label
-
-
-def _name_classes(by_class: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {**by_class, "names": [names.get(name, name) for name in by_class["names"]]}
 
 
 def kept_classes(run: RunFolder) -> dict[str, ClassList]:

@@ -174,7 +174,12 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
 
     def new_model(self, samples: "AnySamples") -> DualEncoder:
         """Build the two towers in the size that the settings name, for the clips of `samples`."""
-        settings, shape = self._settings, self._shape or self._shape_for(samples)
+        settings, shape = self._settings, self._shape
+        if shape is None:
+            size = size_of(settings.model, settings.towers)
+            video, image_px = picture_size(samples, settings)
+            width = samples.text_width or size.embedding_width
+            shape = ModelShape(size=replace(size, video=video, embedding_width=width), image_px=image_px)
         return DualEncoder(
             shape.size,
             image_px=shape.image_px,
@@ -183,13 +188,6 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
             towers=settings.towers,
             has_text_tower=settings.text_tower == "trained",
         )
-
-    def _shape_for(self, samples: "AnySamples") -> ModelShape:
-        settings = self._settings
-        size = size_of(settings.model, settings.towers)
-        video, image_px = picture_size(samples, settings)
-        width = samples.text_width or size.embedding_width
-        return ModelShape(size=replace(size, video=video, embedding_width=width), image_px=image_px)
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return clips [B, C, T, H, W] and captions (tokens or stored embeddings) as the model takes them."""

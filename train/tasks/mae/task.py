@@ -214,28 +214,27 @@ class MaskedReconstruction(Objective):
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         """Add the gradients of this rank's share of the batch; return the loss of the complete batch."""
-        num_samples = len(batch["position"])
+        num_samples, masking = len(batch["position"]), self._clips.masking
+        counts = masking.counts
 
         def loss_of(rows: slice) -> torch.Tensor:
-            return self._loss(model, batch, rows, step=step) * ((rows.stop - rows.start) / num_samples)
+            clips_RCTHW = self._clips.inputs(batch, rows)
+            masks = masking.draw(batch["position"][rows], device=clips_RCTHW.device)
+            predicted_RM = predicted_cubes(masks.masked_BN, masks.decoded_BN, count=counts.num_predicted)
+            targets_RMV = self._clips.targets(clips_RCTHW, predicted_RM)
+            with step.autocast():
+                values_RMV = model(
+                    clips_RCTHW,
+                    masks.masked_BN,
+                    masks.decoded_BN,
+                    num_masked=counts.num_masked,
+                    num_predicted=counts.num_predicted,
+                )
+            # The share of the microbatch, so that the sum over microbatches is the mean over the batch.
+            return reconstruction_loss(values_RMV, targets_RMV) * ((rows.stop - rows.start) / num_samples)
 
         losses = backward_microbatches(loss_of, num_samples=num_samples, step=step)
         return {"loss": step.world.sum(torch.stack(losses).sum()).double() / step.world.size}
-
-    def _loss(self, model: nn.Module, batch: Batch, rows: slice, *, step: Step) -> torch.Tensor:
-        clips_RCTHW, masking = self._clips.inputs(batch, rows), self._clips.masking
-        masks, counts = masking.draw(batch["position"][rows], device=clips_RCTHW.device), masking.counts
-        predicted_RM = predicted_cubes(masks.masked_BN, masks.decoded_BN, count=counts.num_predicted)
-        targets_RMV = self._clips.targets(clips_RCTHW, predicted_RM)
-        with step.autocast():
-            values_RMV = model(
-                clips_RCTHW,
-                masks.masked_BN,
-                masks.decoded_BN,
-                num_masked=counts.num_masked,
-                num_predicted=counts.num_predicted,
-            )
-        return reconstruction_loss(values_RMV, targets_RMV)
 
 
 @torch.no_grad()
