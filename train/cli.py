@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cyclopts.argument import ArgumentCollection
 
 
-_MOST_SHOWN = 100  # a longer range says what a number can hold rather than what one would choose
+_MOST_SHOWN = 100  # a longer range is about what a number can hold, and gives no advice
 
 
 def help_text(app: App, words: Sequence[str]) -> str:
@@ -61,7 +61,7 @@ app = App(
     exit_on_error=False,
     print_error=False,
     result_action="return_value",
-    suppress_keyboard_interrupt=False,  # run_command says what an interruption means
+    suppress_keyboard_interrupt=False,  # run_command reports an interruption
     default_parameter=Parameter(allow_repeating=True),  # the last one counts, so that `script.sh "$@"` overrides
 )
 # By import path: a command is loaded when it is called, or when the help lists them all.

@@ -53,5 +53,5 @@ def evaluations() -> dict[str, EvaluationSpec]:
 
 
 def evaluations_of(task: str) -> tuple[EvaluationSpec, ...]:
-    """Return the evaluations of a task; those of all tasks if this task is unknown."""
+    """Return the evaluations of a task; of all tasks if this task is unknown."""
     return tuple(find_task(task).evaluations if task in TASKS else evaluations().values())

@@ -72,7 +72,7 @@ def bench_command(name: str) -> Callable[..., None]:
     which = f"train {name}, the default task" if name == DEFAULT else f"train {name}"
     command.__doc__ = docstring(
         f"Profile the input pipeline and training step of {which}, and report the bottleneck.\n\n"
-        "It measures the disk, the loader and its stages, the model, whole steps and their memory. With several "
+        "It measures the disk, the loader and its stages, the model, complete steps and their memory. With several "
         "processes (torchrun), it breaks down the time of a step into computation and communication instead.",
         example=f"train bench{'' if name == DEFAULT else f' {name}'} --shards data --preset tiny",
         preset="Named settings, listed below. Flags and --config files override them.",

@@ -169,7 +169,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         evaluation.help,
         example=evaluation.example,
         weights=f"{evaluation.run_help} Or other weights: an exported folder, a file{tags} or hf:NAME of the Hub.",
-        shards="Data folder or tar files. Default: those of the training run; of several data folders each in turn.",
+        shards="Data folder or tar files. Default: the data of the training run, of several folders one after another.",
         where="Condition that selects the samples, such as 'motion > 0.2 and words > 3' (docs/data.md). The "
         "condition of the training does not apply. Default: all.",
         out="Folder for the result file of weights that are not a run. Default: not written.",

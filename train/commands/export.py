@@ -36,7 +36,8 @@ _PACKAGES = {"onnx": ("onnx", "onnxscript")}  # in the extra of the same name
 _FORMATS = [(task.name, form, opens) for task in tasks() for form, opens in task.formats.items()]
 export.__doc__ = docstring(
     "Export the weights of a run, or convert other weights, as a folder for other libraries.\n\n"
-    "Task, format, and what opens the folder OUT:\n\n" + "\n".join(f"    {a:12} {b:9} {c}" for a, b, c in _FORMATS),
+    "Task, format, and the call that opens the folder OUT:\n\n"
+    + "\n".join(f"    {a:12} {b:9} {c}" for a, b, c in _FORMATS),
     example="train export runs/first --format open_clip --out exported",
     weights="Run folder, exported folder, file of weights, or NAME:TAG of open_clip.",
     form=f"Format: {', '.join(dict.fromkeys(form for _, form, _ in _FORMATS))}.",

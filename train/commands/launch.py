@@ -147,7 +147,7 @@ def _train(
         samples = open_consistent(
             lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world
         )
-    # With the reasons why captions are left out, which explain a set that is too small.
+    # With the reasons why captions are omitted, which explain a set that is too small.
     progress.say(f"data: {samples.describe()}; {samples.variant_name}")
     check_batch(settings, samples)
     epochs = [*describe_epochs(settings, samples)]

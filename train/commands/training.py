@@ -83,7 +83,7 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     def fill(path: Path, preset: str | None = None) -> None:
         yaml_source(path, kind, preset=preset, remarks=remarks)(app, commands, arguments)
 
-    # A source fills only what is still empty: the strongest comes first.
+    # A source fills only values that are still empty: the strongest comes first.
     for file in reversed(given_values("--config")):
         fill(Path(file))
     for preset in given_values("--preset"):

@@ -1,4 +1,4 @@
-"""The identity of weights: a hash of everything that decides what a model computes."""
+"""The identity of weights: a hash of everything on which a model's outputs depend."""
 
 import hashlib
 import json

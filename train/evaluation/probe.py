@@ -1,6 +1,6 @@
 """`train eval probe`: flags and table of the probes of frozen features, k-NN and a linear layer.
 
-The classes of a label are the classes of both splits together. What cannot be probed is reported before training
+The classes of a label are the classes of both splits together. Impossible probes are reported before training
 starts. Definitions and sources: docs/evaluation.md.
 """
 

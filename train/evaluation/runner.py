@@ -219,7 +219,7 @@ def score_opened(
         written: Function that is called with the path of the result file.
 
     Raises:
-        UserError: the data lack what the evaluation needs, or `out` has the result of other weights or data.
+        UserError: the data do not suit the evaluation, or `out` has the result of other weights or data.
         FailedWork: nothing could be decoded.
     """
     if not kind_of(opened.settings.folder).has_manifest:

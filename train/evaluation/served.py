@@ -98,7 +98,7 @@ def _input_of(settings: Any, shape: list[int]) -> dict[str, Any]:
 
 
 def similarity(log_scale: float | None, bias: float | None) -> dict[str, float | None]:
-    """Return what turns cosines of unit-length embeddings into logits: cosine * logit_scale + logit_bias."""
+    """Return scale and bias from cosines of unit-length embeddings to logits: cosine * logit_scale + logit_bias."""
     return {"logit_scale": None if log_scale is None else math.exp(log_scale), "logit_bias": bias}
 
 

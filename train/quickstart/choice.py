@@ -37,7 +37,7 @@ _HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations p
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFacts:
-    """A split of a data folder; its chunks are those of the current variant of the `video` column.
+    """A split of a data folder; its chunks are of the current variant of the `video` column.
 
     Attributes:
         num_videos, num_captions: Numbers of videos that have chunks, and of their captions.
@@ -99,7 +99,7 @@ def survey(address: str) -> Survey:
         others = [name for name in columns if name != VIDEO]
         hint = f"make them: {how_to_make(VIDEO, address)}"
         if LATENTS in columns:
-            hint += f"; or train on what there is: {_on_latents(address, folder.path, has_text=TEXT in columns)}"
+            hint += f"; or train on the latents: {_on_latents(address, folder.path, has_text=TEXT in columns)}"
         raise UserError(
             f"{address} has no chunks of video{'; it has ' if others else ''}{', '.join(others)}", hint=hint
         )

@@ -298,7 +298,7 @@ class Plan:
         yield "task", f"{proposal.task.value} on split {proposal.split}: {proposal.task.reason}"
         about = f"{count_noun(settings.num_frames, 'frame')} of {settings.size_px} px"
         yield "preset", f"{proposal.preset.value}, {about}: {proposal.preset.reason}"
-        several = f" on {proposal.num_processes} GPUs, of which one was measured" if proposal.num_processes > 1 else ""
+        several = f" on {proposal.num_processes} GPUs; one was measured" if proposal.num_processes > 1 else ""
         halved = f"; {count_noun(measured.num_halved, 'larger size')} did not fit" if measured.num_halved else ""
         yield "batch", f"{count_noun(settings.batch, 'clip')}{several}{halved}"
         samples = count_noun(measured.num_samples, "sample")
@@ -320,7 +320,7 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
     """Choose task, preset, splits and run folder.
 
     Raises:
-        UserError: the data do not suit what is asked for.
+        UserError: the data do not suit the request.
         FailedWork: something on this machine would stop training.
     """
     if broken := [one for one in judge(examined) if one.level == "broken"]:

@@ -1,4 +1,4 @@
-"""The flags of `train quickstart` that decide what is otherwise proposed."""
+"""The flags of `train quickstart` that replace proposals."""
 
 from dataclasses import dataclass
 from pathlib import Path

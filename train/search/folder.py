@@ -201,7 +201,7 @@ def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: P
     shown = [differences(old, new, free=_FREE | {_IDENTITY})]
     if old["weights"]["identity"] != new["weights"]["identity"]:
         was, now = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))
-        shown.insert(0, f"the weights were {was} and are {now if now != was else 'those of another training'}")
+        shown.insert(0, f"the weights were {was} and are {now if now != was else 'the weights of another training'}")
     if any(shown):
         raise UserError(
             f"{path} holds other embeddings: {'; '.join(filter(None, shown))}",

@@ -68,7 +68,7 @@ def caption_chunks(
             record = caption(work, out, world=world, progress=progress)
         clips = count_noun(record["num_clips"] - record["num_failed"], "clip")
         counts = f"{count_noun(record['num_captions'], 'caption')} of {clips}"
-        empty = f"; {record['num_empty']:,} were empty and are left out" if record["num_empty"] else ""
+        empty = f"; {record['num_empty']:,} were empty and are omitted" if record["num_empty"] else ""
         progress.say(f"done: {counts} in {out}{empty}")
         progress.say(f"next: prep manifest captions {shlex.quote(str(out))} --data {shlex.quote(request.shards)}")
         if request.json and world.is_first:

@@ -25,7 +25,7 @@ Rewrite = Callable[[str], str]
 
 # Lists of words, separated by spaces.
 
-# These keep their full stop. A sentence may end with those of the first group, but not with those of the second,
+# These keep their full stop. A sentence may end with a word of the first group, but not of the second,
 # which matters where a letter follows at once: "etc.x" is two tokens, "mr.x" one.
 ABBREVIATIONS_AT_ENDS = (
     "al ala apr ariz assn aug bancorp bhd bldg blvd bros calif co colo conn corp cos ct dak dec esq est etc ext feb "
@@ -144,7 +144,7 @@ def rules() -> tuple[Rule, ...]:
     any_case = re.IGNORECASE
     # Tags.
     rule(tags, rewrite=_replace_spaces)
-    # Words, and those that are two tokens: can not, 't is, it 's, do n't.
+    # Words, and words that are two tokens: can not, 't is, it 's, do n't.
     for first, second in DOUBLE_WORDS:
         rule(first, second, flags=any_case)
     rule("'t", "(?:is|was)", flags=any_case)

@@ -189,13 +189,13 @@ class DecoderSettings(Checked):
     weights: Annotated[str | None, FIRST_RUN] = None
     """Pretrained GPT-2: folder, gpt2, gpt2-medium, gpt2-xl. A name is downloaded; a folder holds the tokenizer too."""
     width: Annotated[int | None, SIZE] = None
-    """Width of a decoder with random weights. Default: that of --decoder.name."""
+    """Width of a decoder with random weights. Default: as --decoder.name."""
     depth: Annotated[int | None, SIZE] = None
-    """Number of decoder blocks. Default: that of --decoder.name."""
+    """Number of decoder blocks. Default: as --decoder.name."""
     heads: Annotated[int | None, SIZE] = None
-    """Number of attention heads per decoder block. Default: that of --decoder.name."""
+    """Number of attention heads per decoder block. Default: as --decoder.name."""
     tokenizer: str | None = None
-    """Tokenizer folder. Default: that of --decoder.weights, else one trained on the captions."""
+    """Tokenizer folder. Default: the tokenizer of --decoder.weights, else one trained on the captions."""
     vocabulary: Annotated[int, Range(257, 1_000_000)] = 8192
     """Maximum vocabulary size of a tokenizer trained on the captions."""
     max_tokens: Annotated[int, Range(2, 8192)] = 64

@@ -331,7 +331,7 @@ def one_file(writer: AbstractContextManager[Write]) -> Iterator[Take]:
         with _writing():
             writer.__exit__(*sys.exc_info())
         raise
-    with _writing():  # errors of the file become FailedWork, and those of the block do not
+    with _writing():  # errors of the file become FailedWork, errors of the block do not
         writer.__exit__(None, None, None)
 
 

@@ -58,7 +58,7 @@ class ClassifySettings(LatentSettings):
     """Length of a segment of latents, such as 5s. The caption that covers most of it has its label. Default: the stored
     segments of a VAE of videos; 5s of other latents."""
     repeats: Annotated[int, groups.CLIPS, Range(1, 1000)] = 1
-    """Number of samples per clip (repeated augmentation), decoded once, each with its own frames and crop."""
+    """Number of samples per clip (repeated augmentation), decoded once, with different frames and crops."""
     label: Annotated[str, CLASSES, FIRST_RUN] = "class"
     """Label column to classify: class (Kinetics), action (EPIC-KITCHENS: verb and noun), or another one."""
     dropout: Annotated[float, CLASSES, SHARE] = 0.0
@@ -126,7 +126,7 @@ class ClassificationFlags(Checked):
 
     classes: Annotated[tuple[Path, ...], Parameter(negative="")] = ()
     """File with names to show instead of class numbers, as of train eval zero-shot. For actions repeat it: the file of
-    the verbs, then that of the nouns."""
+    the verbs, then the file of the nouns."""
 
     def evaluation(self) -> ClassEvaluation:
         """Return the settings of this evaluation in training."""

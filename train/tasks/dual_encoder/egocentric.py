@@ -42,7 +42,7 @@ from clipmill.train.tasks.dual_encoder.protocols import Embeddings, EmbedTexts
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
 _LOST = re.compile(r"captions lost: (\d+)$")  # clipmill.manifests.adapters.reading
-# Narrations with the same text may have different classes, so not every clip has relevancy 1 for its own sentence.
+# Narrations with the same text may have different classes, so not every clip has relevancy 1 for its sentence.
 _LEAST_RIGHT_SHARE = 0.5
 
 

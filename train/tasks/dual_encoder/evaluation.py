@@ -213,7 +213,7 @@ def make_scorer(
         sources: `--captions.sources`, for named protocols.
 
     Raises:
-        UserError: a file cannot be read or does not fit, or the data lacks what the protocol needs.
+        UserError: a file cannot be read or does not fit, or the data do not suit the protocol.
     """
     protocol, split = settings.protocol, settings.split
     if protocol == "retrieval":
@@ -362,7 +362,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
     """Score a run's latest checkpoint by a protocol.
 
     Raises:
-        UserError: the run's data lack what the protocol needs.
+        UserError: the run's data do not suit the protocol.
         FailedWork: nothing could be decoded.
     """
     settings, trained, task = opened.settings, opened.trained, opened.task

@@ -65,7 +65,7 @@ def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
     tensors, extras, lost = dict(weights), {}, []
     temporal_TD = extras[TEMPORAL_EMBEDDING] = tensors.pop(TEMPORAL_EMBEDDING)
     if temporal_TD.count_nonzero():
-        how = {"mean": "its mean is added to the positions of patches", "zero": "it is left out"}[rule]
+        how = {"mean": "its mean is added to the positions of patches", "zero": "it is omitted"}[rule]
         lost.append(f"the temporal embedding of {len(temporal_TD)} steps has no place in an image tower: {how}")
         if rule == "mean":
             extras[_POSITIONS] = tensors[_POSITIONS]
@@ -179,7 +179,7 @@ def _exported_library(request: ExportRequest) -> Exported:
             save_extras(extras, folder, beside=file)
 
     ours = sorted({name.split(".")[0] for name in request.weights if not name.startswith("video.model.")})
-    remarks = (f"of {', '.join(ours)}, what {library} has no place for is in {EXTRAS_FILE}",) if ours else ()
+    remarks = (f"parts of {', '.join(ours)} for which {library} has no place are in {EXTRAS_FILE}",) if ours else ()
     return Exported(write=write, remarks=remarks, sees="" if settings.num_frames == 1 else "single images")
 
 

@@ -8,8 +8,7 @@ tokens, or equal stored embeddings, are one text (clipmill.train.tasks.dual_enco
     text to video   query: each distinct text; gallery: all clips; correct: every clip that has this text
     video to text   query: each clip; gallery: the distinct texts; correct: the clip's own text
 
-Named protocols decide otherwise which texts there are and what is correct
-(clipmill.train.tasks.dual_encoder.protocols).
+Named protocols have other texts and correct pairs (clipmill.train.tasks.dual_encoder.protocols).
 
 The rank of a query is 1 + the number of incorrect items that score at least as high as its best correct item: ties
 count against the model, so that constant scores get the worst ranks.

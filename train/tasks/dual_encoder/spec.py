@@ -65,7 +65,7 @@ class DualEncoderEvaluation(EvaluationSettings):
     protocol: Annotated[ProtocolName, EVERY] = "retrieval"
     """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex, clip-benchmark: the same by
     the rules of these benchmarks; mir: EK-100's mAP and nDCG; egomcq: EgoVLP's multiple choice; zero-shot:
-    classification by prompts. Data of --evaluate.shards can have their own: DATA@SPLIT:PROTOCOL."""
+    classification by prompts. Data of --evaluate.shards can have another: DATA@SPLIT:PROTOCOL."""
     dual_softmax: Annotated[float | None, TEMPERATURE, EVERY] = None
     """Retrieval: also log R@k with dual softmax at this temperature of the cosines, under separate names."""
     relevancy: Annotated[Path | None, EVERY] = None

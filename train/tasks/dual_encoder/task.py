@@ -1,4 +1,4 @@
-"""The CLIP-style dual encoder of clips and captions: samples, model, contrastive loss; what its initial weights decide.
+"""The CLIP-style dual encoder of clips and captions: samples, model, contrastive loss, effect of initial weights.
 
 Clips are pixels or precomputed VAE latents; captions are tokens for a text tower or precomputed text embeddings.
 Initial weights decide towers, normalisation, widths, context and temperature.

@@ -4,7 +4,7 @@ A model predicts the values of each masked cube minus their mean and divided by 
 (clipmill.train.tasks.mae.task). A picture needs that mean and deviation from elsewhere: here, visible cubes of the clip
 are averaged with weights 1 / d^4, where d is the distance between cubes in cubes along time, height and width. Nothing
 of the masked cubes enters a picture. Published pictures often use the masked cubes' statistics; docs/mae.md discusses
-what that hides.
+the consequences.
 
 Shape suffixes: B clips, C channels, T frames, H and W pixels, N cubes of a clip, M masked cubes of a clip, R masked
 cubes of all clips, V values of a cube in one channel, K all values of a cube (V * C, channels last), G displayed

@@ -99,8 +99,8 @@ class MaeSettings(LatentSettings):
     only_kind = "videomae"
 
     segment: Annotated[str | None, groups.CLIPS] = None
-    """Length of a segment of latents, such as 5s, of which --num-frames consecutive frames are shown. Default: the
-    stored segments of a VAE of videos; 5s of other latents."""
+    """Length of a segment of latents, such as 5s. --num-frames consecutive frames of it are shown. Default: the stored
+    segments of a VAE of videos; 5s of other latents."""
     max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9)] = None
     """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
     num_frames: NumFrames = 16
@@ -109,7 +109,7 @@ class MaeSettings(LatentSettings):
     samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
     """Number of samples drawn from each chunk per epoch. They are consecutive, and the chunk is decoded once."""
     repeat: Annotated[Repeat, groups.CLIPS] = "clips"
-    """What differs between samples of a chunk. clips: frames, crop and mask; masks: crop and mask only."""
+    """Difference between samples of a chunk. clips: frames, crop and mask; masks: crop and mask only."""
 
     lr: LearningRate = 1.5e-4
     """Peak learning rate. It applies to a batch of --optimizer.lr-batch and is reached after warmup."""
