@@ -1,4 +1,4 @@
-"""The command line of training. What the commands do is imported when one of them runs."""
+"""The command line of training. A command's implementation is imported when it runs."""
 
 import os
 import sys
@@ -21,25 +21,24 @@ from clipmill.train.config.training import TrainingSettings
 from clipmill.train.registry import COMMANDS, task_names
 
 if TYPE_CHECKING:
-    from cyclopts import App
     from cyclopts.argument import ArgumentCollection
 
 
-_MOST_SHOWN = 100  # a longer range says what a number can hold rather than what one would choose
+_MOST_SHOWN = 100  # a longer range is about what a number can hold, and gives no advice
 
 
-def help_text(app: "App", words: Sequence[str]) -> str:
-    """The help of the command that the words of a command line name."""
+def help_text(app: App, words: Sequence[str]) -> str:
+    """Return the help of the command that the words of a command line name."""
     return shared.help_text(app, words, range_of=_range, tables_of=_presets)
 
 
-def command_help(command: "App", name: str) -> shared.CommandHelp:
-    """All flags of a command, for the documentation."""
+def command_help(command: App, name: str) -> shared.CommandHelp:
+    """Return all flags of a command, for the documentation."""
     return shared.command_help(command, name, everything=True, range_of=_range, tables_of=_presets)
 
 
 def _range(metadata: shared.Metadata) -> str:
-    bounds = next((one for one in reversed(metadata) if isinstance(one, Range)), None)
+    bounds = next((mark for mark in reversed(metadata) if isinstance(mark, Range)), None)
     if bounds is None or min(bounds.most, bounds.below) > _MOST_SHOWN:
         return ""
     least, most = max(bounds.least, bounds.above), min(bounds.most, bounds.below)
@@ -48,8 +47,8 @@ def _range(metadata: shared.Metadata) -> str:
 
 
 def _presets(arguments: "ArgumentCollection") -> shared.Tables:
-    hints = (one.hint for one in arguments)
-    kind = next((one for one in hints if isinstance(one, type) and issubclass(one, TrainingSettings)), None)
+    hints = (argument.hint for argument in arguments)
+    kind = next((hint for hint in hints if isinstance(hint, type) and issubclass(hint, TrainingSettings)), None)
     return {} if kind is None else {"Presets (--preset)": list(presets_of(kind).items())}
 
 
@@ -62,7 +61,7 @@ app = App(
     exit_on_error=False,
     print_error=False,
     result_action="return_value",
-    suppress_keyboard_interrupt=False,  # run_command says what an interruption means
+    suppress_keyboard_interrupt=False,  # run_command reports an interruption
     default_parameter=Parameter(allow_repeating=True),  # the last one counts, so that `script.sh "$@"` overrides
 )
 # By import path: a command is loaded when it is called, or when the help lists them all.
@@ -127,7 +126,7 @@ def overview(
     Parameters
     ----------
     runs
-        Run folders. Other files and folders, such as embeddings beside them, are left out.
+        Run folders. Other files and folders, such as embeddings beside them, are omitted.
     out
         HTML file to write.
     link
@@ -139,7 +138,7 @@ def overview(
         left_out = write_overview(runs, out, links=link or ())
     print(f"written: {out}")
     if left_out:
-        print(f"left out, not a run: {', '.join(map(str, left_out))}")
+        print(f"omitted, not a run: {', '.join(map(str, left_out))}")
 
 
 def main() -> None:
@@ -171,7 +170,7 @@ def _let_first_speak() -> None:
     """Wait, if a launcher started several processes on this machine and this is not the first of them.
 
     A mistake in the flags is usually the same in all processes. The first one reports it and exits, and torchrun then
-    ends the others. A process that is still running after the wait has a mistake of its own, and reports it.
+    ends the others. A process that is still running after the wait has a different mistake, and reports it.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_FIRST_SPEAKS_S)

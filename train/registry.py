@@ -1,4 +1,4 @@
-"""The tasks: those of clipmill, one row each, and those of installed packages (docs/plugins.md)."""
+"""The registered tasks: a row for each task of clipmill, and the tasks of installed packages (docs/plugins.md)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,34 +24,34 @@ TASKS = Parts(
     },
     taken=(*COMMANDS, "bench", "doctor", "embed", "eval", "export", "overview", "quickstart", "search"),
 )
-DEFAULT = "dual-encoder"  # the task of runs that do not name theirs
+DEFAULT = "dual-encoder"  # the task of runs that name none
 
 
 def task_names() -> tuple[str, ...]:
-    """Names of all tasks."""
+    """Return the names of all tasks."""
     return tuple(TASKS)
 
 
 def tasks() -> tuple[TaskSpec, ...]:
-    """All tasks that can be used."""
+    """Return all tasks whose packages can be imported."""
     return tuple(TASKS.working())
 
 
 def find_task(name: str) -> TaskSpec:
-    """The task of a name that `task_names` has."""
+    """Return the task of a name in `task_names`."""
     return TASKS[name]
 
 
 def tasks_where(holds: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
-    """The tasks of which something holds; all by default."""
+    """Return the tasks for which a condition holds; by default all of them."""
     return {task.name: partial(find_task, task.name) for task in tasks() if holds(task)}
 
 
 def evaluations() -> dict[str, EvaluationSpec]:
-    """The evaluations of all tasks by name."""
-    return {one.name: one for task in tasks() for one in task.evaluations}
+    """Return the evaluations of all tasks by name."""
+    return {evaluation.name: evaluation for task in tasks() for evaluation in task.evaluations}
 
 
 def evaluations_of(task: str) -> tuple[EvaluationSpec, ...]:
-    """The evaluations of a task; all there are for a task that is not known here."""
+    """Return the evaluations of a task; of all tasks if this task is unknown."""
     return tuple(find_task(task).evaluations if task in TASKS else evaluations().values())

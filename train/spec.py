@@ -1,4 +1,4 @@
-"""A task and an evaluation as every command knows them: `TaskSpec` and `EvaluationSpec`.
+"""The interface of tasks and evaluations to all commands: `TaskSpec` and `EvaluationSpec`.
 
 `clipmill.train.registry` lists the tasks. The command line, the training loop, `train eval`, `train export` and the
 pages take a task's spec and ask it; nothing outside of a task's folder names the task. A spec is loaded before a
@@ -30,9 +30,9 @@ class CurveGroup:
     """Metrics of evaluations in the loop that share a chart on the page.
 
     Attributes:
-        pattern: full match of their names, with one group.
-        title: of the chart; it ends in % or in ", times 100" where values are shown times 100.
-        label: of a line, from the group of the match.
+        pattern: Pattern that matches their complete names, with one group.
+        title: Title of the chart; it ends in % or in ", times 100" if values are shown times 100.
+        label: Function that returns the label of a line from the group of the match.
     """
 
     pattern: str
@@ -45,21 +45,22 @@ class EvaluationSpec:
     """One evaluation, which is `train eval NAME`.
 
     Attributes:
-        name: of the command.
-        result: what result files call it, where that is another name.
-        help: what the command does; the first line is its summary.
-        example: a command line.
-        run_help: which runs it takes.
-        needs: flags that it cannot do without, such as `--label NAME`; empty for none.
-        settings: frozen dataclass with a field `split`, whose fields are the flags.
-        score: (opened run, settings) -> what was found, an `evaluation.runner.Score`. It may raise UserError and
+        name: Name of the command.
+        result: Name in result files, if that differs.
+        help: Description of the command; the first line is its summary.
+        example: Command line.
+        run_help: Description of the runs that it takes.
+        needs: Required flags, such as `--label NAME`; empty for none.
+        settings: Frozen dataclass with a field `split`, whose fields are the flags.
+        score: Function from an opened run and settings to an `evaluation.runner.Score`. It may raise UserError and
             FailedWork.
-        table: of a result.
-        pictures: key of a result under which it has what only pages show, such as clips with data URIs and numbers of
-            each class. The console and --json leave it out.
-        section: template of the part of the page that shows it.
-        strips: a result's clips as the overview shows them: objects with `words`, `frames` (data URIs) and `is_right`.
-        curves: charts of its metrics in the loop.
+        table: Function from a result to its table.
+        pictures: Key of a result for values that only pages show, such as clips with data URIs and numbers of each
+            class. The console and --json omit it.
+        section: Template of the part of the page that shows it.
+        strips: Function from a result to its clips in the overview: objects with `words`, `frames` (data URIs) and
+            `is_right`.
+        curves: Charts of its metrics in the loop.
     """
 
     name: str
@@ -78,22 +79,23 @@ class EvaluationSpec:
 
     @property
     def result_name(self) -> str:
-        """Its name in result files."""
+        """Name in result files."""
         return self.result or self.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """Weights that are to be written in another format.
+    """Weights to write in another format.
 
     Attributes:
-        title: of the weights, for errors.
-        settings: that they were trained with.
-        task: opened with them; it has their classes or their decoder.
-        weights: of the task's model, by name.
-        shape: dimensions of the model.
-        logits: what turns cosines into logits.
-        frame_embedding: what a picture gets for a temporal embedding; of dual encoders.
+        title: Title of the weights, for errors.
+        settings: Settings of their training.
+        task: Opened task, with the classes or the decoder of the weights.
+        weights: Tensors of the task's model, by name.
+        shape: Dimensions of the model.
+        logits: Scale and bias that turn cosines into logits.
+        form: Name of the format.
+        frame_embedding: Temporal embedding of a picture, for dual encoders.
     """
 
     title: str
@@ -111,10 +113,10 @@ class Adopted:
     """Weights of another project as the model of a task.
 
     Attributes:
-        settings: effective ones, with the sizes of clips that the weights were trained on as far as they say so.
-        shape: dimensions of the model.
-        given: further arguments of `TaskSpec.open`: what the task otherwise reads from a run.
-        lacks: part of the task's model that the weights do not have, such as "a decoder".
+        settings: Effective settings, with the sizes of clips that the weights record.
+        shape: Dimensions of the model.
+        given: Further arguments of `TaskSpec.open`, which the task otherwise reads from a run.
+        lacks: Part of the task's model that the weights lack, such as "a decoder".
     """
 
     settings: ClipSettings
@@ -125,12 +127,12 @@ class Adopted:
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """The frozen features of a task's video tower, which probes look at.
+    """The frozen features of a task's video tower, for probes.
 
     Attributes:
-        description: which features these are.
-        inputs: (task) -> from a batch to clips [B, C, T, H, W] as the tower takes them in an evaluation.
-        is_consecutive: whether the frames of latents that a clip shows are consecutive.
+        description: Description of the features.
+        inputs: Function from a task to a function from a batch to clips [B, C, T, H, W], as in an evaluation.
+        is_consecutive: Function that returns True if the frames of latents in a clip are consecutive.
     """
 
     description: str
@@ -140,16 +142,17 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRun:
-    """What `train quickstart` proposes for a task.
+    """Proposals of `train quickstart` for a task.
 
     Attributes:
-        on_gpu: preset for a large GPU; None if there is none that needs no further files.
-        weights: initial weights that this preset was published with, as `--init.weights` takes them.
-        on_latents: flags for data without video; '' if the task cannot be the first run on them.
-        without_text: further ones for captions without stored embeddings.
-        needs_captions: whether samples have captions.
-        needs_label: whether samples have labels.
-        searches: whether the embeddings of its models can be searched by text.
+        on_cpu: Preset for a CPU.
+        on_gpu: Preset for a large GPU; None if each needs further files.
+        weights: Initial weights with which this preset was published, as for `--init.weights`.
+        on_latents: Flags for data without video; '' if the task cannot be the first run on them.
+        without_text: Further flags for captions without stored embeddings.
+        needs_captions: True if samples have captions.
+        needs_label: True if samples have labels.
+        searches: True if the embeddings of its models can be searched by text.
     """
 
     on_cpu: str
@@ -162,39 +165,33 @@ class FirstRun:
     searches: bool = False
 
 
-def _keep_nothing(run: RunFolder) -> dict[str, Any]:
-    return {}
-
-
-def _no_lines(facts: Mapping[str, Any]) -> list[str]:
-    return []
-
-
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
     """One task, which is `train NAME`.
 
     Attributes:
-        name: of the command, and of the task in run.json.
-        help: what the command does.
-        example: a command line.
-        settings: its settings, whose fields are the flags.
-        make: (settings, attention, device, what `kept` has found) -> the task.
-        kept: (run with a checkpoint) -> further arguments of `make`: classes or tokens, which the data may not have had
-            when the run began.
-        effective: (settings, source, say) -> the settings that take effect with the weights of a source, or of none.
-        evaluations: in the order in which the page shows them.
-        at_end: (run, settings, say), called by the first rank before the page of a finished run is written.
-        start_lines: what run.json's facts say of the start, for the console.
-        formats: of `train export --format`.
-        export: the files of an export.
-        adopt: (source, path, say) -> weights that are not a run as this task's model; None if they are of another task.
-        adopted: which these are, such as "a CLIP with both towers".
-        adopts_tags: whether a NAME:TAG of open_clip is this task's model; others refuse it before a download.
-        has_frame_embedding: whether an export chooses the temporal embedding of a picture.
-        features: of its video tower, None where it cannot be probed.
-        first_run: None for a task that `train quickstart` does not offer.
-        pipeline: the Hugging Face Hub's name of what exported weights are for.
+        name: Name of the command, and of the task in run.json.
+        help: Description of the command.
+        example: Command line.
+        settings: Settings class, whose fields are the flags.
+        make: Function from settings, attention, device and the result of `kept` to the task.
+        kept: Function from a run with a checkpoint to further arguments of `make`: classes or tokens, which the data
+            may have lacked when the run began.
+        effective: Function from settings, source and say to the effective settings with the weights of a source, or
+            without any.
+        evaluations: Evaluations in the order of the page.
+        at_end: Function of run, settings and say; the first rank calls it before the page of a finished run is written.
+        start_lines: Function from the facts in run.json to lines about the start, for the console.
+        formats: Formats of `train export --format`.
+        export: Function that returns the files of an export.
+        adopt: Function from source, path and say to weights that are not a run as this task's model; None for weights
+            of another task.
+        adopted: Description of such weights, such as "a CLIP with both towers".
+        adopts_tags: True if a NAME:TAG of open_clip is this task's model; others refuse it before a download.
+        has_frame_embedding: True if an export chooses the temporal embedding of a picture.
+        features: Features of its video tower; None if it cannot be probed.
+        first_run: Proposals of a first run; None for a task that `train quickstart` does not offer.
+        pipeline: The Hugging Face Hub's name of the use of exported weights.
     """
 
     name: str
@@ -202,11 +199,11 @@ class TaskSpec:
     example: str
     settings: type[ClipSettings]
     make: Callable[..., StartableTask]
-    kept: Callable[[RunFolder], dict[str, Any]] = _keep_nothing
+    kept: Callable[[RunFolder], dict[str, Any]] = lambda run: {}
     effective: Callable[..., Any]
     evaluations: Sequence[EvaluationSpec] = ()
     at_end: Callable[..., None] | None = None
-    start_lines: Callable[[Mapping[str, Any]], list[str]] = _no_lines
+    start_lines: Callable[[Mapping[str, Any]], list[str]] = lambda facts: []
     formats: Mapping[str, str] = field(default_factory=dict)
     export: Callable[[ExportRequest], Exported] | None = None
     adopt: Callable[..., Adopted | None] | None = None
@@ -219,14 +216,14 @@ class TaskSpec:
 
     @property
     def first_evaluation(self) -> EvaluationSpec | None:
-        """The evaluation to begin with: the first that needs no flags."""
-        return next((one for one in self.evaluations if not one.needs), None)
+        """First evaluation that needs no flags; None without one."""
+        return next((evaluation for evaluation in self.evaluations if not evaluation.needs), None)
 
     def open(self, settings: Any, *, run: RunFolder | None = None, **opened: Any) -> StartableTask:
-        """The task for settings, and for a run that has a checkpoint, if there is one.
+        """Open the task for settings, and for a run if it has a checkpoint.
 
         Args:
-            opened: the attention backend, the device, and for weights that are used as they are the `shape` of models.
+            opened: Attention backend, device, and for weights that are not a run the `shape` of models.
         """
         return self.make(settings, **{**({} if run is None else self.kept(run)), **opened})
 
@@ -236,5 +233,5 @@ Tasks = Mapping[str, Callable[[], TaskSpec]]
 
 
 def take_tags(tasks: Tasks) -> bool:
-    """Whether a NAME:TAG of open_clip may be the model of one of these tasks."""
+    """Return True if a NAME:TAG of open_clip may be the model of one of these tasks."""
     return any(open_spec().adopts_tags for open_spec in tasks.values())

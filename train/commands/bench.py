@@ -1,4 +1,4 @@
-"""`train bench` and `train bench TASK`: a command for each task, whose flags are those of training it."""
+"""`train bench` and `train bench TASK`: a command for each task, with the flags of its training."""
 
 import json
 import os
@@ -28,7 +28,7 @@ _MANY = Parameter(negative="", consume_multiple=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Several:
-    """Flags about several processes."""
+    """Flags for benchmarks of several processes."""
 
     strategies: Annotated[list[Strategy] | None, groups.PARALLEL, _MANY] = None
     """Strategies to break down, one after another (several processes). Default: --parallel.strategy."""
@@ -43,7 +43,7 @@ _ONE = Several()
 
 
 def bench_command(name: str) -> Callable[..., None]:
-    """The command that measures a task, as cyclopts reads it."""
+    """Return the command that measures a task, as cyclopts reads it."""
     spec = find_task(name)
     kind = spec.settings
     default = kind()
@@ -72,7 +72,7 @@ def bench_command(name: str) -> Callable[..., None]:
     which = f"train {name}, the default task" if name == DEFAULT else f"train {name}"
     command.__doc__ = docstring(
         f"Profile the input pipeline and training step of {which}, and report the bottleneck.\n\n"
-        "It measures the disk, the loader and its stages, the model, whole steps and their memory. With several "
+        "It measures the disk, the loader and its stages, the model, complete steps and their memory. With several "
         "processes (torchrun), it breaks down the time of a step into computation and communication instead.",
         example=f"train bench{'' if name == DEFAULT else f' {name}'} --shards data --preset tiny",
         preset="Named settings, listed below. Flags and --config files override them.",

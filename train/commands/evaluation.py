@@ -1,4 +1,4 @@
-"""`train eval NAME`: scores a run's latest checkpoint, for the run's page, or other weights."""
+"""`train eval NAME`: evaluate a run's latest checkpoint, for the run's page, or other weights."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ from clipmill.train.spec import EvaluationSpec, Tasks, take_tags
 def score_run(
     evaluation: EvaluationSpec,
     weights: str | Path,
-    wanted: Any,
+    flags: Any,
     use: Use = AS_IN_TRAINING,
     *,
     out: Path | None = None,
@@ -38,12 +38,12 @@ def score_run(
     """Evaluate a run's latest checkpoint or other weights, and write the result file and the run's page.
 
     Args:
-        out: folder for the result of weights that are not a run.
-        written: called with the path of the result file.
+        flags: Settings of the evaluation, an instance of `evaluation.settings`.
+        out: Folder for the result of weights that are not a run.
+        written: Function that is called with the path of the result file.
 
     Raises:
-        UserError: there are no such weights, they are of a task without this evaluation, or the data lack what is
-            needed.
+        UserError: the weights do not exist, are of a task without this evaluation, or the data lack something.
         FailedWork: nothing could be decoded.
     """
     tasks = _tasks_with(evaluation)
@@ -62,7 +62,7 @@ def score_run(
             read_lines(path)  # a damaged line is reported before anything is computed
         if out is not None:
             raise UserError(
-                f"--out is {out}, and the results of a run are written into {run.path}",
+                f"--out is {out}, but the results of a run are written into {run.path}",
                 hint="leave it out",
                 flags=("--out",),
             )
@@ -77,7 +77,7 @@ def score_run(
         held.enter_context(reading_variants_of_run(weights, use.shards, say=say))
         opened = open_weights_as(tasks, weights, use, suited=_evaluations_of, say=say)
         held.enter_context(counting_batches())
-        result = score_opened(opened, evaluation, wanted, out=out, written=written)
+        result = score_opened(opened, evaluation, flags, out=out, written=written)
     if run is not None:
         with Activity(f"writing {run.page}"):
             write_page(run)
@@ -89,27 +89,27 @@ def score_run(
 
 
 def _tasks_with(evaluation: EvaluationSpec) -> Tasks:
-    return tasks_where(lambda spec: evaluation.name in (one.name for one in spec.evaluations))
+    return tasks_where(lambda spec: any(known.name == evaluation.name for known in spec.evaluations))
 
 
 def data_of(weights: str | Path) -> tuple[str | None, ...]:
-    """The data to evaluate where none is named: None for a run's own, or each of the folders of a mixture."""
+    """Return the data to evaluate if none are named: None for the data of the run, or each folder of a mixture."""
     if not is_run(Path(weights)):
         return (None,)
     try:
         shards = read_values(open_run(Path(weights)).settings).get("shards")
     except UserError:
-        return (None,)  # opening the run says what is wrong with it
+        return (None,)  # opening the run raises the error
     return tuple(map(str, shards)) if isinstance(shards, list) and len(shards) > 1 else (None,)
 
 
 def _evaluations_of(task: str) -> str:
-    names = ", ".join(one.name for one in evaluations_of(task))
+    names = ", ".join(evaluation.name for evaluation in evaluations_of(task))
     return f"evaluations of train {task}: {names}" if names else "name other weights"
 
 
-def _refused_folders(refused: Mapping[str, UserError], *, has_results: bool) -> UserError:
-    """Return the error for the folders of a mixture that cannot be evaluated; the same error of all is said once."""
+def _folders_error(refused: Mapping[str, UserError], *, has_results: bool) -> UserError:
+    """Return the error for the folders of a mixture that cannot be evaluated; equal errors of all are reported once."""
     if not has_results and len(set(map(str, refused.values()))) == 1:
         return next(iter(refused.values()))
     others = "the other data folders of the run are evaluated" if has_results else "none of the run's is evaluated"
@@ -119,14 +119,14 @@ def _refused_folders(refused: Mapping[str, UserError], *, has_results: bool) -> 
 
 
 def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
-    """The command of an evaluation as cyclopts reads it: its flags are the fields of the evaluation's settings."""
+    """Return the command of an evaluation as cyclopts reads it: its flags are the fields of its settings."""
     settings = evaluation.settings
     kind = Annotated[settings, Parameter(name="*")]  # type: ignore[valid-type]
     default = settings()
 
     def command(
         weights: Weights,
-        wanted: kind = default,  # type: ignore[valid-type]
+        flags: kind = default,  # type: ignore[valid-type]
         *,
         shards: str | None = None,
         where: str | None = None,
@@ -141,7 +141,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         for data in data_of(weights) if shards is None else (shards,):
             use = Use(shards=data, where=where, overrides=shown)
             try:
-                result = score_run(evaluation, weights, wanted, use, out=out, say=say, written=files.append)
+                result = score_run(evaluation, weights, flags, use, out=out, say=say, written=files.append)
             except UserError as error:
                 if data is None or shards is not None:
                     raise
@@ -158,7 +158,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
                     print(f"written: {files[-1]}{page}")
             failed += len(result["failed"])
         if refused:
-            raise _refused_folders(refused, has_results=bool(files))
+            raise _folders_error(refused, has_results=bool(files))
         if failed:
             listed = "; see `failed` in " + ", ".join(map(str, files)) if files else ""
             hint = listed or ("" if as_json else "; --json or --out lists them")
@@ -169,7 +169,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         evaluation.help,
         example=evaluation.example,
         weights=f"{evaluation.run_help} Or other weights: an exported folder, a file{tags} or hf:NAME of the Hub.",
-        shards="Data folder or tar files. Default: those of the training run; of several data folders each in turn.",
+        shards="Data folder or tar files. Default: the data of the training run, of several folders one after another.",
         where="Condition that selects the samples, such as 'motion > 0.2 and words > 3' (docs/data.md). The "
         "condition of the training does not apply. Default: all.",
         out="Folder for the result file of weights that are not a run. Default: not written.",

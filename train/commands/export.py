@@ -1,4 +1,4 @@
-"""`train export`: weights as a folder that other libraries open, and `--init.weights` and `train eval` too."""
+"""`train export`: write weights as a folder for other libraries, `--init.weights` and `train eval`."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -26,17 +26,18 @@ def export(
     checkpoint: Path | None = None,
     shown: Overrides = AS_TRAINED,
 ) -> None:
-    """The command; its help is made below, from the formats of all tasks."""
+    """Export weights: the command, whose help is made below from the formats of all tasks."""
     export_run(
         weights, form=form, out=out, frame_embedding=frame_embedding, checkpoint=checkpoint, overrides=shown, say=print
     )
 
 
-_PACKAGES = {"onnx": ("onnx", "onnxscript")}  # of extras with the name of the format
+_PACKAGES = {"onnx": ("onnx", "onnxscript")}  # in the extra of the same name
 _FORMATS = [(task.name, form, opens) for task in tasks() for form, opens in task.formats.items()]
 export.__doc__ = docstring(
     "Export the weights of a run, or convert other weights, as a folder for other libraries.\n\n"
-    "Task, format, and what opens the folder OUT:\n\n" + "\n".join(f"    {a:12} {b:9} {c}" for a, b, c in _FORMATS),
+    "Task, format, and the call that opens the folder OUT:\n\n"
+    + "\n".join(f"    {a:12} {b:9} {c}" for a, b, c in _FORMATS),
     example="train export runs/first --format open_clip --out exported",
     weights="Run folder, exported folder, file of weights, or NAME:TAG of open_clip.",
     form=f"Format: {', '.join(dict.fromkeys(form for _, form, _ in _FORMATS))}.",
@@ -56,7 +57,7 @@ def export_run(
     overrides: Overrides = AS_TRAINED,
     say: Callable[[str], None],
 ) -> None:
-    """Writes the weights of a run's latest checkpoint, or of the one that is named, or other weights.
+    """Write the weights of a run's latest or named checkpoint, or other weights, in an export format.
 
     Raises:
         UserError: there is no checkpoint, its weights are not finite, `out` exists already, or the format cannot hold
@@ -130,7 +131,7 @@ def export_run(
 
 
 def _require_format(form: str) -> None:
-    """Raise UserError for a name that is no format, and if packages that the format needs are missing."""
+    """Raise a UserError if a format is unknown, or needs packages that are missing."""
     known = dict.fromkeys(form for _, form, _ in _FORMATS)
     if form not in known:
         raise UserError(
@@ -145,11 +146,11 @@ def _require_format(form: str) -> None:
 
 
 def _checkpoint_of(run: RunFolder, path: Path) -> Path:
-    """The named checkpoint, which has to be one of the run's: its settings describe no other weights."""
+    """Return a checkpoint that the run has; the run's settings fit no other weights."""
     from clipmill.train.run.checkpoint import all_checkpoints
 
     known = all_checkpoints(run.checkpoints).values()
-    if path.resolve() not in {one.resolve() for one in known}:
-        names = ", ".join(sorted(str(one) for one in known)) or "it has none"
+    if path.resolve() not in {checkpoint.resolve() for checkpoint in known}:
+        names = ", ".join(sorted(map(str, known))) or "it has none"
         raise UserError(f"{path} is not a checkpoint of {run.path}", hint=f"checkpoints of the run: {names}")
     return path

@@ -1,4 +1,4 @@
-"""What `train TASK` runs: train a task's model in a new run, or resume one."""
+"""Implementation of `train TASK`: train a task's model in a new run, or resume a run."""
 
 import os
 import shlex
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,9 +51,6 @@ from clipmill.train.run.variants import (
 from clipmill.train.spec import TaskSpec
 from clipmill.train.weights.source import Say, Source
 
-if TYPE_CHECKING:
-    from clipmill.train.weights.loading import Loaded
-
 # A lost rank ends within 50 s (clipmill.train.distributed.heartbeat); an NFS server frees its locks after 90 s.
 _LOST_S = 120.0
 
@@ -79,7 +75,7 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
         chosen |= world.each(
             lambda: choose_variants(
                 evaluated,
-                recorded=[of_evaluated.get(normalise_address(one), {}) for one in evaluated],
+                recorded=[of_evaluated.get(normalise_address(address), {}) for address in evaluated],
                 cache=settings.cache,
                 say=partial(print, file=sys.stderr) if world.is_first else _print_nothing,
             )
@@ -93,7 +89,7 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
 
 
 def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder | None:
-    """The run to resume, cleaned up after a killed process."""
+    """Lock the run to resume, clean up after a killed process, and return it; None for a new run."""
     run = find_run(path, resume)
     if run is not None:
         # A restart by torchrun may find a process of the attempt before it, on a node that the others have lost.
@@ -137,7 +133,11 @@ def _train(
         )
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
-    has_weights = old_run is not None and _has_checkpoint(old_run, world=world)
+    # Rank 0 looks for a checkpoint; the other ranks wait until they see it too.
+    checkpoint = None if old_run is None else world.first(lambda: latest_checkpoint(old_run.checkpoints))
+    if checkpoint is not None:
+        wait_for_files(checkpoint, world=world)
+    has_weights = checkpoint is not None
     source = _open_weights(settings, world=world, say=progress.say, run=old_run if has_weights else None)
     settings = spec.effective(settings, None if has_weights else source, say=progress.say)
     if old_run is not None:
@@ -147,7 +147,7 @@ def _train(
         samples = open_consistent(
             lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world
         )
-    # With the reasons why captions are left out, which explain a set that is too small.
+    # With the reasons why captions are omitted, which explain a set that is too small.
     progress.say(f"data: {samples.describe()}; {samples.variant_name}")
     check_batch(settings, samples)
     epochs = [*describe_epochs(settings, samples)]
@@ -163,18 +163,20 @@ def _train(
     # The folder is made last, so that a mistake in the flags leaves nothing behind.
     run = old_run or _create_and_hold(settings, held=held, world=world, comment=provenance.as_comment())
     about = {**parameters, **task.facts()}
-    # What may not be intended is said once nothing can be wrong any more: an error stands alone.
+    # Warnings come after everything that can fail, so that an error stands alone.
     for remark in (*provenance.remarks, *_remarks(settings, world=world, has_weights=has_weights)):
         progress.say(remark)
     if settings.freeze or settings.lora.rank:
         progress.say(f"parameters: {parameters['parameters']}")
     for line in (*fallback, *epochs, *spec.start_lines(about)):
         progress.say(line)
-    for name, one in about.get("evaluations", {}).items():
-        parts = [f"split {one['split']!r} of {one['shards']}", one["data"], one["variant"], one.get("protocol", "")]
-        parts.append(one.get("caution", ""))
+    for name, plan in about.get("evaluations", {}).items():
+        parts = [f"split {plan['split']!r} of {plan['shards']}", plan["data"], plan["variant"]]
+        parts += [plan.get("protocol", ""), plan.get("caution", "")]
         progress.say(f"evaluation {name}: {'; '.join(filter(None, parts))}")
     folders = getattr(samples, "folders", None)
+    # Latents have a size that an export needs and no tensor shows.
+    latents = getattr(samples, "frame_shape", None)
     packages = packages_of([NamedPart("", TASKS, spec.name), *named_parts(settings)])
     facts = {
         "task": spec.name,
@@ -187,9 +189,11 @@ def _train(
         "data": samples.describe(),
         "variant": samples.variant_name,
         **variants_facts(settings, columns=task.columns),
-        **_latents_facts(samples),
+        **({} if latents is None else {"latents": {"channels": latents.channels, "side": latents.height}}),
         **({} if folders is None else {"sources": folders.facts()}),
-        **_weights_facts(None if has_weights else start, old_facts),
+        # A resumed run keeps the entries of run.json, as it reads no weights again.
+        **initial_weights(old_facts),
+        **({} if has_weights or start is None else {"weights": start.as_json()}),
         **how_chosen,
         **about,
         **consumption_entry(old_facts),
@@ -221,7 +225,7 @@ def _train(
 
 
 def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
-    """The first evaluation to suggest, if there is one and the data have its split."""
+    """Return the first evaluation to suggest; None if the task has none, or the data lack its split."""
     evaluation = spec.first_evaluation
     if evaluation is None:
         return None
@@ -230,12 +234,12 @@ def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
         splits = set(read_videos(folder.path)["split"].unique().to_pylist())
     except UserError:
         return None
-    wanted = evaluation.settings().split
-    return f"train eval {evaluation.name} {shlex.quote(str(settings.out))}" if wanted in splits else None
+    split = evaluation.settings().split
+    return f"train eval {evaluation.name} {shlex.quote(str(settings.out))}" if split in splits else None
 
 
 def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iterator[str]:
-    """Warnings about settings that are valid, but probably not intended."""
+    """Yield warnings about settings that are valid, but probably not intended."""
     share = world.replicas.share(settings.batch)
     if world.replicas.size > 1 and share % settings.samples_per_chunk:
         yield (
@@ -251,14 +255,6 @@ def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iter
         yield remark
 
 
-def _has_checkpoint(run: RunFolder, *, world: World) -> bool:
-    """Whether there is a checkpoint, as rank 0 sees it; the other ranks wait until they see it too."""
-    path = world.first(lambda: latest_checkpoint(run.checkpoints))
-    if path is not None:
-        wait_for_files(path, world=world)
-    return path is not None
-
-
 def _processes(parallel: ParallelSettings, world: World) -> str:
     if world.size == 1:
         return "1"
@@ -269,7 +265,7 @@ def _processes(parallel: ParallelSettings, world: World) -> str:
 
 
 def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFolder | None) -> Source | None:
-    """The weights to start from, or the weights that the checkpoints of the resumed `run` omit; None without any."""
+    """Open the weights to start from, or those that the checkpoints of the resumed `run` omit; None without any."""
     if settings.init.weights is None and not settings.lora.rank:
         return None
     from clipmill.train.weights.sources import fetch_tag, open_base, open_weights
@@ -284,16 +280,4 @@ def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFol
 
 
 def _print_nothing(_: str) -> None:
-    """Print nothing: the messages about the weights were printed when the run began."""
-
-
-def _latents_facts(samples: object) -> dict[str, Any]:
-    """Size of latents, which an export needs and which no tensor shows."""
-    shape = getattr(samples, "frame_shape", None)
-    return {} if shape is None else {"latents": {"channels": shape.channels, "side": shape.height}}
-
-
-def _weights_facts(start: "Loaded | None", old: dict[str, Any]) -> dict[str, Any]:
-    """What the run started from; a resumed run keeps the entries of run.json, as it does not read weights again."""
-    kept = initial_weights(old)
-    return kept if start is None else {**kept, "weights": start.as_json()}
+    """Print nothing: the messages about the weights were printed when the run started."""

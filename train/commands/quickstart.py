@@ -1,10 +1,11 @@
-"""`train quickstart` and its flags."""
+"""`train quickstart`: plan a first run, and start it if asked to."""
 
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -62,15 +63,10 @@ def quickstart(
         print(json.dumps(plan.as_json()))
         return
     print(plan.text(), flush=True)
-    if yes or _is_confirmed():
+    if yes or (_is_asked() and _confirm()):
         _run(plan)
     elif not _is_asked():
         print("not run: copy the command, or add --yes to train quickstart")
-
-
-def _say(what: str) -> None:
-    """Say something on standard error: standard output has the plan."""
-    print(what, file=sys.stderr, flush=True)
 
 
 def _plan(data: Sequence[str], asked: Asked) -> "Plan":
@@ -92,17 +88,16 @@ def _plan(data: Sequence[str], asked: Asked) -> "Plan":
     proposal = propose(asked, surveys, examine_in_run(asked_device=asked.device, device_type=chosen.type))
     first = torch.device("cuda", 0) if chosen.type == "cuda" else chosen
     spec, settings = proposal.spec, proposal.settings
-    return make_plan(proposal, measure(spec, settings, device=first, seconds=_TRIAL_S, began_s=began_s, say=_say))
+    say = partial(print, file=sys.stderr, flush=True)  # standard output has the plan
+    return make_plan(proposal, measure(spec, settings, device=first, seconds=_TRIAL_S, began_s=began_s, say=say))
 
 
 def _is_asked() -> bool:
-    """Whether there is someone to ask."""
+    """Return True on a terminal, where someone can answer."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _is_confirmed() -> bool:
-    if not _is_asked():
-        return False
+def _confirm() -> bool:
     try:
         return input("Run it? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -117,7 +112,7 @@ def _run(plan: "Plan") -> None:
     launch(plan.proposal.spec, plan.settings, resume=False, provenance=Provenance())
     out = plan.settings.out
     print(f"page: {out / 'index.html'}\ncheckpoints: {out / 'checkpoints'}")
-    for command in plan.then[1:] if plan.proposal.held_out else plan.then:  # the run has named the evaluation
+    for command in plan.then[1:] if plan.proposal.held_out else plan.then:  # the run has suggested the evaluation
         print(f"next: {command}")
 
 

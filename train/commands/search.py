@@ -37,7 +37,7 @@ def embed(
     """
     require_named_weights(weights, takes_tags=take_tags(_embedding_tasks()))
     if request.shards is None:
-        request = replace(request, shards=_own_folder(weights))
+        request = replace(request, shards=_training_folder(weights))
     require_places(shards=(request.shards,))
     with Activity("importing torch"):
         from clipmill.train.device.precision import choose_device
@@ -82,8 +82,8 @@ def _embedding_tasks() -> Tasks:
     return tasks_where(lambda spec: spec.features is not None)
 
 
-def _own_folder(weights: str) -> str:
-    """The data folder that a run was trained on; UserError if it is not a run, or was trained on several."""
+def _training_folder(weights: str) -> str:
+    """Return the data folder that a run was trained on; UserError without a run, or with several folders."""
     if not is_run(Path(weights)):
         with Activity("importing torch"):
             from clipmill.train.evaluation.opening import require_weights

@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from cyclopts import App
     from cyclopts.argument import ArgumentCollection
 
-# Words of the command line to a command and its settings, which are checked together.
-
 
 def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None) -> Callable[[], object]:
-    """The command that is asked for, with its arguments.
+    """Return the command that the words name, with its arguments; its settings are checked together.
 
     Args:
-        provenance: takes where each value comes from, also if this raises.
+        provenance: Record of where each value comes from; filled even if this raises.
 
     Raises:
         UserError: settings are invalid, or flags that were typed have no effect beside the others: all of them at once.
@@ -47,7 +45,7 @@ def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None
             if not argument.tokens:
                 continue
             source = argument.tokens[-1].source
-            if argument.name != "--resume":  # the run that is begun so is the same
+            if argument.name != "--resume":  # a run is the same with and without it
                 origin.sources[argument.name] = "" if source == "cli" else source
             if source == "cli":
                 typed[argument.name] = " ".join(str(token.value) for token in argument.tokens)
@@ -55,27 +53,27 @@ def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None
     app.config = (fill, check_values)
     with deferred_checks():
         command, bound, not_parsed = app.parse_args(words)
-    found: list[UserError] = []
+    mistakes_found: list[UserError] = []
     for settings in bound.arguments.values():
         if isinstance(settings, Checked):
-            found += flags_without_effect(settings, typed)
-            found += [*mistakes(settings), *unknown_parts(settings)]
-    refuse(found)
-    # Commands that say where values come from, or save it, ask for it.
+            mistakes_found += flags_without_effect(settings, typed)
+            mistakes_found += [*mistakes(settings), *unknown_parts(settings)]
+    refuse(mistakes_found)
+    # Commands that print or save the origin of values have this parameter.
     more = {"provenance": origin} if "provenance" in not_parsed else {}
     return lambda: command(*bound.args, **bound.kwargs, **more)
 
 
 def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection", *, remarks: list[str]) -> None:
-    """Fills in what no flag has set.
+    """Fill in the values that no flag has set.
 
-    The values come from the `--config` files and the `--preset`, and with `--resume` from the run itself. `remarks`
-    takes what is said about values that depend on other settings.
+    They come from the `--config` files and the `--preset`, and with `--resume` from the run itself. Remarks about
+    values that depend on other settings are appended to `remarks`.
     """
 
     tokens = {argument.name: argument.tokens for argument in arguments}
     if "--config" not in tokens:
-        return  # not a command of settings; train quickstart has a preset as a name
+        return  # not a command with settings: --preset of train quickstart is only a name
 
     def given_values(name: str) -> list[str]:
         return [token.value for token in tokens.get(name, ())]
@@ -85,26 +83,26 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     def fill(path: Path, preset: str | None = None) -> None:
         yaml_source(path, kind, preset=preset, remarks=remarks)(app, commands, arguments)
 
-    # A source fills only what is still empty: the strongest comes first.
+    # A source fills only values that are still empty: the strongest comes first.
     for file in reversed(given_values("--config")):
         fill(Path(file))
     for preset in given_values("--preset"):
         fill(_preset_of(preset, commands[-1]), preset)
     if given_values("--resume"):
         out = Path(given_values("--out")[0]) if given_values("--out") else TrainingSettings.out
-        # Where there is no run, a new one begins, or opening it says so.
+        # Without a run, a new one is started, or opening it raises the error.
         if (saved := RunFolder(out).settings).is_file():
             RunFolder(out).require_task(commands[-1])
-            old = load_settings(saved, find_task(commands[-1]).settings)  # a damaged file is named with what to do
+            old = load_settings(saved, find_task(commands[-1]).settings)
             require_parts(old, RunFolder(out))
             _require_as_many(given_values("--shards"), old.folders, out=out)
             fill(saved)
 
 
 def _require_as_many(folders: Sequence[str], of_run: Sequence[str], *, out: Path) -> None:
-    """Raise a UserError if a run that has a checkpoint is given other data folders than their new places.
+    """Raise a UserError if --shards names another number of data folders than a run with a checkpoint has.
 
-    Other flags depend on them, such as --mix and the names of metrics: the mistake would look like one of those.
+    Other flags, such as --mix and the names of metrics, depend on the folders, and would be blamed for the mistake.
     """
     if folders and len(folders) != len(of_run) and any(RunFolder(out).checkpoints.glob("step_*")):
         raise UserError(
@@ -116,9 +114,9 @@ def _require_as_many(folders: Sequence[str], of_run: Sequence[str], *, out: Path
 
 
 def _preset_of(name: str, command: str) -> Path:
-    """The file of a preset, which has to be one of the command's."""
+    """Return the file of a preset of this command."""
     kind = _settings_of(command)
-    known = {one: preset_path(one, kind.command) for one in presets_of(kind)}
+    known = {preset: preset_path(preset, kind.command) for preset in presets_of(kind)}
     try:
         path = preset_path(name, command)
     except UserError as error:
@@ -132,28 +130,28 @@ def _preset_of(name: str, command: str) -> Path:
 
 
 def _settings_of(command: str) -> type[TrainingSettings]:
-    """The settings of `train TASK`, `train bench TASK` or `train bench`."""
+    """Return the settings class of `train TASK`, `train bench TASK` or `train bench`."""
     return find_task(command if command in task_names() else DEFAULT).settings
 
 
 def name_sources(error: UserError, sources: Mapping[str, str]) -> None:
-    """Add to the hints which preset or file sets the flags that an error names and that were not typed.
+    """Add to the hints of an error which preset or file set the flags that it names and that were not typed.
 
     Args:
-        sources: of each value by its flag (`Provenance`).
+        sources: Source of each value by its flag (`Provenance`).
     """
     for mistake in error.errors:
         mistake.add_hint(*(f"{flag} is from {sources[flag]}" for flag in mistake.flags if sources.get(flag)))
 
 
 def docstring(help_text: str, *, example: str, **parameters: str) -> str:
-    """The docstring of a command that is made from a spec, as cyclopts reads it."""
+    """Return the docstring of a command that is made from a spec, as cyclopts reads it."""
     lines = [help_text, "", "Example:", "", f"    {example}", "", "Parameters", "----------"]
     return "\n".join([*lines, *(line for name, text in parameters.items() for line in (name, f"    {text}"))])
 
 
 def training_command(name: str) -> Callable[..., None]:
-    """The command of a task as cyclopts reads it: its flags are the fields of the task's settings."""
+    """Return the command of a task as cyclopts reads it: its flags are the fields of the task's settings."""
     spec = find_task(name)
     kind = spec.settings
     default = kind()
@@ -167,7 +165,8 @@ def training_command(name: str) -> Callable[..., None]:
         provenance: Annotated[Provenance | None, Parameter(parse=False)] = None,
     ) -> None:
         if not resume:
-            _require_places(settings)
+            clips: ClipSettings = settings
+            require_places(shards=clips.folders, init=clips.init.sources)
         with Activity("importing torch"):
             from clipmill.train.commands.launch import launch
 
@@ -183,12 +182,8 @@ def training_command(name: str) -> Callable[..., None]:
     return command
 
 
-def _require_places(settings: ClipSettings) -> None:
-    require_places(shards=settings.folders, init=settings.init.sources)
-
-
 def __getattr__(name: str) -> Callable[..., None]:
-    """The command of a task, by the import path under which `clipmill.train.cli` knows it."""
+    """Return the command of a task; `clipmill.train.cli` registers it by this import path."""
     if (task := name.replace("_", "-")) in task_names():
         return training_command(task)
     raise AttributeError(name)

@@ -1,1 +1,1 @@
-"""Running evaluations: what all of them share, and probes of frozen features."""
+"""Evaluation of trained weights: the shared part of all evaluations, and probes of frozen features."""

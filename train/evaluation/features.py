@@ -23,7 +23,7 @@ class Tower(Protocol):
     """A video tower to probe."""
 
     def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """One vector a clip, [B, D], before any projection or last layer."""
+        """Return one vector per clip, [B, D], before any projection or last layer."""
         ...
 
 
@@ -32,10 +32,10 @@ class ClipFeatures:
     """One row for each clip that could be decoded.
 
     Attributes:
-        of_tower: float32 [N, D] of each tower.
-        sample: int64 [N], indices of the samples.
-        num_failed: number of samples that could not be decoded, after `gather_features` of all ranks.
-        failed: those of this rank.
+        of_tower: Features of each tower, float32 [N, D].
+        sample: Indices of the samples, int64 [N].
+        num_failed: Number of samples that could not be decoded; after `gather_features` on all ranks.
+        failed: Failed samples of this rank.
     """
 
     of_tower: tuple[torch.Tensor, ...]
@@ -45,10 +45,10 @@ class ClipFeatures:
 
 
 def tower_of(model: nn.Module) -> Tower:
-    """The tower of a model: the model itself if it has `features`, otherwise its `video`."""
+    """Return the tower of a model: the model itself if it has `features`, otherwise its `video`."""
     # A wrapper such as DDP forwards calls of the model, but not its other methods.
-    own = getattr(model, "module", model)
-    return cast(Tower, own if hasattr(own, "features") else own.video)
+    unwrapped = getattr(model, "module", model)
+    return cast(Tower, unwrapped if hasattr(unwrapped, "features") else unwrapped.video)
 
 
 @torch.no_grad()  # not inference_mode: tensors that a model caches are used in training too
@@ -62,7 +62,7 @@ def extract(
     """Run towers in evaluation mode on all batches of this rank.
 
     Args:
-        inputs: from a batch to clips [B, C, T, H, W] as the towers take them.
+        inputs: Function from a batch to clips [B, C, T, H, W] as the towers take them.
 
     Raises:
         FailedWork: a feature is not finite.
@@ -90,17 +90,17 @@ def extract(
     return ClipFeatures(of_tower, sample_N.to(device), len(failed), tuple(failed))
 
 
-def gather_features(found: ClipFeatures, world: World) -> ClipFeatures:
-    """The features of all ranks in the order of the samples, on every rank.
+def gather_features(features: ClipFeatures, world: World) -> ClipFeatures:
+    """Return the features of all ranks in the order of the samples, on every rank; collective.
 
     Raises:
         FailedWork: no rank has any.
     """
-    sample_N = gather_uneven(found.sample, world)
-    num_failed = int(world.gather(torch.tensor([found.num_failed], device=sample_N.device)).sum())
+    sample_N = gather_uneven(features.sample, world)
+    num_failed = int(world.gather(torch.tensor([features.num_failed], device=sample_N.device)).sum())
     if not len(sample_N):
-        detail = f"; the first: {found.failed[0].detail}" if found.failed else ""
+        detail = f"; the first: {features.failed[0].detail}" if features.failed else ""
         raise FailedWork(f"none of {count_noun(num_failed, 'sample')} to probe could be decoded{detail}")
     order = sample_N.argsort()
-    rows = tuple(gather_uneven(its, world)[order] for its in found.of_tower)
-    return replace(found, of_tower=rows, sample=sample_N[order], num_failed=num_failed)
+    rows = tuple(gather_uneven(its, world)[order] for its in features.of_tower)
+    return replace(features, of_tower=rows, sample=sample_N[order], num_failed=num_failed)

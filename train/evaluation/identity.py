@@ -1,4 +1,4 @@
-"""The identity of weights: a hash of everything that decides what a model computes."""
+"""The identity of weights: a hash of everything on which a model's outputs depend."""
 
 import hashlib
 import json
@@ -17,19 +17,19 @@ _DECISIVE = ("num_frames", "sampling", "stride", "size_px", "input", "segment")
 
 
 def identity_of(model: nn.Module, settings: ClipSettings, *, task: str) -> str:
-    """SHA-256 of the tensors and of the settings that decide the outputs: equal for a run and its exports.
+    """Return the SHA-256 of the tensors and of the settings that decide the outputs: equal for a run and its exports.
 
-    It does not depend on device or precision, which round the outputs, nor on names of files.
+    It depends neither on device and precision, which round the outputs, nor on names of files.
 
     Args:
-        task: its name.
+        task: Name of the task.
     """
     digest = hashlib.sha256()
     decisive = {name: getattr(settings, name, None) for name in _DECISIVE}
     decisive |= {"task": task, "normalisation": normalisation_of(settings), **_unseen_facts(model)}
     digest.update(json.dumps(decisive, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
-        if not tensor.is_floating_point():  # a counter, which decides nothing
+        if not tensor.is_floating_point():  # a counter, on which no output depends
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -37,19 +37,19 @@ def identity_of(model: nn.Module, settings: ClipSettings, *, task: str) -> str:
 
 
 def normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
-    """Means and standard deviations by which pixels are normalised."""
+    """Return means and standard deviations by which pixels are normalised."""
     init, kind = settings.init, kind_of(settings.towers)
     return init.pixel_mean or MEANS.get(kind, CLIP_MEAN), init.pixel_std or STDS.get(kind, CLIP_STD)
 
 
 def _unseen_facts(model: nn.Module) -> dict[str, Any]:
-    """What a network computes with and no tensor shows."""
-    found: dict[str, Any] = {
+    """Return values that a network computes with and that no tensor shows."""
+    facts: dict[str, Any] = {
         name: [value for one in model.modules() if isinstance(value := getattr(one, name, None), int | float)]
         for name in ("num_heads", "eps")
     }
     video, text = model.video, getattr(model, "text", None)
     if isinstance(video, TokenTower):
-        found["activation"] = video.size.trunk.activation
+        facts["activation"] = video.size.trunk.activation
     towers = (one for one in (video, text) if isinstance(one, LibraryTower))
-    return found | {f"tower {one.reference}": getattr(one, "pooling", "") for one in towers}
+    return facts | {f"tower {one.reference}": getattr(one, "pooling", "") for one in towers}

@@ -1,4 +1,15 @@
-"""Open trained weights for evaluation, embedding, export and captioning, whatever they are of."""
+"""Open trained weights for evaluation, embedding, export and captioning; the record of its run in an exported folder.
+
+The record says how clips are shown, and holds facts that no tensor shows:
+
+    OUT/clipmill/settings.yaml   the settings of the model; without the data, paths and initial weights of the run
+    OUT/clipmill/run.json        task, classes, decoder, side of latents
+    OUT/clipmill/tokenizer.json  of a captioner
+    OUT/clipmill/files.json      size and SHA-256 of these files, of the weights and of their configuration
+
+The weights are complete: adapters are merged, and the settings of the record have neither adapters nor frozen parts.
+Other libraries do not read it. `train eval OUT` shows a model the clips that its run was evaluated on.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,13 +55,13 @@ def open_weights_as(
     """Open weights as the model of one of several tasks.
 
     Args:
-        tasks: their specs, by name; a run that does not name its task is of the first.
-        weights: a run, an exported folder, a file of another project, or a NAME:TAG of open_clip.
-        suited: the hint for weights of another task, by its name.
-        say: prints origin, and what was interpolated.
+        tasks: Specs of the tasks, by name; a run that does not name its task is of the first.
+        weights: A run, an exported folder, a file of another project, or a NAME:TAG of open_clip.
+        suited: Function that returns the hint for weights of another task, by the name of that task.
+        say: Function that prints the origin of the weights, and which tensors were interpolated.
 
     Raises:
-        UserError: there are no such weights, they are damaged, of an unknown task, or of a model that is not supported.
+        UserError: the weights do not exist, are damaged, of an unknown task, or of an unsupported model.
     """
     path = Path(weights)
     if is_run(path):
@@ -66,11 +77,16 @@ def open_weights_as(
     if record is None:
         adopted, spec = _adopt(source := _source(str(weights), say=say), path, tasks, say=say)
     else:
-        settings, spec = _recorded_settings(record, tasks, suited=suited)
-        source = _source(str(weights), settings.towers, say=say)
-        adopted = Adopted(settings=settings, shape=_shape_of(record, settings, source))
-    with deferred_checks():  # which are about --model
-        settings, overrides = use.applied(adopted.settings)
+        spec = _task_of(record, tasks, whose=f"{record.path.parent} holds weights", suited=suited)
+        recorded: ClipSettings = load_settings(record.settings, spec.settings)
+        require_parts(recorded.towers, record)
+        source = _source(str(weights), recorded.towers, say=say)
+        # The side of latents is a fact of the data that no tensor shows.
+        side = record.read_facts().get("latents", {}).get("side", recorded.size_px)
+        size = match_size(size_of(recorded.model, recorded.towers), source)
+        adopted = Adopted(settings=recorded, shape=ModelShape(size=size, image_px=side))
+    with deferred_checks():  # they are about --model
+        settings, overrides = use.apply_to(adopted.settings)
     shape = adopted.shape
     if not settings.reads_latents:
         shape = replace(shape, image_px=settings.size_px)
@@ -124,7 +140,7 @@ def _source(weights: str, towers: Towers | None = None, *, say: Say) -> Source:
 
 
 def task_of_run(run: RunFolder, tasks: Tasks, *, suited: Callable[[str], str] | None = None) -> TaskSpec:
-    """The one of some tasks that a run is of; UserError if it is of another (`suited` is its hint, by that name)."""
+    """Return the task of a run; UserError if it is not among `tasks`, with the hint `suited(name)`."""
     return _task_of(run, tasks, whose=f"{run.path} is a run", suited=suited)
 
 
@@ -132,32 +148,16 @@ def _task_of(run: RunFolder, tasks: Tasks, *, whose: str, suited: Callable[[str]
     facts = run.read_facts()
     task = str(facts.get("task", next(iter(tasks))))
     if task not in tasks:
-        wanted = ", ".join(tasks)
-        hint = f"name a run or other weights of train {wanted}" if suited is None else suited(task)
+        names = ", ".join(tasks)
+        hint = f"name a run or other weights of train {names}" if suited is None else suited(task)
         if package := facts.get(PACKAGES_FACT, {}).get(f"task {task}"):
             hint = f"train {task} is of the package {package}, which has to be installed; {hint}"
-        raise UserError(f"{whose} of train {task}, not of train {wanted}", hint=hint)
+        raise UserError(f"{whose} of train {task}, not of train {names}", hint=hint)
     return tasks[task]()
 
 
-def _recorded_settings(
-    record: RunFolder, tasks: Tasks, *, suited: Callable[[str], str] | None
-) -> tuple[ClipSettings, TaskSpec]:
-    """The settings that were exported with weights."""
-    spec = _task_of(record, tasks, whose=f"{record.path.parent} holds weights", suited=suited)
-    settings: ClipSettings = load_settings(record.settings, spec.settings)
-    require_parts(settings.towers, record)
-    return settings, spec
-
-
-def _shape_of(record: RunFolder, settings: ClipSettings, source: Source) -> ModelShape:
-    latents = record.read_facts().get("latents", {})
-    size = match_size(size_of(settings.model, settings.towers), source)
-    return ModelShape(size=size, image_px=latents.get("side", settings.size_px))
-
-
 def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopted, TaskSpec]:
-    """The task whose model the weights of another project are."""
+    """Return the first task whose model has the weights of another project."""
     specs = {name: open_spec() for name, open_spec in tasks.items()}
     adopting = {name: spec for name, spec in specs.items() if spec.adopt is not None}
     for spec in adopting.values():
@@ -165,7 +165,7 @@ def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopt
         if (adopted := spec.adopt(source, path, say=say)) is not None:
             return adopted, spec
     raise UserError(
-        f"{source.title}: these are not the weights of a whole model of train {', '.join(tasks)}",
+        f"{source.title}: these are not the weights of a complete model of train {', '.join(tasks)}",
         hint="there are " + "; ".join(f"{one.adopted} ({name})" for name, one in adopting.items()),
     )
 
@@ -188,9 +188,9 @@ def _skip_loading(_: object) -> None:
 
 FOLDER = "clipmill"
 _FILES = "files.json"
-# What is read besides the weights and the record, and says how the model computes.
+# Further files that say how the model computes.
 _BESIDE = (EXTRAS_FILE, "config.json", "open_clip_config.json")
-# Of the machine and the data of the training, and of what was trained of the model.
+# Settings of the machine and the data of the training, and of the choice of trained parameters.
 _LEFT_OUT = (
     "shards",
     "mix",
@@ -213,7 +213,7 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
     defaults: TrainingSettings = type(settings)()
     init = Init(pixel_mean=settings.init.pixel_mean, pixel_std=settings.init.pixel_std)
     facts: dict[str, Any] = {"task": opened.spec.name, **opened.task.facts()}
-    # Which attention it was trained with: others round differently. Which other packages its parts are of.
+    # The attention of the training, as others round differently, and the packages of its parts.
     kept = ("attention", CHOICE_FACT, PACKAGES_FACT)
     facts |= {name: value for name, value in opened.trained.facts.items() if name in kept}
     if settings.reads_latents:
@@ -232,11 +232,10 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
 
 
 def read_record(folder: Path) -> RunFolder | None:
-    """The record in an exported folder as the folder of a run without checkpoints; None if there is none.
+    """Return the record in an exported folder as a run folder without checkpoints; None if there is no record.
 
     Raises:
-        UserError: it is damaged, belongs to other weights than those in the folder, or a file that the model was
-            exported with has changed or is missing.
+        UserError: it is damaged or belongs to other weights, or an exported file has changed or is missing.
     """
     record = RunFolder(folder / FOLDER)
     if not record.settings.is_file() and not (record.path / _FILES).is_file():

@@ -1,4 +1,4 @@
-"""Clips as small videos and pictures that a page holds and plays in place: H.264 in mp4, JPEG, as data URIs."""
+"""Clips as small videos and pictures that a page contains and plays in place: H.264 in mp4, JPEG, as data URIs."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,31 +28,31 @@ _RESULT_BUDGET_BYTES = 8 << 20  # a page of a run may hold several results
 
 
 class PlayedClip(Protocol):
-    """A part of a video; `row` tells it from the others of a page."""
+    """A part of a video; `row` distinguishes it from the other clips of a page."""
 
     @property
     def row(self) -> int:
-        """Its number."""
+        """Number of the clip."""
         ...
 
     @property
     def key(self) -> str:
-        """The chunk in which it begins."""
+        """Key of the chunk in which it begins."""
         ...
 
     @property
     def video(self) -> str:
-        """The video."""
+        """Name of the video."""
         ...
 
     @property
     def begin_s(self) -> float:
-        """Where it begins in the video, in seconds."""
+        """Begin in the video, in seconds."""
         ...
 
     @property
     def end_s(self) -> float:
-        """Where it ends."""
+        """End in the video, in seconds."""
         ...
 
 
@@ -67,39 +67,39 @@ class SampleClip:
 
     @property
     def video(self) -> str:
-        """The video, of which the key of a chunk begins with the name."""
+        """Name of the video, with which the key of a chunk begins."""
         return self.key.rpartition("_")[0]
 
 
 class PicturedSamples(Protocol):
-    """Samples of a split as pages show them."""
+    """Samples of a split that pages can show."""
 
     def text(self, sample: int) -> str:
-        """The caption."""
+        """Return the caption."""
         ...
 
     def key(self, sample: int) -> str:
-        """The chunk in which the clip begins."""
+        """Return the key of the chunk in which the clip begins."""
         ...
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Begin and end of the clip in its video, in seconds."""
+        """Return begin and end of the clip in its video, in seconds."""
         ...
 
     def pictures(self, sample: int, *, num_frames: int) -> "list[NDArray[np.uint8]]":
-        """Frames of the clip, uint8 RGB [H, W, 3]; an empty list if it cannot be decoded."""
+        """Return frames of the clip, uint8 RGB [H, W, 3]; an empty list if it cannot be decoded."""
         ...
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A clip as a page shows it.
+    """A clip on a page.
 
     Attributes:
-        video: data URI of an mp4; empty once the page's budget is used up.
-        picture: data URI of its middle frame; empty if the clip cannot be read or decoded.
-        missing: the reason for that.
-        is_cut: whether the clip is longer than the video.
+        video: Data URI of an mp4; empty once the page's budget is used up.
+        picture: Data URI of its middle frame; empty if the clip cannot be read or decoded.
+        missing: Reason why the clip cannot be read or decoded.
+        is_cut: True if the clip is longer than the video.
     """
 
     video: str = ""
@@ -109,14 +109,14 @@ class Shown:
 
 
 class Player:
-    """Makes the clips of a page, up to a budget of video in all.
+    """Encoder of the clips of a page, up to a total budget of video.
 
     Args:
-        shards: data folder.
-        budget_bytes: 24 MB by default; the clips after that are pictures.
+        shards: Data folder.
+        budget_bytes: Total size of the videos, 24 MB by default; clips beyond it are pictures.
 
     Raises:
-        UserError: it cannot be opened.
+        UserError: the folder cannot be opened.
     """
 
     def __init__(self, shards: str, *, split: str, cache: Path | None = None, budget_bytes: int | None = None) -> None:
@@ -131,11 +131,11 @@ class Player:
         return sum(bool(shown.missing) for shown in self._made.values())
 
     def knows(self, clip: PlayedClip) -> bool:
-        """Whether the split has chunks of the clip's video."""
+        """Return True if the split has chunks of the clip's video."""
         return bool((rows_of(pa.chunked_array([pa.array([clip.video])]), self._chunks.video_ids) >= 0).all())
 
     def show(self, clip: PlayedClip) -> Shown:
-        """The clip as data URIs; the same clip again costs nothing."""
+        """Return the clip as data URIs; a repeated clip costs nothing."""
         if clip.row not in self._made:
             try:
                 self._made[clip.row] = self._make(clip)
@@ -157,7 +157,7 @@ class Player:
         return Shown(video=data_uri(content, "video/mp4"), picture=picture, is_cut=end_s < clip.end_s)
 
     def _frames(self, clip: PlayedClip, *, end_s: float, num_frames: int) -> "list[av.VideoFrame]":
-        """Frames evenly spread over a clip."""
+        """Decode frames evenly spread over a clip."""
         chunks = self._chunks
         usable = usable_captions(
             video_row=rows_of(pa.chunked_array([pa.array([clip.video])]), chunks.video_ids),
@@ -172,15 +172,17 @@ class Player:
         times = [chunks.table.times(chunk) for chunk in range(first, last + 1)]
         sampling = Sampling(num_frames=num_frames)
         places = frame_indices(int(usable.begin_us[0]), int(usable.end_us[0]), sampling, times, rng=None)
-        wanted: dict[int, set[int]] = {}
+        frames_of_chunk: dict[int, set[int]] = {}
         for place in places:
-            wanted.setdefault(first + place.chunk, set()).add(place.frame)
-        decoded = {chunk: chunks.decoder.decode(chunks.read(chunk, frames)) for chunk, frames in wanted.items()}
+            frames_of_chunk.setdefault(first + place.chunk, set()).add(place.frame)
+        decoded = {
+            chunk: chunks.decoder.decode(chunks.read(chunk, frames)) for chunk, frames in frames_of_chunk.items()
+        }
         return [decoded[first + place.chunk][place.frame] for place in places]
 
 
 def open_player(settings: ClipSettings, *, split: str) -> Player | None:
-    """A player for the examples of a result, up to 8 MB; None if the data are tars, or have no chunks of video."""
+    """Open a player for the examples of a result, up to 8 MB; None if the data are tars, or have no chunks of video."""
     if not kind_of(settings.folder).has_manifest:
         return None
     try:
@@ -192,12 +194,12 @@ def open_player(settings: ClipSettings, *, split: str) -> Player | None:
 def clip_figure(
     samples: PicturedSamples, sample: int, *, num_frames: int, player: Player | None, at_most: int = 4
 ) -> dict[str, Any]:
-    """A clip as result files keep it for pages: chunk, times in seconds, and data URIs.
+    """Return a clip for the pages as result files hold it: chunk, times in seconds, and data URIs.
 
-    `frames` are JPEGs of what the model sees; `video` and `picture` are the clip as it plays, empty without a player.
+    `frames` are JPEGs of the model's input; `video` and `picture` are the clip as it plays, empty without a player.
 
     Args:
-        num_frames: number of frames that are sampled from the clip; `at_most` of them are kept.
+        num_frames: Number of frames that are sampled from the clip; at most `at_most` of them are kept.
     """
     begin_s, end_s = samples.span_s(sample)
     clip = SampleClip(sample, samples.key(sample), begin_s, end_s)

@@ -1,4 +1,8 @@
-"""Probes of frozen features: nearest neighbours and a linear layer on the features of any run's video tower."""
+"""`train eval probe`: flags and table of the probes of frozen features, k-NN and a linear layer.
+
+The classes of a label are the classes of both splits together. Impossible probes are reported before training
+starts. Definitions and sources: docs/evaluation.md.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,36 +46,36 @@ class ProbeFlags(Checked):
     """Number of neighbours (k)."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yields missing or repeated labels and methods."""
+        """Yield errors for missing or repeated labels and methods."""
         yield from named_once("--label", self.label)
         yield from named_once("--method", self.method, known=METHODS)
 
     def evaluation(self) -> ProbeEvaluation:
-        """The settings that training has for it."""
+        """Return the settings of this evaluation in training."""
         return ProbeEvaluation(split=self.split, labels=self.label, methods=self.method, neighbours=self.neighbours)
 
 
 def probe_table(result: dict[str, Any]) -> Table:
-    """A row for each label, method and encoder."""
-    rows, left_out = [], []
-    for one in result["findings"]:
-        found, baseline = one["found"], one["majority_baseline"]
-        cells = [share_cell(found[key], baseline[key]) for key in BASELINE_KEYS]
-        if one["num_classes"] <= FEW_CLASSES:
+    """Return a table with a row for each label, method and encoder."""
+    rows, notes = [], []
+    for finding in result["findings"]:
+        accuracies, baseline = finding["found"], finding["majority_baseline"]
+        cells = [share_cell(accuracies[key], baseline[key]) for key in BASELINE_KEYS]
+        if finding["num_classes"] <= FEW_CLASSES:
             cells[1] = share_cell(None)
-        is_random = one["encoder"] == "random"
-        words = [one["label"], METHOD_TITLES[one["method"]], *(["random"] if is_random else [])]
-        detail = f"{count_noun(one['num_samples'], 'clip')}, {one['num_bank']:,} in the bank, "
-        detail += count_noun(one["num_classes"], "class", "classes")
-        detail += "" if one["l2"] is None else f", L2 {one['l2']:g}"
+        is_random = finding["encoder"] == "random"
+        words = [finding["label"], METHOD_TITLES[finding["method"]], *(["random"] if is_random else [])]
+        detail = f"{count_noun(finding['num_samples'], 'clip')}, {finding['num_bank']:,} in the bank, "
+        detail += count_noun(finding["num_classes"], "class", "classes")
+        detail += "" if finding["l2"] is None else f", L2 {finding['l2']:g}"
         rows.append(Row(", ".join(words), detail, tuple(cells), is_baseline=is_random))
-        if one["num_unseen"]:
-            left_out.append(
-                f"{count_noun(one['num_unseen'], 'clip')} of "
-                f"{count_noun(one['num_unseen_classes'], 'class', 'classes')} of {one['label']} "
+        if finding["num_unseen"]:
+            notes.append(
+                f"{count_noun(finding['num_unseen'], 'clip')} of "
+                f"{count_noun(finding['num_unseen_classes'], 'class', 'classes')} of {finding['label']} "
                 f"without a clip in the bank: always wrong"
             )
-    sizes = "; ".join(dict.fromkeys(left_out))
+    sizes = "; ".join(dict.fromkeys(notes))
     protocol = protocol_of(
         result,
         count_noun(result["num_samples"], "clip"),

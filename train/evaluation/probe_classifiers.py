@@ -1,14 +1,23 @@
-"""Weighted k-NN classification (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric Instance
-Discrimination", section 3.4), and the accuracy of class scores.
+"""The classifiers of a probe, k-NN and a linear layer, and the accuracy of their class scores.
 
-The score of a class is the sum of exp(cosine / temperature) over those of the k nearest clips of the bank that belong
-to it. Of equally near clips, those that come first in the bank are taken. The paper uses k = 200 and a temperature of
-0.07; Caron et al. 2021 (DINO, section 3.2) find k = 20 best.
+Weighted k-NN (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric Instance Discrimination", section 3.4):
+the score of a class is the sum of exp(cosine / temperature) over the clips of this class among the k nearest clips of
+the bank. Of equally near clips, the first in the bank are taken. The paper uses k = 200 and a temperature of 0.07;
+Caron et al. 2021 (DINO, section 3.2) find k = 20 best.
+
+Linear probe: multinomial logistic regression on frozen features, solved to its optimum. Features are standardised by
+mean and standard deviation of the training clips. With weights W and biases b, the objective is
+
+    sum over clips of -log softmax(W x + b)[class]  +  l2 / 2 * |W|^2
+
+in float64 (scikit-learn's C is 1 / l2); biases are not regularised. It is convex, so the result depends on no seed,
+learning rate or number of epochs. `choose_l2` chooses l2.
 
 The rank of a clip's class is 1 + the number of other classes that score at least as high: ties count as wrong, so that
 features that are all equal get no credit.
 
-Shape suffixes: N clips, M clips of the bank, D width, K classes, k neighbours, C candidates.
+Shape suffixes: N clips, M clips of the bank or of the training, D width, K classes, k neighbours; C candidates, or the
+classes that occur among the training clips.
 """
 
 from collections.abc import Sequence
@@ -39,11 +48,11 @@ def vote(
     neighbours: int,
     temperature: float,
 ) -> torch.Tensor:
-    """Class scores, float64 [N, K], up to a factor per clip; 0 for classes without a neighbour.
+    """Return class scores, float64 [N, K], up to a factor per clip; 0 for classes without a neighbour.
 
     Args:
-        label_M: int64, classes of the bank's clips.
-        neighbours: k, or the size of the bank if that is smaller.
+        label_M: Classes of the bank's clips, int64.
+        neighbours: Number of neighbours k, at most the size of the bank.
     """
     cosine_Nk, place_Nk = nearest(features_ND, bank_MD, neighbours=neighbours)
     # The nearest neighbour's weight is 1: exp() of large numbers would overflow.
@@ -53,7 +62,7 @@ def vote(
 
 
 def nearest(features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cosines [N, k], indices into the bank int64 [N, k]) of the nearest neighbours, in the order of the bank.
+    """Return cosines [N, k] and indices into the bank, int64 [N, k], of the nearest neighbours, in the bank's order.
 
     Similarities are computed in blocks, so that memory does not grow with N * M.
     """
@@ -82,7 +91,7 @@ def _nearest_of_block(
 
 
 def _largest_indices(values_NC: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the largest values of each row, int64 [N, k] ascending; of equal ones the first."""
+    """Return the indices of the largest values of each row, int64 [N, k] ascending; of equal values the first."""
     least_N1 = values_NC.topk(count, dim=1).values[:, -1:]
     # topk takes any of equal values.
     is_more, is_equal = values_NC > least_N1, values_NC == least_N1
@@ -93,11 +102,11 @@ def _largest_indices(values_NC: torch.Tensor, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Shares in [0, 1].
+    """Accuracies in [0, 1].
 
     Attributes:
-        top1, top5: of the clips whose class is first, or among the first five.
-        mean_class: top1 of each class that has clips, averaged over these classes.
+        top1, top5: Shares of the clips whose class is first, or among the first five.
+        mean_class: Mean of top1 over the classes that have clips.
     """
 
     top1: float
@@ -105,42 +114,29 @@ class Accuracy:
     mean_class: float
 
     def as_json(self) -> dict[str, float]:
-        """Plain values by name."""
+        """Return plain values by name."""
         return asdict(self)
 
 
 def class_ranks(scores_NK: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
-    """The rank of each clip's class, int64 [N]; 1 is best."""
-    # The right class scores at least as high as itself: it is the 1.
+    """Return the rank of each clip's class, int64 [N]; 1 is best."""
+    # The right class scores at least as high as itself, which makes the best rank 1.
     return (scores_NK >= scores_NK.gather(1, label_N[:, None])).sum(dim=1)
 
 
 def accuracy(scores_NK: torch.Tensor, label_N: torch.Tensor) -> Accuracy:
-    """Accuracy of N >= 1 clips from scores of their classes, which are not NaN."""
+    """Compute the accuracy of N >= 1 clips from scores of their classes, which are not NaN."""
     rank_N = class_ranks(scores_NK, label_N)
     is_first = (rank_N == 1).double()
     num_classes = scores_NK.shape[1]
     num_of_class = torch.bincount(label_N, minlength=num_classes)
     first_of_class = torch.bincount(label_N, weights=is_first, minlength=num_classes)
-    there = num_of_class > 0
+    has_clips = num_of_class > 0
     return Accuracy(
         top1=is_first.mean().item(),
         top5=(rank_N <= 5).double().mean().item(),
-        mean_class=(first_of_class[there] / num_of_class[there]).mean().item(),
+        mean_class=(first_of_class[has_clips] / num_of_class[has_clips]).mean().item(),
     )
-
-
-# Linear probe: multinomial logistic regression on frozen features, solved to its optimum.
-#
-# Features are standardised by mean and standard deviation of the training clips. With weights W and biases b, the
-# objective is
-#
-# sum over clips of -log softmax(W x + b)[class]  +  l2 / 2 * |W|^2
-#
-# in float64 (scikit-learn's C is 1 / l2); biases are not regularised. It is convex, so the result depends on no seed,
-# learning rate or number of epochs. `choose_l2` chooses l2.
-#
-# Shape suffixes: M training clips, N clips, D width, K classes, C classes that occur among the training clips.
 
 
 GRID = (1.0, 10.0, 1e2, 1e3, 1e4)
@@ -155,10 +151,10 @@ class LinearProbe:
     """A trained layer.
 
     Attributes:
-        mean_D, scale_D: float64, standardise the features.
-        weight_CD, bias_C: float64, on standardised features.
-        classes_C: int64, the classes that occur among the training clips.
-        gradient: largest absolute entry of the objective's gradient at the solution, divided by the number of clips.
+        mean_D, scale_D: Mean and standard deviation that standardise the features, float64.
+        weight_CD, bias_C: Weights and biases for standardised features, float64.
+        classes_C: Classes that occur among the training clips, int64.
+        gradient: Largest absolute entry of the objective's gradient at the solution, divided by the number of clips.
     """
 
     mean_D: torch.Tensor
@@ -170,7 +166,7 @@ class LinearProbe:
     gradient: float
 
     def scores(self, features_ND: torch.Tensor, *, num_classes: int) -> torch.Tensor:
-        """Logits float64 [N, K]; -inf for classes without training clips."""
+        """Return logits, float64 [N, K]; -inf for classes without training clips."""
         logits_NC = (features_ND.double() - self.mean_D) / self.scale_D @ self.weight_CD.T + self.bias_C
         scores_NK = logits_NC.new_full((len(features_ND), num_classes), -torch.inf)
         scores_NK[:, self.classes_C] = logits_NC
@@ -212,14 +208,14 @@ def choose_l2(
         scores = layer.scores(features_MD[scored_M], num_classes=num_classes)
         return torch.nn.functional.cross_entropy(scores, label_M[scored_M]).item()
 
-    # Of equal ones, the strongest regularisation.
+    # Of equal values, the strongest regularisation.
     return min(sorted(grid, reverse=True), key=cross_entropy)
 
 
 def choose_held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which clips are held out: those of a fifth of the videos (rounded up), at random; every fifth of a single video.
+    """Return a mask of held-out clips: a random fifth of the videos (rounded up), or every fifth clip of one video.
 
-    Whole videos, because clips of one video are more similar than clips of two.
+    Complete videos are held out, because clips of one video are more similar than clips of two.
     """
     videos = np.unique(video_M)
     if len(videos) < 2:
@@ -232,7 +228,7 @@ def choose_held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
 def _solve(
     x_MD: torch.Tensor, target_M: torch.Tensor, *, num_classes: int, decay: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """L-BFGS on the mean over clips, preconditioned.
+    """Minimise the mean over clips by preconditioned L-BFGS.
 
     At W = 0 the Hessian is (covariance / classes + decay) for each class. In coordinates in which it is the identity,
     nearly collinear features do not slow down the convergence.
@@ -280,9 +276,9 @@ class LabelledFeatures:
     """Features of one tower with the labels of their clips.
 
     Attributes:
-        features_ND: float32.
-        label_NL: int64, on the device of the features; -1 for no label.
-        video_N: int64, index of the clip's video.
+        features_ND: Features, float32.
+        label_NL: Class of each label, int64, on the device of the features; -1 for no class.
+        video_N: Index of the clip's video, int64.
     """
 
     features_ND: torch.Tensor
@@ -290,7 +286,7 @@ class LabelledFeatures:
     video_N: NDArray[np.int64]
 
     def of_label(self, index: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
-        """Features, labels and videos of the clips that have the label."""
+        """Return features, classes and videos of the clips that have the label."""
         has_label = self.label_NL[:, index] >= 0
         return self.features_ND[has_label], self.label_NL[has_label, index], self.video_N[has_label.cpu().numpy()]
 
@@ -300,14 +296,14 @@ class ProbeResult:
     """Accuracy of one method on one label; the fields are keys of result files.
 
     Attributes:
-        found: accuracy of the probe.
-        num_samples: number of queries.
-        num_bank: number of labelled clips in the bank.
-        num_classes: of both splits together.
-        num_unseen: number of queries whose class does not occur in the bank; they always count as wrong.
-        num_unseen_classes: number of these classes.
-        predictions: of the queries; not a key of result files.
-        l2, gradient: of the linear layer (clipmill.train.evaluation.probe_classifiers).
+        found: Accuracy of the probe.
+        num_samples: Number of queries.
+        num_bank: Number of labelled clips in the bank.
+        num_classes: Number of classes of both splits together.
+        num_unseen: Number of queries whose class does not occur in the bank; they always count as wrong.
+        num_unseen_classes: Number of these classes.
+        predictions: Predictions of the queries; not a key of result files.
+        l2, gradient: Fields of `LinearProbe`; None for k-NN.
     """
 
     label: str
@@ -323,13 +319,13 @@ class ProbeResult:
     gradient: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "predictions"}
         return {**plain, "found": self.found.as_json()}
 
 
 def probe(
-    queries: LabelledFeatures, bank: LabelledFeatures, *, wanted: ProbeEvaluation, classes: Sequence[ClassList]
+    queries: LabelledFeatures, bank: LabelledFeatures, *, evaluation: ProbeEvaluation, classes: Sequence[ClassList]
 ) -> list[ProbeResult]:
     """Score one tower by every method on every label.
 
@@ -339,9 +335,9 @@ def probe(
     # Without autocast: neighbours differ in the third digit of their cosines.
     with torch.autocast(queries.features_ND.device.type, enabled=False):
         return [
-            _probe(queries, bank, index=index, its=its, method=method, wanted=wanted)
-            for index, its in enumerate(classes)
-            for method in wanted.methods
+            _probe(queries, bank, index=index, label=label, method=method, evaluation=evaluation)
+            for index, label in enumerate(classes)
+            for method in evaluation.methods
         ]
 
 
@@ -350,17 +346,17 @@ def _probe(
     bank: LabelledFeatures,
     *,
     index: int,
-    its: ClassList,
+    label: ClassList,
     method: Method,
-    wanted: ProbeEvaluation,
+    evaluation: ProbeEvaluation,
 ) -> ProbeResult:
     features_ND, label_N, _ = queries.of_label(index)
     bank_MD, bank_label_M, bank_video_M = bank.of_label(index)
-    num_there = len(bank_label_M.unique())
-    if not len(label_N) or num_there < 2:
+    num_bank_classes = len(bank_label_M.unique())
+    if not len(label_N) or num_bank_classes < 2:
         raise FailedWork(
-            f"label {its.label}: only {count_noun(len(label_N), 'clip')} to score and "
-            f"{count_noun(num_there, 'training class', 'training classes')} could be decoded"
+            f"label {label.label}: only {count_noun(len(label_N), 'clip')} to score and "
+            f"{count_noun(num_bank_classes, 'training class', 'training classes')} could be decoded"
         )
     l2 = gradient = None
     if method == "knn":
@@ -368,22 +364,22 @@ def _probe(
             features_ND,
             bank_MD,
             bank_label_M,
-            num_classes=len(its),
-            neighbours=wanted.neighbours,
-            temperature=wanted.temperature,
+            num_classes=len(label),
+            neighbours=evaluation.neighbours,
+            temperature=evaluation.temperature,
         )
     else:
         l2 = choose_l2(bank_MD, bank_label_M, bank_video_M)
         layer = fit_linear(bank_MD, bank_label_M, l2=l2)
-        scores_NK, gradient = layer.scores(features_ND, num_classes=len(its)), layer.gradient
+        scores_NK, gradient = layer.scores(features_ND, num_classes=len(label)), layer.gradient
     unseen_N = label_N[~torch.isin(label_N, bank_label_M)]
     return ProbeResult(
-        label=its.label,
+        label=label.label,
         method=method,
         found=accuracy(scores_NK, label_N),
         num_samples=len(label_N),
         num_bank=len(bank_label_M),
-        num_classes=len(its),
+        num_classes=len(label),
         num_unseen=len(unseen_N),
         num_unseen_classes=len(unseen_N.unique()),
         predictions=Predictions.of(scores_NK, label_N, rank_N=class_ranks(scores_NK, label_N)),

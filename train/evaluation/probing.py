@@ -1,4 +1,7 @@
-"""Probes of frozen features: of a trained run and of random weights, and in the training loop by all ranks together."""
+"""Run probes of frozen features: the clips that are scored, the bank of labelled clips, and the results.
+
+A trained run is compared with the same tower with random weights; in the training loop, all ranks probe together.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,11 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProbeSets:
-    """Opened sets; every rank has its part of each.
+    """Opened sets; every rank has a part of each.
 
     Attributes:
-        queries: clips that are scored, every `queries_every`-th of them.
-        bank: clips that neighbours and linear layers come from, likewise.
+        queries: Clips that are scored, every `queries_every`-th of them.
+        bank: Clips that neighbours and linear layers come from, every `bank_every`-th of them.
     """
 
     classes: tuple[ClassList, ...]
@@ -52,7 +55,7 @@ class ProbeSets:
         world: World,
         device: torch.device,
     ) -> tuple[list[LabelledFeatures], list[LabelledFeatures], ClipFeatures, ClipFeatures]:
-        """Features of queries and bank for each tower, with labels; then the same without labels; collective.
+        """Extract features of queries and bank for each tower, with labels, then without labels; collective.
 
         Raises:
             FailedWork: no clip could be decoded, or a feature is not finite.
@@ -61,21 +64,21 @@ class ProbeSets:
         for samples, every in ((self.queries, self.queries_every), (self.bank, self.bank_every)):
             batches = samples.evaluation_batches(every=every)
             batches = counted_batches(batches, "extracting features", total=-(-len(samples) // every))
-            own = extract(towers, batches, inputs=inputs, device=device)
-            parts.append(gather_features(own, world))
+            features = extract(towers, batches, inputs=inputs, device=device)
+            parts.append(gather_features(features, world))
         queries, bank = parts
         return _labelled_features(queries, self.queries), _labelled_features(bank, self.bank), queries, bank
 
 
-def _labelled_features(found: ClipFeatures, samples: "Samples[Any]") -> list[LabelledFeatures]:
-    """The features of each tower, with labels and videos of their clips."""
-    rows = found.sample.cpu().numpy()
-    label_NL = torch.from_numpy(samples.all_labels[rows]).to(found.sample.device)
-    return [LabelledFeatures(features_ND, label_NL, samples.video[rows]) for features_ND in found.of_tower]
+def _labelled_features(features: ClipFeatures, samples: "Samples[Any]") -> list[LabelledFeatures]:
+    """Return the features of each tower, with labels and videos of their clips."""
+    rows = features.sample.cpu().numpy()
+    label_NL = torch.from_numpy(samples.all_labels[rows]).to(features.sample.device)
+    return [LabelledFeatures(features_ND, label_NL, samples.video[rows]) for features_ND in features.of_tower]
 
 
 def available_labels(settings: ClipSettings) -> tuple[str, ...]:
-    """The labels of the data's captions that can be classes.
+    """Return the labels of the data's captions that can be classes.
 
     Raises:
         UserError: the data is not a folder with a manifest.
@@ -85,7 +88,7 @@ def available_labels(settings: ClipSettings) -> tuple[str, ...]:
 
 def open_sets(
     settings: ClipSettings,
-    wanted: ProbeEvaluation,
+    evaluation: ProbeEvaluation,
     *,
     bank_split: str,
     world: World,
@@ -95,35 +98,35 @@ def open_sets(
     """Open both sets.
 
     Args:
-        is_whole: visit all samples, whatever `max_samples` and `max_bank` are.
+        is_whole: True to visit all samples, whatever `max_samples` and `max_bank` are.
 
     Raises:
         UserError: the data is not a folder with a manifest; a split has no such clips; the bank is too small or of a
             single class; or both splits are the same.
     """
-    if wanted.split == bank_split:
+    if evaluation.split == bank_split:
         raise UserError(
             f"{bank_split!r} is the split to learn from and the one to score: every clip would find itself",
             hint="use two splits",
         )
     folder = open_labelled_folder(settings, column=None).path
-    splits = (bank_split, wanted.split)
-    classes = tuple(read_classes(folder, label=label, splits=splits) for label in wanted.labels)
+    splits = (bank_split, evaluation.split)
+    classes = tuple(read_classes(folder, label=label, splits=splits) for label in evaluation.labels)
     bank = _open_labelled(settings, split=bank_split, classes=classes, world=world, device=device)
-    queries = _open_labelled(settings, split=wanted.split, classes=classes, world=world, device=device)
+    queries = _open_labelled(settings, split=evaluation.split, classes=classes, world=world, device=device)
     every = [
         1 if is_whole else every_for(len(samples), at_most=most)
-        for samples, most in ((queries, wanted.max_samples), (bank, wanted.max_bank))
+        for samples, most in ((queries, evaluation.max_samples), (bank, evaluation.max_bank))
     ]
     sets = ProbeSets(classes, queries, bank, *every)
-    _check(sets, wanted, bank_split=bank_split)
+    _check(sets, evaluation, bank_split=bank_split)
     return sets
 
 
 def _open_labelled(
     settings: ClipSettings, *, split: str, classes: Sequence[ClassList], world: World, device: torch.device
 ) -> "Samples[Any]":
-    """This rank's part of the clips of a split, pixels or latents, that have any of the labels, each once."""
+    """Open this rank's part of the clips of a split, pixels or latents, that have any of the labels, each once."""
     # A batch of training fits into memory; an autoencoder sees all cubes here, but keeps no activations.
     batch = settings.microbatch or world.share(settings.batch)
     loading = replace(loader_settings(settings, world, device=device), batch=batch, group=1)
@@ -140,61 +143,63 @@ def _open_labelled(
     return samples
 
 
-def _check(sets: ProbeSets, wanted: ProbeEvaluation, *, bank_split: str) -> None:
+def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> None:
     bank_ML, label_NL = sets.bank.all_labels[:: sets.bank_every], sets.queries.all_labels[:: sets.queries_every]
-    for its, bank_M, label_N in zip(sets.classes, bank_ML.T, label_NL.T, strict=True):
-        there = np.unique(bank_M[bank_M >= 0])
-        if len(there) < 2:
-            what = f"are of the class {its.names[int(there[0])]!r}" if len(there) else f"have no {its.label}"
+    for label, bank_M, label_N in zip(sets.classes, bank_ML.T, label_NL.T, strict=True):
+        classes = np.unique(bank_M[bank_M >= 0])
+        if len(classes) < 2:
+            what = f"are of the class {label.names[int(classes[0])]!r}" if len(classes) else f"have no {label.label}"
             raise UserError(
                 f"all clips of split {bank_split!r} {what}: there is nothing to tell apart",
                 hint="use more data, or another label",
             )
         if not (label_N >= 0).any():
-            raise UserError(f"no clip of split {wanted.split!r} has a {its.label}", hint="use another split or label")
-        num_bank = int((bank_M >= 0).sum())
-        if "knn" in wanted.methods and wanted.neighbours > num_bank:
             raise UserError(
-                f"{wanted.neighbours} neighbours are to vote, and split {bank_split!r} has "
+                f"no clip of split {evaluation.split!r} has a {label.label}", hint="use another split or label"
+            )
+        num_bank = int((bank_M >= 0).sum())
+        if "knn" in evaluation.methods and evaluation.neighbours > num_bank:
+            raise UserError(
+                f"{evaluation.neighbours} neighbours are to vote, and split {bank_split!r} has "
                 f"{count_noun(num_bank, 'clip')} "
-                f"with a {its.label}",
+                f"with a {label.label}",
                 hint=f"use {num_bank} or fewer for --neighbours (in training --evaluate.neighbours), ideally far fewer "
                 "than a class has clips",
             )
 
 
 class LoopProbe:
-    """Probes a model repeatedly on the same clips while it is trained.
+    """Repeated probe of a model on the same clips during training.
 
     Args:
-        settings: of the run, with the data to evaluate; clips of the training split of these data are the bank.
-        name: prefix of the metrics.
-        inputs: from a batch to clips [B, C, T, H, W] as the video tower takes them in an evaluation.
+        settings: Settings of the run, with the data to evaluate; clips of their training split are the bank.
+        name: Prefix of the metrics.
+        inputs: Function from a batch to clips [B, C, T, H, W] as the video tower takes them in an evaluation.
 
     Raises:
-        UserError: there are no such labels, or too few clips.
+        UserError: the labels do not exist, or there are too few clips.
     """
 
     def __init__(
         self,
         settings: ClipSettings,
-        wanted: ProbeEvaluation,
+        evaluation: ProbeEvaluation,
         *,
         name: str,
         inputs: Callable[[Batch], torch.Tensor],
         world: World,
         device: torch.device,
     ) -> None:
-        self._wanted, self._name, self._inputs, self._device = wanted, name, inputs, device
-        self._sets = open_sets(settings, wanted, bank_split=settings.split, world=world, device=device)
+        self._evaluation, self._name, self._inputs, self._device = evaluation, name, inputs, device
+        self._sets = open_sets(settings, evaluation, bank_split=settings.split, world=world, device=device)
 
     @property
     def queries(self) -> "Samples[Any]":
-        """This rank's part of the clips that are scored."""
+        """Clips of this rank that are scored."""
         return self._sets.queries
 
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Accuracies as `<name>/<label>_<method>_<metric>`, equal on all ranks; collective.
+        """Return accuracies as `<name>/<label>_<method>_<metric>`, equal on all ranks; collective.
 
         The model is in evaluation mode, and unsharded on every rank.
         """
@@ -202,59 +207,61 @@ class LoopProbe:
             [tower_of(model)], inputs=self._inputs, world=world, device=self._device
         )
         metrics: dict[str, float] = {}
-        for result in probe(queries, bank, wanted=self._wanted, classes=self._sets.classes):
+        for result in probe(queries, bank, evaluation=self._evaluation, classes=self._sets.classes):
             its = result.found.as_json()
             metrics |= {f"{result.label}_{result.method}_{name}": its[name] for name in PROBE_NUMBERS}
         # All ranks computed the same; rank 0 decides in case devices round differently.
-        own = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self._device)
-        metrics = dict(zip(metrics, world.gather(own)[: len(own)].tolist(), strict=True))
+        values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self._device)
+        metrics = dict(zip(metrics, world.gather(values)[: len(values)].tolist(), strict=True))
         return split_metrics(self._name, metrics, num_failed=sum(one.num_failed for one in features))
 
 
-def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:
+def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
     """Probe a run's latest checkpoint, and the same tower with random weights, on all clips of both splits.
 
     Raises:
-        UserError: there are no such labels, or too few clips.
+        UserError: the labels do not exist, or there are too few clips.
         FailedWork: nothing could be decoded.
     """
-    features, settings, trained, how = opened.spec.features, opened.settings, opened.trained, wanted.evaluation()
-    assert features is not None  # of every task that lists this evaluation
-    if not wanted.label:
+    features, settings, trained, how = opened.spec.features, opened.settings, opened.trained, flags.evaluation()
+    assert features is not None  # every task that lists this evaluation has them
+    if not flags.label:
         raise UserError(
-            "--label is missing", hint=f"labels there: {list_labels(available_labels(settings))}", flags=("--label",)
+            "--label is missing",
+            hint=f"available labels: {list_labels(available_labels(settings))}",
+            flags=("--label",),
         )
     device = trained.device
-    sets = open_sets(settings, how, bank_split=wanted.train_split, world=World(), device=device, is_whole=True)
-    towers = {name: tower_of(model) for name, model in _models(opened, split=wanted.split).items()}
+    sets = open_sets(settings, how, bank_split=flags.train_split, world=World(), device=device, is_whole=True)
+    towers = {name: tower_of(model) for name, model in _models(opened, split=flags.split).items()}
     with trained.precision.autocast():
         queries, bank, *plain = sets.extract(
             list(towers.values()), inputs=features.inputs(opened.task), world=World(), device=device
         )
-    found = {
-        name: probe(its_queries, its_bank, wanted=how, classes=sets.classes)
+    results_of_tower = {
+        name: probe(its_queries, its_bank, evaluation=how, classes=sets.classes)
         for name, its_queries, its_bank in zip(towers, queries, bank, strict=True)
     }
     names = {its.label: its.names for its in sets.classes}
     by_class = [
-        one.predictions.by_class(names[one.label], title=f"{one.label}, {METHOD_TITLES[one.method]}")
-        for one in found["trained"]
+        probed.predictions.by_class(names[probed.label], title=f"{probed.label}, {METHOD_TITLES[probed.method]}")
+        for probed in results_of_tower["trained"]
     ]
     findings = [
         {"encoder": name, **result.as_json(), "majority_baseline": majority_baseline(of_trained)}
-        for name, results in found.items()
+        for name, results in results_of_tower.items()
         for result, of_trained in zip(results, by_class, strict=True)
     ]
     # Trained and random weights of one label and method stand together.
-    findings.sort(key=lambda one: (wanted.label.index(one["label"]), wanted.method.index(one["method"])))
+    findings.sort(key=lambda entry: (flags.label.index(entry["label"]), flags.method.index(entry["method"])))
     return Score(
-        name=f"probe-{wanted.split}",
+        name=f"probe-{flags.split}",
         samples=sets.queries,
         clip=describe_clip(settings, sets.queries, is_consecutive=features.is_consecutive(settings)),
         values={
             "bank": sets.bank.describe(),
             "features": f"{features.description}; random: the same tower with weights drawn from seed {settings.seed}",
-            "protocol": _protocol(how, bank_split=wanted.train_split),
+            "protocol": _protocol(how, bank_split=flags.train_split),
             "num_samples": len(plain[0].sample),
             "findings": findings,
             "by_class": by_class,
@@ -264,9 +271,9 @@ def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:
 
 
 def _models(opened: OpenedRun, *, split: str) -> dict[str, nn.Module]:
-    """A run's model, and one with weights drawn from its seed, in evaluation mode on the device."""
+    """Return a run's model, and a model with weights drawn from its seed, in evaluation mode on the device."""
     task, trained = opened.task, opened.trained
-    # Samples determine the size of a run's clips; other weights say their own.
+    # Samples determine the size of a run's clips; other weights record it.
     samples = None if opened.run is None else task.samples(split, World())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(opened.settings.seed)
@@ -274,12 +281,12 @@ def _models(opened: OpenedRun, *, split: str) -> dict[str, nn.Module]:
     return {"trained": trained.fill(task.build_model(samples)), "random": random}
 
 
-def _protocol(wanted: ProbeEvaluation, *, bank_split: str) -> str:
+def _protocol(evaluation: ProbeEvaluation, *, bank_split: str) -> str:
     methods = {
-        "knn": f"k-NN: the {wanted.neighbours} nearest clips of split {bank_split!r} by cosine, "
-        f"each votes with exp(cosine / {wanted.temperature:g})",
+        "knn": f"k-NN: the {evaluation.neighbours} nearest clips of split {bank_split!r} by cosine, "
+        f"each votes with exp(cosine / {evaluation.temperature:g})",
         "linear": f"linear: multinomial logistic regression on standardised features of split {bank_split!r}, solved "
         "to its optimum, L2 by the cross-entropy on a fifth of its videos",
     }
     baseline = "majority baseline: always the most frequent classes of these clips"
-    return "; ".join([*(methods[method] for method in wanted.methods), baseline, "ties count against the model"])
+    return "; ".join([*(methods[method] for method in evaluation.methods), baseline, "ties count against the model"])

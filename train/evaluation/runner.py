@@ -1,7 +1,7 @@
 """Run an evaluation of trained weights, and write its result file.
 
-This module has what all evaluations share: opening a run, the common fields of a result, the description of the
-clips, and the command line that repeats the evaluation. What is scored, and how, is up to the evaluation
+All evaluations share this module: it opens a run, and makes the common fields of a result, the description of the
+clips, and the command line that repeats the evaluation. The evaluation itself is a function of its spec
 (`clipmill.train.spec.EvaluationSpec.score`).
 """
 
@@ -39,15 +39,15 @@ _ONE_VIEW = Views()
 
 
 class EvaluatedSamples(EvaluatedClips, Protocol):
-    """A set of samples as a result describes it."""
+    """A set of samples that a result describes."""
 
     @property
     def variant_name(self) -> str:
-        """The variants that it is made of."""
+        """Names of the variants of its columns."""
         ...
 
     def describe(self) -> str:
-        """How many samples of what."""
+        """Return the number and kind of the samples, as text."""
         ...
 
 
@@ -56,16 +56,16 @@ class OpenedRun:
     """A run, or other weights, ready to be evaluated.
 
     Attributes:
-        title: of the weights, as the user named them.
-        run: None for weights that are not a run.
-        settings: of the model, with the data to evaluate and the overrides.
-        shape: dimensions of the model.
-        shards: data that replaces the run's own, or None.
-        task: the task of the weights, with the classes or tokens that were kept with them.
-        overrides: those that differ from the training.
-        lacks: part of the task's model that the weights do not have, such as "a decoder"; '' for none.
-        source: the weights, if they are not a run.
-        checkpoint: of a run.
+        title: Name of the weights, as the user wrote it.
+        run: Folder of the run; None for weights that are not a run.
+        settings: Settings of the model, with the data to evaluate and the overrides.
+        shape: Dimensions of the model.
+        shards: Data that replace the data of the run, or None.
+        task: Task of the weights, with the classes or tokens that were saved with them.
+        overrides: Overrides that differ from the training.
+        lacks: Part of the task's model that the weights lack, such as "a decoder"; '' for none.
+        source: Source of weights that are not a run.
+        checkpoint: Checkpoint of a run.
     """
 
     spec: TaskSpec
@@ -82,7 +82,7 @@ class OpenedRun:
     checkpoint: Path | None = None
 
     def logits(self) -> Logits:
-        """What turns cosines of its embeddings into logits."""
+        """Return scale and bias that turn cosines of its embeddings into logits."""
         if self.checkpoint is not None:
             return read_logits(self.checkpoint)
         return Logits() if self.source is None else logits_of(self.source.converted.tensors)
@@ -92,11 +92,11 @@ class OpenedRun:
         if self.lacks:
             raise UserError(
                 f"{self.title} has no {self.lacks.removeprefix('a ')}, which this evaluation needs",
-                hint="use weights that have it; train eval probe needs the video tower alone",
+                hint="use weights that have it; train eval probe needs only the video tower",
             )
 
     def facts(self) -> dict[str, Any]:
-        """Weights and data of a result: the data of a run's results, or the title and data of other weights."""
+        """Return weights and data of a result: the data of a run's results, or title and data of other weights."""
         if self.run is not None:
             return self.run.data_facts(self.shards)
         return {"source": self.title, "shards": data_facts("", self.shards)["shards"]}
@@ -106,16 +106,16 @@ class OpenedRun:
         """Short name of the weights."""
         return self.title if self.run is None else self.run.path.resolve().name
 
-    def result_name(self, name: str, wanted: Any) -> str:
-        """File name of the result `name` of an evaluation; other data and other use than in training have others."""
-        return result_name(f"{name}{suffix_of(self.differences(wanted))}", self.facts())
+    def result_name(self, name: str, flags: Any) -> str:
+        """Return the file name of the result `name` of an evaluation, which depends on data and overrides."""
+        return result_name(f"{name}{suffix_of(self.differences(flags))}", self.facts())
 
-    def differences(self, wanted: Any) -> dict[str, Any]:
-        """Settings that differ from the training, by flag: clips, a condition, settings of the same name."""
-        differences = self.overrides.given_values()
+    def differences(self, flags: Any) -> dict[str, Any]:
+        """Return the settings that differ from the training, by flag: clips, a condition, groups of the same name."""
+        differences = self.overrides.given()
         if self.settings.where:
             differences["where"] = self.settings.where
-        for name, group in _given_groups(wanted).items():
+        for name, group in _given_groups(flags).items():
             trained = self.in_effect(name)
             differences |= {
                 flag: value for flag, value in self.in_effect(name, group).items() if value != trained[flag]
@@ -123,32 +123,32 @@ class OpenedRun:
         return differences
 
     def in_effect(self, name: str, group: Any = None) -> dict[str, Any]:
-        """The values of a group of settings that take effect, by flag.
+        """Return the effective values of a group of settings, by flag.
 
         Args:
-            name: of the group, and of the task's method that returns what takes effect of it, such as `decoding`.
-            group: the group as it was given; None for the weights' own.
+            name: Name of the group, and of the task's method that completes it, such as `decoding`.
+            group: Group as it was given; None for the group of the training.
         """
         return flatten(plain_values(asdict(getattr(self.task, name)(group))), f"{name}.")
 
 
-def _given_groups(wanted: Any) -> dict[str, Any]:
-    """The groups of an evaluation's settings that replace the weights' own, which are their default."""
-    groups = {group.name: getattr(wanted, group.name) for group in fields(wanted) if group.default is None}
+def _given_groups(flags: Any) -> dict[str, Any]:
+    """Return the groups of an evaluation's settings that replace groups of the training, their default."""
+    groups = {group.name: getattr(flags, group.name) for group in fields(flags) if group.default is None}
     return {name: group for name, group in groups.items() if is_dataclass(group)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
-        name: of the result file; the same evaluation again replaces it.
-        samples: those that were scored.
-        clip: description of the clips, see `describe_clip`.
-        values: metrics and everything else that the result holds, as plain values.
-        failed: samples that could not be decoded.
-        beside: called with the path of the result file and the result, to write further files next to it.
+        name: Name of the result file; the same evaluation replaces it when it runs again.
+        samples: Samples that were scored.
+        clip: Description of the clips (`describe_clip`).
+        values: Metrics and all other values of the result, as plain values.
+        failed: Samples that could not be decoded.
+        beside: Function of the path of the result file and the result, which writes further files next to it.
     """
 
     name: str
@@ -163,7 +163,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
     """Open a checkpoint of a run and its task.
 
     Args:
-        say: prints which tensors were interpolated.
+        say: Function that prints which tensors were interpolated.
 
     Raises:
         UserError: there is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
@@ -174,7 +174,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
     trained = open_trained_run(
         run, replace(trained_with, device=use.device or trained_with.device), checkpoint=checkpoint
     )
-    settings, overrides = use.applied(trained.settings)
+    settings, overrides = use.apply_to(trained.settings)
     shape = shape_of_run(run, settings)
     given = {"shape": shape} if use.is_without_data else {}
     task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **given)
@@ -197,16 +197,16 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
 
 
 def evaluate(
-    spec: TaskSpec, evaluation: EvaluationSpec, run: RunFolder, wanted: Any, *, shards: str | None = None
+    spec: TaskSpec, evaluation: EvaluationSpec, run: RunFolder, flags: Any, *, shards: str | None = None
 ) -> dict[str, Any]:
     """Evaluate the latest checkpoint of a run, and write the result file; see `open_for` and `score_opened`."""
-    return score_opened(open_for(spec, run, Use(shards=shards)), evaluation, wanted)
+    return score_opened(open_for(spec, run, Use(shards=shards)), evaluation, flags)
 
 
 def score_opened(
     opened: OpenedRun,
     evaluation: EvaluationSpec,
-    wanted: Any,
+    flags: Any,
     *,
     out: Path | None = None,
     written: Callable[[Path], object] = lambda path: None,
@@ -214,23 +214,23 @@ def score_opened(
     """Evaluate opened weights, and write the result file of a run.
 
     Args:
-        wanted: settings of the evaluation.
-        out: folder for the result file of weights that are not a run; by default it is not written.
-        written: called with the path of the result file.
+        flags: Settings of the evaluation.
+        out: Folder for the result file of weights that are not a run; by default it is not written.
+        written: Function that is called with the path of the result file.
 
     Raises:
-        UserError: the data lack what the evaluation needs, or `out` has the result of other weights or data.
+        UserError: the data do not suit the evaluation, or `out` has the result of other weights or data.
         FailedWork: nothing could be decoded.
     """
     if not kind_of(opened.settings.folder).has_manifest:
-        wanted = replace(wanted, split=TARS_SPLIT)  # a result is named after the data that it is of
-    score: Score = evaluation.score(opened, wanted)
+        flags = replace(flags, split=TARS_SPLIT)  # a result is named after its data, and tars have no splits
+    score: Score = evaluation.score(opened, flags)
     facts = opened.facts()
-    held = held_out_facts(score.samples, opened.settings, split=wanted.split, data=facts)
-    differences = opened.differences(wanted)
+    held = held_out_facts(score.samples, opened.settings, split=flags.split, data=facts)
+    differences = opened.differences(flags)
     result = {
         "evaluation": evaluation.result_name,
-        "split": wanted.split,
+        "split": flags.split,
         **facts,
         "step": opened.trained.step,
         "weights": opened.trained.weights,
@@ -242,13 +242,13 @@ def score_opened(
         **score.values,
         **_incomplete_note(score),
         "failed": [failure.as_json() for failure in score.failed],
-        "command": command_line(evaluation.name, opened, wanted),
+        "command": command_line(evaluation.name, opened, flags),
     }
     path = None
     if opened.run is not None:
         path = opened.run.write_evaluation(f"{score.name}{suffix_of(differences)}", result)
     elif out is not None:
-        path = out / f"{opened.result_name(score.name, wanted)}.json"
+        path = out / f"{opened.result_name(score.name, flags)}.json"
         if path.exists() and not is_same_evaluation(read_object(path), result):
             raise UserError(f"{path} is the result of other weights, data or flags", hint="use another --out")
         out.mkdir(parents=True, exist_ok=True)
@@ -261,27 +261,27 @@ def score_opened(
 
 
 def _incomplete_note(score: Score) -> dict[str, str]:
-    """The note on a result about missing samples; empty if all samples of its protocol were scored."""
-    said = score.values.get("incomplete", "")
+    """Return the note of a result about missing samples; empty if all samples of its protocol were scored."""
+    note = score.values.get("incomplete", "")
     if not score.failed:
-        return {"incomplete": said} if said else {}
+        return {"incomplete": note} if note else {}
     num = len(score.failed)
     failed = f"{count_noun(num, 'sample')} could not be decoded and {'is' if num == 1 else 'are'}"
     title = score.values.get("title", "")
     return {
-        "incomplete": f"{said}; {failed} not scored" if said else f"{failed} not scored",
+        "incomplete": f"{note}; {failed} not scored" if note else f"{failed} not scored",
         **({"title": mark_title(title)} if title else {}),
     }
 
 
 def split_metrics(split: str, metrics: Mapping[str, float], *, num_failed: int = 0) -> dict[str, float]:
-    """Metrics of an evaluation in the training loop, named `<split>/<name>`; failures are counted if there are any."""
+    """Return metrics of an evaluation in the training loop as `<split>/<name>`, with the number of failures if any."""
     counted = {**metrics, "num_failed": float(num_failed)} if num_failed else metrics
     return {f"{split}/{name}": value for name, value in counted.items()}
 
 
 def every_for(num_samples: int, *, at_most: int) -> int:
-    """The smallest k for which every k-th sample makes at most `at_most` samples."""
+    """Return the smallest k for which every k-th sample makes at most `at_most` samples."""
     return -(-num_samples // at_most)
 
 
@@ -293,47 +293,44 @@ def describe_clip(
     mean_of: str = "",
     is_consecutive: bool = False,
 ) -> str:
-    """Describe what an evaluation sees of a clip: number and sampling of frames, views, crop and size.
+    """Describe the clips of an evaluation: number and sampling of frames, views, crop and size.
 
     Args:
-        samples: Loader of the clips; of latents, it knows the length of their segments.
-        views: of clips of pixels.
-        mean_of: what is averaged over several views.
-        is_consecutive: the frames of latents are consecutive.
+        samples: Loader of the clips; for latents, it knows the length of their segments.
+        views: Views of clips of pixels.
+        mean_of: Name of the values that are averaged over several views.
+        is_consecutive: True if the frames of latents are consecutive.
     """
     frames = f"T = {count_noun(settings.num_frames, 'frame')}"
     if isinstance(settings, LatentSettings) and settings.reads_latents:
         which = "in a row, in the middle" if is_consecutive else "one in the middle of each of equal parts"
         return f"{frames} of latents of a segment of {samples.reader.segment_s:g}s, {which}"
     crops = "1 crop (centre square)" if views.num_crops == 1 else f"{views.num_crops} crops along the longer side"
-    moments = _describe_sampling(settings, is_centred=views.num_clips == 1)
+    # A single temporal view is in the middle of the span; several are spread over it.
+    is_centred = views.num_clips == 1
+    middle = "the middle of " if is_centred else ""
+    moments = {
+        "uniform": f"one in {middle}each of equal parts",
+        "stride": f"every {count_noun(settings.stride, 'frame')}{', in the middle' if is_centred else ''}",
+        "lavila": f"one in {middle}each of LaViLa's parts",
+    }[settings.sampling]
     if len(views) == 1:
         return f"{frames}, {moments}, {crops}, {settings.size_px} px"
     clips = count_noun(views.num_clips, "clip")
     return f"{frames}, {moments}, {clips} x {crops}, {settings.size_px} px, mean of their {mean_of}"
 
 
-def _describe_sampling(settings: ClipSettings, *, is_centred: bool) -> str:
-    """A single temporal view is in the middle of the span; several are spread over it."""
-    middle = "the middle of " if is_centred else ""
-    return {
-        "uniform": f"one in {middle}each of equal parts",
-        "stride": f"every {count_noun(settings.stride, 'frame')}{', in the middle' if is_centred else ''}",
-        "lavila": f"one in {middle}each of LaViLa's parts",
-    }[settings.sampling]
-
-
-def command_line(name: str, opened: OpenedRun, wanted: Any) -> str:
-    """The command line that repeats an evaluation: the split, and every setting that differs from its default."""
-    words = ["train", "eval", name, opened.title, "--split", wanted.split]
+def command_line(name: str, opened: OpenedRun, flags: Any) -> str:
+    """Return the command line that repeats an evaluation: the split, and settings that differ from their defaults."""
+    words = ["train", "eval", name, opened.title, "--split", flags.split]
     words += [] if opened.shards is None else ["--shards", opened.shards]
     words += [] if opened.settings.where is None else ["--where", opened.settings.where]
     for flag, value in opened.overrides.given_values().items():
         words += [f"--{flag.replace('_', '-')}", str(value)]
-    values, defaults = asdict(wanted), flatten(asdict(type(wanted)()))
-    for group, given in _given_groups(wanted).items():
-        # A group replaces the weights' own as a whole, so that what differs from its defaults is named as well.
-        used, trained, usual = (opened.in_effect(group, one) for one in (given, None, type(given)()))
+    values, defaults = asdict(flags), flatten(asdict(type(flags)()))
+    for group, given in _given_groups(flags).items():
+        # A group replaces the complete group of the training: values that differ from its defaults are named, too.
+        used, trained, usual = (opened.in_effect(group, item) for item in (given, None, type(given)()))
         del values[group]
         if used != trained:
             values |= {flag: used[flag] for flag in used if not used[flag] == trained[flag] == usual[flag]}
@@ -341,6 +338,6 @@ def command_line(name: str, opened: OpenedRun, wanted: Any) -> str:
         if flag == "split" or value is None or value == defaults.get(flag):
             continue
         flag = f"--{flag.replace('_', '-')}"
-        for one in value if isinstance(value, list) else [value]:
-            words += [flag] if one is True else [flag, str(one)]
+        for item in value if isinstance(value, list) else [value]:
+            words += [flag] if item is True else [flag, str(item)]
     return shlex.join(words)

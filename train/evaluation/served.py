@@ -1,7 +1,7 @@
 """A model of clips as a program that runs without clipmill, by torch.export or ONNX, with its preprocessing beside it.
 
 OUT/model.pt2 or OUT/model.onnx   normalised clips, float32 [B, C, T, H, W], to float32 [B, N], for any B
-OUT/preprocessing.json            which frames a clip has, how they become the input, and what the output is
+OUT/preprocessing.json            frames of a clip, their preprocessing, and meaning of the output
 """
 
 import logging
@@ -29,11 +29,11 @@ _USE = {
 
 
 def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[str, Any]) -> Exported:
-    """A model in evaluation mode on the CPU as a program.
+    """Export a model in evaluation mode on the CPU as a program.
 
     Args:
-        model: float32 clips [B, C, T, H, W] to float32 [B, N], with SDPA attention.
-        output: what its output is, for preprocessing.json.
+        model: Module from float32 clips [B, C, T, H, W] to float32 [B, N], with SDPA attention.
+        output: Description of its output, for preprocessing.json.
 
     Raises:
         UserError: the model cannot be traced.
@@ -51,7 +51,7 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
             f"{request.title} cannot be exported as --format {request.form}: {reason}",
-            hint="a tower must be traceable by torch.export: no branches on values of tensors, no kernels of its own",
+            hint="a tower must be traceable by torch.export: no branches on values of tensors, no custom kernels",
             flags=("--format",),
         ) from error
     values = {"input": _input_of(settings, list(example.shape[1:])), "output": dict(output)}
@@ -69,7 +69,7 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
 def _as_onnx(program: torch.export.ExportedProgram, example: torch.Tensor) -> Any:
     logger = logging.getLogger("torch.onnx")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of operators of packages that are not there
+    logger.setLevel(logging.ERROR)  # it warns of operators of packages that are not installed
     try:
         return torch.onnx.export(
             program, (example,), dynamo=True, input_names=["clips"], output_names=["output"], verbose=False
@@ -98,7 +98,7 @@ def _input_of(settings: Any, shape: list[int]) -> dict[str, Any]:
 
 
 def similarity(log_scale: float | None, bias: float | None) -> dict[str, float | None]:
-    """What turns cosines of unit-length embeddings into logits: cosine * logit_scale + logit_bias."""
+    """Return scale and bias from cosines of unit-length embeddings to logits: cosine * logit_scale + logit_bias."""
     return {"logit_scale": None if log_scale is None else math.exp(log_scale), "logit_bias": bias}
 
 

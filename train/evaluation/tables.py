@@ -1,4 +1,11 @@
-"""Results of `train eval` as tables with their protocols, for the console and the results page."""
+"""Results of `train eval` as tables with their protocols, and results by class, for the console and the results page.
+
+Results by class: the clips of each class that are recognised, the confusions, and the majority baseline. That baseline
+always predicts the classes that are most frequent among the evaluated clips, which is the best that a model can do
+without looking at them.
+
+Shape suffixes: N clips, K classes.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +24,22 @@ if TYPE_CHECKING:
     import torch
 
 
-CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # of a page, for results with `by_class`
+CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # section of a page for results with `by_class`
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
 _INCOMPLETE = "(incomplete)"
 FEW_CLASSES = 5  # with so few classes, top-5 accuracy is always 100 %
 
 
-# What the metrics of a table are compared with: random rankings, or the model that always predicts the classes that are
-# most frequent among the evaluated clips.
+# References of the metrics of a table: random rankings, or the model that always predicts the most frequent classes.
 CHANCE, MAJORITY = "chance", "majority baseline"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value as text, with that of the table's reference; also as fractions in [0, 1] if they are.
+    """A value and the table's reference as text, and as fractions in [0, 1] if they are fractions.
 
     Attributes:
-        baseline: name and value of a trivial model, where the table has a column of it.
+        baseline: Name and value of a trivial model, if the table has a column for it.
     """
 
     text: str
@@ -48,8 +54,8 @@ class Row:
     """One row of a result.
 
     Attributes:
-        detail: numbers of queries, items or classes.
-        is_baseline: whether it is that of another, trivial model.
+        detail: Numbers of queries, items or classes.
+        is_baseline: True for the row of another, trivial model.
     """
 
     label: str
@@ -63,10 +69,10 @@ class Table:
     """Metrics with their protocol, which is needed to compare them with others.
 
     Attributes:
-        headline: the row that represents the table in overviews.
-        reference: what its cells are compared with, `CHANCE` or `MAJORITY`.
-        means_of: number and noun of what its metrics are means of, if not of clips.
-        cautions: what limits its metrics, in few words.
+        headline: Index of the row that represents the table in overviews.
+        reference: Reference of the cells, `CHANCE` or `MAJORITY`.
+        means_of: Number and noun of the items that its metrics are means of, unless these are clips.
+        cautions: Limits of its metrics, in few words.
     """
 
     title: str
@@ -80,13 +86,12 @@ class Table:
 
     @property
     def baseline(self) -> Row | None:
-        """The row of a trivial model; None without one."""
+        """Row of a trivial model; None without one."""
         return next((row for row in self.rows if row.is_baseline), None)
 
     @property
     def baseline_text(self) -> str:
-        """What the first metric is compared with (the table's reference, or a trivial model; else its detail), and what
-        limits it."""
+        """Reference of the first metric (the table's, a trivial model, or else the row's detail), and its limits."""
         row = self.rows[self.headline]
         text = row.cells[0].baseline or row.detail
         if row.cells[0].reference:
@@ -97,9 +102,9 @@ class Table:
 
 
 def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) -> Table:
-    """The table that an evaluation makes of a result, with what limits its metrics: few clips, and look-alikes.
+    """Return the table of a result, with the limits of its metrics: few clips, and look-alikes.
 
-    Title and rows of one that is incomplete say so.
+    Title and rows of an incomplete result are marked.
     """
     table = make(result)
     from clipmill.train.data.held_out import HeldOut
@@ -118,12 +123,12 @@ def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) ->
 
 
 def mark_title(title: str) -> str:
-    """A title or label with the mark of a result in which samples are missing."""
+    """Add the mark of a result with missing samples to a title or label."""
     return title if _INCOMPLETE in title else f"{title} {_INCOMPLETE}"
 
 
 def describe(table: Table) -> str:
-    """The table as text, with the reference below each row, and the protocol below all rows."""
+    """Return the table as text, with the reference below each row, and the protocol below all rows."""
     reference = f"  {table.reference}"
     width = max(_LABEL_WIDTH, len(reference), *(len(row.label) for row in table.rows))
     lines = [_line("", table.columns, width=width)]
@@ -135,12 +140,12 @@ def describe(table: Table) -> str:
 
 
 def share_cell(value: float | None, reference: float | None = None) -> Cell:
-    """A fraction in [0, 1] in percent, or a dash for None, with that of the table's reference."""
+    """Return the cell of a fraction in [0, 1], shown in percent (a dash for None), with the table's reference."""
     return Cell(percent(value), "" if reference is None else percent(reference), value, reference)
 
 
 def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, str]:
-    """Data, protocol, clips and checkpoint of a result, which are needed to compare it with others."""
+    """Return data, protocol, clips and checkpoint of a result, which are needed to compare it with others."""
     data = f"{result['data']}; {result['variant']}"
     if address := other_data(result):
         data += f"; of {address}"
@@ -172,8 +177,8 @@ class Predictions:
     """Predictions of clips, all [N] on one device.
 
     Attributes:
-        label_N, predicted_N: int64, the class of each clip and the predicted one.
-        is_among_N: bool, whether its class is among the first five.
+        label_N, predicted_N: Class and predicted class of each clip, int64.
+        is_among_N: True where the class is among the first five, bool.
     """
 
     label_N: torch.Tensor
@@ -182,7 +187,7 @@ class Predictions:
 
     @staticmethod
     def of(scores_NK: torch.Tensor, label_N: torch.Tensor, *, rank_N: torch.Tensor) -> Predictions:
-        """Predictions from scores of classes and the rank (1 is best) of each clip's class.
+        """Return predictions from scores of classes and the rank (1 is best) of each clip's class.
 
         A clip whose class is not first is predicted to be the best of the other classes, also where scores are tied.
         """
@@ -190,32 +195,32 @@ class Predictions:
         return Predictions(label_N, label_N.where(rank_N == 1, best_other_N), rank_N <= _TOP)
 
     @staticmethod
-    def joined(parts: Sequence[Predictions]) -> Predictions:
-        """The clips of several parts, of which there is at least one."""
+    def join(parts: Sequence[Predictions]) -> Predictions:
+        """Join the clips of at least one part."""
         import torch
 
         names = ("label_N", "predicted_N", "is_among_N")
         return Predictions(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def by_class(self, names: Sequence[str], *, title: str) -> dict[str, Any]:
-        """Plain values for a result file, of the classes that occur.
+        """Return plain values for a result file, of the classes that occur.
 
         Args:
-            names: of all classes.
-            title: what the classes are.
+            names: Names of all classes.
+            title: Description of the classes.
 
         Returns:
-            `names` of the classes that clips have or that are predicted; `num`, `num_first` and `num_among`: clips of
-            each, those that are recognised, and those whose class is among the first five; `confused`: rows
+            `names` of the classes that clips have or that are predicted; `num`, `num_first` and `num_among`: numbers of
+            clips of each class, of recognised clips, and of clips whose class is among the first five; `confused`: rows
             [class, predicted class, number of clips], indices into `names`, the most frequent first.
         """
         label_N, predicted_N = self.label_N.cpu().numpy(), self.predicted_N.cpu().numpy()
-        there = np.unique(np.concatenate([label_N, predicted_N]))
-        label_N, predicted_N = np.searchsorted(there, label_N), np.searchsorted(there, predicted_N)
+        occurring = np.unique(np.concatenate([label_N, predicted_N]))
+        label_N, predicted_N = np.searchsorted(occurring, label_N), np.searchsorted(occurring, predicted_N)
         is_right_N, is_among_N = label_N == predicted_N, self.is_among_N.cpu().numpy()
 
         def counts(of_N: NDArray[np.int64]) -> list[int]:
-            return [int(count) for count in np.bincount(of_N, minlength=len(there))]
+            return [int(count) for count in np.bincount(of_N, minlength=len(occurring))]
 
         pairs, num_of_pair = np.unique(
             np.stack([label_N[~is_right_N], predicted_N[~is_right_N]]), axis=1, return_counts=True
@@ -223,7 +228,7 @@ class Predictions:
         order = np.argsort(-num_of_pair, kind="stable")
         return {
             "title": title,
-            "names": [names[index] for index in there.tolist()],
+            "names": [names[index] for index in occurring.tolist()],
             "num": counts(label_N),
             "num_first": counts(label_N[is_right_N]),
             "num_among": counts(label_N[is_among_N]),
@@ -235,19 +240,19 @@ BASELINE_KEYS = ("top1", "top5", "mean_class")
 
 
 def majority_baseline(by_class: Mapping[str, Any]) -> dict[str, float]:
-    """Top-1, top-5 and mean class accuracy of always predicting the most frequent classes of the evaluated clips."""
+    """Return top-1, top-5 and mean class accuracy of always predicting the most frequent classes of the clips."""
     num = sorted(by_class["num"], reverse=True)
     total, num_seen = sum(num), sum(count > 0 for count in num)
     return dict(zip(BASELINE_KEYS, (num[0] / total, sum(num[:_TOP]) / total, 1 / num_seen), strict=True))
 
 
 def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:
-    """What the section of a page shows of `Predictions.by_class`, the most frequent classes first.
+    """Return the values of a page's section about `Predictions.by_class`, the most frequent classes first.
 
     Returns:
         `rows` of all classes with clips; `matrix`, the rows of the confusion matrix of the 12 most frequent classes,
-        each with its cells and the clips that are taken for yet other classes; `pairs`, the most confused, empty if
-        the matrix has all classes.
+        each with its cells and the number of clips that are taken for other classes; `pairs`, the most confused
+        classes, empty if the matrix has all classes.
     """
     names, num = by_class["names"], by_class["num"]
     taken: dict[int, list[tuple[int, int]]] = {}

@@ -1,4 +1,4 @@
-"""`Use`: how trained weights are opened for evaluation, embedding, export and captioning."""
+"""`Use`: options for opening trained weights for evaluation, embedding, export and captioning."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,15 +9,15 @@ from clipmill.train.config.training import Device
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """What trained weights are used for, where that differs from their training.
+    """Options of a use of trained weights, where it differs from their training.
 
     Attributes:
-        shards: data that replaces a run's own; other weights have none.
-        where: condition on the samples that the task opens; that of a run's training does not apply.
-        device: replaces a run's own: auto, cpu or cuda.
-        overrides: of how clips are shown; embeddings of time and place are interpolated.
-        is_without_data: let the task build models without samples, by the shapes of the weights.
-        checkpoint: of a run, in place of its latest.
+        shards: Data that replace the data of a run; other weights have none.
+        where: Condition on the samples that the task opens; the condition of the training does not apply.
+        device: Device that replaces the device of a run: auto, cpu or cuda.
+        overrides: Overrides of how clips are shown; embeddings of time and place are interpolated.
+        is_without_data: True to let the task build models without samples, by the shapes of the weights.
+        checkpoint: Checkpoint of a run, in place of the latest one.
     """
 
     shards: str | None = None
@@ -27,8 +27,8 @@ class Use:
     is_without_data: bool = False
     checkpoint: Path | None = None
 
-    def applied(self, settings: ClipSettings) -> tuple[ClipSettings, Overrides]:
-        """The settings of weights for this use, and the overrides that differ from the training.
+    def apply_to(self, settings: ClipSettings) -> tuple[ClipSettings, Overrides]:
+        """Return the settings of weights for this use, and the overrides that differ from the training.
 
         Raises:
             UserError: clips of latents cannot be shown in that way.

@@ -1,4 +1,7 @@
-"""What a first run should be, as functions of what was found: task, preset, batch size, number of steps, command."""
+"""The survey of a data folder, and the choices of a first run: task, preset, batch size, number of steps.
+
+The survey reads the small files of a data folder only: columns, splits, chunks, captions and labels.
+"""
 
 import math
 import shlex
@@ -34,12 +37,13 @@ _HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations p
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFacts:
-    """A split of a data folder; its chunks are those of the current variant of the `video` column.
+    """A split of a data folder; its chunks are of the current variant of the `video` column.
 
     Attributes:
-        num_videos, num_captions: videos that have chunks, and their captions.
-        num_without: videos that have none: not made yet, or failed.
-        sources: sources of its captions.
+        num_videos, num_captions: Numbers of videos that have chunks, and of their captions.
+        hours: Length of all chunks.
+        num_without: Number of videos without chunks: not made yet, or failed.
+        sources: Sources of the captions.
     """
 
     num_videos: int
@@ -52,13 +56,13 @@ class SplitFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """A data folder.
+    """Contents of a data folder.
 
     Attributes:
-        columns: current variant of each column.
-        splits: by name, the largest first.
-        chunk_s: median length of a chunk, in seconds.
-        labels: labels of the captions that can be classes, as `--label` names them.
+        columns: Current variant of each column.
+        splits: Splits by name, the largest first.
+        chunk_s: Median length of a chunk, in seconds.
+        labels: Labels of the captions that can be classes, as `--label` names them.
     """
 
     address: str
@@ -69,7 +73,7 @@ class Survey:
 
 
 def survey(address: str) -> Survey:
-    """Look at a data folder, a path or the address of one in object storage.
+    """Survey a data folder, given by a path or an address in object storage.
 
     Raises:
         UserError: there is no such data folder, its manifest is empty, or it has no chunks of video.
@@ -95,7 +99,7 @@ def survey(address: str) -> Survey:
         others = [name for name in columns if name != VIDEO]
         hint = f"make them: {how_to_make(VIDEO, address)}"
         if LATENTS in columns:
-            hint += f"; or train on what there is: {_on_latents(address, folder.path, has_text=TEXT in columns)}"
+            hint += f"; or train on the latents: {_on_latents(address, folder.path, has_text=TEXT in columns)}"
         raise UserError(
             f"{address} has no chunks of video{'; it has ' if others else ''}{', '.join(others)}", hint=hint
         )
@@ -123,7 +127,7 @@ def survey(address: str) -> Survey:
 
 
 def split_to_train(surveys: Sequence[Survey]) -> str:
-    """The split to train on: `train`, or the only one that has chunks in all data folders.
+    """Return the split to train on: `train`, or the only split that has chunks in all data folders.
 
     Raises:
         UserError: there is none, or the choice is not clear.
@@ -142,7 +146,7 @@ def split_to_train(surveys: Sequence[Survey]) -> str:
 
 
 def split_to_evaluate(surveys: Sequence[Survey], *, trained: str) -> str | None:
-    """The split that evaluations take: one with chunks in each data folder that is not trained on; None without one."""
+    """Return the split to evaluate on: it has chunks in each data folder and is not trained on; None without one."""
     names = [
         name
         for name in surveys[0].splits
@@ -152,21 +156,21 @@ def split_to_evaluate(surveys: Sequence[Survey], *, trained: str) -> str | None:
     return ranked[0] if ranked else None
 
 
-def describe(one: Survey) -> list[str]:
-    """Lines about a data folder."""
-    chunks = sum(its.num_chunks for its in one.splits.values())
-    length = duration_text(3600 * sum(its.hours for its in one.splits.values()))
-    labels = f"; labels: {', '.join(one.labels)}" if one.labels else ""
-    lines = [f"{one.address}: {count_noun(chunks, 'chunk')} of {one.chunk_s:.3g} s, {length}{labels}"]
+def describe(data: Survey) -> list[str]:
+    """Return lines of text about a data folder."""
+    chunks = sum(its.num_chunks for its in data.splits.values())
+    length = duration_text(3600 * sum(its.hours for its in data.splits.values()))
+    labels = f"; labels: {', '.join(data.labels)}" if data.labels else ""
+    lines = [f"{data.address}: {count_noun(chunks, 'chunk')} of {data.chunk_s:.3g} s, {length}{labels}"]
     lines += [
         f"split {name}: {count_noun(its.num_videos, 'video')}, {count_noun(its.num_chunks, 'chunk')}, "
         + f"{duration_text(3600 * its.hours)}, "
         + (count_noun(its.num_captions, "caption") if its.num_captions else "no captions")
         + (" of models" if its.sources and all(map(is_of_model, its.sources)) else "")
         + (f"; {count_noun(its.num_without, 'video')} without chunks" if its.num_without else "")
-        for name, its in one.splits.items()
+        for name, its in data.splits.items()
     ]
-    others = [name for name in one.columns if name != VIDEO]
+    others = [name for name in data.columns if name != VIDEO]
     return [*lines, f"other columns: {', '.join(others)}"] if others else lines
 
 
@@ -187,7 +191,7 @@ def _require_folder(path: Path) -> None:
 
 
 def _on_latents(address: str, data_dir: Path, *, has_text: bool) -> str:
-    """A first run on latents."""
+    """Return the command of a first run on latents."""
     has_captions = bool(num_captions_of(data_dir))
     for task in tasks():
         run = task.first_run
@@ -198,15 +202,16 @@ def _on_latents(address: str, data_dir: Path, *, has_text: bool) -> str:
 
 
 def _seconds(table: ChunkTable) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = table.num_frames.astype(np.float64) * table.fps_den / table.fps_num
-    return found
+    """Return the length of each chunk, in seconds."""
+    seconds: NDArray[np.float64] = table.num_frames.astype(np.float64) * table.fps_den / table.fps_num
+    return seconds
 
 
 def _captions(
     data_dir: Path, video_ids: pa.Array, codes: NDArray[np.int64], is_made: NDArray[np.bool_]
 ) -> tuple[dict[int, Counter[str]], tuple[str, ...]]:
-    """Number of captions of each split by their source, of videos that have chunks, and the labels."""
-    found = defaultdict[int, Counter[str]](Counter)
+    """Count the captions of videos with chunks by split and source; return the counts and the labels."""
+    counts = defaultdict[int, Counter[str]](Counter)
     with open_captions(data_dir, coded=("video_id",)) as file:
         labels = class_labels(file.schema_arrow)
         for group in range(file.num_row_groups):
@@ -216,8 +221,8 @@ def _captions(
             is_counted = (row >= 0) & is_made[row]
             pairs = codes[row[is_counted]] * len(names) + source.indices.to_numpy()[is_counted]
             for pair, number in zip(*(one.tolist() for one in np.unique(pairs, return_counts=True)), strict=True):
-                found[pair // len(names)][names[pair % len(names)]] += number
-    return found, labels
+                counts[pair // len(names)][names[pair % len(names)]] += number
+    return counts, labels
 
 
 def _splits(
@@ -228,7 +233,7 @@ def _splits(
     captions: Mapping[int, Counter[str]],
 ) -> dict[str, SplitFacts]:
     of_chunk, seconds = codes[table.video_row], _seconds(table)
-    found = {
+    splits = {
         name: SplitFacts(
             num_videos=int(is_made[codes == code].sum()),
             num_without=int((~is_made[codes == code]).sum()),
@@ -239,12 +244,12 @@ def _splits(
         )
         for code, name in enumerate(names)
     }
-    return dict(sorted(found.items(), key=lambda item: -item[1].num_chunks))
+    return dict(sorted(splits.items(), key=lambda item: -item[1].num_chunks))
 
 
-EPOCHS = 30  # about those of the presets for synthetic videos
+EPOCHS = 30  # about as many as in the presets for synthetic videos
 _MIN_STEPS = 200
-_FEWEST_STEPS = 20  # of a short time of which the start takes most
+_FEWEST_STEPS = 20  # also if the start takes most of a short time
 NUM_CHECKPOINTS = 4
 _MOST_AT_ONCE = 256  # clips on a GPU in the first step that is tried
 _MIN_GPU_BYTES = 8 * 10**9  # a ViT-B/16 with a text tower, its gradients and AdamW's moments take 2.4 GB without clips
@@ -252,14 +257,14 @@ MINUTES = {"cpu": 10.0, "cuda": 60.0}
 
 
 def first_run_of(task: str) -> FirstRun:
-    """The presets of a task that quickstart offers."""
-    found = find_task(task).first_run
-    assert found is not None
-    return found
+    """Return the recipe of a first run of a task that quickstart offers."""
+    recipe = find_task(task).first_run
+    assert recipe is not None
+    return recipe
 
 
 def task_without_captions() -> str:
-    """The first task whose samples need none."""
+    """Return the first task whose samples need no captions."""
     return next(name for name in OFFERED if not first_run_of(name).needs_captions)
 
 
@@ -272,10 +277,10 @@ class Chosen:
 
 
 def choose_task(surveys: Sequence[Survey], *, split: str, asked: str | None) -> Chosen:
-    """The task to train.
+    """Return the task to train.
 
     Raises:
-        UserError: the task that is asked for needs captions or labels, and a data folder has none.
+        UserError: the named task needs captions or labels, and a data folder has none.
     """
     without = [one.address for one in surveys if not one.splits[split].num_captions]
     num = sum(one.splits[split].num_captions for one in surveys)
@@ -295,10 +300,10 @@ def choose_task(surveys: Sequence[Survey], *, split: str, asked: str | None) -> 
 
 
 def choose_label(surveys: Sequence[Survey], *, asked: str | None) -> str:
-    """The label to train on.
+    """Return the label to train on.
 
     Raises:
-        UserError: there is none that all data folders have, or there are several and none is asked for.
+        UserError: no label is in all data folders, or there are several and none is named.
     """
     labels = [name for name in surveys[0].labels if all(name in one.labels for one in surveys)]
     if asked is not None and asked in labels:
@@ -321,10 +326,10 @@ def choose_label(surveys: Sequence[Survey], *, asked: str | None) -> str:
 
 
 def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Chosen:
-    """The preset of a task.
+    """Return the preset of a task.
 
     Args:
-        gpu_bytes: memory of each GPU; empty to train on a CPU.
+        gpu_bytes: Memory of each GPU, in bytes; empty to train on a CPU.
     """
     recipe = first_run_of(task)
     if not gpu_bytes:
@@ -338,14 +343,14 @@ def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Chosen:
 
 
 def first_batch(preset: int, *, num_samples: int, on_gpu: bool) -> int:
-    """The batch size of a process to try first: a power of two, at most the preset's and half of the samples."""
+    """Return the batch size to try first: a power of two, at most the preset's batch and half of the samples."""
     most = min(preset, max(2, num_samples // 2), _MOST_AT_ONCE if on_gpu else preset)
     return 1 << (most.bit_length() - 1)
 
 
 @dataclass(frozen=True)
 class Length:
-    """How long to train, and why."""
+    """Number of steps and epochs to train, and the reason."""
 
     steps: int
     epochs: float
@@ -353,59 +358,59 @@ class Length:
 
 
 def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float, minutes: float) -> Length:
-    """The number of steps: `EPOCHS`, but at least `_MIN_STEPS`, if these fit into the time; `_FEWEST_STEPS` anyway.
+    """Return the steps: `EPOCHS`, but at least `_MIN_STEPS`, if these fit into the time; `_FEWEST_STEPS` in any case.
 
     Args:
-        num_samples: of an epoch.
-        batch: on all processes.
-        step_s: time of a step.
-        other_s: time of the start, the first step included, and of the checkpoints.
-        minutes: the time of the whole run.
+        num_samples: Number of samples of an epoch.
+        batch: Batch size of all processes together.
+        step_s: Time of a step, in seconds.
+        other_s: Time of the start, the first step included, and of the checkpoints, in seconds.
+        minutes: Time of the complete run.
     """
-    wanted = math.ceil(EPOCHS * num_samples / batch)
+    steps = math.ceil(EPOCHS * num_samples / batch)
     reason = f"{EPOCHS} epochs"
-    if wanted < _MIN_STEPS:
-        wanted, reason = _MIN_STEPS, "the fewest steps that show learning"
+    if steps < _MIN_STEPS:
+        steps, reason = _MIN_STEPS, "the fewest steps that show learning"
     affordable = int((60 * minutes - other_s) / step_s)
     if affordable < _FEWEST_STEPS:
-        wanted, reason = _FEWEST_STEPS, f"the fewest; --minutes {minutes:g} allows fewer"
-    elif wanted > affordable:
-        wanted, reason = affordable, f"the most that --minutes {minutes:g} allows"
-    epochs = wanted * batch / num_samples
-    return Length(wanted, epochs, reason)
+        steps, reason = _FEWEST_STEPS, f"the fewest; --minutes {minutes:g} allows fewer"
+    elif steps > affordable:
+        steps, reason = affordable, f"the most that --minutes {minutes:g} allows"
+    epochs = steps * batch / num_samples
+    return Length(steps, epochs, reason)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The time of a run in seconds, and a range for it."""
+    """Expected time of a run in seconds, and its range."""
 
     seconds: float
     least_s: float
     most_s: float
 
 
-_SPREAD = (0.85, 1.15)  # the speed of a machine varies by that anyway
-_BUSY_SPREAD = (0.5, 2.0)  # where other processes want the same cores, they may leave them, or want more
+_SPREAD = (0.85, 1.15)  # variation of the speed of a quiet machine
+_BUSY_SPREAD = (0.5, 2.0)  # other processes that want the same cores may end, or want more
 
 
 def is_busy(load: float, *, cores: float) -> bool:
-    """Whether others use the cores: more processes want to run than there are cores, this one not counted."""
+    """Return True if more processes want to run than there are cores, this process not counted."""
     return load - 1 > 0.75 * cores
 
 
 def expected_time(
     steps: int, *, step_times: Sequence[float], start_s: float, checkpoints_s: float, num_processes: int, busy: bool
 ) -> Expected:
-    """The time of a run from the times of some of its steps.
+    """Estimate the time of a run from the times of some of its steps.
 
-    The range is that of the means of four sections of these steps, and at least `_SPREAD`.
+    The range is the range of the means of four sections of these steps, and at least `_SPREAD`.
 
     Args:
-        step_times: in seconds, at least one.
-        start_s: from the start of the run to the end of its first step.
-        checkpoints_s: time of all checkpoints.
-        num_processes: the gradients of several are averaged, which was not measured: it widens the range.
-        busy: whether other processes use the machine.
+        step_times: Times of at least one step, in seconds.
+        start_s: Time from the start of the run to the end of its first step, in seconds.
+        checkpoints_s: Time of all checkpoints, in seconds.
+        num_processes: Number of processes. The averaging of gradients was not measured: it widens the range.
+        busy: True if other processes use the machine.
     """
     mean, size = fmean(step_times), max(1, len(step_times) // 4)
     means = [fmean(step_times[begin : begin + size]) for begin in range(0, len(step_times) - size + 1, size)]

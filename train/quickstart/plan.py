@@ -1,4 +1,7 @@
-"""The plan of a first run: from what was found and measured to settings, a command line, text and JSON."""
+"""The plan of a first run: measured steps, and from them settings, a command line, text and JSON.
+
+Steps are measured with smaller batches until one fits into memory.
+"""
 
 import gc
 import math
@@ -50,16 +53,16 @@ from clipmill.train.weights.source import Say
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What some steps took.
+    """Measurements of some training steps.
 
     Attributes:
-        batch: that fits, of this process.
-        num_samples: of an epoch.
-        start_s: from the start of the command to the end of the first step.
-        taken: the steps.
-        checkpoint_bytes: of model, optimizer and objective.
-        checkpoint_s: time of writing a checkpoint; 0 if the disk is full.
-        num_halved: batches that did not fit.
+        batch: Batch size of this process that fits.
+        num_samples: Number of samples of an epoch.
+        start_s: Time from the start of the command to the end of the first step, in seconds.
+        taken: Times and memory of the steps.
+        checkpoint_bytes: Size of model, optimizer and objective, in bytes.
+        checkpoint_s: Time to write a checkpoint, in seconds; 0 if the disk is full.
+        num_halved: Number of batch sizes that did not fit.
     """
 
     batch: int
@@ -72,7 +75,7 @@ class Measured:
     num_halved: int
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values; the times of the steps as their number and mean."""
+        """Return plain values, with the number and mean of the step times."""
         values = asdict(self)
         steps = values.pop("taken")
         num_steps = len(steps.pop("step_times"))
@@ -85,8 +88,8 @@ def measure(
     """Take steps for about `seconds`, with smaller batches until one fits.
 
     Args:
-        settings: of the run; their batch size is the first to try.
-        began_s: when the command began, which imports PyTorch as a run does too.
+        settings: Settings of the run; their batch size is the first to try.
+        began_s: Time at which the command began, which imports PyTorch as a run does too.
 
     Raises:
         UserError: the data or the weights do not suit the task, or not even the smallest batch fits.
@@ -96,7 +99,7 @@ def measure(
     while True:
         opened = _open_task(spec, settings, device=device, say=say)
         batch, opened_s = opened.settings.batch, time.perf_counter() - began_s
-        if (found := _steps(opened, seconds=seconds)) is not None:
+        if (trial := _steps(opened, seconds=seconds)) is not None:
             break
         gc.collect()
         if device.type == "cuda":
@@ -108,7 +111,7 @@ def measure(
             )
         say(f"{batch} clips do not fit into memory; trying {batch // 2}")
         settings, num_halved = replace(settings, batch=batch // 2), num_halved + 1
-    taken, checkpoint_bytes, checkpoint_s = found
+    taken, checkpoint_bytes, checkpoint_s = trial
     return Measured(
         batch=batch,
         num_samples=opened.samples.num_samples or 1,
@@ -122,21 +125,21 @@ def measure(
 
 
 def _steps(opened: Opened, *, seconds: float) -> tuple[Taken, int, float] | None:
-    """Steps, and the size and the time of a checkpoint; None if they do not fit into memory."""
+    """Take steps, and return them with the size and the time of a checkpoint; None if memory is too small."""
     try:
         with Activity(f"trying steps of {count_noun(opened.settings.batch, 'clip')} on the {opened.device.type}"):
             steps = Steps(opened)
             taken = take_steps(steps, opened, seconds=seconds)
         with Activity("trying a checkpoint"):
             return taken, steps.state_bytes, _checkpoint_s(steps, opened)
-    except RuntimeError as error:  # of which torch.OutOfMemoryError is one
+    except RuntimeError as error:  # torch.OutOfMemoryError included
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
             return None
         raise
 
 
 def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, say: Say) -> Opened:
-    """The task with the largest batch to try that its samples allow."""
+    """Open the task with the largest batch to try that its samples allow."""
     opened = open_to_measure(spec, settings, world=World(), device=device, say=say)
     num_samples = opened.samples.num_samples or 1
     batch = first_batch(settings.batch, num_samples=num_samples, on_gpu=device.type == "cuda")
@@ -151,9 +154,9 @@ def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, 
 
 
 def _checkpoint_s(steps: Steps, opened: Opened) -> float:
-    """Write a checkpoint beside where the run will be, and remove it; seconds that it took.
+    """Write a checkpoint beside the future run and remove it; return the time in seconds.
 
-    Where it would fill the disk, nothing is written and the time is 0; the plan warns of that.
+    If it would fill the disk, nothing is written and the time is 0; the plan warns of that.
     """
     parent = existing_folder(opened.settings.out)
     if shutil.disk_usage(parent).free < 2 * steps.state_bytes:
@@ -172,7 +175,7 @@ def _checkpoint_s(steps: Steps, opened: Opened) -> float:
 
 
 def existing_folder(path: Path) -> Path:
-    """The folder closest to a path that exists."""
+    """Return the closest existing folder above a path."""
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
 
 
@@ -182,13 +185,13 @@ _MUCH_WAITING = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """What follows from data and machine, before a step was taken.
+    """Choices that follow from data and machine, before any step is measured.
 
     Attributes:
-        held_out: split for evaluations; None without one.
-        settings: with the preset's batch size and number of steps.
-        num_processes: one per GPU.
-        load: mean number of processes that wanted to run in the last minute.
+        held_out: Split for evaluations; None without one.
+        settings: Settings with the preset's batch size and number of steps.
+        num_processes: Number of processes, one per GPU.
+        load: Mean number of processes that wanted to run in the last minute.
     """
 
     surveys: tuple[Survey, ...]
@@ -204,17 +207,17 @@ class Proposal:
 
     @property
     def spec(self) -> TaskSpec:
-        """The task."""
+        """Spec of the task."""
         return find_task(self.task.value)
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether the run trains on GPUs."""
+        """True if the run trains on GPUs."""
         return bool(self.examined.accelerator.gpus) and self.settings.device != "cpu"
 
     @property
     def is_busy(self) -> bool:
-        """Whether other processes want the same cores."""
+        """True if other processes want the same cores."""
         host = self.examined.host
         return choice.is_busy(self.load, cores=min(host.allowed_cores, host.quota_cores or host.allowed_cores))
 
@@ -224,10 +227,10 @@ class Plan:
     """A first run.
 
     Attributes:
-        settings: complete; those of the command.
-        words: the command line.
-        then: commands for after the run.
-        warnings: what to know before.
+        settings: Complete settings of the command.
+        words: Words of the command line.
+        then: Commands for after the run.
+        warnings: Remarks to read before the run.
     """
 
     proposal: Proposal
@@ -247,7 +250,7 @@ class Plan:
         return shlex.join(self.words)
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as plain values."""
+        """Return the plan as plain values."""
         proposal, host = self.proposal, self.proposal.examined.host
         return {
             "data": [asdict(one) for one in proposal.surveys],
@@ -278,7 +281,7 @@ class Plan:
         }
 
     def text(self) -> str:
-        """The plan for a person."""
+        """Return the plan as text for a terminal."""
         lines, last = list[str](), ""
         for label, words in self._rows():
             lines.append(wrap_words(words, label="" if label == last else label, columns=_COLUMNS))
@@ -295,7 +298,7 @@ class Plan:
         yield "task", f"{proposal.task.value} on split {proposal.split}: {proposal.task.reason}"
         about = f"{count_noun(settings.num_frames, 'frame')} of {settings.size_px} px"
         yield "preset", f"{proposal.preset.value}, {about}: {proposal.preset.reason}"
-        several = f" on {proposal.num_processes} GPUs, of which one was measured" if proposal.num_processes > 1 else ""
+        several = f" on {proposal.num_processes} GPUs; one was measured" if proposal.num_processes > 1 else ""
         halved = f"; {count_noun(measured.num_halved, 'larger size')} did not fit" if measured.num_halved else ""
         yield "batch", f"{count_noun(settings.batch, 'clip')}{several}{halved}"
         samples = count_noun(measured.num_samples, "sample")
@@ -317,7 +320,7 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
     """Choose task, preset, splits and run folder.
 
     Raises:
-        UserError: the data do not suit what is asked for.
+        UserError: the data do not suit the request.
         FailedWork: something on this machine would stop training.
     """
     if broken := [one for one in judge(examined) if one.level == "broken"]:
@@ -335,10 +338,11 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
                 hint=f"presets of train {task.value}: {', '.join(presets_of(kind))}",
             )
     settings: Any = load_settings(preset_path(preset.value, task.value), kind)
+    folders = (Path("runs", f"quickstart-{number}" if number > 1 else "quickstart") for number in range(1, 10_000))
     changes: dict[str, Any] = {
         "shards": surveys[0].address if len(surveys) == 1 else tuple(one.address for one in surveys),
         "split": split,
-        "out": asked.out or _free_folder(Path("runs")),
+        "out": asked.out or next(folder for folder in folders if not folder.exists()),
         "device": asked.device,
         "workers": min(settings.workers, max(1, examined.host.allowed_cores)),
     }
@@ -373,9 +377,9 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
 
 
 def make_plan(proposal: Proposal, measured: Measured) -> Plan:
-    """The plan, with what was measured."""
+    """Complete a proposal with the measurements."""
     before, batch = proposal.settings, measured.batch * proposal.num_processes
-    # Beside steps on a GPU checkpoints are written in the background, all but the last.
+    # On a GPU, checkpoints are written in the background during the steps, except for the last.
     num_waited = 1 if proposal.is_on_gpu else choice.NUM_CHECKPOINTS
     length = choice.choose_length(
         measured.num_samples,
@@ -418,13 +422,8 @@ def make_plan(proposal: Proposal, measured: Measured) -> Plan:
     )
 
 
-def _free_folder(parent: Path) -> Path:
-    names = ("quickstart", *(f"quickstart-{number}" for number in range(2, 10_000)))
-    return next(parent / name for name in names if not (parent / name).exists())
-
-
 def _words(proposal: Proposal, settings: ClipSettings) -> list[str]:
-    """The command line: the preset, and what differs from it."""
+    """Return the command line: the preset, and the settings that differ from it."""
     preset = load_settings(preset_path(proposal.preset.value, settings.command), type(settings))
     words = ["torchrun", "--nproc-per-node", str(proposal.num_processes), "--no-python"]
     words = [*(words if proposal.num_processes > 1 else ()), "train", settings.command]
@@ -443,7 +442,7 @@ def _words(proposal: Proposal, settings: ClipSettings) -> list[str]:
 
 
 def _following_commands(proposal: Proposal, settings: ClipSettings) -> Iterator[str]:
-    """Commands for after the run, which need a split that was not trained on, or the split itself for a search."""
+    """Yield commands for after the run: an evaluation if there is a held-out split, and a search."""
     run = shlex.quote(str(settings.out))
     evaluation = proposal.spec.first_evaluation
     if proposal.held_out is not None and evaluation is not None:
@@ -456,7 +455,7 @@ def _following_commands(proposal: Proposal, settings: ClipSettings) -> Iterator[
 
 
 def _held_out_clips(proposal: Proposal, split: str) -> HeldOut:
-    """The clips of the split that is evaluated: its chunks, or captions if the task needs them and they are fewer."""
+    """Return facts about the held-out split: its clips are chunks, or captions if the task needs them and has fewer."""
     num_chunks = sum(one.splits[split].num_chunks for one in proposal.surveys)
     num_captions = sum(one.splits[split].num_captions for one in proposal.surveys)
     needs_captions = choice.first_run_of(proposal.task.value).needs_captions

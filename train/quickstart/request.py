@@ -1,4 +1,4 @@
-"""The flags of `train quickstart` that decide what is otherwise proposed."""
+"""The flags of `train quickstart` that replace proposals."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ else:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the user has decided; None for what is to be proposed."""
+    """Decisions of the user; None for values that quickstart proposes."""
 
     task: Task | None = None
     """Task to train. Default: dual-encoder on data with captions, otherwise mae."""

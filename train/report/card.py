@@ -31,7 +31,7 @@ _FACTS = ("data", "variant", "precision", "parameters")
 
 @dataclass(frozen=True)
 class _Result:
-    """A result of the exported checkpoint; `name` is that of its file, which no other has."""
+    """A result of the exported checkpoint; `name` is the unique name of its file."""
 
     name: str
     split: str
@@ -42,20 +42,23 @@ def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, 
     """Return the card of exported weights, in Markdown with YAML metadata. It contains no path of this machine.
 
     Args:
-        opens: the expression that opens the folder OUT in another library.
-        folder: name of the folder of weights, for the code that opens it.
-        step: of the exported checkpoint; None for weights that are not a run's. Results of other steps are left out.
+        opens: Expression that opens the folder OUT in another library.
+        folder: Name of the folder of weights, for the code that opens it.
+        step: Step of the exported checkpoint; None for weights without a run. Results of other steps are omitted.
     """
     facts = {} if opened.run is None else opened.run.read_facts()
     results = _results(opened, step=step)
     name = Path(opened.title).name or opened.title
+    limits = [*exported.remarks]
+    limits += ["The model reproduces the biases of its training data, and was not tested for uses that affect people."]
+    limits += ["It was not trained here: these are converted weights."] if opened.run is None else []
     sections = {
         "Use": exported.usage or _use(opens, folder=folder),
         "Training": _training(opened, facts, step=step),
         "Evaluation": "\n\n".join([*_of_other_input(opened, exported), *(_table(one.table) for one in results)])
         if results
         else "Not evaluated. `train eval` on the run, then `train export`, writes the metrics here.",
-        "Limits": "\n".join(f"- {_plain_text(one)}" for one in [*exported.remarks, *_limits(opened)]),
+        "Limits": "\n".join(f"- {_plain_text(limit)}" for limit in limits),
         "Licence": "No licence has been chosen. Before publishing, replace `license` at the top of this file; the "
         "licences of the training data and of the initial weights apply as well.",
     }
@@ -104,8 +107,8 @@ def _summary(opened: OpenedRun) -> str:
 
 def _use(opens: str, *, folder: str) -> str:
     quoted, local = json.dumps(folder), json.dumps(f"local-dir:{folder}")
-    if found := re.match(r"(\w+)\.from_pretrained", opens):
-        lines = [f"from transformers import {found[1]}", "", f"model = {found[1]}.from_pretrained({quoted})"]
+    if match := re.match(r"(\w+)\.from_pretrained", opens):
+        lines = [f"from transformers import {match[1]}", "", f"model = {match[1]}.from_pretrained({quoted})"]
     elif opens.startswith("create_model"):
         lines = [
             "import open_clip",
@@ -115,9 +118,19 @@ def _use(opens: str, *, folder: str) -> str:
         ]
     else:
         lines = [f"# {opens}"]
-    own = ["from clipmill import load_model", "", f"model = load_model({quoted})"]
+    code = ["from clipmill import load_model", "", f"model = load_model({quoted})"]
     return "\n".join(
-        ["```python", *lines, "```", "", "With clipmill, also for clips of video:", "", "```python", *own, "```"]
+        [
+            "```python",
+            *lines,
+            "```",
+            "",
+            "With clipmill, also for clips of video:",
+            "",
+            "```python",
+            *code,
+            "```",
+        ]
     )
 
 
@@ -131,17 +144,14 @@ def _training(opened: OpenedRun, facts: Mapping[str, Any], *, step: int | None) 
 
 
 def _start(report: Mapping[str, Any]) -> str:
-    """The name of initial weights, without the folders of this machine."""
+    """Return the name of initial weights, without folders of this machine."""
     source = str(report["source"])
     return Path(source).name if "/" in source else source
 
 
 def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
-    """Results of the exported checkpoint, of clips that were shown as the exported weights are made for."""
-    known, overrides = (
-        {one.result_name: one for one in evaluations_of(opened.spec.name)},
-        opened.overrides.given_values(),
-    )
+    """Return the results of the exported checkpoint on clips with the frames and size of the exported weights."""
+    known, overrides = {one.result_name: one for one in evaluations_of(opened.spec.name)}, opened.overrides.given()
     results = {} if opened.run is None else {path.stem: read_object(path) for path in opened.run.results()}
     return [
         _Result(name, str(result["split"]), table_of(known[result["evaluation"]].table, result))
@@ -151,7 +161,7 @@ def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
 
 
 def _of_other_input(opened: OpenedRun, exported: Exported) -> list[str]:
-    """Which model the metrics are of, where other libraries open another one."""
+    """Return a note that the metrics are of the video model, if other libraries open another model."""
     if not exported.sees:
         return []
     num_frames = count_noun(opened.settings.num_frames, "frame")
@@ -178,18 +188,11 @@ def _table(table: Table) -> str:
     return "\n".join([*lines, "", *protocol])
 
 
-def _limits(opened: OpenedRun) -> list[str]:
-    return [
-        "The model reproduces the biases of its training data, and was not tested for uses that affect people.",
-        *(["It was not trained here: these are converted weights."] if opened.run is None else []),
-    ]
-
-
 def _plain_text(text: str) -> str:
-    """Text in a cell or line of Markdown: on one line, without markup and paths of this machine."""
+    """Return text for a cell or line of Markdown: on one line, without markup and paths of this machine."""
     return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", _private_text(" ".join(text.split())))
 
 
 def _private_text(text: str) -> str:
-    """Text in which absolute paths are reduced to their last part."""
-    return _PATH.sub(lambda found: found[1], text)
+    """Return text in which absolute paths are reduced to their last part."""
+    return _PATH.sub(lambda match: match[1], text)

@@ -1,4 +1,7 @@
-"""`train overview`: several runs on one page, compared by their metrics, settings and curves."""
+"""`train overview`: several runs on one page, compared by their metrics, settings and curves.
+
+Runs that repeat each other have mean and standard deviation over seeds, and the speed-up by more processes.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,35 +14,35 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, percent
 from clipmill.shards.pages.templates import page_title, require_page_path
 from clipmill.train.evaluation.tables import Cell, Table
-from clipmill.train.report.results import chart_values, overlaid, page_of, publish_page
+from clipmill.train.report.results import chart_values, overlay_curves, page_of, publish_page
 from clipmill.train.run.folder import RunFolder, open_run
 
-# Settings of the place rather than of the model.
+# Settings of the machine and its folders rather than of the model.
 OF_THE_PLACE = frozenset({"out", "cache", "cache_size", "checkpoint_every", "keep_checkpoints", "track", "workers"})
-# What changes with the number of processes, besides.
+# Settings that change with the number of processes, in addition.
 _OF_SCALE = frozenset({"seed", "batch", "microbatch", "lr", "parallel"})
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """Runs that differ in the seed alone.
+    """Runs that differ only in the seed.
 
     Attributes:
-        runs: their indices, at least two; one for each seed.
-        label: which they are.
+        runs: Indices of the runs, at least two; one for each seed.
+        label: Number of seeds and names of the runs.
     """
 
     runs: tuple[int, ...]
     label: str
 
     def mean(self, cells: Mapping[int, Sequence[Cell]]) -> list[str] | None:
-        """Mean and standard deviation of each column; None unless all of the runs have it."""
+        """Return mean and standard deviation of each column; None unless all of the runs have it."""
         if any(run not in cells for run in self.runs):
             return None
         return [mean_text([cells[run][column] for run in self.runs]) for column in range(len(cells[self.runs[0]]))]
 
     def training(self, cards: Sequence[Mapping[str, Any]]) -> list[str] | None:
-        """The same of the last losses and of samples per second; None if one of the runs has no steps."""
+        """Return the same for the last losses and samples per second; None if one of the runs has no steps."""
         summaries = [cards[run]["summary"] for run in self.runs]
         if any("last_loss" not in one for one in summaries):
             return None
@@ -47,8 +50,8 @@ class Repeats:
 
 
 def repeats(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Repeats]:
-    """The groups of runs that differ in the seed alone, in the order of their first runs."""
-    found = []
+    """Return the groups of runs that differ only in the seed, in the order of their first runs."""
+    groups = []
     for group in _groups(cards, besides=frozenset({"seed"})):
         by_seed: dict[str, int] = {}
         for run in group:
@@ -56,17 +59,17 @@ def repeats(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Re
         if len(by_seed) > 1:
             runs = tuple(by_seed.values())
             label = f"mean (standard deviation) of {len(runs)} seeds: {', '.join(names[run] for run in runs)}"
-            found.append(Repeats(runs, label))
-    return found
+            groups.append(Repeats(runs, label))
+    return groups
 
 
 def speed_ups(cards: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Samples per second against the run with the fewest processes, of runs that differ in their number, by run.
+    """Return by run the speed-up against the run with the fewest processes, for runs that differ in their number.
 
     Batch size, learning rate and strategy may differ with it: a batch may grow with the processes, or be shared by
     them.
     """
-    found = {}
+    texts = {}
     for group in _groups(cards, besides=_OF_SCALE):
         timed = {run: processes(cards[run]["facts"]) for run in group if "samples_per_s" in cards[run]["summary"]}
         if len(set(timed.values())) < 2:
@@ -75,18 +78,18 @@ def speed_ups(cards: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         speed = cards[fewest]["summary"]["samples_per_s"]
         for run, number in timed.items():
             factor = cards[run]["summary"]["samples_per_s"] / speed
-            found[run] = f"{factor:.2f} x ({count_noun(number, 'process', 'processes')} against {timed[fewest]})"
-    return found
+            texts[run] = f"{factor:.2f} x ({count_noun(number, 'process', 'processes')} against {timed[fewest]})"
+    return texts
 
 
 def processes(facts: Mapping[str, Any]) -> int:
-    """The number of processes of a run, 1 where run.json does not say it."""
+    """Return the number of processes of a run, 1 if run.json does not record it."""
     first = str(facts.get("processes", "1")).partition(",")[0]
     return int(first) if first.isdecimal() else 1
 
 
 def mean_text(cells: Sequence[Cell]) -> str:
-    """Mean and standard deviation (n - 1) of one metric, as text; a dash if one of its values is not a number."""
+    """Return mean and standard deviation (n - 1) of one metric as text; a dash if a value is not a number."""
     shares = [cell.share for cell in cells if cell.share is not None]
     if len(shares) == len(cells):
         return f"{percent(fmean(shares))} ({100 * stdev(shares):.2f})"
@@ -102,7 +105,7 @@ def _number_text(values: Sequence[float]) -> str:
 
 
 def _groups(cards: Sequence[Mapping[str, Any]], *, besides: frozenset[str]) -> list[list[int]]:
-    """Indices of runs of the same task whose settings, or groups of settings, are equal besides those of the place."""
+    """Return groups of runs of the same task with equal settings, apart from settings of the place and `besides`."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for run, card in enumerate(cards):
         settings = sorted(
@@ -122,12 +125,12 @@ class Compared:
     """A table of the comparison: one evaluation of the runs that have it.
 
     Attributes:
-        title: the evaluation.
-        which: its row and split.
-        columns: names of the metrics.
-        reference: what they are compared with.
-        cells: of each column, by run.
-        cautions: what limits the metrics of a run.
+        title: Name of the evaluation.
+        which: Row and split.
+        columns: Names of the metrics.
+        reference: Baseline of the metrics.
+        cells: Cells of the columns, by run.
+        cautions: Limits of the metrics, by run.
     """
 
     title: str
@@ -142,11 +145,11 @@ def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = (
     """Write an overview of runs that links to their pages.
 
     Args:
-        runs: run folders, and what else `runs/*` names, such as embeddings and pages: it is left out.
-        links: further pages to link to.
+        runs: Run folders. Other paths that `runs/*` names, such as embeddings and pages, are omitted.
+        links: Further pages to link to.
 
     Returns:
-        What was left out.
+        The paths that were omitted.
 
     Raises:
         UserError: there is no run among them, one of them does not exist, a link is not a page, or `out` cannot be
@@ -158,12 +161,13 @@ def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = (
     for path in runs if len(left_out) == len(runs) else [path for path in runs if path not in left_out]:
         run = open_run(path)
         page = page_of(run)
-        shown, shown_data = _shown_examples(page)
-        link = _relative_link(run.page, out.parent)
-        cards.append({**page, "shown": shown, "shown_data": shown_data, "link": link})
+        # The first result with captioned pictures, and its data if they are not the run's.
+        pictured = next((result for result in page["results"] if result["strips"]), {"strips": [], "other_data": ""})
+        shown = {"shown": pictured["strips"][:_NUM_STRIPS], "shown_data": pictured["other_data"]}
+        cards.append({**page, **shown, "link": _relative_link(run.page, out.parent)})
     names = _distinct_names([card["name"] for card in cards])
     groups = repeats(cards, names)
-    curves = overlaid(
+    curves = overlay_curves(
         {name: [*card["evaluation_curves"], *card["curves"]] for name, card in zip(names, cards, strict=True)}
     )
     shown_links = [{"title": _title(path), "address": _relative_link(path, out.parent)} for path in links]
@@ -184,15 +188,15 @@ def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = (
 
 
 def _distinct_names(names: Sequence[str]) -> list[str]:
-    """Names that differ: a repeated one is followed by its number."""
+    """Return distinct names: a repeated name is followed by its number."""
     return [
         f"{name} ({names[: at + 1].count(name)})" if names.count(name) > 1 else name for at, name in enumerate(names)
     ]
 
 
 def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
-    """The first row of each evaluation of the runs as trained, on their own data and on others; a table for each."""
-    found: dict[tuple[str, str, tuple[str, ...]], Compared] = {}
+    """Return a table for each evaluation of the runs as trained: its first row, on the run's data and on others."""
+    tables: dict[tuple[str, str, tuple[str, ...]], Compared] = {}
     for at, card in enumerate(cards):
         for result in card["results"]:
             table = result["table"]
@@ -202,13 +206,13 @@ def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
             which = row.label if result["split"] in row.label.split() else f"{row.label} ({result['split']})"
             which += f", data: {data}" if (data := result["other_data"]) else ""
             empty = Compared(table.title, which, table.columns, table.reference, {}, {})
-            compared = found.setdefault((table.title, which, table.columns), empty)
+            compared = tables.setdefault((table.title, which, table.columns), empty)
             compared.cells[at], compared.cautions[at] = _with_baseline(table), "; ".join(table.cautions)
-    return list(found.values())
+    return list(tables.values())
 
 
 def _with_baseline(table: Table) -> Sequence[Cell]:
-    """The cells of the row that represents a table, each with that of its trivial model."""
+    """Return the cells of the row that represents a table, each with the cell of its trivial model."""
     cells = table.rows[table.headline].cells
     other = table.baseline
     if other is None:
@@ -220,14 +224,10 @@ def _with_baseline(table: Table) -> Sequence[Cell]:
 
 
 def _differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Settings that differ between the runs, by name; a run whose task has no such setting has a dash."""
+    """Return the settings that differ between the runs, by name; a dash where a task has no such setting."""
     names = dict.fromkeys(name for one in settings for name in one if name.partition(".")[0] not in OF_THE_PLACE)
-    values = {name: [_text(one, name) for one in settings] for name in names}
+    values = {name: [str(of_run.get(name, "-")) for of_run in settings] for name in names}
     return {name: of_runs for name, of_runs in values.items() if len(set(of_runs)) > 1}
-
-
-def _text(settings: Mapping[str, Any], name: str) -> str:
-    return "-" if name not in settings else str(settings[name])
 
 
 def _title(page: Path) -> str:
@@ -241,14 +241,6 @@ def _title(page: Path) -> str:
     return title
 
 
-def _shown_examples(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Pictures with captions of the first result that has some, and its data if it is not the run's own."""
-    for result in page["results"]:
-        if result["strips"]:
-            return result["strips"][:_NUM_STRIPS], result["other_data"]
-    return [], ""
-
-
 def _relative_link(page: Path, folder: Path) -> str:
-    """A relative link, which stays valid if both pages are moved together."""
+    """Return a relative link, which stays valid if both pages are moved together."""
     return Path(os.path.relpath(page.resolve(), folder.resolve())).as_posix()

@@ -29,7 +29,9 @@ Recorded = Mapping[str, Mapping[str, Any]]
 
 def evaluated_data(settings: ClipSettings) -> list[str]:
     """Return the data of --evaluate.shards that a run evaluates and does not train on."""
-    named = [one.shards for one in settings.evaluated_data() if one.shards is not None] if settings.evaluate.every else []
+    named = (
+        [one.shards for one in settings.evaluated_data() if one.shards is not None] if settings.evaluate.every else []
+    )
     run_folders = set(map(normalise_address, settings.folders))
     return [one for one in dict.fromkeys(named) if normalise_address(one) not in run_folders]
 

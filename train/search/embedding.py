@@ -2,8 +2,8 @@
 
 The clips are divided into parts of a fixed number of batches and the captions into parts of a fixed number of texts,
 so that neither the number of processes nor an interruption changes any batch, and with it the bytes. Each process
-publishes its parts in DIR/parts; the first one joins them once all are there (clipmill.train.search.folder has the
-layout).
+publishes its parts in DIR/parts; the first process joins them once all are present (clipmill.train.search.folder has
+the layout).
 """
 
 import json
@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import file_digest
 from itertools import islice
 from pathlib import Path
@@ -68,19 +67,19 @@ _ROWS_PER_GROUP = 1 << 16
 
 @dataclass(frozen=True)
 class EmbeddingPart:
-    """A range of clips or captions that is embedded and published as one file."""
+    """A range of clips or captions whose embeddings are published as one file."""
 
     kind: Literal["video", "text"]
     begin: int
     end: int
 
     def path(self, folder: Path) -> Path:
-        """Its file once it is finished."""
+        """Return the path of the finished part."""
         return folder / PARTS / f"{self.kind}-{self.begin:012d}.npz"
 
 
 def num_captions(samples: Samples[ClipReader]) -> int:
-    """Number of captions of the clips."""
+    """Return the number of captions of the clips."""
     return 0 if samples.table.captions is None else samples.table.captions.num_entries
 
 
@@ -138,7 +137,7 @@ def publish_folder(
 def _read_outcomes(
     parts: Sequence[EmbeddingPart], out: Path
 ) -> tuple[NDArray[np.int64], list[dict[str, Any]], tuple[int, ...]]:
-    """The samples that have a row, in order; the failures; and the shape of a row."""
+    """Return the samples that have a row, in order; the failures; and the shape of a row."""
     sample_N: list[NDArray[np.int64]] = []
     failed: list[dict[str, Any]] = []
     shape: tuple[int, ...] = ()
@@ -193,7 +192,7 @@ def _caption_tables(samples: Samples[ClipReader], row_of_sample: NDArray[np.int6
 
 
 def _places(samples: Samples[ClipReader], rows: NDArray[np.int64], *, paths: pa.Array) -> list[Any]:
-    """Keys, videos, files, and start and end in seconds of clips."""
+    """Return keys, videos, files, and begin and end in seconds of clips."""
     chunks, first = samples.reader.chunks, samples.table.first_part[rows]
     begin_us, end_us = samples.span_us(rows)
     video_row = pa.array(chunks.table.video_row[first])
@@ -214,13 +213,13 @@ _TEXTS_PER_PART = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingWork:
-    """What is to be embedded.
+    """Clips and captions to embed.
 
     Attributes:
-        features: embedding, pooled or tokens.
-        has_text: whether captions are embedded too.
-        batch: number of clips that the model gets at once.
-        plan: what the embeddings depend on, and descriptions of it, as plain values.
+        features: Kind of features: embedding, pooled or tokens.
+        has_text: True if captions are embedded, too.
+        batch: Number of clips in a batch of the model.
+        plan: Everything that the embeddings depend on, with descriptions, as plain values.
     """
 
     model: LoadedModel
@@ -232,7 +231,7 @@ class EmbeddingWork:
 
     @property
     def parts(self) -> list[EmbeddingPart]:
-        """All parts, in the order of rows; the number of clips of a part of tokens is that of a batch."""
+        """All parts, in the order of rows; a part of tokens has the clips of one batch."""
         clips = self.batch * (1 if self.features == "tokens" else _BATCHES_PER_PART)
         return [
             *_parts("video", len(self.samples), size=clips),
@@ -248,11 +247,11 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
     """Open the clips to embed.
 
     Args:
-        request: with its data folder.
-        weights: what the user named.
+        request: Request with a data folder.
+        weights: Weights as the user named them.
 
     Raises:
-        UserError: there are no such clips, or the model has no such features.
+        UserError: the clips do not exist, or the model has no such features.
     """
     assert request.shards is not None
     has_embedding = isinstance(model.model, DualEncoder)
@@ -294,7 +293,7 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
 
 
 def _address(weights: str) -> str:
-    """The absolute path of local weights, so that a search finds them; names are returned unchanged."""
+    """Return the absolute path of local weights, so that a search finds them; names are returned unchanged."""
     return str(Path(weights).resolve()) if Path(weights).exists() else weights
 
 
@@ -313,12 +312,12 @@ def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> S
     try:
         return open_captioned_clips(query, captions=getattr(settings, "captions", ALL_CAPTIONS))
     except NoCaptions as error:
-        error.add_hint("or embed whole chunks, which need no captions: --clips chunks")
+        error.add_hint("or embed complete chunks, which need no captions: --clips chunks")
         raise
 
 
 def embed(work: EmbeddingWork, out: Path, *, world: World, progress: Progress) -> dict[str, Any]:
-    """Embed what is missing in `out`, and publish the folder; all ranks call it.
+    """Embed the missing parts in `out`, and publish the folder; collective.
 
     Returns:
         The content of embed.json.
@@ -364,37 +363,33 @@ def _embed_parts(
     work: EmbeddingWork, parts: Sequence[EmbeddingPart], out: Path, *, world: World, progress: Progress
 ) -> None:
     """Embed this rank's share of the parts; the loader's threads read ahead across their borders."""
-    own = parts[world.rank :: world.size]
-    clips = (part for part in own if part.kind == "video")
+    parts_of_rank = parts[world.rank :: world.size]
+    clips = (part for part in parts_of_rank if part.kind == "video")
     outcomes = work.samples.outcomes(number for part in clips for number in range(part.begin, part.end))
     ring = BatchRing(work.batch, pin=work.model.device.type == "cuda")
-    make = partial(_embed_part, work, outcomes=outcomes, ring=ring, out=out)
-    share_parts(parts, make, world=world, progress=progress)
 
+    def embed_part(part: EmbeddingPart) -> int:
+        if part.kind == "video":
+            return _embed_clips(work, part, outcomes, ring, out=out)
+        publish_part(part.path(out), _embed_texts(work, part))
+        return 0
 
-def _embed_part(
-    work: EmbeddingWork, part: EmbeddingPart, *, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, out: Path
-) -> int:
-    """Embed and publish a part; return the number of clips that failed."""
-    if part.kind == "video":
-        return _embed_clips(work, part, outcomes, ring, out=out)
-    publish_part(part.path(out), _embed_texts(work, part))
-    return 0
+    share_parts(parts, embed_part, world=world, progress=progress)
 
 
 def _embed_clips(
     work: EmbeddingWork, part: EmbeddingPart, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, *, out: Path
 ) -> int:
     """Embed and publish a part; return the number of clips that failed."""
-    found, samples, failed = [], [], []
+    rows, samples, failed = [], [], []
     for begin in range(part.begin, part.end, work.batch):
         loaded = list(islice(outcomes, min(work.batch, part.end - begin)))
         failed += [one for one in loaded if isinstance(one, FailedSample)]
         clips = [one for one in loaded if not isinstance(one, FailedSample)]
         if clips:
-            found.append(_features(work, ring.collate(clips)))
+            rows.append(_features(work, ring.collate(clips)))
             samples += [clip["position"] for clip in clips]
-    video = np.concatenate(found) if found else np.empty((0, 0), np.float32)
+    video = np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
     if num_bad := int((~np.isfinite(video).all(axis=tuple(range(1, video.ndim)))).sum()):
         raise FailedWork(f"{num_bad} of {len(video)} embeddings are not finite: the weights have diverged")
     lines = json.dumps([one.as_json() for one in failed]).encode()
@@ -417,11 +412,11 @@ def _features(work: EmbeddingWork, batch: Batch) -> NDArray[np.float32]:
 
 
 def _embed_texts(work: EmbeddingWork, part: EmbeddingPart) -> NDArray[np.float32]:
-    """Embeddings of captions; each distinct text of the part is encoded once, so that equal texts have equal rows."""
+    """Embed captions; each distinct text of the part is encoded once, so that equal texts have equal rows."""
     texts = work.samples.captions.texts(np.arange(part.begin, part.end))
     distinct = {text: number for number, text in enumerate(dict.fromkeys(texts))}
     rows = work.model.encode_text(list(distinct)).cpu().numpy()
-    found: NDArray[np.float32] = rows[[distinct[text] for text in texts]]
-    if not np.isfinite(found).all():
+    embeddings: NDArray[np.float32] = rows[[distinct[text] for text in texts]]
+    if not np.isfinite(embeddings).all():
         raise FailedWork("embeddings of captions are not finite: the weights have diverged")
-    return found
+    return embeddings

@@ -8,9 +8,9 @@
                       clip in clips.parquet, null if the clip failed
     failures.jsonl    the clips that could not be read or decoded; they have no row
     embed.json        weights, data, features, and the size and SHA-256 of each file; it makes the folder valid
-    parts/            finished parts of unfinished work, and plan.json, which says what the work is
+    parts/            finished parts of unfinished work, and plan.json, which describes the work
 
-`key` is that of the chunk in which a clip begins, `path` the video's file or URL in the manifest.
+`key` is the key of the chunk in which a clip begins, `path` the video's file or URL in the manifest.
 embed.json is written last, so a folder without it is unfinished: the same `train embed` continues it.
 """
 
@@ -50,7 +50,7 @@ _COLUMNS = [
 CLIP_SCHEMA = pa.schema([*_COLUMNS, ("caption", pa.int64())])
 CAPTION_SCHEMA = pa.schema([*_COLUMNS, ("clip", pa.int64())])
 
-# Where things are, and what follows from the other entries of a plan.
+# Entries of a plan about places, and entries that follow from others.
 _FREE = frozenset({"weights.source", "weights.description", "data.shards", "data.description", "clip.description"})
 _IDENTITY = "weights.identity"
 _MAX_NAMED = 6
@@ -81,7 +81,7 @@ class Embedded:
     """A finished folder of embeddings.
 
     Attributes:
-        record: the content of embed.json.
+        record: Content of embed.json.
     """
 
     path: Path
@@ -89,31 +89,31 @@ class Embedded:
 
     @property
     def num_clips(self) -> int:
-        """Rows of video.npy."""
+        """Number of rows of video.npy."""
         return int(self.record["num_clips"])
 
     @property
     def is_unit_length(self) -> bool:
-        """Whether rows of video.npy have unit length."""
+        """True if the rows of video.npy have unit length."""
         return bool(self.record["features"] == "embedding")
 
     def clips(self, rows: Sequence[int]) -> list[EmbeddedClip]:
-        """Rows of clips.parquet; only the row groups that hold them are read."""
-        found: dict[int, EmbeddedClip] = {}
+        """Return rows of clips.parquet; only the row groups that hold them are read."""
+        clip_of_row: dict[int, EmbeddedClip] = {}
         with pq.ParquetFile(self.path / CLIPS) as file:
             begin = 0
             for group in range(file.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
-                wanted = sorted({row for row in rows if begin <= row < begin + count})
-                if wanted:
+                rows_of_group = sorted({row for row in rows if begin <= row < begin + count})
+                if rows_of_group:
                     table = file.read_row_group(group, columns=[name for name, _ in _COLUMNS])
-                    chosen = table.take(pa.array([row - begin for row in wanted]))
-                    found |= {values["row"]: EmbeddedClip(**values) for values in chosen.to_pylist()}
+                    chosen = table.take(pa.array([row - begin for row in rows_of_group]))
+                    clip_of_row |= {values["row"]: EmbeddedClip(**values) for values in chosen.to_pylist()}
                 begin += count
-        return [found[row] for row in rows]
+        return [clip_of_row[row] for row in rows]
 
     def row_of(self, name: str) -> int:
-        """The row of a clip by the key of its chunk, or by the row itself; UserError if it is not exactly one."""
+        """Return the row of a clip by its chunk's key, or by the row itself; UserError unless exactly one matches."""
         if name.isascii() and name.isdigit():
             rows = [int(name)] if int(name) < self.num_clips else []
         else:
@@ -140,7 +140,7 @@ class Embedded:
         return int(rows[0])
 
     def vector(self, row: int) -> NDArray[np.float32]:
-        """The vector of a clip, divided by its length; UserError if it is not finite."""
+        """Return the vector of a clip, divided by its length; UserError if it is not finite."""
         vector: NDArray[np.float32] = np.array(np.load(self.path / VIDEO, mmap_mode="r")[row])
         if not np.isfinite(vector).all():
             raise UserError(f"row {row} of {self.path / VIDEO} is not finite: the file is damaged", hint=_AGAIN)
@@ -173,15 +173,15 @@ def require_whole_files(path: Path, record: Mapping[str, Any]) -> None:
         file = path / name
         size_bytes = file.stat().st_size if file.is_file() else None
         if size_bytes != facts["size_bytes"]:
-            found = "missing" if size_bytes is None else f"{size_bytes:,} bytes long, not {facts['size_bytes']:,}"
+            problem = "missing" if size_bytes is None else f"{size_bytes:,} bytes long, not {facts['size_bytes']:,}"
             raise UserError(
-                f"{file} is {found}",
+                f"{file} is {problem}",
                 hint=f"the embeddings are damaged: remove {path} and run train embed again, or use another --out",
             )
 
 
 def read_folder_record(path: Path) -> dict[str, Any] | None:
-    """The content of embed.json, None if there is none; UserError if it is damaged or newer than this clipmill."""
+    """Read embed.json, None if it is missing; UserError if it is damaged or newer than this clipmill."""
     try:
         record = read_checked_json(path / RECORD)
         if record["format"] != FORMAT:
@@ -200,8 +200,8 @@ def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: P
     """Raise a UserError that names the differences between the work in a folder and the requested one."""
     shown = [differences(old, new, free=_FREE | {_IDENTITY})]
     if old["weights"]["identity"] != new["weights"]["identity"]:
-        was, wanted = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))
-        shown.insert(0, f"the weights were {was} and are {wanted if wanted != was else 'those of another training'}")
+        was, now = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))
+        shown.insert(0, f"the weights were {was} and are {now if now != was else 'the weights of another training'}")
     if any(shown):
         raise UserError(
             f"{path} holds other embeddings: {'; '.join(filter(None, shown))}",

@@ -1,13 +1,12 @@
 """Exact nearest neighbours by blocks: a file of any size is read once, through a few megabytes of each thread.
 
-Shape suffixes: Q queries, N rows of the file, R rows of a block, E width, K found.
+Shape suffixes: Q queries, N rows of the file, R rows of a block, E width, K best rows.
 """
 
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +27,8 @@ class Nearest:
     """The best rows of each query, best first; rows of equal scores are in ascending order.
 
     Attributes:
-        row_QK: int64.
-        score_QK: float32, cosine similarity.
+        row_QK: Rows, int64.
+        score_QK: Cosine similarities, float32.
     """
 
     row_QK: NDArray[np.int64]
@@ -44,11 +43,11 @@ def nearest(
     is_unit_length: bool = True,
     say_done: Callable[[int], object] = lambda num_rows: None,
 ) -> Nearest:
-    """The `count` rows of an npy file (float32 [N, E]) that are most similar to each query of unit length.
+    """Find the `count` rows of an npy file (float32 [N, E]) that are most similar to each query of unit length.
 
     Args:
-        is_unit_length: False if the rows of the file have other lengths; they are then divided by them.
-        say_done: called with the number of rows after each block, from several threads.
+        is_unit_length: False if the rows of the file have other lengths, by which they are then divided.
+        say_done: Function that is called with the number of rows after each block, from several threads.
 
     Raises:
         UserError: the file is damaged, or its rows are not as wide as the queries.
@@ -57,19 +56,22 @@ def nearest(
     block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // (4 * query_QE.shape[1])))
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), -(-num_rows // block_rows))
     each = -(-num_rows // (num_threads * block_rows)) * block_rows
-    score = partial(_scores, query_QE, is_unit_length=is_unit_length)
 
     def part(begin: int) -> Nearest:
-        found = Nearest(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
+        best = Nearest(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
         rows = range(begin, min(begin + each, num_rows))
         for first, block_RE in _blocks(path, rows, offset=offset, block_rows=block_rows, width=query_QE.shape[1]):
-            score_QR = score(block_RE)
+            # Not a product of matrices: BLAS starts threads for each block, which wait for each other.
+            score_QR: NDArray[np.float32] = np.vecdot(query_QE[:, None], block_RE)
+            if not is_unit_length:
+                length_R = np.sqrt(np.vecdot(block_RE, block_RE))
+                score_QR /= np.maximum(length_R, np.finfo(np.float32).tiny)
             if not np.isfinite(score_QR).all():
                 row = first + int(np.flatnonzero(~np.isfinite(score_QR).all(axis=0))[0])
                 raise UserError(f"row {row} of {path} is not finite: the file is damaged", hint=_AGAIN)
-            found = _with_block(found, first, score_QR, count=count)
+            best = _with_block(best, first, score_QR, count=count)
             say_done(len(block_RE))
-        return found
+        return best
 
     with ThreadPoolExecutor(num_threads) as threads:
         parts = list(threads.map(part, range(0, num_rows, each)))
@@ -79,36 +81,29 @@ def nearest(
     return Nearest(np.take_along_axis(row_QK, best_QK, axis=1), np.take_along_axis(score_QK, best_QK, axis=1))
 
 
-def _scores(
-    query_QE: NDArray[np.float32], block_RE: NDArray[np.float32], *, is_unit_length: bool
-) -> NDArray[np.float32]:
-    """Cosine similarities [Q, R]."""
-    # Not a product of matrices: that of BLAS starts threads of its own for each block, which wait for each other.
-    score_QR: NDArray[np.float32] = np.vecdot(query_QE[:, None], block_RE)
-    if not is_unit_length:
-        length_R = np.sqrt(np.vecdot(block_RE, block_RE))
-        score_QR /= np.maximum(length_R, np.finfo(np.float32).tiny)
-    return score_QR
-
-
 def _blocks(
     path: Path, rows: range, *, offset: int, block_rows: int, width: int
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Yield (first row, rows [R, E]) of an npy file; a block is valid until the next one is requested.
 
-    Read, not mapped: mapped pages would count as memory of the process, and a file that is cut short would kill it.
+    It is read, not mapped: mapped pages count as memory of the process, and a truncated file would kill it.
     """
     buffer = np.empty((block_rows, width), np.float32)
     with path.open("rb", buffering=0) as file:
         file.seek(offset + 4 * width * rows.start)
         for begin in rows[::block_rows]:
             block = buffer[: rows.stop - begin]
-            _fill(file.readinto, block.data.cast("B"), path=path)
+            view, filled = block.data.cast("B"), 0
+            while filled < len(view):
+                count = file.readinto(view[filled:])
+                if not count:
+                    raise UserError(f"{path} ends too early", hint=_AGAIN)
+                filled += count
             yield begin, block
 
 
 def _header(path: Path, *, width: int) -> tuple[int, int]:
-    """(number of rows, byte offset of the first one) of an npy file."""
+    """Return number of rows and byte offset of the first row of an npy file."""
     mapped = open_matrix(path)
     num_rows, its_width = mapped.shape
     if its_width != width:
@@ -120,7 +115,7 @@ def _header(path: Path, *, width: int) -> tuple[int, int]:
 
 
 def open_matrix(path: Path) -> NDArray[np.float32]:
-    """Map an npy file of float32 rows; UserError if it is missing, cut short or of another kind."""
+    """Map an npy file of float32 rows; UserError if it is missing, truncated or of another kind."""
     report_lost_pages()
     try:
         mapped: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -139,21 +134,12 @@ def open_matrix(path: Path) -> NDArray[np.float32]:
     return mapped
 
 
-def _fill(read_into: Callable[[memoryview], int | None], view: memoryview, *, path: Path) -> None:
-    filled = 0
-    while filled < len(view):
-        count = read_into(view[filled:])
-        if not count:
-            raise UserError(f"{path} ends too early", hint=_AGAIN)
-        filled += count
-
-
-def _with_block(found: Nearest, begin: int, score_QR: NDArray[np.float32], *, count: int) -> Nearest:
-    """The best of what was found before and of a later block."""
-    if found.score_QK.shape[1] == count and not (score_QR > found.score_QK[:, -1:]).any():
-        return found
+def _with_block(best: Nearest, begin: int, score_QR: NDArray[np.float32], *, count: int) -> Nearest:
+    """Return the best rows among the best of earlier blocks and a later block."""
+    if best.score_QK.shape[1] == count and not (score_QR > best.score_QK[:, -1:]).any():
+        return best
     rows, scores = [], []
-    for before_K, best_K, score_R in zip(found.row_QK, found.score_QK, score_QR, strict=True):
+    for before_K, best_K, score_R in zip(best.row_QK, best.score_QK, score_QR, strict=True):
         # An equal score in a later row ranks lower, so a row has to score higher than the last one.
         new = np.flatnonzero(score_R > best_K[-1]) if len(best_K) == count else np.arange(len(score_R))
         if len(new) > count:

@@ -19,7 +19,7 @@ class EmbedRequest(Checked):
     """Flags of `train embed`."""
 
     shards: str | None = None
-    """Data folder. Default: that of the training run."""
+    """Data folder. Default: the data of the training run."""
     out: Path
     """Folder to write."""
     split: str = "val"
@@ -27,11 +27,11 @@ class EmbedRequest(Checked):
     where: str | None = None
     """Condition that selects the clips, such as "motion > 0.2 and not duplicate" (docs/data.md). Default: all."""
     features: FeatureKind | None = None
-    """What to store for each clip: embedding (unit length, beside those of captions), pooled (one vector of the video
+    """Features to store for each clip: embedding (unit length, with captions), pooled (one vector of the video
     tower before any projection) or tokens (all tokens of the tower). Default: embedding for dual encoders, otherwise
     pooled."""
     clips: Literal["captions", "chunks"] = "captions"
-    """What a row is: each time span that has captions, or each whole chunk, for videos without captions."""
+    """Rows: each time span that has captions, or each complete chunk, for videos without captions."""
     shown: Overrides = AS_TRAINED
     batch: Annotated[int, Range(least=1)] = 64
     """Number of clips per forward pass and process."""

@@ -23,7 +23,7 @@ EncodeTexts = Callable[[Sequence[str]], Vectors]
 
 @dataclass(frozen=True)
 class Hit:
-    """A clip that was found; `score` is the cosine similarity to the query."""
+    """A clip in a search result; `score` is the cosine similarity to the query."""
 
     score: float
     clip: EmbeddedClip
@@ -31,11 +31,12 @@ class Hit:
 
 @dataclass(frozen=True)
 class Result:
-    """What a query found, best first.
+    """Result of a query, best clips first.
 
     Attributes:
-        query: the text, or the name of the clip.
-        like: the clip, for a query by example; it is not among those found.
+        query: Text, or name of the clip.
+        like: Clip of a query by example, which is not among the hits.
+        found: Hits.
     """
 
     query: str
@@ -44,7 +45,7 @@ class Result:
 
     @property
     def title(self) -> str:
-        """The query as a heading."""
+        """Query as a heading."""
         return self.query if self.like is None else f"like “{self.like.text or self.like.key}”"
 
 
@@ -60,29 +61,30 @@ def search(
     """Find the best `top` clips of each text and of each example, in one pass over the embeddings.
 
     Args:
-        like: keys or rows of clips.
-        encode: texts to unit-length embeddings [Q, E]; called only if there are texts.
-        say_done: called with the number of rows after each block of rows.
+        like: Keys or rows of clips.
+        encode: Function from texts to unit-length embeddings [Q, E]; called only if there are texts.
+        say_done: Function that is called with the number of rows after each block of rows.
 
     Raises:
-        UserError: there is no query, one is empty or unknown, or the folder has no embeddings that texts, or any
-            queries, can be compared with.
+        UserError: there is no query, a query is empty or unknown, or the folder has no embeddings to compare it with.
     """
     _check(embedded, texts, like=like, top=top)
     examples = [embedded.row_of(name) for name in like]
     vectors = [embedded.vector(row) for row in examples]
     query_QE = np.stack([*(encode(texts) if texts else ()), *vectors]).astype(np.float32, copy=False)
-    found = nearest(
+    matches = nearest(
         embedded.path / VIDEO,
         query_QE,
         count=top + bool(examples),  # an example finds itself
         is_unit_length=embedded.is_unit_length,
         say_done=say_done,
     )
-    clips = {clip.row: clip for clip in embedded.clips([*examples, *np.unique(found.row_QK).tolist()])}
+    clips = {clip.row: clip for clip in embedded.clips([*examples, *np.unique(matches.row_QK).tolist()])}
     queries = [*((text, None) for text in texts), *((name, row) for name, row in zip(like, examples, strict=True))]
     results = []
-    for (query, example), row_K, score_K in zip(queries, found.row_QK.tolist(), found.score_QK.tolist(), strict=True):
+    for (query, example), row_K, score_K in zip(
+        queries, matches.row_QK.tolist(), matches.score_QK.tolist(), strict=True
+    ):
         hits = [Hit(score, clips[row]) for row, score in zip(row_K, score_K, strict=True) if row != example]
         results.append(Result(query, None if example is None else clips[example], tuple(hits[:top])))
     return results
@@ -97,10 +99,10 @@ def search_folder(
     weights: str | None,
     device: Literal["auto", "cpu", "cuda"],
 ) -> list[Result]:
-    """`search` with the texts encoded by the weights that the clips were embedded with; shows its progress.
+    """Search with texts encoded by the weights that embedded the clips, and show the progress.
 
     Raises:
-        UserError: see `search`; also if the weights are not those, or are no longer there.
+        UserError: see `search`; also if the weights have changed or are missing.
     """
     _check(embedded, texts, like=like, top=top)
     vectors = _encode(embedded, texts, weights=weights, device=device) if texts else None
@@ -112,7 +114,7 @@ def search_folder(
 def _encode(
     embedded: Embedded, texts: Sequence[str], *, weights: str | None, device: Literal["auto", "cpu", "cuda"]
 ) -> NDArray[np.float32]:
-    """Texts as embeddings of the weights that embedded the clips."""
+    """Encode texts by the weights that embedded the clips."""
     from clipmill.train.inference import load_model
 
     record, clip = embedded.record["weights"], embedded.record["clip"]
@@ -153,7 +155,7 @@ def _check(embedded: Embedded, texts: Sequence[str], *, like: Sequence[str], top
 
 
 def result_json(embedded: Embedded, results: Sequence[Result]) -> dict[str, Any]:
-    """Results as plain values."""
+    """Return results as plain values."""
     return {
         "folder": str(embedded.path),
         "weights": embedded.record["weights"],
@@ -170,7 +172,7 @@ def result_json(embedded: Embedded, results: Sequence[Result]) -> dict[str, Any]
 
 
 def describe(results: Sequence[Result]) -> str:
-    """Results as text: score, key, times, caption and file of each clip."""
+    """Return results as text: score, key, times, caption and file of each clip."""
     lines = []
     for result in results:
         lines.append(on_one_line(result.title))
@@ -184,13 +186,13 @@ def describe(results: Sequence[Result]) -> str:
 
 
 def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result], *, shards: str | None = None) -> int:
-    """Publish a page that plays the clips that were found.
+    """Publish a page that plays the clips of the results.
 
     Args:
-        shards: where the data folder is now; by default where it was when it was embedded.
+        shards: Present place of the data folder; by default the place at the time of embedding.
 
     Returns:
-        The number of clips that could not be read or decoded; the page says so in their places.
+        The number of clips that could not be read or decoded; the page shows the reasons in their places.
 
     Raises:
         UserError: the data cannot be opened, or have none of the videos that were found.
@@ -198,11 +200,11 @@ def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result],
     record = embedded.record
     data = {**record["data"], **({} if shards is None else {"shards": shards})}
     player = Player(str(data["shards"]), split=str(data["split"]))
-    found = [hit.clip for result in results for hit in result.found]
-    if found and not any(map(player.knows, found)):
+    clips = [hit.clip for result in results for hit in result.found]
+    if clips and not any(map(player.knows, clips)):
         raise UserError(
             f"{data['shards']} has other data than {embedded.path}: no video of the clips that were found, such as "
-            f"{found[0].video}, is in split {data['split']!r}",
+            f"{clips[0].video}, is in split {data['split']!r}",
             hint=f"name the data folder that was embedded with --shards: {record['data']['description']}",
         )
     facts = {

@@ -1,1 +1,1 @@
-"""The tasks, each whole in one folder."""
+"""The training tasks, each complete in one folder."""

@@ -160,8 +160,8 @@ def test_what_contradicts_the_decoder_of_the_start_is_refused(
     wrong: list[tuple[tuple[object, ...], str, str]] = [
         ((run, "--decoder.tokenizer", other_tokens), "has other tokens than those that the decoder of", "leave --dec"),
         ((folder, "--decoder.tokenizer", other_tokens), "has other tokens than those that the decoder of", "leave --d"),
-        ((bare,), "has a decoder and no tokenizer", "--decoder.tokenizer FOLDER"),
-        ((file,), "has a decoder and no tokenizer", "--decoder.tokenizer FOLDER"),
+        ((bare,), "has a decoder but no tokenizer", "--decoder.tokenizer FOLDER"),
+        ((file,), "has a decoder but no tokenizer", "--decoder.tokenizer FOLDER"),
         ((file, "--decoder.tokenizer", run), "decoder of width 128 and 1 block", "--decoder.depth 1 --decoder.max-"),
         ((run, "--decoder.weights", folder), "two decoders are named", "leave --decoder.weights out"),
         ((file, "--decoder.weights", folder), "two decoders are named", "leave --decoder.weights out"),

@@ -177,8 +177,8 @@ def test_captions_without_classes_cannot_be_compared(kitchen: Path, tmp_path: Pa
 
 
 def test_clips_that_are_not_scored_and_captions_that_were_rejected_are_missing(kitchen: Path, tmp_path: Path) -> None:
-    assert opened(kitchen).missing(6) == ""
-    assert opened(kitchen).missing(5) == "5 of 6 clips scored; not comparable with published numbers"
+    assert opened(kitchen).describe_missing(6) == ""
+    assert opened(kitchen).describe_missing(5) == "5 of 6 clips scored; not comparable with published numbers"
     lists = ("EPIC_100_retrieval_test.csv", "EPIC_100_retrieval_train.csv")
     details = ["no matching video file; captions lost: 3", "the end is not after the begin"]
     rejected = pa.table(
@@ -194,7 +194,7 @@ def test_clips_that_are_not_scored_and_captions_that_were_rejected_are_missing(k
     write_manifest(
         tmp_path, "epic", videos({"a": "test", "b": "test"}), table(ROWS, has_labels=True), rejected=rejected
     )
-    missing = opened(tmp_path).missing(6)
+    missing = opened(tmp_path).describe_missing(6)
     assert missing == "4 captions of the split rejected by prep manifest; not comparable with published numbers"
 
 

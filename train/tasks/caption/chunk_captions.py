@@ -1,7 +1,17 @@
-"""Caption the chunks of a split with a trained captioner, by all processes, resumable.
+"""`train caption-chunks`: caption the chunks of a split with a trained captioner, by all processes, resumable.
 
 The clips are divided into parts of a fixed number of batches, so that neither the number of processes nor an
-interruption changes any batch, and with it the bytes of the table.
+interruption changes any batch, and with it the bytes of the table, which `prep manifest captions` reads:
+
+    OUT.parquet         one row per caption: video, begin_s, end_s, text, source, likelihood, sample
+    OUT.failures.jsonl  the clips that could not be read or decoded; they have no row
+    OUT.parts/          finished parts of unfinished work, and plan.json, which describes the work
+
+`source` is the name of the weights with the first 8 digits of their hash, `likelihood` the mean log probability per
+token (clipmill.train.tasks.caption.decoding), and `sample` the number of the caption among the captions of its clip.
+The schema metadata has a JSON object under `clipmill`: `kind`, `weights`, `weights_sha256`, `video_variant`,
+`chunks_sha256`, `settings`, and the numbers of clips, captions, empty captions (which have no row) and failed clips.
+The table is published last.
 """
 
 import hashlib
@@ -36,10 +46,9 @@ from clipmill.train.run.environment import installed_version
 from clipmill.train.run.folder import hold_folder
 from clipmill.train.run.parts import PLAN, begin_parts, differences, missing_parts, share_parts
 from clipmill.train.run.tracking import Progress
-from clipmill.train.tasks.caption.commands import ChunkCaptionsRequest, ChunkDecoding
-from clipmill.train.tasks.caption.spec import fit_decoding
+from clipmill.train.tasks.caption.spec import ChunkCaptionsRequest, ChunkDecoding, fit_decoding
 from clipmill.train.tasks.caption.video_captions import TrainedCaptioner, open_captioner
-from clipmill.train.tasks.caption.video_windows import length_us
+from clipmill.train.tasks.caption.video_windows import parse_length_us
 from clipmill.train.weights.source import Say
 
 _FAILED = b"failed"
@@ -50,13 +59,13 @@ _COUNTS = ("num_clips", "num_captions", "num_empty", "num_failed")
 
 @dataclass(frozen=True)
 class CaptionPart:
-    """A range of clips that is captioned and published as one file."""
+    """A range of clips whose captions are published as one file."""
 
     begin: int
     end: int
 
     def path(self, out: Path) -> Path:
-        """Its file once it is finished."""
+        """Return the path of the finished part."""
         return parts_path(out) / f"{self.begin:012d}{_SUFFIX}"
 
 
@@ -69,20 +78,20 @@ def require_table_path(out: Path) -> None:
 
 
 def parts_path(out: Path) -> Path:
-    """The folder of unfinished work."""
+    """Return the folder of unfinished work."""
     return out.with_suffix(".parts")
 
 
 def failures_path(out: Path) -> Path:
-    """The list of clips that failed."""
+    """Return the path of the list of failed clips."""
     return out.with_suffix(".failures.jsonl")
 
 
 def read_record(out: Path) -> dict[str, Any] | None:
-    """The metadata of a finished table, None if there is none.
+    """Return the metadata of a finished table, None if it is missing.
 
     Raises:
-        UserError: the file is something else.
+        UserError: the file is not such a table.
     """
     if not out.exists():
         return None
@@ -142,7 +151,7 @@ def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str,
 
 
 def _groups(parts: Sequence[CaptionPart], out: Path) -> Iterator[pa.Table]:
-    """The rows of all parts in tables of about the same size."""
+    """Yield the rows of all parts in tables of about the same size."""
     waiting: list[pa.Table] = []
     for part in parts:
         waiting.append(pq.read_table(part.path(out), schema=SCHEMA))
@@ -156,11 +165,11 @@ _BATCHES_PER_PART = 4
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionWork:
-    """What is to be captioned.
+    """Clips to caption.
 
     Attributes:
-        batch: number of clips that the model gets at once.
-        plan: what the captions depend on, as plain values; the table's metadata begins with it.
+        batch: Number of clips in a batch of the model.
+        plan: Everything that the captions depend on, as plain values; the table's metadata begins with it.
     """
 
     captioner: TrainedCaptioner
@@ -180,12 +189,12 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
     """Open the captioner and the clips.
 
     Raises:
-        UserError: there are no such weights or no such clips, or a setting does not fit them.
+        UserError: the weights or clips do not exist, or a setting does not fit them.
     """
-    segment_us = None if request.segment is None else length_us(request.segment, flag="--segment")
+    segment_us = None if request.segment is None else parse_length_us(request.segment, flag="--segment")
     captioner = open_captioner(weights, overrides=request.shown, device=request.device, say=say)
     settings = replace(captioner.trained.settings, shards=request.shards, where=request.where)
-    decoding = fit_decoding(request.decoding.effective(), captioner.task.decoder.context_length)
+    decoding = fit_decoding(request.decoding.with_defaults(), captioner.task.decoder.context_length)
     folder = open_folder(settings, reason="train caption-chunks captions the chunks of a data folder")
     samples = open_chunk_clips(
         clip_query(
@@ -225,7 +234,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
 
 
 def _chunks_sha256(chunks: ChunkSet) -> str:
-    """Hash of which chunks are selected, and of their bytes; not of captions, which the tars contain as well."""
+    """Hash the selection of chunks and their bytes, but not the captions, which the tars contain as well."""
     table, rows = chunks.table, chunks.selection.rows
     digest = hashlib.sha256("\n".join(chunks.video_ids.to_pylist()).encode())
     for array in (table.video_row, table.start_ms, table.num_frames):
@@ -235,7 +244,7 @@ def _chunks_sha256(chunks: ChunkSet) -> str:
 
 
 def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -> dict[str, Any]:
-    """Caption what is missing, and publish the table; all ranks call it.
+    """Caption the missing parts, and publish the table; collective.
 
     Returns:
         The metadata of the table.
@@ -251,12 +260,18 @@ def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -
             return finished
         parts = work.parts
         missing = missing_parts(parts, out, world=world, progress=progress)
-        own = missing[world.rank :: world.size]
-        outcomes = work.samples.outcomes(number for part in own for number in range(part.begin, part.end))
+        of_rank = missing[world.rank :: world.size]
+        outcomes = work.samples.outcomes(number for part in of_rank for number in range(part.begin, part.end))
         ring = BatchRing(work.batch, pin=work.captioner.trained.device.type == "cuda")
         make = partial(_caption_part, work, outcomes=outcomes, ring=ring, out=out)
         share_parts(missing, make, world=world, progress=progress)
-        return world.first(lambda: _finish(work, parts, out))
+
+        def finish() -> dict[str, Any]:
+            record = publish_table(out, parts, plan=work.plan)
+            shutil.rmtree(parts_path(out))
+            return record
+
+        return world.first(finish)
 
 
 def _begin(work: CaptionWork, out: Path, *, held: ExitStack) -> dict[str, Any] | None:
@@ -269,7 +284,7 @@ def _begin(work: CaptionWork, out: Path, *, held: ExitStack) -> dict[str, Any] |
     elif (
         parts.is_dir() and not (parts / PLAN).is_file() and any(target_of(one.name) != PLAN for one in parts.iterdir())
     ):
-        raise UserError(f"{parts}, where unfinished work would be, exists already", hint="use another --out")
+        raise UserError(f"{parts}, the folder of unfinished work, exists already", hint="use another --out")
     try:
         parts.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -283,12 +298,6 @@ def _begin(work: CaptionWork, out: Path, *, held: ExitStack) -> dict[str, Any] |
     begin_parts(parts, work.plan, require_same=lambda old: require_same_work(old, work.plan, path=parts))
     remove_temporaries(out.parent, of=lambda name: name in (out.name, failures_path(out).name))
     return None
-
-
-def _finish(work: CaptionWork, parts: Sequence[CaptionPart], out: Path) -> dict[str, Any]:
-    record = publish_table(out, parts, plan=work.plan)
-    shutil.rmtree(parts_path(out))
-    return record
 
 
 def _caption_part(
@@ -306,7 +315,7 @@ def _caption_part(
 
 
 def _caption_rows(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -> pa.Table:
-    """The rows of a batch of clips."""
+    """Caption a batch of clips, and return its rows."""
     samples, chunks, count = work.samples, work.samples.reader.chunks, work.decoding.num_samples or 1
     rows = np.array([clip["position"] for clip in clips])
     begin_us, end_us = samples.span_us(rows)
@@ -337,12 +346,12 @@ def _caption_rows(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -
 
 
 def draw_number(key: str, *, begin_us: int, sample: int) -> int:
-    """The 64-bit number by which the random numbers of a caption are drawn, with the seed.
+    """Return the 64-bit number from which, with the seed, the random numbers of a caption are drawn.
 
     Args:
-        key: of the chunk.
-        begin_us: of the clip in its video.
-        sample: number of the caption among those of its clip.
+        key: Key of the chunk.
+        begin_us: Begin of the clip in its video.
+        sample: Number of the caption among the captions of its clip.
     """
     digest = hashlib.blake2b(f"{key} {begin_us} {sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -4,11 +4,11 @@ A decoder is anything with `start` and `step` (`Generator`): a captioner in one 
 Every process that holds a part of the model decodes in lockstep, since each gets the logits of the last stage from
 `step` and therefore chooses the same tokens.
 
-Shape suffixes: V videos, v those that are not finished, R rows of text (V * n, those of a video adjacent), r rows that
-are still computed, B beams, c candidates (2 B), L tokens, P tokens of the prompt, W words of the vocabulary.
+Shape suffixes: V videos, v unfinished videos, R rows of text (V * n, the rows of a video adjacent), r rows that are
+still computed, B beams, c candidates (2 B), L tokens, P tokens of the prompt, W words of the vocabulary.
 
-The likelihood of a text is the mean of the natural logarithms of its tokens' probabilities, the end token's included,
-as the model gives them: temperature, top-k, top-p and a minimum length do not change it.
+The likelihood of a text is the mean of the natural logarithms of its tokens' probabilities, the end token included.
+The probabilities are the model's: temperature, top-k, top-p and a minimum length do not change them.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from clipmill.train.tasks.caption.spec import (
     temperature_of,
 )
 
-# Chooses the next tokens from logits [r, W], the indices of the rows [r], and the number of the token.
+# Function that chooses the next tokens from logits [r, W], the indices of the rows [r], and the number of the token.
 Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 # Finished texts stay in the batch until at most this fraction of it is unfinished; then the caches are compacted.
 _FEW = 0.5
@@ -41,8 +41,8 @@ class Cache(Protocol):
         """Replace the rows.
 
         Args:
-            rows_r: int64, the old row that each new one continues.
-            videos_v: int64, the remaining videos, whose rows these are; all by default.
+            rows_r: Old row that each new row continues, int64.
+            videos_v: Remaining videos, whose rows these are, int64; all by default.
         """
 
 
@@ -53,10 +53,10 @@ class Generator(Protocol[C]):
     """A model that generates text about videos, such as `clipmill.train.models.captioner.Captioner`."""
 
     def start(self, video: torch.Tensor, /, *, num_tokens: int, rows_per_video: int = 1) -> C:
-        """A cache for texts of at most `num_tokens` tokens."""
+        """Return a cache for texts of at most `num_tokens` tokens."""
 
     def step(self, tokens_RL: torch.Tensor, cache: C, /) -> torch.Tensor:
-        """Logits [R, W] of the next token; the first step takes the whole prompt, later ones one token per row."""
+        """Return logits [R, W] of the next token; the first step takes the prompt, later steps one token per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,10 @@ class Generated:
     """Generated captions.
 
     Attributes:
-        tokens_VL: int64, the tokens with the end token, if it was reached, padded with end tokens; [R, L] of several
+        tokens_VL: Tokens with the end token, if it was reached, padded with end tokens, int64; [R, L] with several
             texts per video.
-        likelihoods_V: float32, mean log probability per token; [R] of several texts per video.
-        scores_V: of a beam search: sum of log probabilities / length ** length_penalty.
+        likelihoods_V: Mean log probability per token, float32; [R] with several texts per video.
+        scores_V: Scores of a beam search: sum of log probabilities / length ** length_penalty.
     """
 
     tokens_VL: torch.Tensor
@@ -89,13 +89,13 @@ def generate_captions(
     """Generate captions of a batch of clips as the settings say.
 
     Args:
-        generator: a captioner in evaluation mode.
-        video: clips as the generator takes them.
-        end_id: the token before and after a caption.
-        samples: a number for each text, such as the index of its clip: sampling depends on it and on the seed, not on
-            the batch.
-        prompt_VP: int64, first tokens of each text; the end token by default.
-        rows_per_video: number of texts per clip, those of a clip adjacent; more than one only by sampling.
+        generator: Captioner in evaluation mode.
+        video: Clips as the generator takes them.
+        end_id: Token before and after a caption.
+        samples: Number of each text, such as the index of its clip: sampling depends on it and on the seed, not on the
+            batch.
+        prompt_VP: First tokens of each text, int64; the end token by default.
+        rows_per_video: Number of texts per clip, which are adjacent; more than one only by sampling.
     """
     if prompt_VP is None:
         prompt_VP = torch.full((len(samples) // rows_per_video, 1), end_id, device=video.device)
@@ -136,7 +136,7 @@ def generate(
     given = prompt_VP.repeat_interleave(rows_per_video, 0)
     for number in range(max_tokens):
         logits_rW = generator.step(given, cache)
-        norms_r = logits_rW.float().logsumexp(dim=1)  # before anything is made less likely
+        norms_r = logits_rW.float().logsumexp(dim=1)  # before any token is excluded
         if number < min_tokens:
             logits_rW[:, end_id] = -torch.inf
         tokens_r = choose(logits_rW, rows_r, number).masked_fill(~is_open_r, end_id)
@@ -158,20 +158,20 @@ def generate(
 
 
 def num_tokens_of(tokens_RL: torch.Tensor, *, end_id: int) -> torch.Tensor:
-    """Number of tokens of each text with its end token, if it was reached: int64 [R]."""
+    """Return the number of tokens of each text with its end token, if it was reached, int64 [R]."""
     return ((tokens_RL == end_id).cumsum(dim=1) == 0).sum(dim=1).add(1).clamp(max=tokens_RL.shape[1])
 
 
 def greedy_tokens(logits_rW: torch.Tensor, rows_r: torch.Tensor, number: int) -> torch.Tensor:
-    """Greedy search: the token with the highest logit."""
+    """Return the tokens with the highest logits."""
     return logits_rW.argmax(dim=1)
 
 
 def sampling(settings: DecodingSettings, samples: Sequence[int], *, device: torch.device) -> Choose:
-    """Sampling with temperature, then top-k, then top-p.
+    """Return a function that samples with temperature, then top-k, then top-p.
 
     Args:
-        samples: a number for each text.
+        samples: Number of each text.
     """
     positions = np.asarray(samples, dtype=np.int64)
     draws_RL = torch.from_numpy(
@@ -191,12 +191,12 @@ def sampling(settings: DecodingSettings, samples: Sequence[int], *, device: torc
 
 
 def with_temperature(logits_RW: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Logits at a temperature; below 1, likely tokens become more likely."""
+    """Return logits at a temperature; below 1, likely tokens become more likely."""
     return logits_RW / temperature
 
 
 def filter_top_k(logits_RW: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Top-k (Fan et al. 2018, section 5.4): -inf for tokens less likely than the k-th."""
+    """Set tokens less likely than the k-th to -inf (top-k; Fan et al. 2018, section 5.4)."""
     if top_k >= logits_RW.shape[1]:
         return logits_RW
     least_R1 = logits_RW.topk(top_k, dim=1).values[:, -1:]
@@ -204,12 +204,12 @@ def filter_top_k(logits_RW: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def filter_top_p(logits_RW: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Nucleus (Holtzman et al. 2020, section 3.1): -inf outside the fewest tokens that sum to `top_p`."""
+    """Set tokens outside the fewest that sum to `top_p` to -inf (nucleus; Holtzman et al. 2020, section 3.1)."""
     if top_p >= 1:
         return logits_RW
     sorted_RW, order_RW = logits_RW.sort(dim=1, descending=True, stable=True)
     probabilities_RW = sorted_RW.softmax(dim=1)
-    # A token is in if those before it do not reach top_p; the first is always in.
+    # A token is in if the tokens before it do not reach top_p; the first is always in.
     before_RW = probabilities_RW.cumsum(dim=1) - probabilities_RW
     is_out_RW = before_RW >= top_p
     is_out_RW[:, 0] = False
@@ -217,11 +217,11 @@ def filter_top_p(logits_RW: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def sample_tokens(logits_RW: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
-    """Tokens, int64 [R], by inverting the cumulative distribution at uniform numbers from [0, 1)."""
+    """Draw tokens, int64 [R], by inverting the cumulative distribution at uniform numbers from [0, 1)."""
     sums_RW = logits_RW.double().softmax(dim=1).cumsum(dim=1)
     # Rounded sums of probabilities end near 1.
-    wanted_R1 = (uniform_R[:, None] * sums_RW[:, -1:]).to(sums_RW.dtype)
-    return torch.searchsorted(sums_RW, wanted_R1, right=True)[:, 0].clamp(max=logits_RW.shape[1] - 1)
+    targets_R1 = (uniform_R[:, None] * sums_RW[:, -1:]).to(sums_RW.dtype)
+    return torch.searchsorted(sums_RW, targets_R1, right=True)[:, 0].clamp(max=logits_RW.shape[1] - 1)
 
 
 def beam_search(
@@ -234,11 +234,11 @@ def beam_search(
 ) -> Generated:
     """Find the best text of each video, by the rules of transformers' `generate`.
 
-    Of all continuations of a video's running texts, the best 2 B are candidates, which always include B that have not
-    ended. Those that have ended and are among the best B compete for the B finished texts by their sum of log
-    probabilities / length ** length_penalty. A video is done when its finished texts cannot be improved on, judged by
-    the best running text at its present length, or with early stopping as soon as there are B of them. At the last
-    token every text counts as ended.
+    The best 2 B continuations of a video's running texts are candidates, which always include B unfinished texts. The
+    ended texts among the best B compete for the B finished texts by their sum of log probabilities /
+    length ** length_penalty. A video is done when its finished texts cannot be improved, judged by the best running
+    text at its present length, or with early stopping as soon as there are B of them. At the last token every text
+    counts as ended.
     """
     num_videos, prompt_length = prompt_VP.shape
     device = prompt_VP.device

@@ -1,4 +1,7 @@
-"""Evaluate a trained captioner: captions of the clips of a split, their metrics, and pages of them."""
+"""`train eval caption`: captions of the clips of a split, their metrics, examples, and a page of all captions.
+
+The pages load nothing, whatever captions and names contain.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +49,7 @@ _PROTOCOL = (
     "one caption of each clip, compared with all its references; tokens as Stanford's PTBTokenizer makes them, without "
     "punctuation; idf from"
 )
-# The protocol on the page of all captions: label -> key of the result.
+# The protocol on the page of all captions: label to key of the result.
 _ON_PAGE = {
     **{name: name for name in ("split", "step", "weights", "data", "clip", "decoding", "protocol", "command")},
     "data folder": "shards",
@@ -55,26 +58,26 @@ _ON_PAGE = {
 }
 
 
-def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True) -> Score:
+def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True) -> Score:
     """Caption the clips of a split with a run's latest checkpoint, and score the captions.
 
     The best constant caption is scored for comparison.
 
     Args:
-        with_java: see `score_captions`.
+        with_java: True to compute METEOR and SPICE (`score_captions`).
 
     Raises:
-        UserError: there are no such captions.
+        UserError: the split has no captions.
         FailedWork: nothing could be decoded, or all captions are empty.
     """
-    if wanted.spice_jars is not None:
-        check_jars(wanted.spice_jars)
-    settings, trained, task, split = opened.settings, opened.trained, opened.task, wanted.split
-    how = task.decoding(wanted.decoding)
+    if flags.spice_jars is not None:
+        check_jars(flags.spice_jars)
+    settings, trained, task, split = opened.settings, opened.trained, opened.task, flags.split
+    how = task.decoding(flags.decoding)
     samples = task.samples(split, World())
-    every = every_for(len(samples), at_most=wanted.max_samples)
+    every = every_for(len(samples), at_most=flags.max_samples)
     with trained.precision.autocast():
-        found = captions_of(
+        generated = captions_of(
             trained.fill(task.build_model(samples)),
             counted_batches(samples.evaluation_batches(every=every), "captioning", total=-(-len(samples) // every)),
             inputs=task.inputs,
@@ -82,16 +85,16 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
             decoding=how,
             device=trained.device,
         )
-    loss = loss_of([found])
-    names = clip_names(samples, sorted(found.captions))
+    loss = loss_of([generated])
+    names = clip_names(samples, sorted(generated.captions))
     captions, references, left_out = comparable_captions(
-        {name: found.captions[index] for index, name in names.items()},
+        {name: generated.captions[index] for index, name in names.items()},
         {name: samples.captions.texts_of(index) for index, name in names.items()},
     )
     constant, chosen = _constant_baseline(task, settings, references)
     with Meteor() as meteor:
         scores, of_constant = (
-            score_captions(candidates, references, with_java=with_java, spice_jars=wanted.spice_jars, meteor=meteor)
+            score_captions(candidates, references, with_java=with_java, spice_jars=flags.spice_jars, meteor=meteor)
             for candidates in (captions, dict.fromkeys(references, constant))
         )
     if len(scores.empty) == scores.num_videos:
@@ -107,6 +110,8 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         scores=scores,
         num_frames=settings.num_frames,
     )
+    count = settings.captions_per_visit
+    references_of_loss = "the first reference" if count == 1 else f"the first {count} references"
     name = f"captions-{split}"
     player = open_player(settings, split=split)
     values = {
@@ -119,14 +124,14 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         "num_references": scores.num_references,
         "ids_hash": scores.ids_hash,
         "loss": loss,
-        "loss_rule": _loss_rule(settings),
+        "loss_rule": f"mean cross-entropy per token of {references_of_loss} of each clip",
         "means": scores.means,
         "absent": scores.absent,
         "empty": list(scores.empty),
         "without_words": left_out,
         "constant": {"caption": constant, "chosen": chosen, "means": of_constant.means},
         "said": scored.examples(player),
-        "all_said": f"evaluations/{opened.result_name(name, wanted)}.html",
+        "all_said": f"evaluations/{opened.result_name(name, flags)}.html",
     }
 
     def write_beside(path: Path, result: dict[str, Any]) -> None:
@@ -149,7 +154,7 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         samples=samples,
         clip=describe_clip(settings),
         values=values,
-        failed=found.failed,
+        failed=generated.failed,
         beside=write_beside,
     )
 
@@ -160,7 +165,7 @@ def write_coco_results(path: Path, captions: Mapping[str, str]) -> None:
 
 
 def clip_names(samples: Samples[ClipReader], indices: Sequence[int]) -> dict[int, str]:
-    """Names of clips: the video, and the times as well if a video has several clips of the split."""
+    """Return names of clips: the video, and the times as well if a video has several clips of the split."""
     videos = {index: samples.key(index).rpartition("_")[0] for index in range(len(samples))}
     is_alone = len(set(videos.values())) == len(videos)
     names = {}
@@ -171,7 +176,7 @@ def clip_names(samples: Samples[ClipReader], indices: Sequence[int]) -> dict[int
 
 
 def describe_decoding(settings: DecodingSettings) -> str:
-    """Describe how captions are generated."""
+    """Describe the settings by which captions are generated."""
     match settings.method:
         case "greedy":
             how = "greedy"
@@ -189,7 +194,7 @@ def describe_decoding(settings: DecodingSettings) -> str:
 def _constant_baseline(
     task: CaptionTask, settings: CaptionerSettings, references: Mapping[str, Sequence[str]]
 ) -> tuple[str, str]:
-    """The best constant caption, and how it was chosen."""
+    """Return the best constant caption, and the rule by which it was chosen."""
     split = settings.split
     try:
         training_set = task.samples(split, World())
@@ -203,7 +208,7 @@ def _constant_baseline(
 
 
 def _omitted_notes(samples: Samples[ClipReader], *, every: int) -> list[str]:
-    """Which videos of a split have no captions, and how many clips --max-samples leaves out."""
+    """Return remarks on videos of a split without captions, and on clips that --max-samples omits."""
     chunks = samples.reader.chunks
     captioned = np.unique(samples.video)
     remarks = []
@@ -216,7 +221,7 @@ def _omitted_notes(samples: Samples[ClipReader], *, every: int) -> list[str]:
 
 
 def _without_words(scores: CaptionScores, left_out: Sequence[str]) -> list[str]:
-    """Generated captions without words, which score 0, and clips that are left out for references without words."""
+    """Return remarks on generated captions without words, and on clips omitted for references without words."""
     remarks = []
     if scores.empty:
         remarks.append(
@@ -227,15 +232,9 @@ def _without_words(scores: CaptionScores, left_out: Sequence[str]) -> list[str]:
     return remarks
 
 
-def _loss_rule(settings: CaptionerSettings) -> str:
-    count = settings.captions_per_visit
-    which = "the first reference" if count == 1 else f"the first {count} references"
-    return f"mean cross-entropy per token of {which} of each clip"
-
-
 _FOLDER = Path(__file__).parent
 _NUM_EXAMPLES = 12
-# On the page of all captions; each is decoded once more, and has some 8 kB.
+# Clips with pictures on the page of all captions; each is decoded again, and has some 8 kB.
 _MAX_WITH_PICTURES = 2000
 _NUM_PLAYED = 30  # of the lowest and of the highest CIDEr-D each
 PLAYED = f"the {_NUM_PLAYED} clips of the lowest and the {_NUM_PLAYED} of the highest CIDEr-D play"
@@ -253,10 +252,10 @@ class ScoredCaptions:
     """Generated captions of clips, their references and scores.
 
     Attributes:
-        samples: the split.
-        names: name of each captioned clip, by its index in `samples`.
-        captions, references: by name.
-        num_frames: of a clip.
+        samples: Samples of the split.
+        names: Name of each captioned clip, by its index in `samples`.
+        captions, references: Captions and references by name.
+        num_frames: Number of frames of a clip.
     """
 
     samples: PicturedSamples
@@ -267,7 +266,7 @@ class ScoredCaptions:
     num_frames: int
 
     def examples(self, player: Player | None) -> list[dict[str, Any]]:
-        """Clips spread evenly over the split, regardless of their scores, as plain values."""
+        """Return clips spread evenly over the split, regardless of their scores, as plain values."""
         return [
             {
                 **clip_figure(self.samples, index, num_frames=self.num_frames, player=player),
@@ -280,7 +279,7 @@ class ScoredCaptions:
         ]
 
     def videos(self, player: Player | None) -> "Iterator[CaptionedVideo]":
-        """All clips, at most 2,000 of them with pictures; those of the lowest and the highest CIDEr-D play."""
+        """Yield all clips, at most 2,000 of them with pictures; clips of the lowest and the highest CIDEr-D play."""
         every = every_for(len(self.names), at_most=_MAX_WITH_PICTURES)
         by_score = sorted(self.names, key=lambda index: self.scores.per_video[self.names[index]]["cider_d"])
         played = set() if player is None else {*by_score[:_NUM_PLAYED], *by_score[-_NUM_PLAYED:]}
@@ -308,11 +307,11 @@ class CaptionedVideo:
     """One row of the page of all captions.
 
     Attributes:
-        name: of the video, or of the clip where a video has several.
-        detail: shown next to the name, such as its times.
-        scores: metric to value, with keys of METRIC_LABELS.
-        picture: a data URI, or empty.
-        shown: the clip, if it plays.
+        name: Name of the video, or of the clip if a video has several.
+        detail: Text beside the name, such as its times.
+        scores: Values by metric, with keys of METRIC_LABELS.
+        picture: Data URI, or empty.
+        shown: Clip, if it plays.
     """
 
     name: str
@@ -337,10 +336,10 @@ def write_captions_page(
     """Publish the page of all captions.
 
     Args:
-        videos: rows in their initial order; rendered one at a time.
-        means, baseline: metric to value over all videos; of the best constant caption.
-        absent: metric to the reason why it is missing.
-        protocol: what must be known to compare the values with others.
+        videos: Rows in their initial order, which are rendered one at a time.
+        means, baseline: Values by metric over all videos, and of the best constant caption.
+        absent: Reasons by missing metric.
+        protocol: Facts that are needed to compare the values with others.
     """
     script = (_FOLDER / "captions.js").read_text(encoding="utf-8")
     parts = load_template(_FOLDER / "captions.html.j2").stream(
@@ -358,10 +357,10 @@ def write_captions_page(
 
 
 def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
-    """Contact sheet: four of the frames in two rows, as the data URI of a JPEG of some 8 kB.
+    """Return a contact sheet, four of the frames in two rows, as the data URI of a JPEG of some 8 kB.
 
     Args:
-        frames: uint8 RGB [H, W, 3], all of one size; fewer than four are in one row. The URI is empty without frames.
+        frames: Frames of one size, uint8 RGB [H, W, 3]; fewer than four are in one row. The URI is empty without any.
     """
     import cv2
 

@@ -1,4 +1,14 @@
-"""Captioners for transformers' VisionEncoderDecoderModel, with tokenizer and image processor."""
+"""Export of captioners: for transformers' VisionEncoderDecoderModel, or, with a language model, for several libraries.
+
+A captioner with a language model is a folder that transformers, peft and torch open without clipmill:
+
+    OUT/lm/                   the language model and its tokenizer, as transformers save them
+    OUT/adapter/              peft's LoRA, if there is one
+    OUT/model.pt2             program of torch.export: normalised clips to the prefix of their captions
+    OUT/preprocessing.json    frames of a clip, their preprocessing, and the parts of the prefix
+    OUT/visual.safetensors    tensors of video tower and projector by name
+    OUT/visual.json           settings of tower and projector
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -43,10 +53,10 @@ from clipmill.train.weights.source import Say, Source
 
 
 def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None:
-    """Weights of a captioner of TimeSformer and GPT-2, in a folder with its tokenizer; None if they have no decoder.
+    """Adopt a captioner of TimeSformer and GPT-2 in a folder with its tokenizer; None if the weights have no decoder.
 
     Raises:
-        UserError: the folder lacks what no tensor shows: sizes or tokenizer.
+        UserError: the folder lacks sizes or tokenizer, which no tensor shows.
     """
     if not has_decoder(source.converted.tensors):
         return None
@@ -57,9 +67,9 @@ def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None
             hint="name the folder that save_pretrained or train export wrote",
         )
     video = caption_config_of(config, source=str(path)).video
-    assert video is not None  # a decoder alone does not make a captioner
+    assert video is not None  # a decoder without a tower is not a captioner
     trunk = video.size.trunk
-    with deferred_checks():  # which are about --model
+    with deferred_checks():  # they are about --model
         settings = CaptionerSettings(
             num_frames=video.num_frames,
             size_px=video.image_px,
@@ -81,7 +91,7 @@ def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None
 
 
 def exported_captioner(request: ExportRequest) -> Exported:
-    """A captioner.
+    """Export a captioner.
 
     Raises:
         UserError: the format cannot hold it.
@@ -128,12 +138,12 @@ def save_hf(
     pad_id: int | None = None,
     decoding: DecodingSettings | None = None,
 ) -> None:
-    """Writes config.json, generation_config.json and the weights for `VisionEncoderDecoderModel.from_pretrained`.
+    """Write config.json, generation_config.json and the weights for `VisionEncoderDecoderModel.from_pretrained`.
 
     Args:
-        end_id: the token before and after a caption.
-        pad_id: the padding token; `end_id` when left out.
-        decoding: as `generate` decodes by default; transformers' own defaults when left out.
+        end_id: Token before and after a caption.
+        pad_id: Padding token; `end_id` by default.
+        decoding: Default decoding of `generate`; transformers' defaults if it is omitted.
 
     Raises:
         UserError: the video tower is not a TimeSformer.
@@ -164,37 +174,31 @@ def save_hf(
 def hf_generation_config(
     *, end_id: int, pad_id: int, decoding: DecodingSettings | None = None, context_length: int | None = None
 ) -> dict[str, Any]:
-    """generation_config.json: the special tokens of `generate`, and how it decodes.
+    """Return the content of generation_config.json: special tokens and decoding of `generate`.
 
     Args:
-        decoding: transformers' own defaults, 20 tokens among them, when left out.
-        context_length: maximum number of tokens of the decoder.
+        decoding: Settings; transformers' defaults, 20 tokens among them, if they are omitted.
+        context_length: Maximum number of tokens of the decoder.
     """
     chosen = {} if decoding is None else generate_arguments(decoding, context_length)
     return generation_config(end_id=end_id, pad_id=pad_id, decoding=chosen)
 
 
 def generate_arguments(decoding: DecodingSettings, context_length: int | None) -> dict[str, Any]:
-    """The arguments with which `generate` decodes as the settings say."""
-    return {**_lengths(decoding, context_length), **_choice(decoding)}
-
-
-def _lengths(decoding: DecodingSettings, context_length: int | None) -> dict[str, int]:
+    """Return the arguments with which `generate` decodes as the settings say."""
     longest = min(max_tokens_of(decoding), context_length or max_tokens_of(decoding))
-    shortest = {"min_new_tokens": min(decoding.min_tokens, longest - 1)} if decoding.min_tokens else {}
-    return {"max_new_tokens": longest, **shortest}
-
-
-def _choice(decoding: DecodingSettings) -> dict[str, Any]:
-    """How `generate` chooses the next token."""
+    lengths = {"max_new_tokens": longest}
+    if decoding.min_tokens:
+        lengths["min_new_tokens"] = min(decoding.min_tokens, longest - 1)
     num_beams = num_beams_of(decoding)
     if decoding.method == "sample":
         # Old versions restrict sampling to the 50 most probable tokens by default.
         limits = {"top_k": decoding.top_k or 0, "top_p": 1.0 if decoding.top_p is None else decoding.top_p}
-        return {"do_sample": True, "num_beams": 1, "temperature": temperature_of(decoding), **limits}
+        return {**lengths, "do_sample": True, "num_beams": 1, "temperature": temperature_of(decoding), **limits}
     if decoding.method == "greedy" or num_beams == 1:
-        return {"do_sample": False, "num_beams": 1}
+        return {**lengths, "do_sample": False, "num_beams": 1}
     return {
+        **lengths,
         "do_sample": False,
         "num_beams": num_beams,
         "length_penalty": length_penalty_of(decoding),
@@ -251,10 +255,10 @@ class _Prefix(nn.Module):
 
 
 def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decoding: Mapping[str, Any]) -> Exported:
-    """The files of a captioner with a language model.
+    """Export a captioner with a language model.
 
     Args:
-        decoding: arguments of `generate`.
+        decoding: Arguments of `generate`.
 
     Raises:
         UserError: the tower cannot be traced, or peft is not installed.
@@ -262,7 +266,7 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
     from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # of save_pretrained, among our own lines
+    disable_progress_bar()  # save_pretrained would draw it among our lines
     settings = request.settings
     captioner = build_captioner(settings, parts, attend=attend_with_sdpa)
     assert isinstance(captioner, LanguageCaptioner)

@@ -1,4 +1,4 @@
-"""The caption metrics that are Java programs, METEOR and SPICE. Only this module runs Java."""
+"""The caption metrics METEOR and SPICE, which are Java programs. Only this module runs Java."""
 
 import json
 import os
@@ -27,10 +27,10 @@ class MetricUnavailable(Exception):
 
 
 def java() -> str:
-    """Path of the java program.
+    """Return the path of the java program.
 
     Raises:
-        MetricUnavailable: there is none on the PATH.
+        MetricUnavailable: it is not on the PATH.
     """
     path = shutil.which("java")
     if path is None:
@@ -39,7 +39,7 @@ def java() -> str:
 
 
 def jar_of_pycocoevalcap(name: str) -> Path:
-    """A jar of the package pycocoevalcap, by its path in it.
+    """Return a jar of the package pycocoevalcap, by its path in the package.
 
     Raises:
         MetricUnavailable: the package is not installed, or has no such jar.
@@ -54,7 +54,7 @@ def jar_of_pycocoevalcap(name: str) -> Path:
 
 
 class Dialogue:
-    """A program that answers each line with a line; it runs in `folder`, and is killed after `timeout_s`."""
+    """A program that answers each line with a line, runs in `folder`, and is killed after `timeout_s`."""
 
     def __init__(self, command: Sequence[str], *, folder: Path, timeout_s: float) -> None:
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, closed at the end
@@ -72,14 +72,14 @@ class Dialogue:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise self._ended() from error
+            raise self._end_error() from error
 
     def receive(self) -> str:
         """Return the next line of its output."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise self._ended()
+            raise self._end_error()
         return line.strip()
 
     def __enter__(self) -> "Dialogue":
@@ -96,7 +96,7 @@ class Dialogue:
             except BrokenPipeError:  # buffered lines that were not sent
                 pass
 
-    def _ended(self) -> MetricUnavailable:
+    def _end_error(self) -> MetricUnavailable:
         self._process.kill()
         status = self._process.wait()
         self._errors.seek(0)
@@ -114,7 +114,7 @@ def _failure(status: int, printed: str) -> MetricUnavailable:
 class Meteor:
     """METEOR 1.5 (Denkowski and Lavie 2014), with the program and options of pycocoevalcap.
 
-    One program serves a whole `with` block, as it takes seconds to start.
+    One program serves a complete `with` block, as it takes seconds to start.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Meteor:
     def __call__(
         self, candidates: Mapping[str, str], references: Mapping[str, Sequence[str]]
     ) -> tuple[float, dict[str, float]]:
-        """METEOR of the corpus, and of each video, from tokenized captions.
+        """Return METEOR of the corpus, and of each video, from tokenized captions.
 
         Raises:
             MetricUnavailable: Java or the package is missing, or the program failed.
@@ -142,7 +142,7 @@ class Meteor:
             self._dialogue = Dialogue(command, folder=jar.parent, timeout_s=_METEOR_TIMEOUT_S)
         dialogue, statistics = self._dialogue, []
         for video_id, candidate in candidates.items():
-            # The program's separator of captions.
+            # "|||" is the program's separator of captions.
             ours = candidate.replace("|||", "").replace("  ", " ")
             dialogue.send(_SEPARATOR.join(("SCORE", *references[video_id], ours)))
             statistics.append(dialogue.receive())
@@ -157,7 +157,7 @@ def check_jars(folder: Path) -> None:
     if missing:
         raise UserError(
             f"{folder} has no {' and no '.join(missing)}, which SPICE needs",
-            hint="take both from stanford-corenlp-full-2015-12-09.zip (CoreNLP 3.6.0), or leave SPICE out",
+            hint="take both from stanford-corenlp-full-2015-12-09.zip (CoreNLP 3.6.0), or omit SPICE",
         )
 
 
@@ -177,11 +177,11 @@ def require_java(spice_jars: Path | None = None) -> None:
 def spice(
     candidates: Mapping[str, str], references: Mapping[str, Sequence[str]], *, jars: Path
 ) -> tuple[float, dict[str, float]]:
-    """SPICE (Anderson et al. 2016), with the program of pycocoevalcap: mean F-score and that of each video.
+    """Compute SPICE (Anderson et al. 2016) with the program of pycocoevalcap: F-score of each video, and their mean.
 
     Args:
-        candidates, references: tokenized captions.
-        jars: folder of Stanford CoreNLP 3.6.0 and its models, half a gigabyte that no package index has.
+        candidates, references: Tokenized captions.
+        jars: Folder of Stanford CoreNLP 3.6.0 and its models, half a gigabyte that no package index has.
 
     Raises:
         MetricUnavailable: Java or pycocoevalcap is missing, or the program failed.

@@ -1,4 +1,19 @@
-"""Captioners with a causal language model of transformers: a video's tokens are the prefix of its text."""
+"""A captioner of a video tower and a causal language model of transformers, which reads the video as a prefix.
+
+As in LLaVA (Liu et al. 2023, section 4.1): the tower's tokens, reduced to a number, are projected to the width of the
+language model by an MLP, and take the place of words in the prompt:
+
+    [prompt before the video] [visual tokens] [prompt after it] [caption] [end]
+
+The language model is the library's unchanged module. All rows of a batch have the same prefix, and captions are padded
+after their ends, where a causal model never looks: no attention mask is needed, and positions count from 0.
+
+A run keeps configuration and tokenizer in RUN/language_model, as transformers write them, so that its checkpoints can
+be used without the folder that `--decoder.lm` named. The weights are in the checkpoints.
+
+Shape suffixes: V videos, R rows of text (V * n, grouped by video), N tokens of a video, P tokens of the prefix, L
+tokens of a caption, E width of the tower, D width of the language model, W words of the vocabulary.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -25,17 +40,17 @@ if TYPE_CHECKING:
 
 
 _STD = 0.02
-# Tokens with which a model is tried, and the largest error of its logits in float32, relative to the largest logit.
+# Number of tokens of the trial, and the largest error of its logits in float32, relative to the largest logit.
 _PROBE, _PROBE_ERROR = 4, 1e-4
 
 
 class VisualProjector(nn.Module):
-    """Reduces a tower's tokens [V, N, E] to visual tokens [V, num_tokens, D].
+    """Projector of a tower's tokens [V, N, E] to visual tokens [V, num_tokens, D].
 
     Args:
-        tower_width, width: E, D.
-        num_heads: of learned queries that attend to all tokens (as CoCa's pooler, Yu et al. 2022); None for means of
-            consecutive tokens.
+        tower_width, width: Widths E and D.
+        num_heads: Number of heads of learned queries that attend to all tokens (as CoCa's pooler, Yu et al. 2022); None
+            for means of consecutive tokens.
     """
 
     def __init__(self, tower_width: int, width: int, *, num_tokens: int, num_heads: int | None) -> None:
@@ -49,7 +64,7 @@ class VisualProjector(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(tower_width, width), nn.GELU(), nn.Linear(width, width))
 
     def forward(self, video_VNE: Tensor) -> Tensor:
-        """The visual tokens."""
+        """Return the visual tokens."""
         if self.attention is None:
             reduced = adaptive_avg_pool1d(video_VNE.transpose(1, 2), self.num_tokens).transpose(1, 2)
         else:
@@ -60,14 +75,14 @@ class VisualProjector(nn.Module):
 
 
 def prefix_of(model: nn.Module, video_VCTHW: Tensor, before_bD: Tensor, after_aD: Tensor) -> Tensor:
-    """What a language model reads before a caption of each clip, [V, P, D].
+    """Return the prefix that a language model reads before a caption of each clip, [V, P, D].
 
     Args:
-        model: has `video` and `projection` of a captioner.
-        before_bD, after_aD: embeddings of the prompt around the visual tokens.
+        model: Module with `video` and `projection` of a captioner.
+        before_bD, after_aD: Embeddings of the prompt around the visual tokens.
     """
     visual_VnD: Tensor = model.projection(tower_of(model).tokens(video_VCTHW))  # type: ignore[operator]
-    before, after = (one.expand(len(visual_VnD), -1, -1) for one in (before_bD, after_aD))
+    before, after = (part.expand(len(visual_VnD), -1, -1) for part in (before_bD, after_aD))
     # In bf16 or fp16, projections are rounded by autocast, and embeddings are not.
     return torch.cat([before, visual_VnD.to(before.dtype), after], dim=1)
 
@@ -85,11 +100,11 @@ class PrefixCache:
 
 
 class LanguageCaptioner(nn.Module):
-    """Predicts the next tokens of captions of clips; `Captioner` with another decoder.
+    """Model of the next tokens of captions of clips; `Captioner` with another decoder.
 
     Args:
-        decoder: a causal language model of transformers.
-        before, after: token ids of the prompt around the visual tokens.
+        decoder: Causal language model of transformers.
+        before, after: Token ids of the prompt around the visual tokens.
     """
 
     prompt_before: Tensor
@@ -111,9 +126,9 @@ class LanguageCaptioner(nn.Module):
             self.register_buffer(f"prompt_{name}", torch.tensor(ids, dtype=torch.int64), persistent=False)
 
     def forward(self, video_VCTHW: Tensor, tokens: Tensor) -> Tensor:
-        """Logits [R, L, W] of the token after each of `tokens`, int64 [V, L] or [V, n, L] for n captions per video.
+        """Return logits [R, L, W] of the token after each of `tokens`, int64 [V, L] or [V, n, L].
 
-        The first token of a row stands for the whole prefix.
+        With n captions per video. The first token of a row stands for the complete prefix.
         """
         tokens_RL = tokens.flatten(0, -2)
         prefix_VPD = self.encode(video_VCTHW)
@@ -123,51 +138,51 @@ class LanguageCaptioner(nn.Module):
         return self._run(tokens_RL.shape[1], inputs_embeds=embedded, use_cache=True).logits
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:
-        """The prefix of a caption of each clip, [V, P, D]."""
+        """Return the prefix of a caption of each clip, [V, P, D]."""
         return prefix_of(self, video_VCTHW, *self.prompt())
 
     def prompt(self) -> tuple[Tensor, Tensor]:
-        """Embeddings of the prompt before the visual tokens and after them, [b, D] and [a, D]."""
+        """Return embeddings of the prompt before the visual tokens and after them, [b, D] and [a, D]."""
         return self._embed(self.prompt_before), self._embed(self.prompt_after)
 
     def start(self, video_VCTHW: Tensor, *, num_tokens: int, rows_per_video: int = 1) -> PrefixCache:
         """Encode clips, and read the prefix once per clip; see `clipmill.train.tasks.caption.decoding.Generator`."""
-        found = self._run(1, inputs_embeds=self.encode(video_VCTHW), use_cache=True)
+        outputs = self._run(1, inputs_embeds=self.encode(video_VCTHW), use_cache=True)
         rows_R = torch.arange(len(video_VCTHW), device=video_VCTHW.device).repeat_interleave(rows_per_video)
-        cache = PrefixCache(found.past_key_values, found.logits[:, -1][rows_R])
+        cache = PrefixCache(outputs.past_key_values, outputs.logits[:, -1][rows_R])
         if rows_per_video > 1:
             cache.keep(rows_R)
         return cache
 
     def step(self, tokens_RL: Tensor, cache: PrefixCache) -> Tensor:
-        """Logits [R, W] of the next tokens; the first token of the first step stands for the whole prefix."""
+        """Return logits [R, W] of the next tokens; the first token of the first step stands for the complete prefix."""
         if cache.first_RW is not None:
             logits_RW, cache.first_RW = cache.first_RW, None
             if tokens_RL.shape[1] == 1:
                 return logits_RW
             tokens_RL = tokens_RL[:, 1:]
-        found = self._run(1, input_ids=tokens_RL, past_key_values=cache.keys_values, use_cache=True)
-        return found.logits[:, -1]  # type: ignore[no-any-return]
+        outputs = self._run(1, input_ids=tokens_RL, past_key_values=cache.keys_values, use_cache=True)
+        return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self.decoder.get_input_embeddings()(tokens)
         return embedded
 
     def _run(self, num_logits: int, **given: Any) -> Any:
-        """What the language model returns, with the logits of the last tokens."""
+        """Return the language model's output, with the logits of the last tokens."""
         if self._can_skip_logits:
             return self.decoder(**given, logits_to_keep=num_logits)
-        found = self.decoder(**given)
-        found.logits = found.logits[:, -num_logits:]
-        return found
+        outputs = self.decoder(**given)
+        outputs.logits = outputs.logits[:, -num_logits:]
+        return outputs
 
 
 @torch.no_grad()
 def decodes(decoder: "PreTrainedModel") -> bool:
-    """Whether tokens that a language model reads one by one, with its cache, give what they give all at once.
+    """Return True if a language model gives the same logits for tokens one by one, with its cache, and all at once.
 
-    Encoders fail because a token depends on later ones there, and state-space models because they have no keys and
-    values. Rows of the cache are exchanged, as beams are.
+    Encoders fail because a token depends on later tokens there, and state-space models because they have no keys and
+    values. Rows of the cache are exchanged, as in a beam search.
     """
     was_training, decoder = decoder.training, decoder.eval()
     ids_RL = torch.arange(2 * _PROBE).reshape(2, _PROBE) % decoder.get_input_embeddings().num_embeddings
@@ -187,7 +202,7 @@ def decodes(decoder: "PreTrainedModel") -> bool:
 
 
 def language_blocks(decoder: nn.Module) -> list[nn.Module]:
-    """The blocks of a language model of transformers, which the library does not split over devices."""
+    """Return the blocks of a language model of transformers, which the library does not split over devices."""
     names = set(getattr(decoder, "_no_split_modules", None) or ())
     return [module for module in decoder.modules() if type(module).__name__ in names]
 
@@ -196,7 +211,7 @@ def checkpoint_language_blocks(decoder: "PreTrainedModel") -> None:
     """Enable activation checkpointing in the blocks of a language model.
 
     Raises:
-        UserError: the library has none for it.
+        UserError: the library does not support it for this model.
     """
     # The second is its name in older versions of transformers.
     enable = getattr(decoder, "activation_checkpointing_enable", None) or decoder.gradient_checkpointing_enable
@@ -223,7 +238,7 @@ def add_language_adapters(decoder: "PreTrainedModel", lora: Lora) -> None:
 
 
 LANGUAGE_FOLDER = "language_model"
-# What a download fetches: no code, and no weights in pickles.
+# Files of a download: no code, and no weights in pickles.
 LANGUAGE_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "special_tokens_map.json", "added_tokens.json"),
@@ -239,14 +254,14 @@ class LanguageDecoder:
     """A causal language model as a decoder; `clipmill.train.tasks.caption.model.DecoderParts` of another kind.
 
     Attributes:
-        context_length: tokens of a caption, including the end, that fit behind the prompt.
-        before, after: token ids of the prompt around the visual tokens.
-        num_visual: visual tokens of a clip; `reducer` says how they are made.
-        prompt: as the user wrote it.
-        files: configuration and tokenizer by name.
-        source: as the user named it.
-        folder: with the weights; None if a checkpoint has them.
-        loaded: the model with these weights, until the first captioner is built with it.
+        context_length: Number of tokens of a caption, including the end, that fit after the prompt.
+        before, after: Token ids of the prompt around the visual tokens.
+        num_visual: Number of visual tokens of a clip, made by `reducer`.
+        prompt: Prompt as the user wrote it.
+        files: Configuration and tokenizer by name.
+        source: Name of the model as the user wrote it.
+        folder: Folder with the weights; None if a checkpoint has them.
+        loaded: Model with these weights, until the first captioner is built with it.
     """
 
     config: "PreTrainedConfig"
@@ -268,7 +283,7 @@ class LanguageDecoder:
         return len(self.before) + self.num_visual + len(self.after)
 
     def facts(self) -> dict[str, Any]:
-        """Entry of run.json: what the files in the run's folder do not say."""
+        """Return the entry of run.json: facts that the files in the run's folder do not contain."""
         return {
             "lm": self.source,
             "class": type(self.config).__name__.removesuffix("Config"),
@@ -279,7 +294,7 @@ class LanguageDecoder:
         }
 
     def new_model(self) -> "PreTrainedModel":
-        """The library's model in float32, with the weights of `folder` if there is one; without any on meta."""
+        """Build the library's model in float32, with the weights of `folder` if there is one; without any on meta."""
         from transformers import AutoModelForCausalLM
 
         if self.folder is None or torch.get_default_device().type == "meta":
@@ -287,7 +302,7 @@ class LanguageDecoder:
         return self.loaded.pop() if self.loaded else _read_weights(self.folder, self.config)
 
     def with_weights(self) -> "LanguageDecoder":
-        """The decoder with its weights in memory, so that a mistake in them ends a command before a run begins.
+        """Return the decoder with its weights in memory, so that a mistake in them ends a command before a run begins.
 
         Raises:
             UserError: they are missing, damaged, do not fit the configuration, or the model cannot be decoded.
@@ -301,7 +316,7 @@ def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel"
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
-    set_verbosity_error()  # what does not fit is reported below
+    set_verbosity_error()  # misfits are reported below
     again = "get the folder of --decoder.lm again"
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -317,7 +332,7 @@ def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel"
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
             f"cannot read the weights of {folder} (--decoder.lm): {first_line(error)}",
-            hint=f"weights are read from safetensors files alone; {again}",
+            hint=f"weights are read only from safetensors files; {again}",
             flags=("--decoder.lm",),
         ) from error
     if lacks := sorted({*report["missing_keys"], *(one[0] for one in report["mismatched_keys"])}):
@@ -331,8 +346,8 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
     """Open the language model in a folder, without its weights.
 
     Raises:
-        UserError: the folder is damaged, has no causal language model or no tokenizer, or the tokenizer no end token;
-            tokenizer and model do not belong together; or prompt and captions are longer than its context.
+        UserError: the folder is damaged, has no causal language model or no tokenizer, or the tokenizer has no end
+            token; tokenizer and model do not belong together; or prompt and captions are longer than its context.
     """
     config = _config_of(folder)
     theirs = _tokenizer_of(tokenizer_folder)
@@ -374,7 +389,7 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
 
 
 def read_language(run: RunFolder, facts: dict[str, Any]) -> LanguageDecoder:
-    """The language model of a run, from its folder and its entry of run.json, without its weights.
+    """Open the language model of a run, from its folder and its entry of run.json, without its weights.
 
     Raises:
         UserError: a file is missing or damaged.
@@ -428,10 +443,10 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # type: ignore[no-any-return]
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        # The first line of the library's own error names a validator, and the second one the value.
-        said = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
+        # The first line of the library's error names a validator, and the second line the value.
+        text = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
         raise UserError(
-            f"cannot read {folder / 'config.json'}: {said}", hint="get the folder of --decoder.lm again"
+            f"cannot read {folder / 'config.json'}: {text}", hint="get the folder of --decoder.lm again"
         ) from error
 
 
@@ -451,19 +466,19 @@ def _tokenizer_of(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError(f"there is no tokenizer in {folder}", hint=again)
     try:
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises whatever a damaged file leads to
         raise UserError(f"cannot read the tokenizer of {folder}: {first_line(error)}", hint=again) from error
-    if getattr(found, "backend_tokenizer", None) is None:
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UserError(
-            f"the tokenizer of {folder} is a {type(found).__name__}, which tokenizers does not read", hint=again
+            f"the tokenizer of {folder} is a {type(tokenizer).__name__}, which tokenizers does not read", hint=again
         )
-    if found.eos_token is None:
+    if tokenizer.eos_token is None:
         raise UserError(
             f"the tokenizer of {folder} has no token for the end of a text (eos_token)",
             hint="name the token that the language model ends with as eos_token in tokenizer_config.json",
         )
-    return found
+    return tokenizer
 
 
 def _files_of(tokenizer: Any) -> dict[str, bytes]:

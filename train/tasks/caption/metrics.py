@@ -1,4 +1,25 @@
-"""Caption metrics: BLEU, ROUGE-L, CIDEr-D, CIDEr; METEOR and SPICE if Java is available."""
+"""Caption metrics: BLEU, CIDEr-D, CIDEr and ROUGE-L from n-grams, METEOR and SPICE by Java; the best constant caption.
+
+BLEU-1 to BLEU-4 (Papineni et al. 2002) as in pycocoevalcap: precisions are computed over the complete corpus, not
+averaged over videos. The brevity penalty uses the reference length closest to the candidate's, the shorter one of two.
+All orders have equal weights.
+
+CIDEr-D and CIDEr (Vedantam, Zitnick, Parikh: "CIDEr: Consensus-based Image Description Evaluation", CVPR 2015) compare
+n-gram vectors whose entries are the count of an n-gram times its idf, log(V) - log(max(1, df)), where df is the number
+of the V videos that have the n-gram in any reference (equation 1; a caption's length cancels). Both are means over the
+orders 1 to 4 and over references, times 10; words are not stemmed, as in all public code.
+
+- CIDEr (equations 2 and 3): the cosine of the vectors of candidate and reference.
+- CIDEr-D (equation 4): entries of the candidate are clipped to the reference's, and the cosine is multiplied by a
+  Gaussian of the difference in length, sigma 6. pycocoevalcap, and with it most papers, call it "CIDEr". As in
+  pycocoevalcap, a length is the number of bigrams.
+
+With a single video, every idf is log(1) = 0, and so are both scores.
+
+ROUGE-L (Lin 2004) as in pycocoevalcap: beta 1.2, with the best precision and the best recall of all references, which
+may be different ones. In pycocoevalcap, a caption without words equals a reference without words and scores 1; here it
+scores 0, by Lin's definition.
+"""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +38,7 @@ from clipmill.train.tasks.caption.ptb_tokenizer import tokenize
 from clipmill.train.tasks.caption.spec import METRIC_LABELS
 
 MAX_ORDER = 4
-# Of pycocoevalcap's BLEU: they keep a precision of 0 / 0 at zero, and are part of published scores.
+# Constants of pycocoevalcap's BLEU: they keep a precision of 0 / 0 at zero, and are part of published scores.
 _TINY = 1e-15
 _SMALL = 1e-9
 _SIGMA = 6.0
@@ -33,10 +54,10 @@ class GramCounts:
     """N-grams of one order: E entries, one per n-gram of each caption, sorted by caption and n-gram.
 
     Attributes:
-        caption: int64 [E], index of the caption.
-        gram: int64 [E], index of the n-gram.
-        count: int64 [E], number of occurrences.
-        num_grams: number of different n-grams.
+        caption: Index of the caption, int64 [E].
+        gram: Index of the n-gram, int64 [E].
+        count: Number of occurrences, int64 [E].
+        num_grams: Number of different n-grams.
     """
 
     caption: Ints
@@ -45,7 +66,7 @@ class GramCounts:
     num_grams: int
 
     def of(self, first: int, last: int) -> "GramCounts":
-        """The counts of captions `first` to `last` - 1, renumbered from 0."""
+        """Return the counts of captions `first` to `last` - 1, renumbered from 0."""
         begin, end = np.searchsorted(self.caption, (first, last))
         return GramCounts(self.caption[begin:end] - first, self.gram[begin:end], self.count[begin:end], self.num_grams)
 
@@ -55,11 +76,11 @@ class Corpus:
     """One candidate for each of V videos, and R references, sorted by video.
 
     Attributes:
-        candidates: n-grams of the orders 1 to 4; the index of a candidate is that of its video.
-        references: the same for references.
-        candidate_lengths: int64 [V], number of words.
-        reference_lengths: int64 [R].
-        video_of_reference: int64 [R], ascending; every video occurs.
+        candidates: N-grams of the orders 1 to 4; a candidate has the index of its video.
+        references: N-grams of the references.
+        candidate_lengths: Numbers of words, int64 [V].
+        reference_lengths: Numbers of words, int64 [R].
+        video_of_reference: Index of the video, int64 [R], ascending; every video occurs.
     """
 
     candidates: Sequence[GramCounts]
@@ -80,29 +101,29 @@ def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
     counts = []
     code, num_grams = words, max(len(known), 1)
     for order in range(1, MAX_ORDER + 1):
-        there = left >= order
+        has_order = left >= order
         if order > 1:
             # An n-gram is an (n - 1)-gram and the next word.
-            pairs = code[there] * max(len(known), 1) + words[np.flatnonzero(there) + order - 1]
+            pairs = code[has_order] * max(len(known), 1) + words[np.flatnonzero(has_order) + order - 1]
             distinct, inverse = np.unique(pairs, return_inverse=True)
             code = np.zeros_like(code)
-            code[there] = inverse
+            code[has_order] = inverse
             num_grams = max(len(distinct), 1)
-        keys, count = np.unique(caption[there] * num_grams + code[there], return_counts=True)
+        keys, count = np.unique(caption[has_order] * num_grams + code[has_order], return_counts=True)
         counts.append(GramCounts(keys // num_grams, keys % num_grams, count.astype(np.int64), num_grams))
     return counts
 
 
-def look_up(wanted: Ints, keys: Ints, values: Ints) -> Ints:
-    """Values of the wanted keys, 0 for missing ones; `keys` are ascending."""
+def look_up(queries: Ints, keys: Ints, values: Ints) -> Ints:
+    """Return the values of some keys, 0 for missing keys; `keys` are ascending."""
     if not len(keys):
-        return np.zeros_like(wanted)
-    place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[place] == wanted, values[place], 0)
+        return np.zeros_like(queries)
+    place = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
+    return np.where(keys[place] == queries, values[place], 0)
 
 
 def bleu(corpus: Corpus) -> tuple[Floats, Floats]:
-    """BLEU-1 to BLEU-4 of the corpus [4], and of each of its V videos [4, V]."""
+    """Compute BLEU-1 to BLEU-4 of the corpus [4], and of each of its V videos [4, V]."""
     lengths, num_videos = corpus.candidate_lengths, len(corpus.candidate_lengths)
     closest = _closest_lengths(lengths, corpus.reference_lengths, corpus.video_of_reference)
     matches = np.zeros((MAX_ORDER, num_videos))
@@ -115,7 +136,7 @@ def bleu(corpus: Corpus) -> tuple[Floats, Floats]:
 
 
 def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_reference: Ints) -> Ints:
-    """For each video, the reference length closest to the candidate's."""
+    """Return for each video the reference length closest to the candidate's."""
     distance = np.abs(reference_lengths - candidate_lengths[video_of_reference])
     order = np.lexsort((reference_lengths, distance, video_of_reference))
     first = np.searchsorted(video_of_reference, np.arange(len(candidate_lengths)))
@@ -123,17 +144,17 @@ def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_
 
 
 def _clipped_matches(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> Floats:
-    """Clipped matches: n-grams of each candidate, each counted at most as often as in one of its references."""
+    """Count the n-grams of each candidate, each at most as often as it is in one of its references."""
     keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
     order = np.argsort(keys, kind="stable")
     distinct, first = np.unique(keys[order], return_index=True)
     most = np.maximum.reduceat(theirs.count[order], first) if len(first) else first
-    found = np.minimum(ours.count, look_up(ours.caption * ours.num_grams + ours.gram, distinct, most))
-    return np.asarray(np.bincount(ours.caption, weights=found, minlength=num_videos), dtype=np.float64)
+    matches = np.minimum(ours.count, look_up(ours.caption * ours.num_grams + ours.gram, distinct, most))
+    return np.asarray(np.bincount(ours.caption, weights=matches, minlength=num_videos), dtype=np.float64)
 
 
 def _scores(matches: Floats, possible: Floats, length: Ints, reference_length: Ints) -> Floats:
-    """BLEU [4, V] from counts [4, V] and lengths [V]."""
+    """Return BLEU [4, V] from counts [4, V] and lengths [V]."""
     precisions = np.cumprod((matches + _TINY) / (possible + _SMALL), axis=0)
     scores = precisions ** (1 / np.arange(1, MAX_ORDER + 1))[:, None]
     ratio = (length + _TINY) / (reference_length + _SMALL)
@@ -141,7 +162,7 @@ def _scores(matches: Floats, possible: Floats, length: Ints, reference_length: I
 
 
 def cider(corpus: Corpus) -> tuple[Floats, Floats]:
-    """CIDEr-D and CIDEr of each video, [V] each."""
+    """Compute CIDEr-D and CIDEr of each video, [V] each."""
     num_videos, num_references = len(corpus.candidate_lengths), len(corpus.reference_lengths)
     video_of_reference = corpus.video_of_reference
     bigrams = np.maximum(corpus.candidate_lengths - 1, 0)[video_of_reference]
@@ -159,10 +180,10 @@ def cider(corpus: Corpus) -> tuple[Floats, Floats]:
 
 
 def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> tuple[Floats, Floats]:
-    """Cosines of each reference and its candidate for one order, with clipped entries and plain; [R] each."""
+    """Return cosines of each reference and its candidate for one order, with clipped entries and plain; [R] each."""
     num_references = len(video_of_reference)
-    wanted = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
-    ascending = np.sort(wanted)  # np.unique hashes, which takes ten times as long
+    keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
+    ascending = np.sort(keys)  # np.unique hashes, which takes ten times as long
     first_of_video = ascending[np.flatnonzero(np.diff(ascending, prepend=-1))]
     num_with = np.bincount(first_of_video % theirs.num_grams, minlength=theirs.num_grams)
     idf = np.log(num_videos) - np.log(np.maximum(num_with, 1))
@@ -172,7 +193,7 @@ def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num
     their_norm = np.sqrt(np.bincount(theirs.caption, weights=their_entry**2, minlength=num_references))
 
     # For each n-gram of a reference, the entry of its candidate.
-    our_entry = look_up(wanted, ours.caption * ours.num_grams + ours.gram, ours.count) * idf[theirs.gram]
+    our_entry = look_up(keys, ours.caption * ours.num_grams + ours.gram, ours.count) * idf[theirs.gram]
     clipped = np.bincount(
         theirs.caption, weights=np.minimum(our_entry, their_entry) * their_entry, minlength=num_references
     )
@@ -183,11 +204,13 @@ def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num
 
 
 def rouge_l(candidate: str, references: Sequence[str]) -> float:
-    """ROUGE-L of a tokenized caption against at least one tokenized reference."""
+    """Compute ROUGE-L of a tokenized caption against at least one tokenized reference."""
     if not candidate:
         return 0.0
     words = candidate.split(" ")
-    places = _places(words)
+    places: dict[str, int] = {}  # positions of each word, as a bit set
+    for place, word in enumerate(words):
+        places[word] = places.get(word, 0) | 1 << place
     precision = recall = 0.0
     for reference in references:
         others = reference.split(" ")
@@ -199,26 +222,18 @@ def rouge_l(candidate: str, references: Sequence[str]) -> float:
     return (1 + _BETA**2) * precision * recall / (recall + _BETA**2 * precision)
 
 
-def _places(words: Sequence[str]) -> dict[str, int]:
-    """Positions of each word, as a bit set."""
-    places: dict[str, int] = {}
-    for place, word in enumerate(words):
-        places[word] = places.get(word, 0) | 1 << place
-    return places
-
-
 def _common_length(places: dict[str, int], num_words: int, others: Sequence[str]) -> int:
-    """Length of the longest common subsequence, computed bit-parallel row by row (Hyyrö 2004)."""
+    """Return the length of the longest common subsequence, computed bit-parallel row by row (Hyyrö 2004)."""
     all_places = (1 << num_words) - 1
     row = all_places
     for word in others:
-        there = row & places.get(word, 0)
-        row = (row + there | row - there) & all_places
+        matching = row & places.get(word, 0)
+        row = (row + matching | row - matching) & all_places
     return num_words - row.bit_count()
 
 
 _MAX_NAMED = 3
-# How the constant caption is chosen, for result files.
+# Rule by which the constant caption is chosen, for result files.
 CONSTANT_RULE = "of all its captions the one with the highest mean CIDEr-D as a caption of every clip"
 _SHORTLIST = 8
 
@@ -228,13 +243,13 @@ class CaptionScores:
     """Metrics of captions.
 
     Attributes:
-        means: metric to value, keys as in METRIC_LABELS; means over videos, but BLEU and METEOR of the corpus.
-        per_video: video to metric to value, in the order of the candidates.
-        absent: metric to the reason why it is missing.
-        empty: videos whose captions have no words; they score 0 in every metric.
-        num_references: number of references of all videos.
-        idf: source of CIDEr's document frequencies.
-        ids_hash: hash of the video ids, so that scores of different sets are not compared by mistake.
+        means: Values by metric, with the keys of METRIC_LABELS; means over videos, but BLEU and METEOR of the corpus.
+        per_video: Values by video and metric, in the order of the candidates.
+        absent: Reasons by missing metric.
+        empty: Videos whose captions have no words; they score 0 in every metric.
+        num_references: Number of references of all videos.
+        idf: Source of CIDEr's document frequencies.
+        ids_hash: Hash of the video ids, so that scores of different sets are not compared by mistake.
     """
 
     means: dict[str, float]
@@ -262,15 +277,14 @@ def score_captions(
     """Score one caption per video against all its references.
 
     Args:
-        candidates: video id to generated caption, which may be empty.
-        references: video id to captions, for the same videos; at least one of each has words (`without_words` lists the
-            others).
-        with_java: compute METEOR and SPICE, which take seconds to start, and time for each video.
-        spice_jars: folder of the two jars that SPICE needs.
-        meteor: an entered instance, to score several sets of captions with one program; a new one by default.
+        candidates: Generated caption of each video id, which may be empty.
+        references: Captions of the same video ids; at least one of each has words (`without_words` lists the others).
+        with_java: True to compute METEOR and SPICE, which take seconds to start, and time for each video.
+        spice_jars: Folder of the two jars that SPICE needs.
+        meteor: Entered instance, to score several sets of captions with one program; by default a new one.
 
     Raises:
-        UserError: no videos, not the same videos, a video without references that have words, no jars in `spice_jars`.
+        UserError: there are no videos, or not the same, or a video has no references with words, or a jar is missing.
     """
     if not candidates:
         raise UserError("there are no captions to score", hint="a split without captioned videos has no scores")
@@ -292,8 +306,8 @@ def score_captions(
 
     columns, means = _plain_scores(ours, theirs)
     absent: dict[str, str] = {}
-    with nullcontext(meteor) if meteor is not None else Meteor() as own:
-        for name, metric in (("meteor", lambda: own(ours, theirs)), ("spice", score_spice)):
+    with nullcontext(meteor) if meteor is not None else Meteor() as program:
+        for name, metric in (("meteor", lambda: program(ours, theirs)), ("spice", score_spice)):
             try:
                 if not with_java:
                     raise MetricUnavailable("not requested")
@@ -316,24 +330,24 @@ def score_captions(
 
 
 def without_words(references: Mapping[str, Sequence[str]]) -> list[str]:
-    """Videos whose references all lack words, so that no caption can be compared with them."""
+    """Return the videos whose references all lack words, so that no caption can be compared with them."""
     return [video_id for video_id, captions in references.items() if not any(map(tokenize, captions))]
 
 
 def name_videos(video_ids: Sequence[str]) -> str:
-    """The first few videos, as text."""
+    """Return the first few videos, as text."""
     return ", ".join(video_ids[:_MAX_NAMED]) + (", ..." if len(video_ids) > _MAX_NAMED else "")
 
 
 def hash_of_ids(ids: Iterable[str]) -> str:
-    """16 hexadecimal digits that identify a set of videos, in any order."""
+    """Return 16 hexadecimal digits that identify a set of videos, in any order."""
     return hashlib.sha256("\n".join(sorted(ids)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _plain_scores(
     ours: Mapping[str, str], theirs: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Metrics that need no Java: per video, and overall."""
+    """Compute the metrics that need no Java: per video, and overall."""
     captions = [caption.split() for caption in ours.values()]
     captions += [caption.split() for references in theirs.values() for caption in references]
     lengths = np.array([len(words) for words in captions], dtype=np.int64)
@@ -362,18 +376,18 @@ def _require_videos(lacking: Sequence[str], what: str) -> None:
         raise UserError(
             f"{count_noun(len(lacking), 'video')} {'is' if len(lacking) == 1 else 'are'} {what}: "
             f"{name_videos(lacking)}",
-            hint="score the videos that have both, and no others",
+            hint="score only the videos that have both",
         )
 
 
 def best_constant(references: Mapping[str, Sequence[str]]) -> str:
-    """The best caption that ignores the clip: the one with the highest mean CIDEr-D as a caption of every clip.
+    """Return the best caption that ignores the clip: it has the highest mean CIDEr-D as a caption of every clip.
 
     CIDEr of one caption with every clip is a single product with their mean; CIDEr-D is not, and is computed for a
     shortlist by CIDEr.
 
     Args:
-        references: captions of each clip, at least one; clips whose captions have no words are ignored.
+        references: At least one caption of each clip; clips whose captions have no words are ignored.
     """
     wordless = set(without_words(references))
     if len(wordless) == len(references):
@@ -391,11 +405,11 @@ def best_constant(references: Mapping[str, Sequence[str]]) -> str:
 
 
 def mean_cider(captions: Sequence[Sequence[str]], clip_of: np.ndarray) -> Floats:
-    """Mean over clips of the CIDEr of each caption as the caption of every clip, [R], without the factor 10.
+    """Return the mean CIDEr of each caption as the caption of every clip, [R], without the factor 10.
 
     Args:
-        captions: as lists of words.
-        clip_of: int64 [R], the clip of each caption, from 0, ascending; every clip has some.
+        captions: Captions as lists of words.
+        clip_of: Clip of each caption, int64 [R], from 0, ascending; every clip has captions.
     """
     num_clips = int(clip_of[-1]) + 1
     share = 1 / (num_clips * np.bincount(clip_of)[clip_of])

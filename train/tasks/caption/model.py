@@ -1,4 +1,10 @@
-"""Build a captioner from its settings, and initialise it from weights: a captioner's, a video tower's, a GPT-2's."""
+"""Build a captioner from its settings, open its decoder, and initialise it from weights.
+
+The decoder comes from one of four places: `--decoder.weights` (a GPT-2) and `--decoder.lm` (any causal language model,
+`clipmill.train.tasks.caption.language`), each a folder or a Hugging Face name; the captioner that `--init.weights`
+names; or new weights with a tokenizer that is trained on the captions. Size and tokenizer always belong together: no
+tensor shape shows that a token id means another piece of text in another tokenizer.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,7 +52,7 @@ from clipmill.train.weights.loading import Change, Loaded, fit_to
 from clipmill.train.weights.source import KINDS, Say, Source, effective_clip_settings
 from clipmill.train.weights.sources import place_of_weights
 
-# A name on Hugging Face; anything else can only be a folder.
+# Pattern of a name on Hugging Face; anything else can only be a folder.
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
@@ -55,9 +61,9 @@ class DecoderParts:
     """Tokenizer, size and weights of a decoder.
 
     Attributes:
-        tensors: weights by their names in a captioner; empty for new weights.
-        source: where the weights are from, as the user named it.
-        hint: of the error if tokenizer and decoder do not belong together.
+        tensors: Weights by their names in a captioner; empty for new weights.
+        source: Origin of the weights, as the user named it.
+        hint: Hint of the error if tokenizer and decoder do not belong together.
     """
 
     tokenizer: CaptionTokenizer
@@ -87,7 +93,7 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     """Open the decoder that the settings name.
 
     Args:
-        texts: captions on which a tokenizer is trained if none is named.
+        texts: Captions on which a tokenizer is trained if none is named.
 
     Raises:
         UserError: a folder is missing, damaged, or of another model; tokenizer and decoder do not fit; the width is not
@@ -105,67 +111,68 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     if folder is None:
         size = decoder_size(settings, vocabulary_size=tokenizer.vocabulary_size)
         return DecoderParts(tokenizer=tokenizer, size=size)
-    found = read_caption_folder(folder, needs_decoder=True)
-    if found.config.decoder is None:
+    opened = read_caption_folder(folder, needs_decoder=True)
+    if opened.config.decoder is None:
         raise UserError(
             f"{folder} has no GPT-2 (--decoder.weights)",
             hint="name a folder that has one",
             flags=("--decoder.weights",),
         )
-    if settings.max_tokens > found.config.decoder.context_length:
+    if settings.max_tokens > opened.config.decoder.context_length:
         raise UserError(
             f"--decoder.max-tokens is {settings.max_tokens}, and the decoder of {folder} has a context of "
-            f"{found.config.decoder.context_length}",
+            f"{opened.config.decoder.context_length}",
             hint="use fewer",
             flags=("--decoder.max-tokens",),
         )
-    tensors = {name: one for name, one in found.converted.tensors.items() if name.startswith("decoder.")}
+    tensors = {name: tensor for name, tensor in opened.converted.tensors.items() if name.startswith("decoder.")}
     hint = "name the tokenizer of the decoder, or leave --decoder.tokenizer out"
     if settings.tokenizer is None:
-        hint = (
-            f"the tokenizer is that of {folder}: name the decoder's own with --decoder.tokenizer, or repair the folder"
-        )
+        hint = f"the tokenizer is from {folder}: name the decoder's with --decoder.tokenizer, or repair the folder"
     return DecoderParts(
-        tokenizer=tokenizer, size=found.config.decoder, tensors=tensors, source=str(settings.weights), hint=hint
+        tokenizer=tokenizer, size=opened.config.decoder, tensors=tensors, source=str(settings.weights), hint=hint
     )
 
 
 def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
-    """Size and tokenizer of the decoder in the folder of `--init.weights`; None if it has no captioner.
+    """Return size and tokenizer of the decoder in the folder of `--init.weights`; None if it has no captioner.
 
-    A captioner whose decoder `--decoder.lm` replaces gives nothing but its tower.
+    If `--decoder.lm` replaces the decoder of a captioner, only its tower is used.
 
     Raises:
         UserError: it has no tokenizer, and none is named; the settings name another tokenizer or another size; or a
             file is damaged.
     """
-    named, wanted = settings.init.weights, settings.decoder
+    named, decoder = settings.init.weights, settings.decoder
     folder = None if named is None else place_of_weights(named)
     if folder is None or not has_captioner(folder):
         return None
     if (folder / LANGUAGE_FOLDER).is_dir():
         return kept_decoder(RunFolder(folder))["decoder"]
-    if wanted.lm is not None:
+    if decoder.lm is not None:
         return None
-    size = _size_in(folder)
+    if is_run(folder):
+        size: Gpt2Size | None = decoder_size_of(RunFolder(folder))
+    else:
+        size = caption_config_of(read_config(folder / "config.json") or {}, source=str(folder)).decoder
     if size is None:
         return None
     for name, its in (("width", size.trunk.width), ("depth", size.trunk.depth), ("heads", size.trunk.num_heads)):
-        given = getattr(wanted, name)
+        given = getattr(decoder, name)
         if given not in (None, its):
             raise UserError(
                 f"--decoder.{name} is {given}, and the decoder of {folder} has {its} (--init.weights)",
                 hint="leave it out: the decoder comes with these weights",
                 flags=(f"--decoder.{name}", "--init.weights"),
             )
-    own = read_tokenizer(folder) if has_tokenizer(folder) else None
-    other = None if wanted.tokenizer is None else read_tokenizer(Path(wanted.tokenizer))
-    tokenizer = own or other
+    tokenizer_of_folder = read_tokenizer(folder) if has_tokenizer(folder) else None
+    other = None if decoder.tokenizer is None else read_tokenizer(Path(decoder.tokenizer))
+    tokenizer = tokenizer_of_folder or other
     if tokenizer is None:
         raise no_tokenizer(str(named))
-    if own is not None and other is not None and own.numbers() != other.numbers():
+    if tokenizer_of_folder is not None and other is not None and tokenizer_of_folder.numbers() != other.numbers():
         raise UserError(
-            f"--decoder.tokenizer {wanted.tokenizer} has other tokens than those that the decoder of {folder} was "
+            f"--decoder.tokenizer {decoder.tokenizer} has other tokens than those that the decoder of {folder} was "
             "trained with (--init.weights)",
             hint="leave --decoder.tokenizer out: the tokenizer comes with these weights",
             flags=("--decoder.tokenizer", "--init.weights"),
@@ -173,42 +180,36 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
     return DecoderParts(tokenizer=tokenizer, size=size)
 
 
-def _size_in(folder: Path) -> Gpt2Size | None:
-    if is_run(folder):
-        return decoder_size_of(RunFolder(folder))
-    return caption_config_of(read_config(folder / "config.json") or {}, source=str(folder)).decoder
-
-
 def no_tokenizer(title: str) -> UserError:
-    """The error for a decoder without a tokenizer."""
+    """Return the error for a decoder without a tokenizer."""
     return UserError(
-        f"{title} has a decoder and no tokenizer, without which its tokens mean nothing",
+        f"{title} has a decoder but no tokenizer, without which its tokens have no meaning",
         hint="name the folder of the tokenizer that it was trained with: --decoder.tokenizer FOLDER",
     )
 
 
 def decoder_folder(
-    wanted: str, *, flag: str = "--decoder.weights", files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES), say: Say
+    name: str, *, flag: str = "--decoder.weights", files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES), say: Say
 ) -> Path:
-    """The folder that a flag names: an existing one, or a download of that name from Hugging Face.
+    """Return the folder that a flag names: an existing folder, or a download of that name from Hugging Face.
 
     Args:
-        files: patterns of the names of files to download.
+        files: Patterns of the names of files to download.
 
     Raises:
-        UserError: there is neither.
+        UserError: the folder does not exist, and cannot be downloaded.
     """
-    folder = Path(wanted)
+    folder = Path(name)
     if folder.is_dir():
         return folder
-    if _NAME.fullmatch(wanted) is None:
-        raise UserError(f"there is no folder {wanted} ({flag})", hint="name one with the model's files", flags=(flag,))
-    say(f"decoder: there is no folder {wanted} here; the model comes from Hugging Face's cache or a download")
-    return hub_folder(wanted, files=files, what="the model's files")
+    if _NAME.fullmatch(name) is None:
+        raise UserError(f"there is no folder {name} ({flag})", hint="name one with the model's files", flags=(flag,))
+    say(f"decoder: there is no folder {name} here; the model comes from Hugging Face's cache or a download")
+    return hub_folder(name, files=files, what="the model's files")
 
 
 def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size:
-    """Size of the decoder: that of `--decoder.name`, changed as the settings say.
+    """Return the size of the decoder: the size of `--decoder.name`, with the changes of the settings.
 
     Raises:
         UserError: the width is not a multiple of the number of heads.
@@ -221,7 +222,7 @@ def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size
 
 
 def decoder_facts(decoder: Decoder) -> dict[str, Any]:
-    """Entry of run.json: the size of the decoder, so that the folder of its weights is not needed again."""
+    """Return the entry of run.json with the size of the decoder, so that the folder of its weights is not needed."""
     if isinstance(decoder, LanguageDecoder):
         return decoder.facts()
     trunk = decoder.size.trunk
@@ -236,33 +237,33 @@ def decoder_facts(decoder: Decoder) -> dict[str, Any]:
 
 
 def decoder_files(decoder: Decoder) -> dict[str, bytes]:
-    """The files of a run without which its weights cannot be used, by path in its folder."""
+    """Return the files of a run that its weights need, by path in its folder."""
     if isinstance(decoder, LanguageDecoder):
         return {f"{LANGUAGE_FOLDER}/{name}": content for name, content in decoder.files.items()}
     return {TOKENIZER_FILE: decoder.tokenizer.as_json()}
 
 
 def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
-    """Entry of run.json about the decoder's initial weights; `model` is the captioner, also on the meta device."""
-    wanted = {name: one for name, one in model.state_dict().items() if name.startswith("decoder.")}
-    copied = parts.tensors if isinstance(parts, DecoderParts) else wanted if parts.folder is not None else {}
+    """Return the entry of run.json about the decoder's initial weights; `model` may be on the meta device."""
+    state = {name: one for name, one in model.state_dict().items() if name.startswith("decoder.")}
+    copied = parts.tensors if isinstance(parts, DecoderParts) else state if parts.folder is not None else {}
     if not copied:
         return {}
     changes = [
         Change(kind="created", name=name, new=tuple(one.shape), why="a plain GPT-2 has no cross-attention")
-        for name, one in wanted.items()
+        for name, one in state.items()
         if name not in copied
     ]
     start = {
         "source": parts.source,
-        "num_copied": len(wanted) - len(changes),
+        "num_copied": len(state) - len(changes),
         "changes": [change.as_json() for change in changes],
     }
     return {"decoder_weights": start}
 
 
 def start_lines(facts: Mapping[str, Any]) -> list[str]:
-    """The entries of `start_facts` as lines for the console."""
+    """Return the entries of `start_facts` as lines for the console."""
     lines = []
     if (start := facts.get("decoder_weights")) is not None:
         num_copied, num_new = start["num_copied"], len(start["changes"])
@@ -273,7 +274,7 @@ def start_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def kept_decoder(run: RunFolder) -> dict[str, Decoder]:
-    """Tokenizer and decoder of a run, without weights, as an argument of its task (`TaskSpec.kept`)."""
+    """Return tokenizer and decoder of a run, without weights, as an argument of its task (`TaskSpec.kept`)."""
     facts = run.require_facts().get("decoder")
     if isinstance(facts, dict) and "lm" in facts:
         return {"decoder": read_language(run, facts)}
@@ -281,18 +282,16 @@ def kept_decoder(run: RunFolder) -> dict[str, Decoder]:
 
 
 def read_decoder_parts(run: RunFolder) -> DecoderParts:
-    """Tokenizer and decoder size of a run.
+    """Read tokenizer and decoder size of a run.
 
     Raises:
         UserError: it is not a run of `train caption`.
     """
-    return DecoderParts(
-        tokenizer=read_tokenizer(run.path, hint="restore the run's files"), size=decoder_size_of(run)
-    )
+    return DecoderParts(tokenizer=read_tokenizer(run.path, hint="restore the run's files"), size=decoder_size_of(run))
 
 
 def decoder_size_of(run: RunFolder) -> Gpt2Size:
-    """Decoder size of a run.
+    """Read the decoder size of a run.
 
     Raises:
         UserError: it is not a run of `train caption`.
@@ -325,7 +324,7 @@ AnyCaptioner = Captioner | LanguageCaptioner
 
 
 def build_captioner(settings: CaptionerSettings, decoder: Decoder, *, attend: Attend) -> AnyCaptioner:
-    """A captioner with the decoder's weights if there are any; otherwise they are new, from torch's generator.
+    """Build a captioner with the decoder's weights if there are any; otherwise they are drawn from torch's generator.
 
     Raises:
         UserError: the tower's width is not a multiple of its heads; the decoder's weights do not fit; or a clip has
@@ -398,24 +397,24 @@ def copy_decoder(captioner: Captioner, parts: DecoderParts) -> None:
     """Copy the decoder's weights, if there are any, into a captioner; missing cross-attention keeps its new weights.
 
     Raises:
-        UserError: anything else is missing, left over, or of another shape.
+        UserError: another tensor is missing, unknown, or of another shape.
     """
     if not parts.tensors:
         return
-    wanted = {name: one for name, one in captioner.state_dict().items() if name.startswith("decoder.")}
-    missing = [name for name in wanted if name not in parts.tensors and not any(one in name for one in CROSS_ATTENTION)]
-    strange = [name for name, one in parts.tensors.items() if name not in wanted or one.shape != wanted[name].shape]
+    state = {name: one for name, one in captioner.state_dict().items() if name.startswith("decoder.")}
+    missing = [name for name in state if name not in parts.tensors and not any(one in name for one in CROSS_ATTENTION)]
+    strange = [name for name, one in parts.tensors.items() if name not in state or one.shape != state[name].shape]
     if missing or strange:
         raise UserError(
             f"the decoder's weights do not fit its config.json: {', '.join((missing + strange)[:3])}",
             hint="get the folder of --decoder.weights again",
         )
     for name, tensor in parts.tensors.items():
-        wanted[name].copy_(tensor)
+        state[name].copy_(tensor)
 
 
 def effective_settings(settings: CaptionerSettings, source: Source | None, *, say: Say) -> CaptionerSettings:
-    """The settings that take effect with the weights of `source`; the tower is a TimeSformer unless they say otherwise.
+    """Return the settings that take effect with the weights of `source`; the default tower is a TimeSformer.
 
     Raises:
         UserError: the settings contradict the weights.
@@ -435,45 +434,45 @@ def effective_settings(settings: CaptionerSettings, source: Source | None, *, sa
 
 
 def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) -> CaptionerSettings:
-    """The settings of a captioner that starts from `source`, with its decoder if it has one.
+    """Return the settings of a captioner that starts from `source`, with its decoder if it has one.
 
     Raises:
         UserError: the settings name another decoder, or captions longer than its context; or there is no tokenizer.
     """
-    tensors, wanted = source.converted.tensors, settings.decoder
+    tensors, decoder = source.converted.tensors, settings.decoder
     folder = place_of_weights(settings.init.weights or "")
     if _OF_LANGUAGE in tensors:
         return _with_language_of(settings, source, folder)
-    if not has_decoder(tensors) or wanted.lm is not None:
+    if not has_decoder(tensors) or decoder.lm is not None:
         return settings
-    if wanted.weights is not None:
+    if decoder.weights is not None:
         raise UserError(
-            f"two decoders are named: {source.title} has one, and --decoder.weights is {wanted.weights}",
+            f"two decoders are named: {source.title} has one, and --decoder.weights is {decoder.weights}",
             hint="leave --decoder.weights out, or name weights without a decoder with --init.weights",
             flags=("--decoder.weights",),
         )
-    if wanted.tokenizer is None and not (has_captioner(folder) and has_tokenizer(folder)):
+    if decoder.tokenizer is None and not (has_captioner(folder) and has_tokenizer(folder)):
         raise no_tokenizer(source.title)
     context_length = len(tensors[_DECODER_POSITIONS])
-    if wanted.max_tokens <= context_length:
+    if decoder.max_tokens <= context_length:
         return settings
-    if wanted.max_tokens != DecoderSettings.max_tokens:
+    if decoder.max_tokens != DecoderSettings.max_tokens:
         raise UserError(
-            f"--decoder.max-tokens is {wanted.max_tokens}, and the decoder of {source.title} has a context of "
+            f"--decoder.max-tokens is {decoder.max_tokens}, and the decoder of {source.title} has a context of "
             f"{context_length}",
             hint="use fewer",
             flags=("--decoder.max-tokens",),
         )
     say(f"weights: their decoder has a context of {context_length} tokens: --decoder.max-tokens {context_length}")
-    return replace(settings, decoder=replace(wanted, max_tokens=context_length))
+    return replace(settings, decoder=replace(decoder, max_tokens=context_length))
 
 
 def _with_language_of(settings: CaptionerSettings, source: Source, folder: Path) -> CaptionerSettings:
-    """The settings of a captioner that starts from one with a language model."""
-    wanted, decoder = settings.decoder, kept_decoder(RunFolder(folder))["decoder"]
+    """Return the settings of a captioner that starts from a captioner with a language model."""
+    settings_of_decoder, decoder = settings.decoder, kept_decoder(RunFolder(folder))["decoder"]
     assert isinstance(decoder, LanguageDecoder)
-    if (named := wanted.lm or wanted.weights) is not None:
-        flag = wanted.flag("lm" if wanted.lm else "weights")
+    if (named := settings_of_decoder.lm or settings_of_decoder.weights) is not None:
+        flag = settings_of_decoder.flag("lm" if settings_of_decoder.lm else "weights")
         raise UserError(
             f"two decoders are named: {source.title} has one, and {flag} is {named}",
             hint="leave the latter out, or name weights without a decoder with --init.weights",
@@ -484,15 +483,15 @@ def _with_language_of(settings: CaptionerSettings, source: Source, folder: Path)
             f"the language model of {source.title} has adapters, which a new run cannot start from",
             hint="continue it with --resume, or start from a run without --lora.towers decoder",
         )
-    if wanted.max_tokens > decoder.context_length:
+    if settings_of_decoder.max_tokens > decoder.context_length:
         raise UserError(
-            f"--decoder.max-tokens is {wanted.max_tokens}, and the decoder of {source.title} has room for "
+            f"--decoder.max-tokens is {settings_of_decoder.max_tokens}, and the decoder of {source.title} has room for "
             f"{decoder.context_length}",
             hint="use fewer",
             flags=("--decoder.max-tokens",),
         )
     its = replace(
-        wanted,
+        settings_of_decoder,
         lm=decoder.source,
         visual_tokens=decoder.num_visual,
         reducer=decoder.reducer,
@@ -502,38 +501,36 @@ def _with_language_of(settings: CaptionerSettings, source: Source, folder: Path)
 
 
 def has_decoder(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether weights are those of a whole captioner."""
+    """Return True for the weights of a complete captioner."""
     return _TOKENS in tensors or _OF_LANGUAGE in tensors
 
 
 def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[str], say: Say) -> Loaded:
-    """Fit a whole captioner, or the video tower of other weights, to a captioner that may be on the meta device.
+    """Fit a complete captioner, or the video tower of other weights, to a captioner that may be on the meta device.
 
     Raises:
         UserError: they do not fit.
     """
-    wanted: nn.Module = model
+    part: nn.Module = model
     if (_OF_LANGUAGE if isinstance(model, LanguageCaptioner) else _TOKENS) not in source.converted.tensors:
-        wanted = nn.Module()
-        wanted.video = model.video
+        part = nn.Module()
+        part.video = model.video
         source = without_parts(source, _UNUSED_PARTS, model="a captioner", say=say)
     if isinstance(model.video, TimeSformer):
-        tensors = _resized_embeddings(source.converted.tensors, model.video, say=say)
+        tensors = _resize_embeddings(source.converted.tensors, model.video, say=say)
         source = replace(source, converted=replace(source.converted, tensors=tensors))
-    return fit_to(wanted, source, allow=allow, say=say)
+    return fit_to(part, source, allow=allow, say=say)
 
 
-def _resized_embeddings(
-    tensors: Mapping[str, torch.Tensor], tower: TimeSformer, *, say: Say
-) -> dict[str, torch.Tensor]:
-    """A TimeSformer's position and time embeddings, resized to other clips by nearest neighbours as in transformers."""
+def _resize_embeddings(tensors: Mapping[str, torch.Tensor], tower: TimeSformer, *, say: Say) -> dict[str, torch.Tensor]:
+    """Resize a TimeSformer's position and time embeddings to other clips by nearest neighbours, as in transformers."""
     fitted = dict(tensors)
     for name, what in ((_POSITIONS, "positional"), (_TIMES, "temporal")):
         if name not in tensors:
             continue
-        wanted = len(tower.positional_embedding if name == _POSITIONS else tower.temporal_embedding)
-        if len(tensors[name]) != wanted:
-            say(f"weights: {what} embeddings resized from {len(tensors[name])} to {wanted} (nearest)")
+        count = len(tower.positional_embedding if name == _POSITIONS else tower.temporal_embedding)
+        if len(tensors[name]) != count:
+            say(f"weights: {what} embeddings resized from {len(tensors[name])} to {count} (nearest)")
             resize = nearest_times if name == _TIMES else (lambda old, count: nearest_places(old, count - 1))
-            fitted[name] = resize(tensors[name], wanted)
+            fitted[name] = resize(tensors[name], count)
     return fitted

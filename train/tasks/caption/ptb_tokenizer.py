@@ -6,7 +6,7 @@ The same tokens as `pycocoevalcap.tokenizer.PTBTokenizer`: Stanford's PTBTokeniz
 At each position of a caption, the rule with the longest match determines the next token, the first one of equally long
 ones. The required context after a token counts for the length, but is not part of the token. The rules were derived by
 comparison with the original (Stanford's PTBTokenizer of CoreNLP 3.4.1) on some millions of strings, and agree with it
-on all of them.
+on all.
 
 The original is from 2014 and knows the characters of that year's Unicode, of the basic plane only. Its treatment of
 each of the 63,000 was measured; `ptb_characters.tsv` lists those beyond ASCII as ranges of three kinds: a `letter`
@@ -25,7 +25,7 @@ Rewrite = Callable[[str], str]
 
 # Lists of words, separated by spaces.
 
-# These keep their full stop. A sentence may end with those of the first group, but not with those of the second,
+# These keep their full stop. A sentence may end with a word of the first group, but not of the second,
 # which matters where a letter follows at once: "etc.x" is two tokens, "mr.x" one.
 ABBREVIATIONS_AT_ENDS = (
     "al ala apr ariz assn aug bancorp bhd bldg blvd bros calif co colo conn corp cos ct dak dec esq est etc ext feb "
@@ -74,7 +74,7 @@ class Rule:
 
 
 def _replace_spaces(token: str) -> str:
-    """Spaces within a token must differ from those between tokens."""
+    """Replace spaces within a token, which must differ from spaces between tokens."""
     return token.replace(" ", "\u00a0")
 
 
@@ -105,13 +105,13 @@ def _entity(token: str) -> str:
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """A pattern that matches any of the words, longer ones first."""
+    """Return a pattern that matches any of the words, longer words first."""
     return "(?:" + "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)) + ")"
 
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """All rules, in order."""
+    """Return all rules, in order."""
     inside = character_classes()
     # Building blocks of words, numbers and so on.
     accent = "&(?i:[aeiou](?:acute|grave|uml));"
@@ -136,15 +136,15 @@ def rules() -> tuple[Rule, ...]:
     capitals = "|".join(f"{name[0].upper()}(?i:{name[1:]})" for name in ABBREVIATIONS_WITH_CAPITALS.split())
     two_more = r"[\s\S]{2}"
 
-    found: list[Rule] = []
+    all_rules: list[Rule] = []
 
     def rule(token: str, then: str = "", rewrite: Rewrite | None = None, *, flags: int = 0) -> None:
-        found.append(Rule(re.compile(f"({token}){then}", flags), rewrite))
+        all_rules.append(Rule(re.compile(f"({token}){then}", flags), rewrite))
 
     any_case = re.IGNORECASE
     # Tags.
     rule(tags, rewrite=_replace_spaces)
-    # Words, and those that are two tokens: can not, 't is, it 's, do n't.
+    # Words, and words that are two tokens: can not, 't is, it 's, do n't.
     for first, second in DOUBLE_WORDS:
         rule(first, second, flags=any_case)
     rule("'t", "(?:is|was)", flags=any_case)
@@ -221,7 +221,7 @@ def rules() -> tuple[Rule, ...]:
     rule("&(?:#[0-9]+|cdq|odq|ht|tl|lr|ql|qr|qc|ur);", flags=any_case)
     rule(r"[cC]\+\+|[CcFf]#")
     rule(r"[!?]+|_+|\*+|\\\*|<<|>>|@+|#+|-{5,}|--|''|``|['`]")
-    # Which of two quotation marks it is does not matter: punctuation is dropped.
+    # The kind of a quotation mark does not matter: punctuation is dropped.
     rule('"', rewrite=lambda token: "''")
     rule("-{3,4}|[\u0096\u0097\u2013\u2014\u2015]", rewrite=lambda token: "--")
     rule("\\.{3,5}|\\. \\. \\.|[\u0085\u2026]", rewrite=lambda token: "...")
@@ -230,11 +230,11 @@ def rules() -> tuple[Rule, ...]:
     rule("[\u00b2\u00b3\u00b9\u2070\u2074-\u2079\u2080-\u2089]+")
     rule(r"[()\[\]{}]", rewrite=_BRACKETS.__getitem__)
     rule(rf"[!#$%&*+,./:;<=>?@\\^_|~\-{inside['symbol']}]")
-    return tuple(found)
+    return tuple(all_rules)
 
 
 def character_classes() -> dict[str, str]:
-    """Contents of a regular expression's character class for `letter`, `mark` and `symbol`, without ASCII."""
+    """Return contents of a regular expression's character class for `letter`, `mark` and `symbol`, without ASCII."""
     inside = {"letter": "", "mark": "", "symbol": ""}
     for line in _TABLE.read_text(encoding="ascii").splitlines()[1:]:
         first, last, kind = line.split("\t")
@@ -257,7 +257,7 @@ _SKIPPED = re.compile("[ \t][ \t\u00a0\u2000-\u200a\u3000]*")
 
 
 def tokenize(caption: str) -> str:
-    """The caption's tokens in lower case without punctuation, separated by single spaces; may be empty."""
+    """Return the caption's tokens in lower case without punctuation, separated by single spaces; may be empty."""
     if _PLAIN_CAPTION.fullmatch(caption):
         words = caption.lower().removesuffix(".").split()
         if words[-1] not in _special_words() and _DOUBLE.isdisjoint(words):
@@ -268,14 +268,14 @@ def tokenize(caption: str) -> str:
 
 @cache
 def _special_words() -> frozenset[str]:
-    """Words that are two tokens, or that keep their full stop."""
+    """Return words that are two tokens, or that keep their full stop."""
     lists = [ABBREVIATIONS_AT_ENDS, ABBREVIATIONS_BEFORE_NAMES, ABBREVIATIONS_WITH_CAPITALS]
     lists.append("pte ptes pty ptys ppte ppty mfg mtg")
     return _DOUBLE.union(*(words.split() for words in lists))
 
 
 def tokens_of(caption: str) -> list[str]:
-    """All tokens of a caption, including punctuation."""
+    """Return all tokens of a caption, including punctuation."""
     text = _LINE_ENDS.sub(" ", caption).replace(_SOFT_HYPHEN, "") + "\n\n"
     end = len(text) - 2
     tokens: list[str] = []
@@ -297,10 +297,10 @@ def tokens_of(caption: str) -> list[str]:
 
 
 def _next_token(text: str, place: int) -> tuple[str, int]:
-    """The token at a position, empty for a dropped character, and the position after it."""
-    found = [(match, rule) for rule in rules() if (match := rule.pattern.match(text, place))]
-    if not found:
+    """Return the token at a position, empty for a dropped character, and the position after it."""
+    matches = [(match, rule) for rule in rules() if (match := rule.pattern.match(text, place))]
+    if not matches:
         return "", place + 1
-    match, rule = max(found, key=lambda one: one[0].end())  # the first of equally long ones
+    match, rule = max(matches, key=lambda pair: pair[0].end())  # the first of equally long matches
     token = match[1] if rule.rewrite is None else rule.rewrite(match[1])
     return token.lower(), match.end(1)

@@ -1,4 +1,4 @@
-"""`TaskSpec` of the captioner, and its evaluation."""
+"""`TaskSpec` of the captioner, its settings, and flags and table of its evaluation; loads nothing heavy."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,10 +14,11 @@ from clipmill.manifests.plugins import import_late
 from clipmill.manifests.publish import parse_json
 from clipmill.manifests.settings import SHARE, Checked, GoesWith, Needs, Range, errors_of
 from clipmill.train.config import fields as groups
-from clipmill.train.config.clips import CaptionSettings, ClipSettings, NumFrames, adapted_towers
+from clipmill.train.config.clips import AS_TRAINED, CaptionSettings, ClipSettings, NumFrames, Overrides, adapted_towers
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, help_group
 from clipmill.train.config.model import SIZE, Freeze, Tower, check_picture
+from clipmill.train.config.training import Device
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
 from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec
 
@@ -25,7 +26,7 @@ Method = Literal["greedy", "sample", "beam"]
 VideoFormat = Literal["json", "srt"]  # of `train caption-video`
 
 _TEMPERATURE, _NUM_BEAMS, _LENGTH_PENALTY, _MAX_TOKENS = 1.0, 4, 1.0, 30
-# What None stands for.
+# Meaning of None.
 _DEFAULTS = {
     "temperature": _TEMPERATURE,
     "top_p": 1.0,
@@ -38,7 +39,7 @@ _SAMPLE, _BEAM = Needs("method", ("sample",)), Needs("method", ("beam",))
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingSettings(Checked):
-    """How captions are generated."""
+    """Settings of the generation of captions."""
 
     prefix = "decoding"
 
@@ -59,7 +60,7 @@ class DecodingSettings(Checked):
     length_penalty: Annotated[float | None, Range(), _BEAM] = None
     """beam: exponent of the length by which log probabilities are divided; more favours longer captions. Default: 1."""
     early_stopping: Annotated[bool | None, _BEAM] = None
-    """beam: stop once there are as many finished captions as beams. Otherwise, once no better one can follow."""
+    """beam: stop once there are as many finished captions as beams. Otherwise, once no better caption can follow."""
     min_tokens: Annotated[int, Range(least=0)] = 0
     """Minimum number of tokens before a caption ends."""
     max_tokens: Annotated[int | None, Range(least=1)] = None
@@ -68,8 +69,8 @@ class DecodingSettings(Checked):
     """sample: random seed, combined with the index of the clip."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yields a minimum length that leaves no room for a caption."""
-        # How long captions may be if nothing is said depends on the decoder: see `fit_decoding`.
+        """Yield an error for a minimum length that leaves no room for a caption."""
+        # The default maximum depends on the decoder: see `fit_decoding`.
         if self.max_tokens is not None and self.min_tokens >= self.max_tokens:
             yield UserError(
                 f"{self.flag('min_tokens')} is {self.min_tokens}",
@@ -82,34 +83,33 @@ Decoding = TypeVar("Decoding", bound=DecodingSettings)
 
 
 def temperature_of(settings: DecodingSettings) -> float:
-    """The temperature, by which logits are divided."""
+    """Return the temperature, by which logits are divided."""
     return _TEMPERATURE if settings.temperature is None else settings.temperature
 
 
 def num_beams_of(settings: DecodingSettings) -> int:
-    """Number of captions of a clip that are generated in parallel."""
+    """Return the number of captions of a clip that are generated in parallel."""
     return _NUM_BEAMS if settings.num_beams is None else settings.num_beams
 
 
 def length_penalty_of(settings: DecodingSettings) -> float:
-    """The power of the length that log probabilities are divided by."""
+    """Return the power of the length by which log probabilities are divided."""
     return _LENGTH_PENALTY if settings.length_penalty is None else settings.length_penalty
 
 
 def max_tokens_of(settings: DecodingSettings) -> int:
-    """Maximum number of tokens of a caption, before the decoder's context limits it."""
+    """Return the maximum number of tokens of a caption, before the decoder's context limits it."""
     return _MAX_TOKENS if settings.max_tokens is None else settings.max_tokens
 
 
 def fit_decoding(settings: Decoding, context_length: int, *, is_of_run: bool = False) -> Decoding:
-    """Return the decoding that takes effect with a decoder: equal settings for what generates equal captions.
+    """Return the effective decoding with a decoder; it is equal for settings that generate equal captions.
 
     `max_tokens` is a number, limited by the decoder's context. Other values that equal their defaults, or that the
-    method does not use, are left out.
+    method does not use, are omitted.
 
     Args:
-        is_of_run: the settings were saved with a run. Old runs saved a default of 30, which is reduced without an
-        error.
+        is_of_run: True for the settings of a run. Old runs saved a default of 30, which is reduced without an error.
 
     Raises:
         UserError: a limit that the user set exceeds the context.
@@ -148,7 +148,7 @@ _OF_LM = GoesWith("lm")
 DECODER = help_group("Decoder", 6)
 DECODING = help_group("Decoding", 7)
 
-# Numbers of the evaluation in the loop.
+# Metrics of the evaluation in the loop.
 NUMBERS = ("loss", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "cider_d", "cider", "exact_match")
 # Metrics in the order of tables, with their names.
 METRIC_LABELS = {
@@ -163,7 +163,7 @@ METRIC_LABELS = {
     "spice": "SPICE",
     "exact_match": "exact match",
 }
-# About a decoder, or a tokenizer, that is new, and what has its own.
+# Settings of a new decoder or tokenizer, and the settings that bring one.
 _OF_WHAT_IS_NEW = {"name": ("weights", "lm"), "vocabulary": ("weights", "lm", "tokenizer")}
 
 
@@ -189,13 +189,13 @@ class DecoderSettings(Checked):
     weights: Annotated[str | None, FIRST_RUN] = None
     """Pretrained GPT-2: folder, gpt2, gpt2-medium, gpt2-xl. A name is downloaded; a folder holds the tokenizer too."""
     width: Annotated[int | None, SIZE] = None
-    """Width of a decoder with random weights. Default: that of --decoder.name."""
+    """Width of a decoder with random weights. Default: as --decoder.name."""
     depth: Annotated[int | None, SIZE] = None
-    """Number of decoder blocks. Default: that of --decoder.name."""
+    """Number of decoder blocks. Default: as --decoder.name."""
     heads: Annotated[int | None, SIZE] = None
-    """Number of attention heads per decoder block. Default: that of --decoder.name."""
+    """Number of attention heads per decoder block. Default: as --decoder.name."""
     tokenizer: str | None = None
-    """Tokenizer folder. Default: that of --decoder.weights, else one trained on the captions."""
+    """Tokenizer folder. Default: the tokenizer of --decoder.weights, else one trained on the captions."""
     vocabulary: Annotated[int, Range(257, 1_000_000)] = 8192
     """Maximum vocabulary size of a tokenizer trained on the captions."""
     max_tokens: Annotated[int, Range(2, 8192)] = 64
@@ -205,7 +205,7 @@ class DecoderSettings(Checked):
     """Dropout probability of embeddings and residual branches."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yields a size beside pretrained weights, which have their own, and prompts without a place for the video."""
+        """Yield errors for a size beside pretrained weights, which have one, and prompts without a video mark."""
         pretrained = "lm" if self.lm is not None else "weights"
         for name in ("width", "depth", "heads", *(("weights", "dropout") if pretrained == "lm" else ())):
             if getattr(self, pretrained) is not None and getattr(self, name):
@@ -224,7 +224,7 @@ class DecoderSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionEvaluation(EvaluationSettings):
-    """How a captioner is evaluated during training: by the captions that it generates."""
+    """Evaluation of a captioner in training, by the captions that it generates."""
 
     lower_is_better = ("loss",)
 
@@ -233,10 +233,10 @@ class CaptionEvaluation(EvaluationSettings):
     java: Annotated[bool, EVERY] = False
     """Also compute METEOR, which is a Java program, and SPICE with --evaluate.spice-jars."""
     spice_jars: Annotated[Path | None, GoesWith("java", (True,))] = None
-    """Folder of the two jar files that SPICE needs. Default: SPICE is left out."""
+    """Folder of the two jar files that SPICE needs. Default: SPICE is omitted."""
 
-    def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
-        """Those of generated captions."""
+    def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
+        """Return the names of the metrics of generated captions."""
         with_java = ("meteor",) if self.spice_jars is None else ("meteor", "spice")
         return (*NUMBERS, *with_java) if self.java else NUMBERS
 
@@ -267,20 +267,20 @@ class CaptionerSettings(ClipSettings):
     evaluate: Annotated[CaptionEvaluation, groups.EVALUATION] = field(default_factory=CaptionEvaluation)
 
     def tower_names(self) -> tuple[Tower, ...]:
-        """The towers that the model has."""
+        """Return the towers of the model."""
         return ("video", "decoder")
 
     def trains_besides_towers(self) -> bool:
-        """Whether there is a projector between the towers, which --freeze does not name."""
+        """Return True if there is a projector between the towers, which --freeze does not name."""
         return self.decoder.lm is not None
 
     def adapts_pretrained(self) -> bool:
-        """Whether the towers with adapters have pretrained weights: a language model comes with its own."""
+        """Return True if the towers with adapters have pretrained weights, as a language model always does."""
         is_of_lm = self.decoder.lm is not None and adapted_towers(self) == ("decoder",)
         return is_of_lm or super().adapts_pretrained()
 
     def rules(self) -> Iterator[UserError]:
-        """Yields captions of other clips, patches that do not fill a frame, and settings that train nothing."""
+        """Yield errors for captions of other clips, patches that do not fill a frame, and parts that do not exist."""
         yield from super().rules()
         if self.decoder.lm is not None and self.parallel.stages > 1:
             yield UserError(
@@ -303,7 +303,7 @@ class CaptionerSettings(ClipSettings):
         yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yields flags about a new decoder or tokenizer beside one that exists."""
+        """Yield errors for flags about a new decoder or tokenizer beside an existing one."""
         yield from super().without_effect(typed)
         start = self.init.weights
         for name, others in _OF_WHAT_IS_NEW.items():
@@ -320,25 +320,22 @@ class CaptionerSettings(ClipSettings):
                 )
 
 
-# Whether a folder has a captioner, by its small files alone: nothing heavy is imported.
-
-
 def has_captioner(folder: Path) -> bool:
-    """Whether it is a run of `train caption`, or what transformers know as a model of an encoder and a decoder."""
+    """Return True for a run of `train caption`, or transformers' model of encoder and decoder; small files are read."""
     is_run = _value(folder / "run.json", "task") == "caption"
     return is_run or _value(folder / "config.json", "model_type") == "vision-encoder-decoder"
 
 
 def _value(path: Path, name: str) -> object:
-    """Empty if the file is missing or damaged; the code that needs it reports that."""
+    """Return an entry of a JSON file; None if the file is missing or damaged, which the code that needs it reports."""
     try:
-        found = parse_json(path.read_bytes())
+        values = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return found.get(name) if isinstance(found, dict) else None
+    return values.get(name) if isinstance(values, dict) else None
 
 
-# Columns of the table; the first one is the metric that captioners are compared by.
+# Columns of the table; the first is the metric by which captioners are compared.
 _CAPTION_COLUMNS = {
     "cider_d": "CIDEr-D",
     "bleu4": "BLEU-4",
@@ -359,13 +356,13 @@ class CaptionFlags(Checked):
     max_samples: Annotated[int, Range(least=1)] = 100_000
     """Maximum number of clips: every k-th of the split, with the smallest sufficient k (12 of 52: 11, every 5th)."""
     spice_jars: Path | None = None
-    """Folder of the two jar files that SPICE needs. Default: SPICE is left out."""
+    """Folder of the two jar files that SPICE needs. Default: SPICE is omitted."""
     decoding: Annotated[DecodingSettings | None, DECODING] = None
-    """How captions are generated. Default: as in training."""
+    """Generation of captions. Default: as in training."""
 
 
 def caption_table(result: dict[str, Any]) -> Table:
-    """The metrics of captions, and those of the best constant caption."""
+    """Return the metrics of captions, and of the best constant caption."""
     shown = [name for name in _CAPTION_COLUMNS if name in result["means"]]
     constant = result["constant"]
     rows = [
@@ -408,12 +405,60 @@ def _strips(result: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _curves() -> tuple[CurveGroup, ...]:
-    groups = []
-    for name, words in METRIC_LABELS.items():
-        title = words[:1].upper() + words[1:] + ", times 100"
-        groups.append(CurveGroup(f"({re.escape(name)})", title, lambda group: METRIC_LABELS[group]))
-    return tuple(groups)
+_NUM_SAMPLES, _TOP_P = 5, 0.9  # defaults of `train caption-chunks`
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ChunkDecoding(DecodingSettings):
+    """Settings of the generation of captions of chunks: several per clip, by nucleus sampling."""
+
+    prefix = ""
+
+    method: Method = "sample"
+    """Decoding method. sample: random sampling; greedy: the most likely token at each step; beam: beam search."""
+    num_samples: Annotated[int | None, Range(1, 1000), Needs("method", ("sample",))] = None
+    """sample: number of captions per clip. Default: 5."""
+    top_p: Annotated[float | None, Range(above=0, most=1), Needs("method", ("sample",))] = None
+    """sample: nucleus sampling, from the most likely tokens whose probabilities add up to this. Default: 0.9."""
+    seed: int = 0
+    """sample: random seed, combined with the key and start of the clip and the number of the caption."""
+
+    def with_defaults(self) -> "ChunkDecoding":
+        """Return the settings with the defaults of sampling."""
+        if self.method != "sample":
+            return self
+        num_samples = _NUM_SAMPLES if self.num_samples is None else self.num_samples
+        return replace(self, num_samples=num_samples, top_p=_TOP_P if self.top_p is None else self.top_p)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ChunkCaptionsRequest(Checked):
+    """Flags of `train caption-chunks`."""
+
+    shards: str
+    """Data folder."""
+    out: Path
+    """Parquet file to write."""
+    split: str = "train"
+    """Split of the data."""
+    where: str | None = None
+    """Condition that selects the chunks, such as 'num_captions == 0' for the videos without captions (docs/data.md).
+    Default: all."""
+    segment: str | None = None
+    """Length of the segments to caption, such as 5s. A remainder shorter than a quarter of it is merged into the last
+    segment of a chunk. Default: complete chunks."""
+    batch: Annotated[int, Range(least=1)] = 16
+    """Number of clips per batch and process."""
+    workers: Annotated[int, Range(least=1)] = 4
+    """Number of threads that read and decode, per process."""
+    device: Device = "auto"
+    """Device of the model."""
+    shown: Overrides = AS_TRAINED
+    decoding: Annotated[ChunkDecoding, DECODING] = ChunkDecoding()
+    json: Annotated[bool, Parameter(name="--json", negative="")] = False
+    """Print one JSON object."""
 
 
 CAPTIONS = EvaluationSpec(
@@ -429,7 +474,10 @@ CAPTIONS = EvaluationSpec(
     pictures="said",
     section=Path(__file__).with_name("examples.html.j2"),
     strips=_strips,
-    curves=_curves(),
+    curves=tuple(
+        CurveGroup(f"({re.escape(name)})", words[:1].upper() + words[1:] + ", times 100", METRIC_LABELS.__getitem__)
+        for name, words in METRIC_LABELS.items()
+    ),
 )
 TASK = TaskSpec(
     name="caption",

@@ -7,9 +7,9 @@
     text_block 0, 1, ...            video, text -> video, text
     head                            video, text -> logits
 
-One or two floating point tensors go from one stage to the next; tokens are given to the stage that has the token
-embedding. Parameters keep the names that they have in the whole captioner. The token embedding belongs to two layers,
-the first and the last of the decoder: stages that have one of them each hold a copy.
+One or two floating point tensors go from one stage to the next; the stage with the token embedding gets the tokens.
+Parameters keep the names that they have in the complete captioner. The token embedding belongs to two layers, the first
+and the last of the decoder: stages that have one of them each hold a copy.
 
 Shape suffixes: V videos, R rows of text (V * n), L tokens, W words of the vocabulary.
 """
@@ -44,14 +44,14 @@ _BLOCK_KIND = "block"
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a captioner; `number` is that of a block."""
+    """One layer of a captioner; `number` is the index of a block."""
 
     kind: LayerKind
     number: int = 0
 
 
 def layers_for(*, video_depth: int, text_depth: int) -> tuple[Layer, ...]:
-    """The layers of a captioner with so many blocks, in order."""
+    """Return the layers of a captioner with these numbers of blocks, in order."""
     return (
         Layer("video_embedding"),
         *(Layer("video_block", number) for number in range(video_depth)),
@@ -63,7 +63,7 @@ def layers_for(*, video_depth: int, text_depth: int) -> tuple[Layer, ...]:
 
 
 def all_layers(captioner: Captioner) -> tuple[Layer, ...]:
-    """The layers of a captioner, in order."""
+    """Return the layers of a captioner, in order."""
     return layers_for(
         video_depth=len(_tower_of(captioner).transformer.resblocks),
         text_depth=len(captioner.decoder.transformer.resblocks),
@@ -71,7 +71,7 @@ def all_layers(captioner: Captioner) -> tuple[Layer, ...]:
 
 
 def owners_of(name: str) -> tuple[Layer, ...]:
-    """The layers that a parameter or buffer of a captioner belongs to; two for the tied embedding.
+    """Return the layers of a parameter or buffer of a captioner; two for the tied embedding.
 
     Raises:
         ValueError: a captioner has no parameter or buffer of that name.
@@ -92,7 +92,7 @@ def owners_of(name: str) -> tuple[Layer, ...]:
 
 
 def parameters_by_layer(captioner: Captioner) -> list[int]:
-    """Number of parameters of each layer; tied ones count in both."""
+    """Return the number of parameters of each layer; tied parameters count in both."""
     counts = dict.fromkeys(all_layers(captioner), 0)
     for name, parameter in captioner.named_parameters():
         for layer in owners_of(name):
@@ -101,7 +101,7 @@ def parameters_by_layer(captioner: Captioner) -> list[int]:
 
 
 def layers_of(captioner: Captioner) -> list[LayerCost]:
-    """The layers with their costs, in order; blocks of tower and decoder are of one kind."""
+    """Return the layers with their costs, in order; blocks of tower and decoder are of one kind."""
     kinds = [_BLOCK_KIND if layer.kind.endswith(_BLOCK_KIND) else layer.kind for layer in all_layers(captioner)]
     return [LayerCost(*layer) for layer in zip(kinds, parameters_by_layer(captioner), strict=True)]
 
@@ -112,7 +112,7 @@ class CaptionerPart(nn.Module):
     Parameters of other layers are removed from the captioner; on the meta device they never need memory.
 
     Args:
-        begin, end: index of the first layer and of the one after the last.
+        begin, end: Index of the first layer, and index after the last.
     """
 
     def __init__(self, captioner: Captioner, *, begin: int, end: int) -> None:
@@ -125,12 +125,12 @@ class CaptionerPart(nn.Module):
         _drop_all_but(captioner, self.layers)
 
     def has(self, kind: LayerKind) -> bool:
-        """Whether one of its layers is of a kind."""
+        """Return True if one of its layers is of a kind."""
         return any(layer.kind == kind for layer in self.layers)
 
     @property
     def is_last(self) -> bool:
-        """Whether its output is logits."""
+        """True if its output is logits."""
         return self.has("head")
 
     def forward(
@@ -139,8 +139,8 @@ class CaptionerPart(nn.Module):
         """Run all layers.
 
         Args:
-            given: clips for the first part, otherwise the outputs of the part before.
-            tokens: see `Captioner.forward`; for the part that embeds them.
+            given: Clips for the first part, otherwise the outputs of the previous part.
+            tokens: Tokens for the part that embeds them (`Captioner.forward`).
         """
         carried = given
         for layer in self.layers:
@@ -148,7 +148,7 @@ class CaptionerPart(nn.Module):
         return carried[0] if len(carried) == 1 else carried
 
     def encode(self, *given: torch.Tensor) -> torch.Tensor:
-        """Run the layers of the tower alone; the input is returned if there are none."""
+        """Run only the layers of the tower; without any, the input is returned."""
         carried = given
         for layer in self.layers:
             if layer.kind.startswith("video_"):
@@ -156,7 +156,7 @@ class CaptionerPart(nn.Module):
         return carried[0]
 
     def start(self, video_VND: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> TextCache:
-        """A cache of this part's text blocks; see `Gpt2.start`."""
+        """Return a cache of this part's text blocks (`Gpt2.start`)."""
         numbers = [layer.number for layer in self.layers if layer.kind == "text_block"]
         decoder = self._decoder()
         return decoder.start(video_VND, num_tokens=num_tokens, rows_per_video=rows_per_video, numbers=numbers)
@@ -165,7 +165,7 @@ class CaptionerPart(nn.Module):
         """Run the decoder's layers on the tokens that follow those in the cache.
 
         Args:
-            given: int64 [R, L] for the part that embeds tokens, otherwise the output of the part before, [R, L, D].
+            given: Tokens, int64 [R, L], for the part that embeds them, otherwise the previous part's output, [R, L, D].
 
         Returns:
             Logits [R, W] of the next token from the last part; otherwise [R, L, D].
@@ -204,10 +204,10 @@ class CaptionerPart(nn.Module):
 
 
 def _tower_of(module: nn.Module) -> TokenTower:
-    """The video tower, block by block.
+    """Return the video tower, which runs block by block.
 
     Raises:
-        UserError: it is a library's, which is one module.
+        UserError: it is a library's tower, which is one module.
     """
     if not isinstance(module.video, TokenTower):
         raise UserError(
@@ -219,7 +219,7 @@ def _tower_of(module: nn.Module) -> TokenTower:
 
 
 def part_of(captioner: Captioner, layers: range) -> CaptionerPart:
-    """Some layers of a captioner, which become those of the part."""
+    """Move some layers of a captioner to a part."""
     return CaptionerPart(captioner, begin=layers.start, end=layers.stop)
 
 
@@ -238,7 +238,7 @@ def _drop_all_but(captioner: nn.Module, layers: Sequence[Layer]) -> None:
 
 
 def whole_captioner(model: nn.Module, *, stages: World, device: torch.device) -> nn.Module:
-    """A module that every pipeline stage can call like a whole captioner; the model itself if there is one stage."""
+    """Return a module that every pipeline stage can call like a complete captioner; the model if there is one stage."""
     if stages.size == 1:
         return model
     assert isinstance(model, CaptionerPart)
@@ -246,14 +246,13 @@ def whole_captioner(model: nn.Module, *, stages: World, device: torch.device) ->
 
 
 class StagedCaptioner(nn.Module):
-    """Computes what `clipmill.train.models.captioner.Captioner` does; only the first stage needs the pixels of the
-    clips.
+    """A captioner in stages, called like `clipmill.train.models.captioner.Captioner`; the first stage needs the pixels.
 
-    The encoder's output passes through the stages once, and each stage caches keys and values of its own blocks. The
-    last one broadcasts its logits, R * W numbers per token, so that all choose the same tokens.
+    The encoder's output passes through the stages once, and each stage caches keys and values of its blocks. The last
+    stage broadcasts its logits, R * W numbers per token, so that all choose the same tokens.
 
     Args:
-        part: this stage's layers.
+        part: Layers of this stage.
     """
 
     def __init__(self, part: CaptionerPart, *, stages: World, device: torch.device) -> None:
@@ -264,16 +263,16 @@ class StagedCaptioner(nn.Module):
         self._first = stages.gather_objects(part.has("token_embedding")).index(True)
 
     def forward(self, video_VCTHW: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [R, L, W] of the token after each; see `Captioner.forward`."""
+        """Return logits [R, L, W] of the token after each (`Captioner.forward`)."""
 
         def run(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            found = self.part(*(given or (video_VCTHW,)), tokens=tokens)
-            return found if isinstance(found, tuple) else (found,)
+            outputs = self.part(*(given or (video_VCTHW,)), tokens=tokens)
+            return outputs if isinstance(outputs, tuple) else (outputs,)
 
         return self._from_last(run_along(self._stages, run, device=self._device))
 
     def start(self, video_VCTHW: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> TextCache:
-        """A cache of this stage's blocks; see `Captioner.start`."""
+        """Return a cache of this stage's blocks (`Captioner.start`)."""
 
         def run(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return (self.part.encode(*(given or (video_VCTHW,))),)
@@ -282,13 +281,13 @@ class StagedCaptioner(nn.Module):
         return self.part.start(video_VND, num_tokens=num_tokens, rows_per_video=rows_per_video)
 
     def step(self, tokens_RL: torch.Tensor, cache: TextCache) -> torch.Tensor:
-        """Logits [R, W] of the next token; see `Captioner.step`."""
+        """Return logits [R, W] of the next token (`Captioner.step`)."""
 
         def run(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return (self.part.step(given[0] if given else tokens_RL, cache),)
 
         return self._from_last(run_along(self._stages, run, first=self._first, device=self._device))
 
-    def _from_last(self, found: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _from_last(self, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         is_last = self._stages.rank == self._stages.size - 1
-        return broadcast_from_last(self._stages, found[0] if is_last else None, device=self._device)
+        return broadcast_from_last(self._stages, outputs[0] if is_last else None, device=self._device)

@@ -1,6 +1,11 @@
-"""Train a captioner: a video tower, and a decoder that attends to its tokens.
+"""The captioner, a video tower and a decoder that attends to its tokens: task, evaluation in the loop, and loss.
 
-Shape suffixes: B batch, C channels, T frames, H and W pixels.
+A sample has one or several captions of its clip as tokens with an end token, padded with `NO_TOKEN`. The decoder
+predicts each token from the tokens before it and, by cross-attention, from the clip; the loss is the mean over all
+tokens of the batch. In an evaluation, one caption per clip is generated and compared with all captions of that clip.
+
+Shape suffixes: B batch of a rank, R rows of a microbatch, K captions of a clip, L tokens, V vocabulary, C channels,
+T frames, H and W pixels.
 """
 
 import math
@@ -72,7 +77,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
     """The task of `train caption`.
 
     Args:
-        decoder: of an existing run; otherwise the one that the settings name.
+        decoder: Decoder of an existing run; by default the decoder that the settings name.
     """
 
     name = "caption"
@@ -99,7 +104,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return self._decoder
 
     def facts(self) -> dict[str, Any]:
-        """Entries of run.json: size of the decoder, its weights, number of parameters."""
+        """Return the entries of run.json: size of the decoder, its weights, number of parameters."""
         parts = self.decoder
         with torch.device("meta"):
             model = self.new_model()
@@ -107,27 +112,27 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return {"decoder": decoder_facts(parts), **captions, **start_facts(model, parts), **super().facts()}
 
     def files(self) -> dict[str, bytes]:
-        """Tokenizer, and configuration of a language model, which the weights cannot be used without."""
+        """Return the files that the weights need: the tokenizer, and the configuration of a language model."""
         return decoder_files(self.decoder)
 
     def training_set(self, world: World) -> "AnySamples":
-        """This rank's part of the clips and captions of the split that the settings name.
+        """Open this rank's part of the clips and captions of the split that the settings name.
 
         Raises:
-            UserError: there are none, or the named decoder is not available or has too short a context.
+            UserError: the split is empty, or the named decoder is not available or has too short a context.
         """
         settings = self._settings
         sets: list[Samples[ClipReader]] = []
 
-        def open_one(task: CaptionTask) -> "Samples[ClipReader]":
-            # The words of all folders decide about the tokens of each.
-            def tokenizer(_: Iterable[str]) -> CaptionTokenizer:
-                return self._tokenizer(text for one in sets for text in one.captions.all_texts())
+        # The words of all folders decide about the tokens of each.
+        def tokenizer(_: Iterable[str]) -> CaptionTokenizer:
+            return self._tokenizer(text for samples in sets for text in samples.captions.all_texts())
 
+        def open_folder_of(task: CaptionTask) -> "Samples[ClipReader]":
             sets.append(task._open(settings.split, world, make_tokenizer=tokenizer))
             return sets[-1]
 
-        samples = self.open_mixture(open_one)
+        samples = self.mixed(open_folder_of)
         _ = sets[0].captions.tokenizer  # made now, as the decoder depends on it
         self._captions_per_clip = f"{sum(one.captions.num_entries for one in sets) / sum(map(len, sets)):.3g}"
         # Checked now, so that a mistake in --decoding is reported before training starts.
@@ -135,17 +140,18 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         if settings.evaluate.every and settings.evaluate.java:
             require_java(settings.evaluate.spice_jars)
         if settings.evaluate.every:
-            for one in settings.evaluated_data():
-                with one.opening():
-                    self._held_out[one.name] = found = self.on(one.shards).samples(one.split, world)
-                self.note_evaluation(one, found)
+            for data in settings.evaluated():
+                with data.opening():
+                    held_out = self.on(data.shards).samples(data.split, world)
+                self._held_out[data.name] = held_out
+                self.note_evaluation(data, held_out)
         return samples
 
     def samples(self, split: str, world: World) -> "Samples[ClipReader]":
-        """This rank's part of the clips and captions of any split.
+        """Open this rank's part of the clips and captions of any split.
 
         Raises:
-            UserError: there are none, or the named decoder is not available.
+            UserError: the split is empty, or the named decoder is not available.
         """
         samples = self._open(split, world, make_tokenizer=self._tokenizer)
         _ = samples.captions.tokenizer  # made now, as the decoder depends on it
@@ -168,7 +174,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         )
 
     def new_model(self, samples: "AnySamples | None" = None) -> AnyCaptioner:
-        """A captioner with new weights, and those of `--decoder.weights`."""
+        """Build a captioner with new weights, and the weights of `--decoder.weights`."""
         return build_captioner(self._settings, self.decoder, attend=self._attention.attend)
 
     def fit_weights(self, model: AnyCaptioner, source: Source, *, say: Say) -> Loaded:
@@ -180,28 +186,28 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return start_of_captioner(model, source, allow=(), say=say)
 
     def build_model(self, samples: "AnySamples | None" = None) -> AnyCaptioner:
-        """A captioner with the weights to start from, and frozen parts."""
+        """Build a captioner with the weights to start from, and frozen parts."""
         return super().build_model(samples)
 
     def adapt(self, model: AnyCaptioner, tower: Tower) -> None:
-        """Add adapters to a tower; those of a language model are peft's."""
+        """Add adapters to a tower; a language model has peft's."""
         if tower == "decoder" and isinstance(model, LanguageCaptioner):
             add_language_adapters(model.decoder, self._settings.lora)
         else:
             super().adapt(model, tower)
 
     def towers_of_start(self) -> Sequence[Tower]:
-        """The towers with adapters but a language model, which has weights of its own."""
-        is_own = self._settings.decoder.lm is not None
-        return [one for one in super().towers_of_start() if not (is_own and one == "decoder")]
+        """Return the towers with adapters, without a language model, which brings its weights."""
+        brings_weights = self._settings.decoder.lm is not None
+        return [tower for tower in super().towers_of_start() if not (brings_weights and tower == "decoder")]
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The blocks of tower and decoder."""
-        own = super().units(model)
-        return [*own, *language_blocks(model.decoder)] if isinstance(model, LanguageCaptioner) else own
+        """Return the blocks of tower and decoder."""
+        blocks = super().units(model)
+        return [*blocks, *language_blocks(model.decoder)] if isinstance(model, LanguageCaptioner) else blocks
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Cross-entropy of tokens."""
+        """Return the cross-entropy of tokens."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
         decoder = self.decoder
         return CaptionLoss(
@@ -212,15 +218,15 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         )
 
     def layers(self, model: Captioner) -> list[LayerCost]:
-        """The layers that a pipeline is cut between."""
+        """Return the layers between which a pipeline is cut."""
         return layers_of(model)
 
     def part(self, model: Captioner, layers: range) -> nn.Module:
-        """Some layers of a captioner, for a stage of a pipeline."""
+        """Return some layers of a captioner, for a stage of a pipeline."""
         return part_of(model, layers)
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
-        """Clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
+        """Return clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
         if "video" not in batch:
             # On later pipeline stages, only the number of clips matters.
             return torch.empty(len(batch["position"][rows]), 0, device=self._device)
@@ -228,19 +234,19 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return self.pixels(batch, rows, mean=mean, std=std, is_training=is_training)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float | list[float]]:
-        """Loss, metrics and exact matches on the data that the settings name, as `<name>/<metric>`."""
-        found: dict[str, float | list[float]] = {}
+        """Return loss, metrics and exact matches on the data that the settings name, as `<name>/<metric>`."""
+        metrics_of_data: dict[str, float | list[float]] = {}
         for name, samples in self._held_out.items():
-            metrics, losses = self._said(model, samples, world)
-            found |= {**split_metrics(name, metrics), f"{name}/loss of each batch": losses}
-        return found
+            metrics, losses = self._score_captions(model, samples, world)
+            metrics_of_data |= {**split_metrics(name, metrics), f"{name}/loss of each batch": losses}
+        return metrics_of_data
 
-    def _said(
+    def _score_captions(
         self, model: nn.Module, samples: "Samples[ClipReader]", world: World
     ) -> tuple[dict[str, float], list[float]]:
         most = self._settings.evaluate.max_samples
         batches = samples.evaluation_batches(every=every_for(len(samples), at_most=most))
-        own = captions_of(
+        generated = captions_of(
             whole_captioner(model, stages=world.stages, device=self._device),
             batches_on_all_stages(batches, world.stages),
             inputs=self.inputs,
@@ -248,7 +254,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             decoding=self.decoding(),
             device=self._device,
         )
-        parts, how = world.gather_objects(own), self._settings.evaluate
+        parts, how = world.gather_objects(generated), self._settings.evaluate
 
         def metrics() -> dict[str, float]:
             return metrics_of(
@@ -259,14 +265,14 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         # One program of Java, not one for each process.
         return world.first(metrics) if how.java else metrics(), losses
 
-    def decoding(self, wanted: DecodingSettings | None = None) -> DecodingSettings:
-        """Settings of decoding: the given ones, or the run's; limited by the decoder's context.
+    def decoding(self, settings: DecodingSettings | None = None) -> DecodingSettings:
+        """Return the given settings of decoding, or the run's, limited by the decoder's context.
 
         Raises:
             UserError: a requested limit exceeds the context.
         """
-        is_of_run = wanted is None and self._is_of_run
-        return fit_decoding(wanted or self._settings.decoding, self.decoder.context_length, is_of_run=is_of_run)
+        is_of_run = settings is None and self._is_of_run
+        return fit_decoding(settings or self._settings.decoding, self.decoder.context_length, is_of_run=is_of_run)
 
     def _tokenizer(self, texts: Iterable[str]) -> CaptionTokenizer:
         if self._decoder is None:
@@ -280,9 +286,9 @@ class GeneratedCaptions:
     """Captions of this rank's clips.
 
     Attributes:
-        captions: by the index of the clip.
-        summed_loss: cross-entropy of the first reference captions of each clip, summed over `num_tokens` tokens.
-        batch_losses: its mean over the tokens of each batch.
+        captions: Captions by the index of the clip.
+        summed_loss: Cross-entropy of the first reference captions of each clip, summed over `num_tokens` tokens.
+        batch_losses: Mean cross-entropy over the tokens of each batch.
     """
 
     captions: dict[int, str] = field(default_factory=dict)
@@ -305,11 +311,11 @@ def captions_of(
     """Generate one caption per clip with a captioner in evaluation mode.
 
     Args:
-        inputs: from a batch to clips [B, C, T, H, W].
+        inputs: Function from a batch to clips [B, C, T, H, W].
     """
-    found = GeneratedCaptions()
+    captions = GeneratedCaptions()
     for loaded in batches:
-        found.failed += loaded.failed
+        captions.failed += loaded.failed
         if not loaded.batch:
             continue
         batch = to_device(loaded.batch, device)
@@ -317,17 +323,17 @@ def captions_of(
         targets_BKL = without_padding(batch["targets"])
         logits = model(clips_BCTHW, shift_targets(targets_BKL, end_id=tokenizer.end_id))
         loss, num_tokens = summed_loss(logits, targets_BKL).item(), int((targets_BKL != NO_TOKEN).sum())
-        found.summed_loss, found.num_tokens = found.summed_loss + loss, found.num_tokens + num_tokens
-        found.batch_losses += [loss / num_tokens] if num_tokens else []
+        captions.summed_loss, captions.num_tokens = captions.summed_loss + loss, captions.num_tokens + num_tokens
+        captions.batch_losses += [loss / num_tokens] if num_tokens else []
         indices = batch["clip_id"].tolist()
         generated = generate_captions(model, clips_BCTHW, decoding, end_id=tokenizer.end_id, samples=indices)  # type: ignore[arg-type]
         texts = (tokenizer.text(row) for row in generated.tokens_VL.tolist())
-        found.captions |= dict(zip(indices, texts, strict=True))
-    return found
+        captions.captions |= dict(zip(indices, texts, strict=True))
+    return captions
 
 
 def loss_of(parts: Sequence[GeneratedCaptions]) -> float:
-    """Mean cross-entropy per token over all parts.
+    """Return the mean cross-entropy per token over all parts.
 
     Raises:
         FailedWork: nothing could be decoded, or predictions are not finite.
@@ -348,17 +354,17 @@ def metrics_of(
     with_java: bool = False,
     spice_jars: Path | None = None,
 ) -> dict[str, float]:
-    """Metrics of the captions of all ranks: loss, metrics of n-grams, exact matches, and those of Java's programs.
+    """Return metrics of the captions of all ranks: loss, n-gram metrics, exact matches, and metrics of Java programs.
 
     The numbers of failed clips, of empty captions and of clips whose references have no words are added if they are
     not 0.
 
     Args:
-        references: all captions of a clip, by its index.
-        with_java, spice_jars: see `score_captions`.
+        references: Function that returns all captions of a clip, by its index.
+        with_java, spice_jars: Arguments of `score_captions`.
 
     Raises:
-        FailedWork: see `loss_of`; or a program of Java failed.
+        FailedWork: see `loss_of`; also if a Java program failed.
         UserError: no clip has references with words.
     """
     loss = loss_of(parts)
@@ -378,7 +384,7 @@ def metrics_of(
 def comparable_captions(
     captions: Mapping[str, str], references: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, str], dict[str, Sequence[str]], list[str]]:
-    """Captions and references of clips that can be scored, and names of clips whose references have no words.
+    """Return captions and references of clips that can be scored, and names of clips whose references have no words.
 
     Raises:
         UserError: no clip has references with words.
@@ -388,7 +394,7 @@ def comparable_captions(
     if left_out and not kept:
         raise UserError(
             f"clips whose references have words: 0 of {len(left_out)}; there is nothing to compare captions with",
-            hint="check the captions of this split: they are empty or punctuation alone",
+            hint="check the captions of this split: they are empty, or only punctuation",
         )
     return {one: captions[one] for one in kept}, kept, left_out
 
@@ -397,16 +403,16 @@ _NUM_BUCKETS, _MIN_BUCKET = 8, 8
 
 
 class CaptionLoss(Objective):
-    """Next-token cross-entropy, mean over all tokens of the whole batch, including end tokens.
+    """Next-token cross-entropy, mean over all tokens of the complete batch, including end tokens.
 
     Every token has the same weight, on whichever rank and in whichever microbatch it is; padding has none.
 
     Args:
-        inputs: clips [R, C, T, H, W] of some rows of a batch.
-        end_id: token that the decoder is given before the first one of a caption.
-        label_smoothing: (Szegedy et al. 2016, section 7).
-        num_before: number of tokens of the decoder before those of a caption, which are computed for each caption;
-            None for a decoder without any. With a number, microbatches hold captions of similar lengths.
+        inputs: Function that returns clips [R, C, T, H, W] of some rows of a batch.
+        end_id: Token that the decoder is given before the first token of a caption.
+        label_smoothing: Label smoothing (Szegedy et al. 2016, section 7).
+        num_before: Number of tokens of the decoder before a caption, which are computed for each caption; None for a
+            decoder without any. With a number, microbatches hold captions of similar lengths.
     """
 
     def __init__(
@@ -422,10 +428,10 @@ class CaptionLoss(Objective):
         self._num_before = num_before
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Add the gradients of this rank's share of the batch; return the loss of the whole batch."""
+        """Add the gradients of this rank's share of the batch; return the loss of the complete batch."""
         is_bucketed = self._num_before is not None
         if is_bucketed:
-            batch, step = by_length(batch), in_buckets(step, num_samples=len(batch["targets"]))
+            batch, step = sort_by_length(batch), bucket_step(step, num_samples=len(batch["targets"]))
         longest = int(batch["length"].max()) if "length" in batch else None
         targets_BKL = without_padding(batch["targets"], longest=longest)
         num_samples = len(targets_BKL)
@@ -455,39 +461,39 @@ class CaptionLoss(Objective):
             )
             total = model.backward(pipelined, step)
         else:
-            # Losses are summands of the whole batch's, and gradients are averaged over ranks.
+            # Losses are summands of the complete batch's loss, and gradients are averaged over ranks.
             losses = backward_microbatches(loss_of, num_samples=num_samples, step=step, gradient_factor=step.world.size)
             total = sum((loss.double() for loss in losses[1:]), losses[0].double())
-        found: dict[str, Scalar] = {"loss": step.world.sum(total), "num_tokens": num_tokens}
+        metrics: dict[str, Scalar] = {"loss": step.world.sum(total), "num_tokens": num_tokens}
         if self._num_before is not None:
             num_captions = step.world.sum((targets_BKL[..., 0] != NO_TOKEN).sum())
             num_used = num_tokens + num_captions * self._num_before
-            found["padding"] = 1 - num_used / step.world.sum(torch.full_like(num_tokens, num_computed))
-        return found
+            metrics["padding"] = 1 - num_used / step.world.sum(torch.full_like(num_tokens, num_computed))
+        return metrics
 
 
-def by_length(batch: Batch) -> Batch:
-    """The tensors of a batch in the order of the lengths of captions; of K captions, of the longest."""
+def sort_by_length(batch: Batch) -> Batch:
+    """Sort the tensors of a batch by the lengths of captions; of K captions, the longest counts."""
     order = batch["length"].argsort(stable=True)
-    found = {name: one[send(order, one.device)] for name, one in batch.items() if isinstance(one, torch.Tensor)}
-    return cast(Batch, {**batch, **found})
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    return cast(Batch, {**batch, **{name: value[send(order, value.device)] for name, value in tensors.items()}})
 
 
-def in_buckets(step: Step, *, num_samples: int) -> Step:
-    """The step with a microbatch of at most a fraction of the samples, if there are enough of them.
+def bucket_step(step: Step, *, num_samples: int) -> Step:
+    """Return the step with a microbatch of at most a fraction of the samples, if there are enough samples.
 
-    Sorted by length, each is padded to its own longest caption. The number of microbatches depends on that of the
-    samples alone, as FSDP gathers weights for each on all ranks.
+    Sorted by length, each microbatch is padded to its longest caption. The number of microbatches depends only on the
+    number of samples, as FSDP gathers weights for each on all ranks.
     """
     size = max(_MIN_BUCKET, -(-num_samples // _NUM_BUCKETS))
     return replace(step, microbatch=min(size, step.microbatch or size))
 
 
 def without_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) -> torch.Tensor:
-    """The targets without trailing positions that are padding in all captions; at least one position remains.
+    """Remove trailing positions that are padding in all captions; at least one position remains.
 
     Args:
-        longest: number of tokens of the longest caption. If it is left out, the host waits for the device to count.
+        longest: Number of tokens of the longest caption. By default, the host waits for the device to count.
     """
     if longest is None:
         longest = int((targets_BKL != NO_TOKEN).sum(dim=-1).max())
@@ -495,10 +501,10 @@ def without_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) ->
 
 
 def shift_targets(targets: torch.Tensor, *, end_id: int) -> torch.Tensor:
-    """Decoder inputs for targets: each position has the token before its target, the first one the end token.
+    """Return decoder inputs for targets: each position has the token before its target, the first the end token.
 
     Args:
-        targets: int64 [..., L].
+        targets: Target tokens, int64 [..., L].
     """
     before = torch.roll(targets, 1, dims=-1)
     before[..., 0] = end_id
@@ -507,10 +513,10 @@ def shift_targets(targets: torch.Tensor, *, end_id: int) -> torch.Tensor:
 
 
 def summed_loss(logits: torch.Tensor, targets_RKL: torch.Tensor, *, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Cross-entropy summed over tokens, computed in at least float32.
+    """Return the cross-entropy summed over tokens, computed in at least float32.
 
     Args:
-        logits: [R * K, L, V].
+        logits: Logits [R * K, L, V].
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return cross_entropy(

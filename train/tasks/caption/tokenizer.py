@@ -1,6 +1,8 @@
-"""Captions to token ids and back: byte-level BPE as GPT-2's, read from a folder or trained on the captions themselves.
+"""Captions as token ids: byte-level BPE as GPT-2's, read from a folder or trained on the captions; targets of clips.
 
-The tokenizers library does it, the one that transformers uses: its files are what GPT-2 comes with.
+The tokenizers library of transformers does the work, and reads the files of GPT-2.
+
+Shape suffixes: K captions of a visit, L tokens.
 """
 
 import string
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
 
 END = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
-# What GPT-2 has had instead of it.
+# Older files of GPT-2 with the same content.
 _PARTS = ("vocab.json", "merges.txt")
-# What a loss leaves out; torch's own number for it.
+# Target that a loss ignores; torch's number.
 NO_TOKEN = -100
 _LETTERS = string.ascii_letters + string.digits
 
@@ -39,17 +41,17 @@ class CaptionTokenizer:
     """A byte-level BPE: every text has tokens, from which it can be restored.
 
     Attributes:
-        end_id: the token before the first and behind the last one of a caption.
-        vocabulary_size: ids are from 0 to below this.
+        end_id: Token before the first and after the last token of a caption.
+        vocabulary_size: Number of ids, which start at 0.
 
     Args:
-        end: the token at the end of a caption, as text.
+        end: Token at the end of a caption, as text.
     """
 
     def __init__(self, tokenizer: "Tokenizer", *, where: str, end: str = END) -> None:
         end_id = tokenizer.token_to_id(end)
         if end_id is None:
-            special = [one.content for one in tokenizer.get_added_tokens_decoder().values() if one.special]
+            special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
             raise UserError(
                 f"the tokenizer of {where} has no {end}, the token at the end of a caption; its special tokens: "
                 f"{', '.join(special) or 'none'}",
@@ -61,28 +63,28 @@ class CaptionTokenizer:
         self._tokenizer = tokenizer
         self.end_id: int = end_id
         tokens_of = zip(_LETTERS, tokenizer.encode_batch(list(_LETTERS), add_special_tokens=False), strict=True)
-        if lost := [letter for letter, found in tokens_of if not found.ids or end_id in found.ids]:
+        if lost := [letter for letter, encoded in tokens_of if not encoded.ids or end_id in encoded.ids]:
             raise UserError(
                 f"the tokenizer of {where} has no tokens for {len(lost)} of {len(_LETTERS)} letters and digits, such "
                 f"as {lost[0]!r}: captions would lose them",
-                hint="use a whole one of GPT-2's kind; is the file that of another model, or cut short?",
+                hint="it is not a GPT-2 tokenizer, or truncated; name the folder of a complete one",
             )
         self.vocabulary_size: int = tokenizer.get_vocab_size()
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a caption, without the end token."""
-        found: list[int] = self._tokenizer.encode(one_line(text), add_special_tokens=False).ids
-        return found
+        """Return the tokens of a caption, without the end token."""
+        ids: list[int] = self._tokenizer.encode(one_line(text), add_special_tokens=False).ids
+        return ids
 
     def prompt_ids(self, text: str) -> list[int]:
-        """The tokens of a part of a prompt, whose line breaks count."""
-        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
-        return found
+        """Return the tokens of a part of a prompt, whose line breaks count."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
+        return ids
 
     def targets(self, text: str, *, max_tokens: int) -> NDArray[np.int64]:
         """Return the target tokens of a decoder, int64 [max_tokens]: the tokens, the end, and -100 after it.
 
-        A caption that is longer is cut, and then has no end: the decoder does not learn to stop there.
+        A longer caption is cut, and has no end then: the decoder does not learn to stop there.
         """
         ids = [*self.ids(text), self.end_id][:max_tokens]
         targets = np.full(max_tokens, NO_TOKEN, np.int64)
@@ -90,38 +92,41 @@ class CaptionTokenizer:
         return targets
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens up to the first end token, on one line; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of tokens up to the first end token, on one line; bytes that are not UTF-8 become U+FFFD."""
         ids = list(ids)
         if self.end_id in ids:
             ids = ids[: ids.index(self.end_id)]
         return one_line(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def num_longer(self, texts: Iterable[str], *, max_tokens: int) -> int:
-        """Number of captions that do not fit with all of their tokens and the end token."""
-        # A token is a byte at least: most captions need not be looked at.
+        """Count captions that do not fit with all of their tokens and the end token."""
+        # A token has at least one byte: most captions need no encoding.
         long = [line for line in map(one_line, texts) if len(line.encode()) >= max_tokens]
-        return sum(len(one.ids) >= max_tokens for one in self._tokenizer.encode_batch(long, add_special_tokens=False))
+        encoded = self._tokenizer.encode_batch(long, add_special_tokens=False)
+        return sum(len(caption.ids) >= max_tokens for caption in encoded)
 
     def numbers(self) -> dict[str, int]:
-        """The number of each token."""
-        found: dict[str, int] = self._tokenizer.get_vocab()
-        return found
+        """Return the id of each token."""
+        ids: dict[str, int] = self._tokenizer.get_vocab()
+        return ids
 
     def as_json(self) -> bytes:
-        """What `read_tokenizer` reads."""
+        """Return the content of the file that `read_tokenizer` reads."""
         return str(self._tokenizer.to_str()).encode()
 
 
 def one_line(text: str) -> str:
-    """A caption without control characters, its words with one space between them."""
-    return " ".join("".join(" " if unicodedata.category(one) == "Cc" else one for one in text).split())
+    """Return a caption without control characters, with one space between words."""
+    return " ".join("".join(" " if unicodedata.category(char) == "Cc" else char for char in text).split())
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> CaptionTokenizer:
-    """A BPE of the most frequent pairs of these captions, from 256 bytes up (Sennrich et al. 2016).
+    """Train a BPE of the most frequent pairs of these captions, starting from 256 bytes (Sennrich et al. 2016).
+
+    The same texts give the same tokenizer.
 
     Args:
-        vocabulary_size: at most; few texts have fewer pairs. The same texts give the same tokenizer.
+        vocabulary_size: Maximum size; few texts have fewer pairs.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -139,18 +144,18 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> CaptionTok
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether `read_tokenizer` finds its files."""
+    """Return True if the folder has the files that `read_tokenizer` reads."""
     return (folder / TOKENIZER_FILE).is_file() or all((folder / name).is_file() for name in _PARTS)
 
 
 def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer:
-    """The tokenizer in a folder: tokenizer.json, or GPT-2's vocab.json and merges.txt.
+    """Read the tokenizer in a folder: tokenizer.json, or GPT-2's vocab.json and merges.txt.
 
     Args:
-        hint: replaces the hint of errors about a missing or damaged tokenizer.
+        hint: Hint of errors about a missing or damaged tokenizer, in place of the default.
 
     Raises:
-        UserError: there is none, it is damaged, or it has no token for the end of a text.
+        UserError: the tokenizer is missing, damaged, or has no token for the end of a text.
     """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -159,14 +164,15 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
     if not has_tokenizer(folder):
         raise UserError(
             f"there is no tokenizer in {folder}",
-            hint=hint or f"it is {TOKENIZER_FILE}, or vocab.json and merges.txt, as GPT-2's folder has them",
+            hint=hint or f"it is {TOKENIZER_FILE}, or vocab.json and merges.txt as in GPT-2's folder",
         )
     files = [whole] if whole.is_file() else parts
     try:
         if files == parts:
             vocabulary = parse_json(parts[0].read_text(encoding="utf-8"))
             lines = parts[1].read_text(encoding="utf-8").splitlines()
-            merges = [(left, right) for left, right in (line.split(" ") for line in lines if _is_merge(line))]
+            pairs = (line.split(" ") for line in lines if line and not line.startswith("#version"))
+            merges = [(left, right) for left, right in pairs]
             tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges))
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             tokenizer.decoder = decoders.ByteLevel()
@@ -179,20 +185,16 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
     return CaptionTokenizer(tokenizer, where=str(folder))
 
 
-def _is_merge(line: str) -> bool:
-    return bool(line) and not line.startswith("#version")
-
-
 class TargetCaptions(Captions):
     """The captions of clips as targets; batches have `targets`.
 
-    A visit in training has `per_visit` of the clip's captions, drawn without repeats, all where there are no more; an
-    evaluation has the first ones. Places of captions that a clip lacks hold no tokens.
+    A visit in training has `per_visit` of the clip's captions, drawn without repeats, or all if there are no more; an
+    evaluation has the first captions. Places of captions that a clip lacks hold no tokens.
 
     Args:
-        make_tokenizer: Gives the tokenizer, and may look at the captions for it.
-        max_tokens: L, the end of a caption included; longer ones are cut, and counted.
-        per_visit: K.
+        make_tokenizer: Function that returns the tokenizer, and may read the captions for it.
+        max_tokens: Number L of tokens, the end of a caption included; longer captions are cut, and counted.
+        per_visit: Number K of captions of a visit.
     """
 
     def __init__(
@@ -209,11 +211,11 @@ class TargetCaptions(Captions):
 
     @cached_property
     def tokenizer(self) -> CaptionTokenizer:
-        """The tokenizer of the targets; created on first use, since it may depend on the captions of several sets."""
+        """Tokenizer of the targets; created on first use, since it may depend on the captions of several sets."""
         return self._make_tokenizer(self.all_texts())
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """An epoch shows as many captions as there are, as that of a loader of (video, caption) pairs does."""
+        """Return the visits of an epoch, which shows as many captions as a loader of (video, caption) pairs does."""
         return max(num_samples, self.num_entries / self._per_visit)
 
     @cached_property
@@ -221,24 +223,24 @@ class TargetCaptions(Captions):
         return self.tokenizer.num_longer(self.all_texts(), max_tokens=self._max_tokens)
 
     def facts(self) -> tuple[Any, ...]:
-        """The tokenizer, for the fingerprint of the samples."""
+        """Return the hash of the tokenizer, for the fingerprint of the samples."""
         return (sha256(self.tokenizer.as_json()).hexdigest(),)
 
     def describe(self) -> list[str]:
-        """How many captions are cut, for the log."""
+        """Return the number of captions that are cut, for the log."""
         return [f"{self._num_cut:,} cut to {self._max_tokens} tokens"] if self._num_cut else []
 
     def add(self, sample: Sample, request: SampleRequest) -> None:
         """Add the targets of the clip's captions, int64 [K, L]."""
-        entries = self._drawn(request)
+        entries = self._draw_entries(request)
         targets_KL = np.full((self._per_visit, self._max_tokens), NO_TOKEN, np.int64)
         for row, entry in enumerate(entries):
             targets_KL[row] = self.tokenizer.targets(self.text_at(entry), max_tokens=self._max_tokens)
         sample["caption_id"] = self.caption_id(entries[0])
         sample["targets"] = targets_KL
 
-    def _drawn(self, request: SampleRequest) -> list[int]:
-        """Entries of the captions that a visit shows, in order."""
+    def _draw_entries(self, request: SampleRequest) -> list[int]:
+        """Draw the entries of the captions that a visit shows, in order."""
         choice = self.rows.choice
         entries = choice.entries(request.sample)
         if request.seed is None or len(entries) <= self._per_visit:

@@ -1,4 +1,8 @@
-"""Caption video files with a trained captioner: what `train caption-video` runs."""
+"""`train caption-video`: caption video files with a trained captioner, and write the captions of their windows.
+
+Nothing is published before it is complete: json and srt files appear under their names at the end of a run, or, with
+one file for each video, at the end of the video.
+"""
 
 import json
 import re
@@ -41,7 +45,7 @@ from clipmill.train.tasks.caption.video_windows import (
     WindowClip,
     caption_videos,
     find_videos,
-    length_us,
+    parse_length_us,
     shown_name,
 )
 from clipmill.train.weights.source import Say
@@ -51,7 +55,7 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class TrainedCaptioner:
-    """A run and its model with the weights of the latest checkpoint, in evaluation mode; `name` is that of the run."""
+    """A run, called `name`, and its model with the weights of the latest checkpoint, in evaluation mode."""
 
     name: str
     trained: TrainedRun[CaptionerSettings]
@@ -60,12 +64,12 @@ class TrainedCaptioner:
 
     @cached_property
     def weights_sha256(self) -> str:
-        """The identity of the weights: equal for a run and its exports."""
+        """Identity of the weights, equal for a run and its exports."""
         return identity_of(self.model, self.trained.settings, task=self.task.name)
 
     @property
     def source(self) -> str:
-        """The model as a source of captions: its name, without characters that sources cannot have, and its hash."""
+        """Name of the model as a source of captions, without characters that sources cannot have, and its hash."""
         name = re.sub(r"[^\w.-]+", "-", self.name)
         return f"{name}@{self.weights_sha256[:8]}"
 
@@ -76,14 +80,14 @@ class TrainedCaptioner:
         """Generate captions of each clip of a batch, and their likelihoods (clipmill.train.tasks.caption.decoding).
 
         Args:
-            samples: a number for each caption, which sampling depends on.
-            rows_per_video: number of captions per clip, those of a clip adjacent.
+            samples: Number of each caption, on which sampling depends.
+            rows_per_video: Number of captions per clip; the captions of a clip are adjacent.
         """
         tokenizer = self.task.decoder.tokenizer
         batch = to_device(batch, self.trained.device)
         with self.trained.precision.autocast():
             clips = self.task.inputs(batch)
-            generated = generate_captions(  # type: ignore[misc] # of either decoder, with its own cache
+            generated = generate_captions(  # type: ignore[misc] # each decoder has its cache
                 self.model,
                 clips,
                 decoding,
@@ -101,7 +105,7 @@ def caption_files(
     *,
     length: str,
     out: Path | None,
-    wanted: VideoFormat | None,
+    form: VideoFormat | None,
     batch: int,
     overrides: Overrides,
     decoding: DecodingSettings | None,
@@ -109,22 +113,22 @@ def caption_files(
     """Caption videos, and write or print the captions of all windows.
 
     Raises:
-        UserError: a flag, the weights or a path does not work.
+        UserError: a flag, the weights or a path is invalid.
         FailedWork: some videos could not be read to the end (the others are done), or captions could not be
             written.
     """
     if batch < 1:
         raise UserError(f"--batch is {batch}", hint="it must be 1 or more", flags=("--batch",))
-    if wanted is not None and out is None:
+    if form is not None and out is None:
         raise UserError(
-            f"--format {wanted} is the format of a file",
+            f"--format {form} is the format of a file",
             hint="add --out, or leave it out to print lines",
             flags=("--format",),
         )
-    window_us, videos = length_us(length), find_videos(paths)
+    window_us, videos = parse_length_us(length), find_videos(paths)
     if out is not None:  # a file of captions is read in other folders
         videos = [video.parent.resolve() / video.name for video in videos]
-    sink = print_windows() if out is None else open_sink(out, videos, wanted=wanted)
+    sink = print_windows() if out is None else open_sink(out, videos, form=form)
     with Activity(f"loading {weights}"):
         captioner = open_captioner(weights, overrides=overrides, say=partial(print, file=sys.stderr))
     settings, how = captioner.trained.settings, captioner.task.decoding(decoding)
@@ -145,7 +149,7 @@ def caption_files(
                 failed.append(event)
     progress.say_done("" if out is None else f" in {out}")
     if failed:
-        named = ", ".join(shown_name(one.video) for one in failed[:_MAX_NAMED])
+        named = ", ".join(shown_name(end.video) for end in failed[:_MAX_NAMED])
         more = f" and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""
         raise FailedWork(
             f"{len(failed)} of {count_noun(len(videos), 'video')} could not be read to the end: {named}{more}"
@@ -153,7 +157,7 @@ def caption_files(
 
 
 def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings, *, source: str) -> CaptionClips:
-    """Caption clips with a model; sampling depends on where a window begins."""
+    """Return a function that captions clips with a model; sampling depends on the begin of a window."""
 
     def caption(clips: list[WindowClip]) -> list[Caption]:
         batch = Batch(
@@ -175,10 +179,10 @@ def open_captioner(
     """Open a run's latest checkpoint, or another captioner; no data is needed.
 
     Args:
-        device: replaces the run's own.
+        device: Device in place of the run's.
 
     Raises:
-        UserError: there are no such weights, they are of another task, or damaged.
+        UserError: the weights do not exist, are of another task, or damaged.
     """
     opened = open_weights_as({TASK.name: lambda: TASK}, weights, Use(overrides=overrides, device=device), say=say)
     name = opened.name if opened.run is not None else Path(opened.title).name
@@ -193,7 +197,7 @@ _JOINER = "\u2060"
 
 @contextmanager
 def json_writer(path: Path) -> Iterator[Write]:
-    """A file of all videos; published at the end of the block."""
+    """Write one JSON file for all videos, which is published at the end of the block."""
     with _text_file(path) as file:
         separator = "["
 
@@ -208,7 +212,7 @@ def json_writer(path: Path) -> Iterator[Write]:
 
 @contextmanager
 def srt_writer(path: Path) -> Iterator[Write]:
-    """The subtitles of one video; published at the end of the block."""
+    """Write the subtitles of one video, which are published at the end of the block."""
     with _text_file(path) as file:
         number = 0
 
@@ -218,7 +222,10 @@ def srt_writer(path: Path) -> Iterator[Write]:
                 return
             number += 1
             times = f"{srt_time(window.begin_us)} --> {srt_time(window.end_us)}"
-            file.write(f"{number}\r\n{times}\r\n{_subtitle(window.caption)}\r\n\r\n")
+            caption = window.caption
+            for mark in ("<", "{", "--"):  # players read them as markup, and "-->" as a time
+                caption = caption.replace(mark, mark + _JOINER)
+            file.write(f"{number}\r\n{times}\r\n{caption}\r\n\r\n")
 
         yield write
 
@@ -230,29 +237,28 @@ WRITERS: dict[VideoFormat, Callable[[Path], AbstractContextManager[Write]]] = {
 
 
 def srt_time(time_us: int) -> str:
-    """Hours, minutes, seconds and milliseconds, rounded."""
+    """Return hours, minutes, seconds and milliseconds, rounded."""
     seconds, milliseconds = divmod(round(time_us / 1000), 1000)
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:02d}:{minutes:02d}:{seconds:02d},{milliseconds:03d}"
 
 
-def format_of(path: Path, wanted: VideoFormat | None) -> VideoFormat:
-    """The format of --format, or of the file's suffix.
+def format_of(path: Path, form: VideoFormat | None) -> VideoFormat:
+    """Return the format of --format, or of the file's suffix.
 
     Raises:
-        UserError: there is neither, or they contradict each other.
+        UserError: both are missing, or contradict each other.
     """
     named = next((known for known in WRITERS if path.suffix.lower() == f".{known}"), None)
-    if wanted is not None and named not in (None, wanted):
+    if form is not None and named not in (None, form):
         raise UserError(
-            f"--out {path} ends in .{named}, and --format is {wanted}",
+            f"--out {path} ends in .{named}, and --format is {form}",
             hint="leave out --format, or the suffix",
             flags=("--out", "--format"),
         )
-    form = wanted or named
-    if form is not None:
-        return form
+    if (chosen := form or named) is not None:
+        return chosen
     raise UserError(
         f"--out {path} has no known format",
         hint="end it in .json or .srt, or add --format; without --out, lines of text are printed",
@@ -261,13 +267,13 @@ def format_of(path: Path, wanted: VideoFormat | None) -> VideoFormat:
 
 
 def subtitle_names(videos: Sequence[Path]) -> list[str]:
-    """File names for the subtitles of each video: its own with .srt, as players expect them, made unique."""
+    """Return unique file names for the subtitles of each video: its name with .srt, as players expect."""
     stems = Counter(video.stem.casefold() for video in videos)
-    wanted = [video.stem if stems[video.stem.casefold()] == 1 else video.name for video in videos]
-    taken = Counter(name.casefold() for name in wanted)
+    stems_of_videos = [video.stem if stems[video.stem.casefold()] == 1 else video.name for video in videos]
+    taken = Counter(name.casefold() for name in stems_of_videos)
     names: list[str] = []
     used: set[str] = set()
-    for name in wanted:
+    for name in stems_of_videos:
         numbered, number = name, 1
         while (number == 1 and taken[name.casefold()] > 1) or numbered.casefold() in used:
             numbered, number = f"{name}-{number}", number + 1
@@ -278,7 +284,7 @@ def subtitle_names(videos: Sequence[Path]) -> list[str]:
 
 @contextmanager
 def _text_file(path: Path) -> Iterator[TextIO]:
-    # Newlines as each format defines them, on every system.
+    # newline="": each format defines its line ends, on every system.
     with publish_atomically(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         yield file
         file.flush()
@@ -293,12 +299,6 @@ def _row(window: CaptionedWindow) -> dict[str, Any]:
         "source": window.source,
         "likelihood": window.likelihood,
     }
-
-
-def _subtitle(caption: str) -> str:
-    for mark in ("<", "{", "--"):
-        caption = caption.replace(mark, mark + _JOINER)
-    return caption
 
 
 @contextmanager
@@ -331,18 +331,18 @@ def one_file(writer: AbstractContextManager[Write]) -> Iterator[Take]:
         with _writing():
             writer.__exit__(*sys.exc_info())
         raise
-    with _writing():  # errors of the file become FailedWork, and those of the block do not
+    with _writing():  # errors of the file become FailedWork, errors of the block do not
         writer.__exit__(None, None, None)
 
 
 @contextmanager
 def file_per_video(paths: dict[Path, Path]) -> Iterator[Take]:
-    """Write the subtitles of each video to a file of its own, published when the video is finished.
+    """Write the subtitles of each video to a separate file, which is published when the video is finished.
 
-    A video of which no window could be captioned gets no file.
+    A video without any captioned window gets no file.
 
     Args:
-        paths: video -> file.
+        paths: File of each video.
     """
     windows: list[CaptionedWindow] = []
 
@@ -359,7 +359,7 @@ def file_per_video(paths: dict[Path, Path]) -> Iterator[Take]:
     yield take
 
 
-def open_sink(out: Path, videos: Sequence[Path], *, wanted: VideoFormat | None) -> AbstractContextManager[Take]:
+def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) -> AbstractContextManager[Take]:
     """Open the output of `--out` and `--format`.
 
     An SRT file has the subtitles of one video: for several videos, or if `out` is a folder, there is one file each.
@@ -367,11 +367,11 @@ def open_sink(out: Path, videos: Sequence[Path], *, wanted: VideoFormat | None) 
     Raises:
         UserError: the format is unknown, a file exists already, or cannot be written.
     """
-    form = format_of(out, wanted)
+    form = format_of(out, form)
     is_folder = form == "srt" and (out.is_dir() or len(videos) > 1)
     if is_folder and (out.suffix.lower() == ".srt" or (out.exists() and not out.is_dir())):
         raise UserError(
-            f"--out {out} is one file, and there are {len(videos)} videos with subtitles of their own",
+            f"--out {out} is one file, and {len(videos)} videos have separate subtitles",
             hint="name a folder: --out captions --format srt",
             flags=("--out",),
         )
@@ -388,9 +388,9 @@ def open_sink(out: Path, videos: Sequence[Path], *, wanted: VideoFormat | None) 
         )
     folder = out if is_folder else out.parent
     files = [out / name for name in subtitle_names(videos)] if is_folder else [out]
-    if there := [file for file in files if file.exists()]:
-        more = f", and {count_noun(len(there) - 1, 'more file')} of --out {out}" if len(there) > 1 else ""
-        raise UserError(f"{there[0]} exists already{more}", hint="use another --out")
+    if existing := [file for file in files if file.exists()]:
+        more = f", and {count_noun(len(existing) - 1, 'more file')} of --out {out}" if len(existing) > 1 else ""
+        raise UserError(f"{existing[0]} exists already{more}", hint="use another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Permission bits do not tell whether a folder is writable, so try it.

@@ -1,7 +1,7 @@
-"""Find and read video files of any origin: their timing, from packets, and their frames.
+"""Video files of any origin: their timing and frames, windows of fixed length, and the captions of windows.
 
 Files are only opened as video containers, through the file protocol, so that a playlist disguised as a video reads
-nothing else. What is on show at which time says `clipmill.shards.timeline`, as for the chunks that prep makes.
+nothing else. `clipmill.shards.timeline` decides which frame is displayed at which time, as for the chunks of prep.
 """
 
 import os
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _SLACK_S = 1  # a decoder may keep the last frames of a damaged file
 
-# Video files in folders; a file that is named itself is opened whatever its suffix.
+# Suffixes of video files in folders; a named file is opened whatever its suffix.
 SUFFIXES = frozenset(
     (
         *(".3gp", ".asf", ".avi", ".flv", ".gif", ".ivf", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg"),
@@ -59,7 +59,7 @@ class VideoTiming:
         missing_us: Duration that the header promises beyond the last packet, if it is more than containers round.
         fps: Frames per second, averaged where they vary.
         timeline: Times and shape of the video.
-        packets: Its packets.
+        packets: Packets of the video track.
     """
 
     end_us: int
@@ -83,7 +83,7 @@ def read_timing(path: Path) -> VideoTiming:
     """Read all packets of a video without decoding them.
 
     Raises:
-        VideoFailed: It is not a video file, or has no frames with times.
+        VideoFailed: The file is not a video, or has no frames with times.
     """
     with _open_container(path) as container, path.open("rb") as file:
         timeline, packets = read_timeline(container, file=file)
@@ -106,8 +106,8 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
     """Yield the frames of a video in presentation order, decoded once from start to end.
 
     Raises:
-        VideoFailed: The decoder reports an error, a frame is damaged, or the last ones are missing. Frames before that
-            are valid.
+        VideoFailed: The decoder reports an error, a frame is damaged, or the last frames are missing. Frames before
+            that are valid.
     """
     last, num_frames, timeline = Fraction(-1), 0, timing.timeline
     try:
@@ -115,15 +115,15 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
             stream = track_of(container, timeline.track)
             stream.thread_type = "AUTO"
             stream.codec_context.options = {"err_detect": "explode"}  # report errors instead of concealing them
-            for time, frame in shown_frames(container, timeline, timing.packets):
+            for time_s, frame in shown_frames(container, timeline, timing.packets):
                 if frame.is_corrupt:
-                    # A recording may begin between two key frames: frames that refer to the first one are missing.
+                    # A recording may begin between two key frames: the first key frame of some frames is missing.
                     if not num_frames:
                         continue
-                    raise VideoFailed(f"the frame at {float(time):.2f} s is damaged")
+                    raise VideoFailed(f"the frame at {float(time_s):.2f} s is damaged")
                 num_frames += 1
-                last = max(last, time)
-                yield TimedFrame(time * US_PER_S, frame, timeline.aspect_at(time))
+                last = max(last, time_s)
+                yield TimedFrame(time_s * US_PER_S, frame, timeline.aspect_at(time_s))
     except _Unreadable as error:
         where = f"after {float(last):.2f} s" if num_frames else "from the start"
         raise VideoFailed(f"it cannot be decoded {where}: {error}") from error
@@ -164,12 +164,12 @@ def _reason(error: Exception) -> str:
 
 
 def find_videos(paths: Iterable[Path]) -> list[Path]:
-    """The named files, and the videos of named folders, recursively and sorted; each file once.
+    """Return the named files, and the videos of named folders, recursively and sorted; each file once.
 
     Raises:
-        UserError: there is no such file or folder, or a folder holds no videos.
+        UserError: a file or folder does not exist, or a folder holds no videos.
     """
-    found: dict[str, Path] = {}
+    video_of_path: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
             raise UserError(f"there is no {shown_name(path)}", hint="name videos, or folders of videos")
@@ -180,10 +180,10 @@ def find_videos(paths: Iterable[Path]) -> list[Path]:
                 hint=f"videos are recognised by their suffixes: {' '.join(sorted(SUFFIXES))}",
             )
         for video in videos:
-            found.setdefault(os.path.realpath(video), video)
-    if not found:
+            video_of_path.setdefault(os.path.realpath(video), video)
+    if not video_of_path:
         raise UserError("no video is named", hint="name videos, or folders of videos")
-    return list(found.values())
+    return list(video_of_path.values())
 
 
 def _in_folder(folder: Path) -> list[Path]:
@@ -197,9 +197,9 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def shown_name(path: Path) -> str:
-    """A path as printable text; file names may be arbitrary bytes."""
+    """Return a path as printable text; file names may be arbitrary bytes."""
     text = os.fsencode(path).decode("utf-8", "replace")
-    return "".join(one if one.isprintable() else "\ufffd" for one in text)
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 _LARGEST_RATE = 1_000_000  # one frame per microsecond
@@ -210,16 +210,16 @@ _MIN_REMAINDER = Fraction(1, 4)
 
 @dataclass(frozen=True)
 class Window:
-    """A span [begin_us, end_us) of a video, from the container's start as in players."""
+    """A span [begin_us, end_us) of a video, counted from the container's start as in players."""
 
     begin_us: int
     end_us: int
 
 
 def windows_of(video_us: int, *, length_us: int) -> Iterator[Window]:
-    """The consecutive windows of a video that lasts `video_us`, in exact arithmetic.
+    """Yield the consecutive windows of a video that lasts `video_us`, in exact arithmetic.
 
-    The remainder at the end is a shorter window, or is added to the last one if it is shorter than a quarter of a
+    The remainder at the end is a shorter window, or is added to the last window if it is shorter than a quarter of a
     window. A video shorter than a window is one window.
     """
     full, rest = divmod(video_us, length_us)
@@ -230,20 +230,20 @@ def windows_of(video_us: int, *, length_us: int) -> Iterator[Window]:
         yield Window(full * length_us, full * length_us + rest)
 
 
-def length_us(length: str, *, flag: str = "--len") -> int:
+def parse_length_us(length: str, *, flag: str = "--len") -> int:
     """Parse a length such as `10s` or `500ms` to microseconds.
 
     Raises:
-        UserError: it is not a length, or is out of range.
+        UserError: the text is not a length, or out of range.
     """
-    found_us = round(parse_length(length, flag=flag) * US_PER_S)
-    if not _SHORTEST_US <= found_us <= _LONGEST_US:
+    length_us = round(parse_length(length, flag=flag) * US_PER_S)
+    if not _SHORTEST_US <= length_us <= _LONGEST_US:
         raise UserError(
             f"{flag} {length} is out of range",
             hint="use 100ms to 3600s; most captioned clips have about 10s",
             flags=(flag,),
         )
-    return found_us
+    return length_us
 
 
 @dataclass(frozen=True)
@@ -251,9 +251,9 @@ class WindowClip:
     """The frames of a window.
 
     Attributes:
-        video: uint8 [T, S * S * 3 / 2], YUV 4:2:0 (clipmill.train.data.clip_frames).
-        colour: matrix and range (clipmill.train.augment.colour).
-        video_us: duration of the whole video.
+        video: Frames, uint8 [T, S * S * 3 / 2], YUV 4:2:0 (clipmill.train.data.clip_frames).
+        colour: Matrix and range (clipmill.train.augment.colour).
+        video_us: Duration of the complete video.
     """
 
     window: Window
@@ -263,18 +263,18 @@ class WindowClip:
 
 
 def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int) -> Iterator[WindowClip]:
-    """The clips of a video's windows; only one of them is in memory at a time.
+    """Yield the clips of a video's windows; only one of them is in memory at a time.
 
     Raises:
         VideoFailed: the video cannot be read, or not to its end. Clips before that are valid.
     """
     timing = read_timing(path)
     pictures = _Pictures(frames_of(path, timing), size_px=size_px)
-    # Of a truncated video, the whole windows before its end are valid.
+    # In a truncated video, the complete windows before its end are valid.
     good_us = timing.end_us - timing.end_us % length_us if timing.missing_us else timing.end_us
     for window in windows_of(good_us, length_us=length_us):
         video, colour = pictures.at(_moments(window, sampling, timing))
-        # Decode to the end of the window, so that damage after its last frame is found too.
+        # Decode to the end of the window, so that damage after its last frame is detected, too.
         pictures.go_to(window.end_us)
         if timing.missing_us and pictures.are_over_before(timing.last_us):
             break
@@ -293,18 +293,18 @@ def _moments(window: Window, sampling: Sampling, timing: VideoTiming) -> Moments
 
 
 class _Pictures:
-    """Samples pictures at ascending times in one pass over the frames; holds two of them at a time."""
+    """Sampler of pictures at ascending times in one pass over the frames; it holds two of them at a time."""
 
     def __init__(self, frames: Iterator[TimedFrame], *, size_px: int) -> None:
         self._frames, self._size_px = frames, size_px
-        self._now = next(frames)  # also for times before its own, as in chunks
+        self._now = next(frames)  # also displayed before its begin, as in chunks
         self._next = next(frames, None)
         self._picture: tuple[Planes, int] | None = None
 
     def at(self, moments: Moments) -> tuple[Planes, int]:
-        """The pictures displayed at these times, [T, S * S * 3 / 2], and the colour of the first one.
+        """Return the pictures displayed at these times, [T, S * S * 3 / 2], and the colour of the first one.
 
-        Where tags of the colours change within a clip, pictures keep their values, as in chunks.
+        If color tags change within a clip, pictures keep their values, as in chunks.
         """
         pictures = []
         for numerator in moments.numerators:
@@ -315,22 +315,19 @@ class _Pictures:
         return np.stack([planes for planes, _ in pictures]), pictures[0][1]
 
     def are_over_before(self, time_us: int) -> bool:
-        """Whether the last picture was reached, and began before this time."""
+        """Return True if the last picture was reached, and began before this time."""
         return self._next is None and round(self._now.begin_us) < time_us
 
     def go_to(self, moment_us: Fraction | int) -> None:
-        """Advance to the picture displayed at a time; the one after it is decoded too."""
+        """Advance to the picture displayed at a time; the next picture is decoded, too."""
         while self._next is not None and self._next.begin_us <= moment_us:
-            self._step()
-
-    def _step(self) -> None:
-        assert self._next is not None
-        self._now, self._next, self._picture = self._next, None, None
-        self._next = next(self._frames, None)
+            # Released before the next frame is decoded, so that only two are in memory.
+            self._now, self._next, self._picture = self._next, None, None
+            self._next = next(self._frames, None)
 
 
 def picture_of(frame: "av.VideoFrame", *, aspect: Fraction, size_px: int) -> tuple[Planes, int]:
-    """The largest centred square of an upright frame: planes, uint8 [S * S * 3 / 2], and colour."""
+    """Return the largest centred square of an upright frame: planes, uint8 [S * S * 3 / 2], and colour."""
     planar = as_yuv420(frame)
     rectangle = shown_square(planar.width, planar.height, aspect=aspect)
     [planes] = crop_clip([planar], rectangle, size_px=size_px)
@@ -343,10 +340,10 @@ def picture_of(frame: "av.VideoFrame", *, aspect: Fraction, size_px: int) -> tup
 
 
 def shown_square(width: int, height: int, *, aspect: Fraction) -> Rectangle:
-    """The part of a coded picture that is displayed as its largest centred square.
+    """Return the part of a coded picture that is displayed as its largest centred square.
 
     Args:
-        aspect: width of a pixel divided by its height.
+        aspect: Width of a pixel divided by its height.
     """
     side = min(width * aspect, Fraction(height))
     cut_width, cut_height = max(1, int(side / aspect)), max(1, int(side))
@@ -358,8 +355,8 @@ class Caption:
     """A generated caption.
 
     Attributes:
-        source: the model, as a source of captions.
-        likelihood: see clipmill.train.tasks.caption.decoding.
+        source: Name of the model as a source of captions.
+        likelihood: Mean log probability per token (clipmill.train.tasks.caption.decoding).
     """
 
     text: str
@@ -367,13 +364,13 @@ class Caption:
     likelihood: float | None = None
 
 
-# Generates one caption per clip.
+# Function that generates one caption per clip.
 CaptionClips = Callable[[list[WindowClip]], list[Caption]]
 
 
 @dataclass(frozen=True)
 class CaptionedWindow:
-    """A window with its caption, a single line; `video_us` is the duration of the whole video."""
+    """A window with its caption, a single line; `video_us` is the duration of the complete video."""
 
     video: Path
     begin_us: int
@@ -386,7 +383,7 @@ class CaptionedWindow:
 
 @dataclass(frozen=True)
 class VideoEnd:
-    """A video is finished, or has failed for a reason. Its windows before that are valid."""
+    """The end of a video, or its failure with the reason. Its windows before that are valid."""
 
     video: Path
     failure: str | None = None
@@ -405,14 +402,30 @@ def caption_videos(
     length_us: int,
     batch: int,
 ) -> Iterator[CaptionedWindow | VideoEnd]:
-    """The captioned windows of videos in order; a `VideoEnd` follows those of each video.
+    """Yield the captioned windows of videos in order; a `VideoEnd` follows the windows of each video.
 
     Args:
-        batch: number of windows that are captioned at once.
+        batch: Number of windows that are captioned at once.
     """
-    clips = _clips(videos, sampling=sampling, size_px=size_px, length_us=length_us)
-    for group in _decode_ahead(_groups(clips, batch=batch)):
-        yield from _caption_group(group, caption)
+    items = _clips(videos, sampling=sampling, size_px=size_px, length_us=length_us)
+    for group in _decode_ahead(_groups(items, batch=batch)):
+        clips = [item[1] for item in group if not isinstance(item, VideoEnd)]
+        captions = iter(caption(clips) if clips else [])
+        for item in group:
+            if isinstance(item, VideoEnd):
+                yield item
+                continue
+            video, clip = item
+            window, made = clip.window, next(captions)
+            yield CaptionedWindow(
+                video=video,
+                begin_us=window.begin_us,
+                end_us=window.end_us,
+                caption=one_line(made.text),
+                video_us=clip.video_us,
+                source=made.source,
+                likelihood=made.likelihood,
+            )
 
 
 def _decode_ahead(groups: Iterator[Group]) -> Iterator[Group]:
@@ -428,12 +441,12 @@ def _decode_ahead(groups: Iterator[Group]) -> Iterator[Group]:
 
 
 def _groups(clips: Iterator[Clip | VideoEnd], *, batch: int) -> Iterator[Group]:
-    """Groups of `batch` clips, with the ends of videos between them."""
+    """Yield groups of `batch` clips, with the ends of videos between them."""
     group: Group = []
     num_clips = 0
-    for one in clips:
-        group.append(one)
-        num_clips += not isinstance(one, VideoEnd)
+    for item in clips:
+        group.append(item)
+        num_clips += not isinstance(item, VideoEnd)
         if num_clips == batch or not num_clips:
             yield group
             group, num_clips = [], 0
@@ -452,31 +465,11 @@ def _clips(videos: Iterable[Path], *, sampling: Sampling, size_px: int, length_u
         yield VideoEnd(video, failure)
 
 
-def _caption_group(group: Group, caption: CaptionClips) -> Iterator[CaptionedWindow | VideoEnd]:
-    clips = [one[1] for one in group if not isinstance(one, VideoEnd)]
-    captions = iter(caption(clips) if clips else [])
-    for one in group:
-        if isinstance(one, VideoEnd):
-            yield one
-        else:
-            video, clip = one
-            window, found = clip.window, next(captions)
-            yield CaptionedWindow(
-                video=video,
-                begin_us=window.begin_us,
-                end_us=window.end_us,
-                caption=one_line(found.text),
-                video_us=clip.video_us,
-                source=found.source,
-                likelihood=found.likelihood,
-            )
-
-
 class VideoProgress:
-    """Progress on standard error; failures immediately.
+    """Progress and failures on standard error.
 
     Args:
-        num_videos: number of videos to caption.
+        num_videos: Number of videos to caption.
     """
 
     def __init__(self, *, num_videos: int) -> None:
@@ -495,7 +488,7 @@ class VideoProgress:
         self._activity.__exit__(kind, error, trace)
 
     def say_done(self, where: str) -> None:
-        """Say how much was captioned, where the captions are, and how many are empty."""
+        """Print how much was captioned, where the captions are, and how many are empty."""
         windows, videos = count_noun(self._num_windows, "window"), count_noun(self._num_videos, "video")
         rates = f"{self._seen_s():.0f} s of video, {self._speed()}"
         empty = (

@@ -1,6 +1,12 @@
-"""Score a trained classifier on a split; the classes of a run."""
+"""Score a classifier on a split: top-1, top-5 and mean class accuracy; the classes of a run.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+The probability of a class is the mean over a clip's views of the softmax of the logits. The probability of a verb or
+noun of EPIC-KITCHENS-100 is the sum over all actions that have it, or 0 if none has. Logits are never summed.
+
+Shape suffixes: N samples, B batch, V views, K classes, M marginal classes (verbs or nouns).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,27 +28,19 @@ from clipmill.train.evaluation.tables import Predictions, majority_baseline
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.classify.spec import ClassificationFlags
 
-# Accuracy of a classifier: top-1, top-5 and mean class accuracy.
-#
-# The probability of a class is the mean over a clip's views of the softmax of the logits. The probability of a verb or
-# noun of EPIC-KITCHENS-100 is the sum over all actions that have it, or 0 if none has. Logits are never summed.
-#
-# Shape suffixes: N samples, B batch, K classes, M marginal classes (verbs or nouns).
-
-
 _TOP = (1, 5)
 
 
 def view_mean(logits_BVK: torch.Tensor) -> torch.Tensor:
-    """Probabilities [B, K] of clips: the mean over their views of the softmax of each."""
+    """Return probabilities [B, K] of clips: the mean of the softmax over their views."""
     return logits_BVK.float().softmax(dim=-1).mean(dim=1)
 
 
 def marginal_probabilities(probabilities_BK: torch.Tensor, part_K: torch.Tensor) -> torch.Tensor:
-    """Marginal probabilities [B, M] of the parts of classes.
+    """Return marginal probabilities [B, M] of the parts of classes.
 
     Args:
-        part_K: int64, the part of each class; M is the highest + 1.
+        part_K: Part of each class, int64; M is the highest + 1.
     """
     num_parts = int(part_K.max()) + 1
     sums_BM = probabilities_BK.new_zeros(len(probabilities_BK), num_parts)
@@ -50,7 +48,7 @@ def marginal_probabilities(probabilities_BK: torch.Tensor, part_K: torch.Tensor)
 
 
 def ranks(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
-    """The rank of the right class, int64 [B], 1 is best. Of equal probabilities, that of the lowest class is first."""
+    """Return the rank of the right class, int64 [B], 1 is best. Of equal probabilities, the lowest class is first."""
     own_B1 = probabilities_BK.gather(1, label_B[:, None])
     before_BK = probabilities_BK > own_B1
     lower_BK = torch.arange(probabilities_BK.shape[1], device=label_B.device) < label_B[:, None]
@@ -58,7 +56,7 @@ def ranks(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor
 
 
 def hits(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
-    """Whether the right class is the first, and among the first five: bool [B, 2]."""
+    """Return True where the right class is the first, and where it is among the first five, bool [B, 2]."""
     return torch.stack([ranks(probabilities_BK, label_B) <= k for k in _TOP], dim=1)
 
 
@@ -67,8 +65,8 @@ class Tally:
     """Counts of correct predictions per class.
 
     Attributes:
-        num_right: int64 [K, 2], per class, top-1 and top-5.
-        num_all: int64 [K].
+        num_right: Correct predictions of each class, top-1 and top-5, int64 [K, 2].
+        num_all: Samples of each class, int64 [K].
     """
 
     num_right: torch.Tensor
@@ -76,33 +74,33 @@ class Tally:
 
     @staticmethod
     def of(num_classes: int, device: torch.device) -> "Tally":
-        """Zero counts."""
+        """Return zero counts."""
         return Tally(
             torch.zeros(num_classes, len(_TOP), dtype=torch.int64, device=device),
             torch.zeros(num_classes, dtype=torch.int64, device=device),
         )
 
     def add(self, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
-        """Counts a batch."""
+        """Count a batch."""
         self.num_right.index_add_(0, label_B, hits(probabilities_BK, label_B).long())
         self.num_all.index_add_(0, label_B, torch.ones_like(label_B))
 
-    def summed(self, world: World) -> "Tally":
-        """The counts of all ranks; collective."""
+    def sum_over(self, world: World) -> "Tally":
+        """Return the sum over all ranks; collective."""
         return Tally(world.sum(self.num_right), world.sum(self.num_all))
 
     def metrics(self) -> dict[str, float]:
-        """top1 and top5 over samples; mean_class: top-1 of each class that occurs, averaged over these classes."""
+        """Return top1 and top5 over samples, and mean_class, the mean of top-1 over the classes that occur."""
         num_samples = int(self.num_all.sum())
         top1, top5 = (self.num_right.sum(dim=0).double() / max(num_samples, 1)).tolist()
-        there = self.num_all > 0
-        by_class = self.num_right[there, 0].double() / self.num_all[there].double()
+        occurs = self.num_all > 0
+        by_class = self.num_right[occurs, 0].double() / self.num_all[occurs].double()
         return {"top1": top1, "top5": top5, "mean_class": by_class.mean().item() if len(by_class) else 0.0}
 
 
 @dataclass
 class ClassTallies:
-    """The tallies of a classifier: of its classes, and of verbs and nouns if its classes are actions."""
+    """Tallies of a classifier's classes, and of verbs and nouns if its classes are actions."""
 
     classes: ClassList
     device: torch.device
@@ -118,20 +116,20 @@ class ClassTallies:
         self.tallies[self.classes.label] = Tally.of(len(self.classes), self.device)
 
     def add(self, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
-        """Counts a batch."""
+        """Count a batch."""
         self._add(self.classes.label, probabilities_BK, label_B)
         for name, part_K in self.parts.items():
             self._add(name, marginal_probabilities(probabilities_BK, part_K), part_K[label_B])
 
     def _add(self, name: str, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
         self.tallies[name].add(probabilities_BK, label_B)
-        found = Predictions.of(probabilities_BK, label_B, rank_N=ranks(probabilities_BK, label_B))
-        self.predictions.setdefault(name, []).append(found)
+        predictions = Predictions.of(probabilities_BK, label_B, rank_N=ranks(probabilities_BK, label_B))
+        self.predictions.setdefault(name, []).append(predictions)
 
     def by_class(self) -> list[dict[str, Any]]:
-        """Results by class of each kind of classes, of this rank's clips; see `Predictions.by_class`."""
+        """Return results by class of each kind of classes, for this rank's clips; see `Predictions.by_class`."""
         return [
-            Predictions.joined(self.predictions[name]).by_class(
+            Predictions.join(self.predictions[name]).by_class(
                 self.classes.names if name == self.classes.label else list(map(str, range(len(tally.num_all)))),
                 title=name,
             )
@@ -140,10 +138,10 @@ class ClassTallies:
         ]
 
     def metrics(self, world: World) -> dict[str, float]:
-        """`<label>_top1` and so on, of all ranks; collective."""
+        """Return `<label>_top1` and so on, over all ranks; collective."""
         metrics: dict[str, float] = {}
         for name, tally in self.tallies.items():
-            metrics |= {f"{name}_{key}": value for key, value in tally.summed(world).metrics().items()}
+            metrics |= {f"{name}_{key}": value for key, value in tally.sum_over(world).metrics().items()}
         return metrics
 
 
@@ -152,9 +150,9 @@ class ClassResult:
     """Result of an evaluation.
 
     Attributes:
-        metrics: see `ClassTallies.metrics`; of all ranks.
-        num_samples, num_failed: of all ranks.
-        failed, by_class: of this rank.
+        metrics: Metrics over all ranks (`ClassTallies.metrics`).
+        num_samples, num_failed: Numbers over all ranks.
+        failed, by_class: Failures and results by class of this rank.
     """
 
     metrics: dict[str, float]
@@ -175,10 +173,10 @@ def score_classifier(
     world: World,
     device: torch.device,
 ) -> ClassResult:
-    """Score a model in evaluation mode on this rank's part of a split; all ranks call it.
+    """Score a model in evaluation mode on this rank's part of a split; collective.
 
     Args:
-        inputs: clips [B, C, T, H, W] of a batch, with the frames of all views one after another.
+        inputs: Function that returns clips [B, C, T, H, W] of a batch, with the frames of all views one after another.
 
     Raises:
         FailedWork: nothing could be decoded, or logits are not finite.
@@ -209,26 +207,26 @@ _PROTOCOL = "probabilities are means over views; majority baseline: always the m
 _PARTS = "; those of verbs and nouns are sums over their actions"
 
 
-def score_run(opened: OpenedRun, wanted: ClassificationFlags) -> Score:
+def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:
     """Score a run's latest checkpoint on all clips of a split.
 
     Raises:
-        UserError: there are no such clips, or the files do not fit the classes.
+        UserError: the split has no clips, or the files do not fit the classes.
         FailedWork: nothing could be decoded.
     """
     opened.require_whole()
     settings, trained, task = opened.settings, opened.trained, opened.task
     classes: ClassList = task.classes
-    names = names_of_numbers(classes, wanted.classes)
-    views = Views(num_clips=wanted.clips, num_crops=wanted.crops)
-    samples = task.samples(wanted.split, World(), views=views)
+    names = names_of_numbers(classes, flags.classes)
+    views = Views(num_clips=flags.clips, num_crops=flags.crops)
+    samples = task.samples(flags.split, World(), views=views)
     model = trained.fill(task.build_model(samples))
     with trained.precision.autocast():
-        found = task.score(model, samples, World(), views=views)
+        result = task.score(model, samples, World(), views=views)
     num_classes = {name: len(set(part.tolist())) for name, part in classes.parts.items()}
-    suffix = "" if len(views) == 1 else f"-{wanted.clips}x{wanted.crops}"
+    suffix = "" if len(views) == 1 else f"-{flags.clips}x{flags.crops}"
     return Score(
-        name=f"classification-{wanted.split}{suffix}",
+        name=f"classification-{flags.split}{suffix}",
         samples=samples,
         clip=describe_clip(
             settings, samples, views=views, mean_of="probabilities", is_consecutive=settings.sampling == "stride"
@@ -237,23 +235,26 @@ def score_run(opened: OpenedRun, wanted: ClassificationFlags) -> Score:
             "label": classes.label,
             "num_classes": {**num_classes, classes.label: len(classes)},
             "protocol": _PROTOCOL + (_PARTS if classes.parts else ""),
-            "num_samples": found.num_samples,
-            "numbers": found.metrics,
-            "majority_baseline": {one["title"]: majority_baseline(one) for one in found.by_class},
-            "by_class": [_name_classes(one, names.get(one["title"], {})) for one in found.by_class],
+            "num_samples": result.num_samples,
+            "numbers": result.metrics,
+            "majority_baseline": {one["title"]: majority_baseline(one) for one in result.by_class},
+            "by_class": [
+                {**one, "names": [names.get(one["title"], {}).get(name, name) for name in one["names"]]}
+                for one in result.by_class
+            ],
         },
-        failed=found.failed,
+        failed=result.failed,
     )
 
 
 def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dict[str, str]]:
-    """The names of numbered classes: by label, that of each number; of actions also those of verbs and nouns.
+    """Return the names of numbered classes by label and number; for actions also the names of verbs and nouns.
 
     Args:
-        files: the class file of the label; of actions those of verbs and nouns; empty for no names.
+        files: Class file of the label; for actions the files of verbs and nouns; empty for no names.
 
     Raises:
-        UserError: the number of files is another one, a file has no name for a class, or the classes have names.
+        UserError: the number of files is wrong, a file has no name for a class, or the classes have names.
     """
     parts = classes.parts or {classes.label: np.array([int(name) for name in classes.names if name.isdecimal()])}
     if not files:
@@ -266,36 +267,27 @@ def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dic
             hint=f"give {' '.join(f'--classes {name.upper()}S.csv' for name in parts)}",
             flags=("--classes",),
         )
-    found: dict[str, dict[str, str]] = {}
+    names_of_label: dict[str, dict[str, str]] = {}
     for path, (label, part) in zip(files, parts.items(), strict=True):
         its = read_class_file(path)
         require_names(part, its, path=path, label=label)
-        found[label] = {str(number): names[0] for number, names in enumerate(its)}
+        names_of_label[label] = {str(number): names[0] for number, names in enumerate(its)}
     if classes.parts:
-        verb, noun = found.values()
+        verb, noun = names_of_label.values()
         pairs = (name.split(":") for name in classes.names)
-        found[classes.label] = {f"{one}:{other}": f"{verb[one]} {noun[other]}" for one, other in pairs}
-    return found
-
-
-def _name_classes(by_class: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {**by_class, "names": [names.get(name, name) for name in by_class["names"]]}
+        names_of_label[classes.label] = {f"{v}:{n}": f"{verb[v]} {noun[n]}" for v, n in pairs}
+    return names_of_label
 
 
 def kept_classes(run: RunFolder) -> dict[str, ClassList]:
-    """The classes that a run was trained on, as an argument of its task (`TaskSpec.kept`)."""
-    return {"classes": read_run_classes(run)}
-
-
-def read_run_classes(run: RunFolder) -> ClassList:
-    """The classes that a run was trained on.
+    """Return the classes that a run was trained on, as an argument of its task (`TaskSpec.kept`).
 
     Raises:
         UserError: it is not a run of `train classify`.
     """
     try:
         facts = run.require_facts()
-        return ClassList(facts["classes"]["label"], tuple(facts["classes"]["names"]))
+        return {"classes": ClassList(facts["classes"]["label"], tuple(facts["classes"]["names"]))}
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{run.facts} names no classes: {run.path} is not a run of train classify",

@@ -1,4 +1,4 @@
-"""Classifiers with a videomae tower as VideoMAE's own checkpoints, and for VideoMAEForVideoClassification, and back."""
+"""Conversion of classifiers with a videomae tower to and from VideoMAE's checkpoints and transformers' classifiers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,14 +21,14 @@ from clipmill.train.weights.files import read_config
 from clipmill.train.weights.source import Say, Source, effective_clip_settings
 from clipmill.train.weights.videomae import exported_videomae
 
-# Of VideoMAE's classifiers, which no file says: one frame in four.
+# Clips of VideoMAE's classifiers: one frame in four, which no file records.
 _NUM_FRAMES, _STRIDE = 16, 4
 
 
 def adopted_classifier(source: Source, path: Path, *, say: Say) -> Adopted | None:
-    """Weights of a fine-tuned VideoMAE as a classifier; None if they have no last layer.
+    """Adopt the weights of a fine-tuned VideoMAE as a classifier; None if they have no last layer.
 
-    Its classes are the `id2label` of config.json; a checkpoint alone names none.
+    Its classes are the `id2label` of config.json; a checkpoint without it names none.
 
     Raises:
         UserError: config.json names another number of classes.
@@ -37,7 +37,7 @@ def adopted_classifier(source: Source, path: Path, *, say: Say) -> Adopted | Non
     if head is None or source.kind is None:
         return None
     config = read_config(path / "config.json") or {}
-    with deferred_checks():  # which are about --model
+    with deferred_checks():  # they are about --model
         settings = ClassifySettings(
             model=model_like(source),
             num_frames=num_frames_of(source, default=config.get("num_frames", _NUM_FRAMES)),
@@ -78,7 +78,7 @@ def _class_names(labels: object, *, num_classes: int, path: Path) -> tuple[str, 
 
 
 def exported_classifier(request: ExportRequest) -> Exported:
-    """A classifier with a videomae tower.
+    """Export a classifier with a videomae tower.
 
     Raises:
         UserError: the format cannot hold it, or it has another tower.
@@ -103,7 +103,7 @@ def exported_classifier(request: ExportRequest) -> Exported:
             flags=("--format",),
         )
     require_format(request.form, ("hf", "videomae", *PROGRAM_FORMATS), what="a classifier of videos")
-    # VideoMAE's own checkpoints do not name the classes.
+    # VideoMAE's checkpoints do not name the classes.
     classes = request.task.classes.names if request.form == "hf" else ()
     return exported_videomae(
         request.settings, request.weights, shape=request.shape, form=request.form, model=classifier_config(classes)
@@ -111,7 +111,7 @@ def exported_classifier(request: ExportRequest) -> Exported:
 
 
 def classifier_config(classes: Sequence[str]) -> dict[str, Any]:
-    """The values of a VideoMAEForVideoClassification's configuration besides those of its encoder."""
+    """Return the values of a VideoMAEForVideoClassification's configuration besides the encoder's."""
     return {
         "architectures": ["VideoMAEForVideoClassification"],
         "use_mean_pooling": True,

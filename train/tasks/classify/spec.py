@@ -1,4 +1,4 @@
-"""`TaskSpec` of the classifier, and its evaluation."""
+"""`TaskSpec` of the classifier, its settings, and flags and table of its evaluation; loads nothing heavy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -36,9 +36,9 @@ _ALPHA = Range(0, 100)
 
 @dataclass(frozen=True, kw_only=True)
 class ClassEvaluation(EvaluationSettings):
-    """How a classifier is evaluated."""
+    """Evaluation of a classifier in training."""
 
-    # The split is read in any case: for its classes.
+    # The split is always read, for its classes.
     split: str = "val"
     clips: Annotated[int, VIEWS, EVERY] = 1
     """Number of temporal views per clip. Probabilities are averaged over all views."""
@@ -55,10 +55,10 @@ class ClassifySettings(LatentSettings):
     has_head = True
 
     segment: Annotated[str | None, groups.CLIPS, GoesWith("input", ("latents",))] = None
-    """Length of a segment of latents, such as 5s. Its label is that of the caption which covers most of it. Default:
-    the stored segments of a VAE of videos; 5s of other latents."""
+    """Length of a segment of latents, such as 5s. The caption that covers most of it has its label. Default: the stored
+    segments of a VAE of videos; 5s of other latents."""
     repeats: Annotated[int, groups.CLIPS, Range(1, 1000)] = 1
-    """Number of samples per clip (repeated augmentation), decoded once, each with its own frames and crop."""
+    """Number of samples per clip (repeated augmentation), decoded once, with different frames and crops."""
     label: Annotated[str, CLASSES, FIRST_RUN] = "class"
     """Label column to classify: class (Kinetics), action (EPIC-KITCHENS: verb and noun), or another one."""
     dropout: Annotated[float, CLASSES, SHARE] = 0.0
@@ -72,7 +72,7 @@ class ClassifySettings(LatentSettings):
     evaluate: Annotated[ClassEvaluation, groups.EVALUATION] = field(default_factory=ClassEvaluation)
 
     def rules(self) -> Iterator[UserError]:
-        """Yields towers that do not suit the input, and augmentation that does not apply to it."""
+        """Yield errors for towers that do not suit the input, and for augmentation that does not apply to it."""
         yield from super().rules()
         if (kind := self.towers.kind) not in (None, "clip", "videomae", LIBRARY):
             yield UserError(
@@ -83,7 +83,7 @@ class ClassifySettings(LatentSettings):
         if not self.reads_latents:
             yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
         else:
-            yield from self._rules_of_latents()
+            yield from self._latent_rules()
         if (self.mixup or self.cutmix) and self.batch < 2:
             yield UserError(
                 f"--batch is {self.batch}, and --mixup and --cutmix mix two clips",
@@ -91,13 +91,13 @@ class ClassifySettings(LatentSettings):
                 flags=("--batch", "--mixup", "--cutmix"),
             )
 
-    def _rules_of_latents(self) -> Iterator[UserError]:
-        for one in fields(Augment):
-            if getattr(self.augment, one.name) != one.default:
+    def _latent_rules(self) -> Iterator[UserError]:
+        for option in fields(Augment):
+            if getattr(self.augment, option.name) != option.default:
                 yield UserError(
-                    f"{self.augment.flag(one.name)} applies to frames in pixels, not to latents",
+                    f"{self.augment.flag(option.name)} applies to frames in pixels, not to latents",
                     hint="leave it out with --input latents, or use --input pixels",
-                    flags=(self.augment.flag(one.name),),
+                    flags=(self.augment.flag(option.name),),
                 )
         if self.repeats > 1:
             yield UserError(
@@ -126,15 +126,15 @@ class ClassificationFlags(Checked):
 
     classes: Annotated[tuple[Path, ...], Parameter(negative="")] = ()
     """File with names to show instead of class numbers, as of train eval zero-shot. For actions repeat it: the file of
-    the verbs, then that of the nouns."""
+    the verbs, then the file of the nouns."""
 
     def evaluation(self) -> ClassEvaluation:
-        """The settings that training has for it."""
+        """Return the settings of this evaluation in training."""
         return ClassEvaluation(split=self.split, clips=self.clips, crops=self.crops)
 
 
 def classification_table(result: dict[str, Any]) -> Table:
-    """A row for each kind of class."""
+    """Return a table with a row for each kind of class."""
     rows, clips = [], count_noun(result["num_samples"], "clip")
     for name, num_classes in result["num_classes"].items():
         shares = [result["numbers"][f"{name}_{key}"] for key in ("top1", "top5", "mean_class")]

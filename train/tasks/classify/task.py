@@ -1,10 +1,15 @@
-"""Fine-tune a video tower to classify the clips of a labelled set.
+"""The classifier: model, objective with mixup and CutMix, and the task that fine-tunes a tower on labelled clips.
 
-Shape suffixes: B batch, C channels, T frames, H and W pixels (or values of a latent).
+Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): one share and one kind of mixing are drawn per batch, from
+torch's CPU generator. Clip i of B is mixed with clip B - 1 - i, and its target with that clip's target by the same
+share. CutMix replaces one rectangle in all frames.
+
+Shape suffixes: B batch, R rows of a microbatch, K classes, D width, C channels, T frames, F frames of a segment of
+latents, H and W pixels (or values of a latent).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,12 +47,12 @@ from clipmill.train.weights.loading import Loaded, fit_to
 from clipmill.train.weights.source import Say, Source
 
 _FEATURE_NORM = "fc_norm."
-# Of the last layer's initial weights: AVION's; VideoMAE's 0.02 times its init_scale of 0.001.
+# Standard deviation of the last layer's initial weights: AVION's; VideoMAE's 0.02 times its init_scale of 0.001.
 _HEAD_STD = {"clip": 0.01, "videomae": 2e-5, LIBRARY: 0.01}
 
 
 class VideoClassifier(nn.Module):
-    """Logits of clips: one feature vector per clip, dropout and a linear layer with small initial weights.
+    """Classifier of clips: one feature vector per clip, dropout and a linear layer with small initial weights.
 
     The feature vector is the class token of a CLIP tower, without CLIP's projection, a library's embedding, or the mean
     of all tokens of a videomae tower, through a layer norm that replaces the tower's last one (as in VideoMAE's
@@ -56,7 +61,7 @@ class VideoClassifier(nn.Module):
     Parameters keep the names `video.*` of other tasks' towers; `fc_norm.*` and `head.*` are the classifier's.
 
     Args:
-        size: of the tower, whose kind `towers` has.
+        size: Size of the tower, whose kind is in `towers`.
     """
 
     video: VideoViT | VideoMAEEncoder | LibraryImage
@@ -100,12 +105,12 @@ class VideoClassifier(nn.Module):
             checkpoint_blocks(self)
 
     def forward(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Logits [B, K] of normalised clips [B, C, T, H, W]."""
+        """Return logits [B, K] of normalised clips [B, C, T, H, W]."""
         logits_BK: torch.Tensor = self.head(self.dropout(self.features(video_BCTHW)))
         return logits_BK
 
     def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Input of the last layer, [B, D]."""
+        """Return the input of the last layer, [B, D]."""
         if isinstance(self.video, VideoMAEEncoder):
             assert self.fc_norm is not None
             features_BD: torch.Tensor = self.fc_norm(self.video.features(video_BCTHW))
@@ -117,27 +122,21 @@ class VideoClassifier(nn.Module):
 def start_of_classifier(model: VideoClassifier, source: Source, *, allow: Sequence[str], say: Say) -> Loaded:
     """Fit the video tower of `source` to a classifier, which may be on the meta device.
 
-    Not used are the text tower, CLIP's projection, a decoder, another classifier's last layer, and the last norm of a
-    masked autoencoder's encoder. The norm of another classifier's features is used.
+    The text tower, CLIP's projection, a decoder, another classifier's last layer, and the last norm of a masked
+    autoencoder's encoder are not used. The norm of another classifier's features is used.
 
     Raises:
         UserError: the tower does not fit.
     """
-    wanted = _tower_of(model, source.converted.tensors)
-    parts = dict(UNUSED_PARTS)
-    if not any(name.startswith("video.ln_post.") for name in wanted.state_dict()):
-        parts["video.ln_post."] = "the encoder's last norm (video.ln_post), which a new norm of their mean replaces"
-    return fit_to(wanted, without_parts(source, parts, model="a classifier", say=say), allow=allow, say=say)
-
-
-def _tower_of(model: VideoClassifier, names: Iterable[str]) -> nn.Module:
-    """The parts of a classifier that are initialised from weights with these names."""
-    wanted = nn.Module()
-    wanted.video = model.video
+    tower = nn.Module()
+    tower.video = model.video
     norm = getattr(model, "fc_norm", None)
-    if norm is not None and any(name.startswith(_FEATURE_NORM) for name in names):
-        wanted.fc_norm = norm
-    return wanted
+    if norm is not None and any(name.startswith(_FEATURE_NORM) for name in source.converted.tensors):
+        tower.fc_norm = norm
+    unused = dict(UNUSED_PARTS)
+    if not any(name.startswith("video.ln_post.") for name in tower.state_dict()):
+        unused["video.ln_post."] = "the encoder's last norm (video.ln_post), which a new norm of their mean replaces"
+    return fit_to(tower, without_parts(source, unused, model="a classifier", say=say), allow=allow, say=say)
 
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
     """The task of `train classify`.
 
     Args:
-        classes: of an existing run; if they are left out, they are read with the training set.
+        classes: Classes of an existing run; by default they are read with the training set.
     """
 
     name = "classify"
@@ -164,19 +163,19 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
 
     @property
     def classes(self) -> ClassList:
-        """The classes of the model."""
+        """Classes of the model."""
         assert self._classes is not None  # given, or read by training_set
         return self._classes
 
     def facts(self) -> dict[str, Any]:
-        """Entries of run.json."""
+        """Return the entries of run.json."""
         return {"classes": self.classes.as_json(), **super().facts()}
 
     def training_set(self, world: World) -> "AnySamples":
-        """This rank's part of the labelled clips, or segments of latents, of the split that the settings name.
+        """Open this rank's part of the labelled clips, or segments of latents, of the split that the settings name.
 
         Raises:
-            UserError: there are none, or all are of one class.
+            UserError: the split is empty, or all clips are of one class.
         """
         settings = self._settings
         if self._classes is None:
@@ -191,22 +190,22 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
             )
         if settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            for one in settings.evaluated_data():
-                with one.opening():
-                    found = self.on(one.shards).samples(one.split, world, views=_views(settings.evaluate))
-                self._held_out[one.name] = found
-                self.note_evaluation(one, found)
+            for data in settings.evaluated():
+                with data.opening():
+                    held_out = self.on(data.shards).samples(data.split, world, views=_views(settings.evaluate))
+                self._held_out[data.name] = held_out
+                self.note_evaluation(data, held_out)
         return samples
 
     def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> "Samples[Any]":
-        """This rank's part of the labelled samples of any split.
+        """Open this rank's part of the labelled samples of any split.
 
         Args:
-            views: of an evaluation.
-            repeats: samples of a clip, in training.
+            views: Views of an evaluation.
+            repeats: Number of samples of a clip, in training.
 
         Raises:
-            UserError: there are none, or they do not fit the settings.
+            UserError: the split is empty, or does not fit the settings.
         """
         settings = self._settings
         loading = loader_settings(settings, world, device=self._device)
@@ -231,21 +230,21 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         return start_of_classifier(model, source, allow=self._settings.init.allow, say=say)
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Cross-entropy with mixed targets."""
+        """Return the cross-entropy with mixed targets."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
         return SoftCrossEntropy(
             inputs, self._settings, num_classes=len(self.classes), side=picture_size(samples, self._settings)[1]
         )
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
-        """Clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
+        """Return clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
         if batch["input"] == "latents":
             positions = batch["position"][rows].numpy() if is_training else None
             return self._frames(batch["latents"][rows], positions).float().transpose(1, 2)
         return self.pixels(batch, rows, mean=CLIP_MEAN, std=CLIP_STD, is_training=is_training)
 
     def _frames(self, latents_BFCHW: torch.Tensor, positions: Positions | None) -> torch.Tensor:
-        """Frames [B, T, C, H, W] of segments of latents: random ones for `positions`, otherwise centred ones."""
+        """Return frames [B, T, C, H, W] of segments of latents: random for `positions`, otherwise centred."""
         count, seed = self._settings.num_frames, self._settings.seed
         if self._settings.sampling == "stride":
             within = None if positions is None else draw_uniform(positions, 1, seed=seed, purpose="window")[:, 0]
@@ -254,12 +253,12 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         return spread_frames(latents_BFCHW, num_frames=count, offset_BK=within)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Accuracies on the data that the settings name, as `<name>/<metric>`."""
-        wanted = self._settings.evaluate
+        """Return accuracies on the data that the settings name, as `<name>/<metric>`."""
+        evaluation = self._settings.evaluate
         metrics: dict[str, float] = {}
         for name, samples in self._held_out.items():
-            every = every_for(len(samples), at_most=wanted.max_samples)
-            result = self.score(model, samples, world, views=_views(wanted), every=every)
+            every = every_for(len(samples), at_most=evaluation.max_samples)
+            result = self.score(model, samples, world, views=_views(evaluation), every=every)
             metrics |= split_metrics(name, result.metrics, num_failed=result.num_failed)
         return metrics
 
@@ -278,7 +277,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         )
 
     def new_model(self, samples: "AnySamples") -> VideoClassifier:
-        """A tower for clips as `samples` has them, and a new last layer."""
+        """Build a tower for the clips of `samples`, and a new last layer."""
         settings = self._settings
         if self._shape is not None:
             size, image_px = self._shape.size.video, self._shape.image_px
@@ -295,11 +294,11 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         )
 
 
-def _views(wanted: ClassEvaluation) -> Views:
-    return Views(num_clips=wanted.clips, num_crops=wanted.crops)
+def _views(evaluation: ClassEvaluation) -> Views:
+    return Views(num_clips=evaluation.clips, num_crops=evaluation.crops)
 
 
-# Number of the random draw of a batch's mix; microbatches are numbered from 0.
+# Index of the random draw of a batch's mix; microbatches are numbered from 0.
 _MIXING = -1
 
 
@@ -307,8 +306,8 @@ class SoftCrossEntropy(Objective):
     """Cross-entropy with soft targets, mean over the batch.
 
     Args:
-        inputs: clips [R, C, T, H, W] of some rows of a batch.
-        side: height and width of these clips.
+        inputs: Function that returns clips [R, C, T, H, W] of some rows of a batch.
+        side: Height and width of these clips.
     """
 
     def __init__(
@@ -323,7 +322,7 @@ class SoftCrossEntropy(Objective):
         self._inputs, self._settings, self._num_classes, self._side = inputs, settings, num_classes, side
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Add the gradients of this rank's share of the batch; return the loss of the whole batch."""
+        """Add the gradients of this rank's share of the batch; return the loss of the complete batch."""
         settings = self._settings
         num_samples = len(batch["label"])
         with step.seed_generators(_MIXING):
@@ -348,17 +347,17 @@ class SoftCrossEntropy(Objective):
 
 
 def soft_cross_entropy(logits_RK: torch.Tensor, targets_RK: torch.Tensor) -> torch.Tensor:
-    """Mean over rows of the cross-entropy between targets and softmax of logits."""
+    """Return the mean over rows of the cross-entropy between targets and softmax of logits."""
     return -(targets_RK * logits_RK.log_softmax(dim=1)).sum(dim=1).mean()
 
 
 @dataclass(frozen=True)
 class Mix:
-    """How the clips of a batch are mixed.
+    """Mix of the clips of a batch with their partners.
 
     Attributes:
-        share: of a clip's own target; the rest is its partner's.
-        box: rows [top, bottom) and columns [left, right) that come from the partner; None for mixup.
+        share: Weight of a clip's target; the rest is the partner's.
+        box: Rows [top, bottom) and columns [left, right) that come from the partner; None for mixup.
     """
 
     share: float
@@ -369,10 +368,10 @@ NO_MIX = Mix(1.0)
 
 
 def draw_mix(*, mixup: float, cutmix: float, size_px: int) -> Mix:
-    """Draw how a batch is mixed.
+    """Draw the mix of a batch.
 
     Args:
-        mixup, cutmix: alpha of the Beta distribution of shares, 0 for none. With both, each applies to half of the
+        mixup, cutmix: Alpha of the Beta distribution of shares; 0 turns it off. With both, each applies to half of the
             batches.
     """
     if not mixup and not cutmix:
@@ -387,7 +386,7 @@ def draw_mix(*, mixup: float, cutmix: float, size_px: int) -> Mix:
 
 
 def cut_around(row: int, column: int, *, share: float, size_px: int) -> Mix:
-    """A square of area 1 - `share` around a pixel, clipped at the borders; the share is computed from the rest."""
+    """Return the mix by a square of area 1 - `share` around a pixel, clipped at the borders, with its actual share."""
     half = int(size_px * math.sqrt(1 - share)) // 2
     top, bottom = max(row - half, 0), min(row + half, size_px)
     left, right = max(column - half, 0), min(column + half, size_px)
@@ -395,7 +394,7 @@ def cut_around(row: int, column: int, *, share: float, size_px: int) -> Mix:
 
 
 def mix_clips(clips_BCTHW: torch.Tensor, partners_BCTHW: torch.Tensor, mix: Mix) -> torch.Tensor:
-    """The mixed clips."""
+    """Mix clips with their partners."""
     if mix.box is None:
         return mix.share * clips_BCTHW + (1 - mix.share) * partners_BCTHW
     top, bottom, left, right = mix.box
@@ -405,10 +404,10 @@ def mix_clips(clips_BCTHW: torch.Tensor, partners_BCTHW: torch.Tensor, mix: Mix)
 
 
 def mixed_targets(label_B: torch.Tensor, *, num_classes: int, smoothing: float, mix: Mix) -> torch.Tensor:
-    """Targets float32 [B, K] of a whole batch: each row sums to 1.
+    """Return targets, float32 [B, K], of a complete batch; each row sums to 1.
 
     Args:
-        smoothing: label smoothing (Szegedy et al. 2016, section 7).
+        smoothing: Label smoothing (Szegedy et al. 2016, section 7).
     """
     # torch's one_hot checks the range of the labels, for which the host would wait for the device.
     one_hot_BK = (label_B[:, None] == torch.arange(num_classes, device=label_B.device)).float()

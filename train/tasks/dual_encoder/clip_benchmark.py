@@ -5,7 +5,7 @@
     DIR/test/0.tar, 1.tar, ...                     images with `cls`, the number of the class, or `txt`, with a caption
                                                    in each line
 
-Two classes may have the same name (ImageNet has two "sunglasses"): they are told apart by number.
+Two classes may have the same name (ImageNet has two "sunglasses"): they are distinguished by number.
 """
 
 from pathlib import Path
@@ -29,26 +29,28 @@ _CLASSES, _TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 
 
 def class_numbers(pattern: str, classes: Path | None) -> ClassList:
-    """The numbers of the classes of tars, as `cls` has them.
+    """Return the numbers of the classes of tars, which `cls` contains.
 
     Args:
-        classes: file of the names; None for the one beside the tars.
+        classes: File of the names; None for the file beside the tars.
 
     Raises:
-        UserError: it is missing, cannot be read, or is empty.
+        UserError: the file is missing, cannot be read, or is empty.
     """
     return ClassList(LABEL, tuple(map(str, range(len(_class_names(pattern, classes))))))
 
 
-def class_prompts(samples: Samples[Any], pattern: str, wanted: DualEncoderEvaluation) -> ClassPrompts:
-    """The classes of images that were opened with `class_numbers`; for the errors see there.
+def class_prompts(samples: Samples[Any], pattern: str, evaluation: DualEncoderEvaluation) -> ClassPrompts:
+    """Return the classes of images that were opened with `class_numbers`.
 
     Raises:
-        UserError: another label than `class` is asked for.
+        UserError: see `class_numbers`; also if another label than `class` is requested.
     """
-    if wanted.label not in (None, LABEL):
-        raise UserError(f"images in tars have no label {wanted.label!r}", hint=f"leave it out: {LABEL} is their cls")
-    classes, templates = wanted.classes, wanted.templates
+    if evaluation.label not in (None, LABEL):
+        raise UserError(
+            f"images in tars have no label {evaluation.label!r}", hint=f"leave it out: {LABEL} is their cls"
+        )
+    classes, templates = evaluation.classes, evaluation.templates
     names = _class_names(pattern, classes)
     templates = templates or _file_beside(pattern, _TEMPLATES)
     wordings = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)
@@ -58,7 +60,7 @@ def class_prompts(samples: Samples[Any], pattern: str, wanted: DualEncoderEvalua
 
 
 def image_captions(samples: Samples[Any]) -> pa.Table:
-    """Every line of every image's text, as the captions of a protocol; ids are those of the images."""
+    """Return every line of every image's text as the captions of a protocol; their ids are the images'."""
     texts = [[line for line in samples.text(image).splitlines() if line.strip()] for image in range(len(samples))]
     image_M = np.repeat(np.arange(len(texts)), list(map(len, texts)))
     return pa.table(
@@ -88,8 +90,8 @@ def _class_names(pattern: str, classes: Path | None) -> list[str]:
 
 
 def _file_beside(pattern: str, name: str) -> Path | None:
-    """A file in the folder of the tars, or in the one above it; None if there is none, or they are remote."""
+    """Find a file in the folder of the tars or above it; None if it is missing, or the tars are remote."""
     if is_remote(pattern):
         return None
     folder = Path(expand(pattern)[0]).absolute().parent
-    return next((one / name for one in (folder, folder.parent) if (one / name).is_file()), None)
+    return next((place / name for place in (folder, folder.parent) if (place / name).is_file()), None)

@@ -1,10 +1,15 @@
-"""Clips, sentences and relevancies of multi-instance retrieval, from the manifest and from files.
+"""Benchmarks of egocentric video: EPIC-KITCHENS-100's multi-instance retrieval (MIR), and EgoMCQ.
 
-Clips are the captions of a split, sentences their distinct texts.
+MIR: clips are the captions of a split, sentences their distinct texts. Rows of the relevancy are the captions of the
+split in the order of their ids, as in the annotation file. Columns are the distinct texts in the order in which they
+first appear, or the texts of a sentence file (EPIC_100_retrieval_test_sentence.csv: `narration_id,narration`). The
+published relevancy is a pickle, and a pickle is a program: the few calls that rebuild an array are replaced by
+stand-ins that only record their arguments, and any other name is refused. The array is built from the checked
+arguments.
 
-Rows of the relevancy are the captions of the split in the order of their ids, which is that of the rows of the
-annotation file. Columns are the distinct texts in the order in which they first appear, or those of a sentence file
-(EPIC_100_retrieval_test_sentence.csv: `narration_id,narration`).
+EgoMCQ (Lin et al. 2022, section 4.1): which of five clips does a narration describe? The questions are in
+`egomcq.json`; their clips are captions of the manifest (`prep manifest ego4d`), found by video, begin and end. A
+question is of the kind inter if its clips are of different videos, intra if they are of one.
 """
 
 import pickle
@@ -37,8 +42,8 @@ from clipmill.train.tasks.dual_encoder.protocols import Embeddings, EmbedTexts
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
 _LOST = re.compile(r"captions lost: (\d+)$")  # clipmill.manifests.adapters.reading
-# Narrations with the same text may have different classes, so not every clip has relevancy 1 for its own sentence.
-_LEAST_OWN_SHARE = 0.5
+# Narrations with the same text may have different classes, so not every clip has relevancy 1 for its sentence.
+_LEAST_RIGHT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,13 @@ class MirTable:
     """The clips and sentences of a split.
 
     Attributes:
-        relevancy: [N, M].
-        sentences: the texts [M].
-        caption_ids: int64 [N], ascending.
-        span_of_N: int64, equal for captions of the same span of a video, which are one clip for the loader.
-        sentence_of_N: int64, the clip's own sentence; -1 if it is not among the sentences.
-        source: description of where the relevancy comes from.
-        num_rejected: captions of the split's annotation files that the manifest rejected, as far as it says.
+        relevancy: Relevancies [N, M].
+        sentences: Texts [M].
+        caption_ids: Ids of captions, int64 [N], ascending.
+        span_of_N: Number of the span, int64; captions of the same span of a video are one clip for the loader.
+        sentence_of_N: Index of the clip's sentence, int64; -1 if it is not among the sentences.
+        source: Description of the origin of the relevancy.
+        num_rejected: Number of captions of the split's annotation files that the manifest rejected, if recorded.
     """
 
     relevancy: Relevancy
@@ -63,8 +68,8 @@ class MirTable:
     source: str
     num_rejected: int = 0
 
-    def missing(self, num_shown: int) -> str:
-        """What a result of `num_shown` clips lacks of the split; empty for nothing."""
+    def describe_missing(self, num_shown: int) -> str:
+        """Describe which part of the split a result of `num_shown` clips lacks; empty for nothing."""
         num_clips = len(self.caption_ids)
         parts = [f"{num_shown:,} of {count_noun(num_clips, 'clip')} scored"] if num_shown < num_clips else []
         if self.num_rejected:
@@ -72,10 +77,10 @@ class MirTable:
         return "; ".join([*parts, "not comparable with published numbers"]) if parts else ""
 
     def rows_shown(self, caption_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows whose clips were embedded, ascending, and for each an index into `caption_ids` of its clip.
+        """Return the rows whose clips were embedded, ascending, and for each the index of its clip in `caption_ids`.
 
         Args:
-            caption_ids: one caption of each embedded clip; ids without a row are ignored.
+            caption_ids: A caption of each embedded clip; ids without a row are ignored.
         """
         place = np.searchsorted(self.caption_ids, caption_ids).clip(max=len(self.caption_ids) - 1)
         given = np.flatnonzero(self.caption_ids[place] == caption_ids)
@@ -119,21 +124,21 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
 
 
 def _count_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
-    """Captions of a split's annotation files that the manifest lacks; 0 of remote data, whose list is not copied."""
+    """Count captions of a split's annotation files that the manifest lacks; 0 for remote data without the list."""
     if not (manifest_dir(data_dir) / REJECTED_FILE).exists():
         return 0
     videos, rejected = read_videos(data_dir), read_rejected_rows(data_dir)
     shown = pc.is_in(videos["video_id"], value_set=pc.unique(captions["video_id"].cast(pa.string())))
     datasets = set(videos.filter(shown)["dataset"].to_pylist())
-    its = [
-        row["detail"] for row in rejected.to_pylist() if row["dataset"] in datasets and _is_of_split(row["file"], split)
-    ]
-    # A row stands for all captions of a video without a file, and otherwise for one.
-    return sum(int(lost[1]) if (lost := _LOST.search(detail)) else 1 for detail in its)
-
-
-def _is_of_split(file: str, split: str) -> bool:
-    return file.endswith(".csv") and split_in_file_name(file.rsplit("/", 1)[-1]) == split
+    count = 0
+    for row in rejected.to_pylist():
+        file = row["file"]
+        if row["dataset"] not in datasets or not file.endswith(".csv"):
+            continue
+        if split_in_file_name(file.rsplit("/", 1)[-1]) == split:
+            # A row stands for all captions of a video without a file, and otherwise for one.
+            count += int(lost[1]) if (lost := _LOST.search(row["detail"])) else 1
+    return count
 
 
 def _spans(captions: pa.Table) -> NDArray[np.int64]:
@@ -173,8 +178,8 @@ def _of_classes(captions: pa.Table, sentence_of_N: NDArray[np.int64], *, num_sen
     nouns_NK = np.zeros((captions.num_rows, int(noun.max(initial=0)) + 1), bool)
     nouns_NK[of_noun, noun] = True
     actions = Actions(captions[_VERB].to_numpy().astype(np.int64), nouns_NK)
-    own, first = np.unique(sentence_of_N, return_index=True)
-    first = first[own >= 0]
+    sentences, first = np.unique(sentence_of_N, return_index=True)
+    first = first[sentences >= 0]
     assert len(first) == num_sentences  # sentences are texts of captions
     return relevancy_of_classes(actions, Actions(actions.verb_N[first], nouns_NK[first]))
 
@@ -206,19 +211,19 @@ def _read_matrix(path: Path) -> Relevancy:
 def _require_fit(
     matrix: Relevancy, sentence_of_N: NDArray[np.int64], *, num_sentences: int, path: Path, split: str
 ) -> None:
-    wanted = (len(sentence_of_N), num_sentences)
-    if matrix.shape != wanted:
+    expected = (len(sentence_of_N), num_sentences)
+    if matrix.shape != expected:
         raise UserError(
             f"{path} is {matrix.shape[0]:,} clips x {matrix.shape[1]:,} sentences, and split {split!r} has "
-            f"{wanted[0]:,} x {wanted[1]:,}",
+            f"{expected[0]:,} x {expected[1]:,}",
             hint="give the relevancy file of this split, with --sentences, and a manifest that has every row of it",
         )
     clips = np.flatnonzero(sentence_of_N >= 0)
-    own_share = float((matrix.at(clips, sentence_of_N[clips]) == 1).mean()) if len(clips) else 0.0
-    if own_share < _LEAST_OWN_SHARE:
+    right_share = float((matrix.at(clips, sentence_of_N[clips]) == 1).mean()) if len(clips) else 0.0
+    if right_share < _LEAST_RIGHT_SHARE:
         raise UserError(
-            f"{path} has relevancy 1 for only {100 * own_share:.0f} % of the clips with their own sentences: its rows "
-            f"or columns are in a different order from those of split {split!r}",
+            f"{path} has relevancy 1 for only {100 * right_share:.0f} % of the clips with their own sentences: its "
+            f"rows or columns are in a different order than the clips and sentences of split {split!r}",
             hint="give --sentences, the sentence file that the relevancy was made with",
         )
 
@@ -228,7 +233,7 @@ _BYTE_ORDERS = ("<", ">", "|", "=")
 
 
 def load_array_pickle(path: Path) -> NDArray[Any]:
-    """The array of numbers in a pickle, of any protocol and of Python 2 or 3.
+    """Read the array of numbers in a pickle of any protocol, of Python 2 or 3.
 
     Raises:
         UserError: the file cannot be read, is not a pickle, or contains anything but one array of numbers.
@@ -247,7 +252,7 @@ def load_array_pickle(path: Path) -> NDArray[Any]:
             "need it",
             hint=_HINT,
         ) from error
-    # What a damaged pickle raises is not limited to UnpicklingError (Python's documentation of pickle.load).
+    # A damaged pickle raises more than UnpicklingError (Python's documentation of pickle.load).
     except (
         pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError,
         MemoryError,
@@ -265,7 +270,7 @@ class _Refused(Exception):
 
 
 class _Dtype:
-    """Stand-in for numpy.dtype: its code, then its byte order."""
+    """Stand-in for numpy.dtype, with code and byte order."""
 
     def __init__(self, code: str, *_: Any) -> None:
         if not isinstance(code, str) or not _NUMBER_TYPES.fullmatch(code):
@@ -289,7 +294,7 @@ class _Array:
         self._state = state
 
     def array(self) -> NDArray[Any]:
-        """The array, which shares the pickle's bytes.
+        """Return the array, which shares the pickle's bytes.
 
         Raises:
             ValueError: the parts are inconsistent.
@@ -304,26 +309,21 @@ class _Array:
 
 
 def _from_buffer(content: bytes, dtype: Any, shape: Any, order: str, *_: Any) -> _Array:
-    """How protocol 5 stores an array."""
+    """Stand-in for the function by which protocol 5 stores an array."""
     array = _Array()
     array.__setstate__((1, shape, dtype, order == "F", content))
     return array
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """How protocols before 3 store bytes."""
+    """Stand-in for the function by which protocols before 3 store bytes."""
     if encoding != "latin1":
         raise _Refused(f"the encoding {encoding!r:.20}")
     return text.encode("latin1")
 
 
-def _no_bytes() -> bytes:
-    """How protocols before 3 store empty bytes."""
-    return b""
-
-
 _STAND_INS: dict[tuple[str, str], Any] = {
-    ("__builtin__", "bytes"): _no_bytes,
+    ("__builtin__", "bytes"): lambda: b"",  # protocols before 3 store empty bytes by this call
     ("numpy", "dtype"): _Dtype,
     ("numpy", "ndarray"): _Array,
     ("_codecs", "encode"): _encode,
@@ -352,13 +352,13 @@ EGOMCQ_PROTOCOL = (
 
 @dataclass(frozen=True)
 class EgoMcqScorer:
-    """EgoMCQ.
+    """Scorer of EgoMCQ.
 
     Attributes:
-        questions: whose clips are all in the data.
-        ids: caption ids of the clips of each question.
-        source: name of the file of questions.
-        num_all: number of its questions.
+        questions: Questions whose clips are all in the data.
+        ids: Caption ids of the clips of each question.
+        source: Name of the file of questions.
+        num_all: Number of questions in the file.
     """
 
     questions: tuple[Question, ...]
@@ -369,15 +369,15 @@ class EgoMcqScorer:
 
     @property
     def means_of(self) -> tuple[int, str]:
-        """Number and noun of what its metrics are means of."""
+        """Number and noun of the items that its metrics are means of."""
         return len(self.questions), "question"
 
-    def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
+    def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
         row_of = {caption_id: row for row, caption_id in enumerate(embeddings.caption_id.tolist())}
-        scored = [number for number, ids in enumerate(self.ids) if all(one in row_of for one in ids)]
+        scored = [number for number, ids in enumerate(self.ids) if row_of.keys() >= set(ids)]
         if not scored:
-            raise FailedWork("of no question all clips could be decoded")
-        text_QE = embed_texts([self.questions[number].text for number in scored])
+            raise FailedWork("every question has a clip that could not be decoded")
+        text_QE = embed([self.questions[number].text for number in scored])
         is_right, chance, is_intra = [], [], []
         for text_E, number in zip(text_QE, scored, strict=True):
             similarity = embeddings.video[[row_of[one] for one in self.ids[number]]] @ text_E
@@ -387,8 +387,11 @@ class EgoMcqScorer:
         result: dict[str, Any] = {
             "protocol": self.definition,
             "questions": self.source,
-            "incomplete": self._missing(len(scored)),
+            "incomplete": "",
         }
+        if len(scored) < self.num_all:
+            missing = f"{len(scored):,} of {self.num_all:,} questions scored: not comparable with published numbers"
+            result["incomplete"] = missing
         for kind, of_kind in zip(KINDS, (~np.array(is_intra), np.array(is_intra)), strict=True):
             num = int(of_kind.sum())
             result[kind] = {
@@ -399,27 +402,23 @@ class EgoMcqScorer:
         return result
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
-        found = {f"{kind}_accuracy": result[kind]["accuracy"] for kind in KINDS}
-        return {name: value for name, value in found.items() if value is not None}
-
-    def _missing(self, num_scored: int) -> str:
-        if num_scored == self.num_all:
-            return ""
-        return f"{num_scored:,} of {self.num_all:,} questions scored: not comparable with published numbers"
+        accuracies = {f"{kind}_accuracy": result[kind]["accuracy"] for kind in KINDS}
+        return {name: value for name, value in accuracies.items() if value is not None}
 
 
 def is_nearest(similarity: NDArray[np.float32], answer: int) -> bool:
-    """Whether the answer is nearer than all other clips; NaN is not."""
+    """Return True if the answer is nearer than all other clips; NaN is not."""
     others = np.delete(similarity, answer)
     return bool((others < similarity[answer]).all())
 
 
 def open_questions(path: Path | None, captions: pa.Table, *, data_dir: Path) -> EgoMcqScorer:
-    """The questions of a file whose clips are among `captions`, those of EgoMCQ in the manifest.
+    """Open the questions of a file whose clips are among `captions`, the captions of EgoMCQ in the manifest.
 
     Raises:
-        UserError: there is no file, or none of its questions is of these captions.
+        UserError: no file is given, or none of its questions is of these captions.
     """
+
     if path is None:
         raise UserError(
             "EgoMCQ needs its questions",

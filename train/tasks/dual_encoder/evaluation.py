@@ -1,4 +1,14 @@
-"""Evaluations of a dual encoder: of a trained run, and in the training loop by all ranks together."""
+"""Evaluations of a dual encoder, of a trained run or in the training loop on all ranks; examples for the page.
+
+1. The files of the protocol are read; a mistake in them is reported before training starts.
+2. Every rank embeds its part of the split; the embeddings are gathered in the order of the samples.
+3. A `Scorer` turns them into plain values for the result file, or into metrics for the training log.
+
+Examples on the page: half of the texts have a correct clip first and half have not, as far as there are some, so that a
+page shows failures as well as successes; both are spread evenly over the split.
+
+Shape suffixes: N clips, M texts.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -54,13 +64,13 @@ _NUM_FOUND = 4
 
 @dataclass(frozen=True)
 class Ranking:
-    """Texts, clips, and how well they fit.
+    """Texts and clips with their similarities, for examples.
 
     Attributes:
-        similarity_NM: of clips and texts.
-        relevancy_NM: in [0, 1]; clips of relevancy 1 are correct.
-        sample_N: int64, of each clip.
-        text: of a text's index.
+        similarity_NM: Similarities of clips and texts.
+        relevancy_NM: Relevancies in [0, 1]; clips of relevancy 1 are correct.
+        sample_N: Sample of each clip, int64.
+        text: Function from the index of a text to the text.
     """
 
     similarity_NM: NDArray[np.floating]
@@ -72,10 +82,10 @@ class Ranking:
 def retrieval_examples(
     ranking: Ranking, samples: PicturedSamples, *, num_frames: int, player: Player | None
 ) -> list[dict[str, Any]]:
-    """Texts with the clips that score best and the best correct one, as plain values.
+    """Return texts with the best clips and the best correct clip, as plain values.
 
     Args:
-        num_frames: of a clip.
+        num_frames: Number of frames of a clip.
     """
     similarity_NM, sample_N = ranking.similarity_NM, ranking.sample_N
     rank_M = ranks(similarity_NM.T, ranking.relevancy_NM.T == 1)
@@ -97,7 +107,7 @@ def retrieval_examples(
     examples = []
     for text in chosen_texts(rank_M):
         order = np.argsort(-similarity_NM[:, text], kind="stable")
-        # If no correct clip is among the first, the best one takes the last of their places.
+        # If no correct clip is among the first, the best correct clip takes the last of their places.
         best_right = int(np.flatnonzero(ranking.relevancy_NM[order, text] == 1)[0])
         places = [*range(min(_NUM_FOUND, len(order)))]
         places[-1] = max(places[-1], best_right)
@@ -107,7 +117,7 @@ def retrieval_examples(
 
 
 def chosen_texts(rank_M: NDArray[np.int64], *, at_most: int = _NUM_QUERIES) -> list[int]:
-    """Indices of texts, those with a correct clip first (rank 1) and others by turns."""
+    """Return indices of texts, alternately with a correct clip first (rank 1) and without."""
     right, wrong = np.flatnonzero(rank_M == 1).tolist(), np.flatnonzero(rank_M > 1).tolist()
     num_wrong = min(len(wrong), max(at_most // 2, at_most - len(right)))
     spread = (
@@ -117,23 +127,20 @@ def chosen_texts(rank_M: NDArray[np.int64], *, at_most: int = _NUM_QUERIES) -> l
     return [text for text in chain.from_iterable(zip_longest(*spread)) if text is not None]
 
 
-# Scores embeddings by a protocol: plain values for the result file, and metrics for the training log.
-
-
 class Scorer(Protocol):
-    """A protocol with its files read, ready to score embeddings."""
+    """A protocol with its files read, ready to score embeddings: a result, and metrics for the training log."""
 
     @property
     def definition(self) -> str:
-        """What is ranked or classified, and what is correct."""
+        """Definition of the task and of correct answers."""
         ...
 
-    def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
-        """The result as plain values; `embed_texts` gives unit-length embeddings of texts that are not captions."""
+    def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
+        """Return the result as plain values; `embed` gives unit-length embeddings of texts that are not captions."""
         ...
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
-        """The metrics of a result that are logged during training."""
+        """Return the metrics of a result that are logged during training."""
         ...
 
 
@@ -156,28 +163,28 @@ class MirScorer:
     table: MirTable
     definition: str = MIR_PROTOCOL
 
-    def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
-        return self.result(self.match(embeddings, embed_texts))
+    def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
+        return self.result(self.match(embeddings, embed))
 
-    def match(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> "MirMatch":
-        """Clips that have a row in the relevancy, and all sentences."""
+    def match(self, embeddings: Embeddings, embed: EmbedTexts) -> "MirMatch":
+        """Match the clips that have a row in the relevancy with all sentences."""
         table = self.table
         rows, place = table.rows_shown(embeddings.caption_id)
         if not len(rows):
             raise FailedWork("none of the clips that could be decoded has a row in the relevancy")
-        similarity = embeddings.video[place] @ embed_texts(table.sentences).T
+        similarity = embeddings.video[place] @ embed(table.sentences).T
         return MirMatch(similarity, table.relevancy.take(rows, np.arange(len(table.sentences))), place)
 
     def result(self, match: "MirMatch") -> dict[str, Any]:
-        """The result of a match as plain values."""
+        """Return the result of a match as plain values."""
         scores = score_mir(match.similarity_NM, match.relevancy).as_json()
         num_clips, num_sentences = self.table.relevancy.shape
         coverage = f"{len(match.clip_N):,} of {num_clips:,} clips, {num_sentences:,} sentences"
-        incomplete = self.table.missing(len(match.clip_N))
+        incomplete = self.table.describe_missing(len(match.clip_N))
         return {**scores, "relevancy": self.table.source, "coverage": coverage, "incomplete": incomplete}
 
     def ranking(self, match: "MirMatch", sample_N: NDArray[np.int64]) -> Ranking:
-        """Some sentences that have a clip of relevancy 1, spread evenly, for examples; `sample_N` of all embeddings."""
+        """Return evenly spread sentences that have a clip of relevancy 1; `sample_N` are samples of all embeddings."""
         num_sentences = len(self.table.sentences)
         chosen = np.array(evenly_spaced_items(range(num_sentences), at_most=_MAX_EXAMPLE_SENTENCES))
         relevancy_NM = match.relevancy.take(np.arange(len(match.clip_N)), chosen).rows(slice(None))
@@ -198,15 +205,15 @@ class MirScorer:
 def make_scorer(
     settings: DualEncoderEvaluation, *, data_dir: Path | None, has_text_tower: bool, sources: str | None = None
 ) -> Scorer:
-    """The scorer of `settings.protocol`, with its files read.
+    """Return the scorer of `settings.protocol`, with its files read.
 
     Args:
-        data_dir: the data folder; None for tars, which have no manifest.
-        has_text_tower: whether the run has a text tower, which embeds prompts.
+        data_dir: Data folder; None for tars, which have no manifest.
+        has_text_tower: True if the run has a text tower, which embeds prompts.
         sources: `--captions.sources`, for named protocols.
 
     Raises:
-        UserError: a file cannot be read or does not fit, or the data lacks what the protocol needs.
+        UserError: a file cannot be read or does not fit, or the data do not suit the protocol.
     """
     protocol, split = settings.protocol, settings.split
     if protocol == "retrieval":
@@ -242,27 +249,27 @@ def _without_text_tower(protocol: str) -> UserError:
 
 
 class EmbedsTexts(Protocol):
-    """A model with a text tower of its own."""
+    """A model with a text tower."""
 
     tokenize: Tokenize
 
     def embed_text(self, text: torch.Tensor) -> torch.Tensor:
-        """Token ids [B, L] to unit-length embeddings [B, E]."""
+        """Return unit-length embeddings [B, E] of token ids [B, L]."""
         ...
 
 
 class LoopEvaluation:
-    """Evaluates a model repeatedly on the same samples while it is trained.
+    """Repeated evaluation of a model on the same samples during training.
 
     Args:
-        samples: this rank's part of the split.
-        settings: of the run, with the data to evaluate.
-        wanted: the evaluation.
-        name: prefix of its metrics.
+        samples: Part of this rank of the split.
+        settings: Settings of the run, with the data to evaluate.
+        evaluation: Settings of the evaluation.
+        name: Prefix of its metrics.
 
     Attributes:
-        protocol: its name and definition, and what the data lack of it.
-        means_of: number and noun of what its metrics are means of; None for clips.
+        protocol: Name and definition of the protocol, and the missing part of its data.
+        means_of: Number and noun of the items that its metrics are means of; None for clips.
 
     Raises:
         UserError: the split cannot be evaluated by this protocol.
@@ -274,7 +281,7 @@ class LoopEvaluation:
         samples: TrainingSet,
         settings: DualEncoderSettings,
         *,
-        wanted: DualEncoderEvaluation,
+        evaluation: DualEncoderEvaluation,
         name: str,
         device: torch.device,
     ) -> None:
@@ -284,31 +291,33 @@ class LoopEvaluation:
                 "tars cannot be evaluated while they are trained on: they have no splits",
                 hint="name a data folder with --evaluate.shards, or leave out --evaluate.every and use train eval",
             )
-        self._every = every_for(samples.num_samples, at_most=wanted.max_samples)
-        if self._every > 1 and wanted.protocol in NAMED:
+        self._every = every_for(samples.num_samples, at_most=evaluation.max_samples)
+        if self._every > 1 and evaluation.protocol in NAMED:
             raise UserError(
-                f"--evaluate.max-samples is {wanted.max_samples}, and {wanted.protocol} needs all "
+                f"--evaluate.max-samples is {evaluation.max_samples}, and {evaluation.protocol} needs all "
                 f"{samples.num_samples:,} clips of {name}",
                 hint=f"use {samples.num_samples} or more, or --evaluate.protocol retrieval",
                 flags=("--evaluate.max-samples",),
             )
-        self._scorer = open_scorer(wanted, settings, samples)
-        self.protocol = f"{wanted.protocol}: {self._scorer.definition}"
+        self._scorer = open_scorer(evaluation, settings, samples)
+        self.protocol = f"{evaluation.protocol}: {self._scorer.definition}"
         self.means_of: tuple[int, str] | None = getattr(self._scorer, "means_of", None)
-        if isinstance(self._scorer, RetrievalScorer) and (incomplete := self._scorer.missing(samples.num_samples)):
+        if isinstance(self._scorer, RetrievalScorer) and (
+            incomplete := self._scorer.describe_missing(samples.num_samples)
+        ):
             self.protocol += f"; incomplete: {incomplete}"
 
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
-        """The protocol's metrics as `<name>/<metric>`, equal on all ranks; collective."""
+        """Return the protocol's metrics as `<name>/<metric>`, equal on all ranks; collective."""
         batches = self._samples.evaluation_batches(every=self._every)
-        own = embed_all(self._task, model, batches, device=self._device)
-        embeddings = gather_embeddings(own, world, device=self._device)
+        of_rank = embed_all(self._task, model, batches, device=self._device)
+        embeddings = gather_embeddings(of_rank, world, device=self._device)
         result = self._scorer.score(embeddings, text_embedder(model, device=self._device))
         return split_metrics(self._name, self._scorer.metrics(result), num_failed=embeddings.num_failed)
 
 
-def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, samples: Any) -> Scorer:
-    """The scorer of a protocol for a run's data; of images, `samples` have what others read from a manifest.
+def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings, samples: Any) -> Scorer:
+    """Return the scorer of a protocol for a run's data; `samples` of images replace the manifest.
 
     Raises:
         UserError: see `make_scorer`; also for protocols of clips on latents, or of images on clips.
@@ -317,32 +326,33 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings, sa
         from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
 
         if settings.text_tower == "frozen":
-            raise _without_text_tower(wanted.protocol)
-        if wanted.protocol == "zero-shot":
-            return ZeroShotScorer(class_prompts(samples, settings.folder, wanted))
-        if wanted.protocol == OF_IMAGES:
-            return RetrievalScorer(OF_IMAGES, image_captions(samples), wanted.dual_softmax)
-    elif wanted.protocol == OF_IMAGES:
+            raise _without_text_tower(evaluation.protocol)
+        if evaluation.protocol == "zero-shot":
+            return ZeroShotScorer(class_prompts(samples, settings.folder, evaluation))
+        if evaluation.protocol == OF_IMAGES:
+            return RetrievalScorer(OF_IMAGES, image_captions(samples), evaluation.dual_softmax)
+    elif evaluation.protocol == OF_IMAGES:
         raise UserError(
             f"{OF_IMAGES} scores tars of images with captions, and {settings.folder} has videos",
             hint="use --protocol retrieval (in training --evaluate.protocol), or --shards with tars of images",
         )
-    if wanted.protocol in ("mir", *NAMED) and settings.reads_latents:
+    if evaluation.protocol in ("mir", *NAMED) and settings.reads_latents:
         raise UserError(
-            f"{wanted.protocol} scores the clips of captions, and latents are in segments", hint="use --input pixels"
+            f"{evaluation.protocol} scores the clips of captions, and latents are in segments",
+            hint="use --input pixels",
         )
     data_dir: Path | None = None
-    if wanted.protocol != "retrieval" and kind_of(settings.folder).has_manifest:
+    if evaluation.protocol != "retrieval" and kind_of(settings.folder).has_manifest:
         data_dir = open_data_folder(settings.folder, cache=settings.cache, column=None).path
     has_text, sources, towers = settings.text_tower == "trained", settings.captions.sources, settings.towers
-    scorer = make_scorer(wanted, data_dir=data_dir, has_text_tower=has_text, sources=sources)
+    scorer = make_scorer(evaluation, data_dir=data_dir, has_text_tower=has_text, sources=sources)
     if not isinstance(scorer, RetrievalScorer):
         return scorer
     return replace(scorer, context_length=None if towers.text else towers.context_length or CONTEXT_LENGTH)
 
 
 def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
-    """Unit-length embeddings of texts by the text tower of `model`."""
+    """Return a function to unit-length embeddings of texts by the text tower of `model`."""
     # A wrapper such as DDP forwards calls of the model, but not its other methods.
     towers = cast(EmbedsTexts, getattr(model, "module", model))
     return lambda texts: embed_texts(towers.embed_text, texts, tokenize=towers.tokenize, device=device)
@@ -352,21 +362,21 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
     """Score a run's latest checkpoint by a protocol.
 
     Raises:
-        UserError: the run's data lack what the protocol needs.
+        UserError: the run's data do not suit the protocol.
         FailedWork: nothing could be decoded.
     """
     settings, trained, task = opened.settings, opened.trained, opened.task
-    wanted, num_clips = flags.evaluation(), flags.clips
+    evaluation, num_clips = flags.evaluation(), flags.clips
     if num_clips > 1 and settings.reads_latents:
         raise UserError(f"--clips is {num_clips}", hint="leave it out: latents have a single view", flags=("--clips",))
-    samples = task.samples_of(wanted, World(), num_clips=num_clips)
-    scorer = open_scorer(wanted, settings, samples)
+    samples = task.samples_of(evaluation, World(), num_clips=num_clips)
+    scorer = open_scorer(evaluation, settings, samples)
     model = trained.fill(task.build_model(samples))
     ranking: Ranking | None = None
     with trained.precision.autocast():
         batches = counted_batches(samples.evaluation_batches(), "embedding", total=samples.num_samples)
-        own = embed_all(task, model, batches, device=trained.device, num_clips=num_clips)
-        embeddings = gather_embeddings(own, World(), device=trained.device)
+        of_rank = embed_all(task, model, batches, device=trained.device, num_clips=num_clips)
+        embeddings = gather_embeddings(of_rank, World(), device=trained.device)
         embed = text_embedder(model, device=trained.device)
         if isinstance(scorer, RetrievalScorer):
             match = scorer.match(embeddings, embed)
@@ -377,11 +387,11 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
         else:
             values = scorer.score(embeddings, embed)
     if ranking is not None:
-        player = open_player(settings, split=wanted.split)
+        player = open_player(settings, split=evaluation.split)
         examples = retrieval_examples(ranking, samples, num_frames=settings.num_frames, player=player)
         values = {**values, "examples": examples}
     return Score(
-        name=_result_name(wanted, num_clips=num_clips),
+        name=_result_name(evaluation, num_clips=num_clips),
         samples=samples,
         clip=describe_clip(settings, samples, views=Views(num_clips=num_clips), mean_of="embeddings"),
         values={"split": samples.split, **values},
@@ -390,7 +400,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
 
 
 def _ranking(match: Match, embeddings: Embeddings, samples: PicturedSamples) -> Ranking:
-    """Texts and clips of a protocol, for examples."""
+    """Return texts and clips of a protocol, for examples."""
     sample_N, sample_M = embeddings.samples[match.clip_N], embeddings.samples[match.row_M]
 
     def text(index: int) -> str:
@@ -399,10 +409,10 @@ def _ranking(match: Match, embeddings: Embeddings, samples: PicturedSamples) -> 
     return Ranking(match.similarity_NM, match.is_right_NM, sample_N, text)
 
 
-def _result_name(wanted: DualEncoderEvaluation, *, num_clips: int) -> str:
-    """Results of different protocols are kept side by side; the same protocol again replaces its result."""
-    parts: list[str] = [wanted.protocol, wanted.split]
-    parts += [path.stem for path in (wanted.relevancy, wanted.classes) if path is not None]
-    parts += [] if wanted.label is None else [wanted.label]
+def _result_name(evaluation: DualEncoderEvaluation, *, num_clips: int) -> str:
+    """Return the name of the result file: each protocol has its file, which a repeated evaluation replaces."""
+    parts: list[str] = [evaluation.protocol, evaluation.split]
+    parts += [path.stem for path in (evaluation.relevancy, evaluation.classes) if path is not None]
+    parts += [] if evaluation.label is None else [evaluation.label]
     parts += [] if num_clips == 1 else [f"{num_clips}-clips"]
     return "-".join(parts)

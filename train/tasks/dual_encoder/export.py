@@ -1,4 +1,4 @@
-"""Dual encoders for open_clip and for transformers' CLIPModel, whose tower is of images, and CLIPs as dual encoders."""
+"""Export of dual encoders for open_clip and transformers' CLIPModel, whose towers are of images; adoption of CLIPs."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from clipmill.train.weights.source import Say, Source
 FrameEmbedding = Literal["mean", "zero"]
 
 _POSITIONS = "video.positional_embedding"
-_CLIP_LOGIT_SCALE = 2.6592  # log(1 / 0.07), of an untrained CLIP
+_CLIP_LOGIT_SCALE = 2.6592  # log(1 / 0.07), the value of an untrained CLIP
 _RGB, _CUBE_DIMS = 3, 5
 
 
@@ -44,9 +44,9 @@ class ImageTowers:
     """A dual encoder whose video tower takes single frames.
 
     Attributes:
-        tensors: by our name, without a temporal embedding.
-        extras: the tensors of the video tower that were changed or left out.
-        lost: what the image tower cannot do, for the user.
+        tensors: Tensors by our name, without a temporal embedding.
+        extras: Tensors of the video tower that were changed or omitted.
+        lost: Limits of the image tower, for the user.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -55,17 +55,17 @@ class ImageTowers:
 
 
 def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
-    """The towers for single frames.
+    """Convert the towers to single frames.
 
     Args:
-        weights: a DualEncoder's.
+        weights: Weights of a DualEncoder.
         rule: mean: adds the mean temporal embedding to the positional embeddings of the patches (an image is a frame
-            from anywhere in a clip); zero: leaves it out (as the tower computed before it learned one).
+            from anywhere in a clip); zero: omits it (the tower before it learned a temporal embedding).
     """
     tensors, extras, lost = dict(weights), {}, []
     temporal_TD = extras[TEMPORAL_EMBEDDING] = tensors.pop(TEMPORAL_EMBEDDING)
     if temporal_TD.count_nonzero():
-        how = {"mean": "its mean is added to the positions of patches", "zero": "it is left out"}[rule]
+        how = {"mean": "its mean is added to the positions of patches", "zero": "it is omitted"}[rule]
         lost.append(f"the temporal embedding of {len(temporal_TD)} steps has no place in an image tower: {how}")
         if rule == "mean":
             extras[_POSITIONS] = tensors[_POSITIONS]
@@ -81,12 +81,12 @@ def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
 
 
 def adopted_clip(source: Source, path: Path, *, say: Say) -> Adopted | None:
-    """Weights of a CLIP as a dual encoder; None if they have no text tower, or a video tower of another kind."""
+    """Adopt the weights of a CLIP as a dual encoder; None without a text tower, or with another kind of video tower."""
     tensors, named = source.converted.tensors, source.facts.towers
     is_library = source.kind == LIBRARY and {"image", "text"} <= named.keys()
     if not (is_library or (source.kind == "clip" and any(name.startswith("text.") for name in tensors))):
         return None
-    with deferred_checks():  # which are about --model
+    with deferred_checks():  # they are about --model
         settings = DualEncoderSettings(
             model=model_like(source),
             num_frames=num_frames_of(source, default=DualEncoderSettings.num_frames),
@@ -95,7 +95,7 @@ def adopted_clip(source: Source, path: Path, *, say: Say) -> Adopted | None:
         )
         settings = with_towers_of(settings, source, say=say)
     if is_library:
-        say(f"weights: an image model: a clip's embedding is the mean of those of its {settings.num_frames} frames")
+        say(f"weights: an image model: a clip's embedding is the mean over its {settings.num_frames} frames")
     elif TEMPORAL_EMBEDDING not in tensors:
         say(
             f"weights: an image model, whose tower attends to the patches of all {settings.num_frames} frames at once "
@@ -106,7 +106,7 @@ def adopted_clip(source: Source, path: Path, *, say: Say) -> Adopted | None:
 
 
 def exported_clip(request: ExportRequest) -> Exported:
-    """A dual encoder for open_clip or transformers.
+    """Export a dual encoder.
 
     Raises:
         UserError: the format cannot hold such towers.
@@ -120,7 +120,7 @@ def exported_clip(request: ExportRequest) -> Exported:
     if settings.towers.text is not None:
         raise UserError(
             f"the text tower is {settings.towers.text}, and --format {form} is of a CLIP with our text tower",
-            hint="use --format torch or onnx, which are the video tower alone",
+            hint="use --format torch or onnx, which hold only the video tower",
             flags=("--format",),
         )
     if (kind := kind_of(settings.towers)) != "clip":
@@ -132,7 +132,7 @@ def exported_clip(request: ExportRequest) -> Exported:
     _require_clip(request.weights)
     size, side_px = request.shape.size, settings.size_px
     towers = image_towers(request.weights, rule=request.frame_embedding)
-    remarks = [f"{one}; kept in {EXTRAS_FILE}" for one in towers.lost]
+    remarks = [f"{limit}; kept in {EXTRAS_FILE}" for limit in towers.lost]
     if log_scale is None:
         remarks.append("the loss had no single temperature: the exported one is 0.07, the initial value of CLIP")
     if form == "hf":
@@ -160,7 +160,7 @@ def exported_clip(request: ExportRequest) -> Exported:
 
 
 def _exported_library(request: ExportRequest) -> Exported:
-    """Towers in the format of the image tower's library; the rest stays beside it."""
+    """Export towers in the format of the image tower's library; the rest is a file beside it."""
     settings = request.settings
     library, _, name = settings.towers.image.partition(":")
     require_format(request.form, (library, *PROGRAM_FORMATS), what=f"{library}'s tower {name}")
@@ -179,7 +179,7 @@ def _exported_library(request: ExportRequest) -> Exported:
             save_extras(extras, folder, beside=file)
 
     ours = sorted({name.split(".")[0] for name in request.weights if not name.startswith("video.model.")})
-    remarks = (f"of {', '.join(ours)}, what {library} has no place for is in {EXTRAS_FILE}",) if ours else ()
+    remarks = (f"parts of {', '.join(ours)} for which {library} has no place are in {EXTRAS_FILE}",) if ours else ()
     return Exported(write=write, remarks=remarks, sees="" if settings.num_frames == 1 else "single images")
 
 
@@ -195,7 +195,7 @@ class _VideoTower(nn.Module):
 
 
 def _exported_video_tower(request: ExportRequest) -> Exported:
-    """The video tower as a program."""
+    """Export the video tower as a program."""
     settings, size = request.settings, request.shape.size
     model = DualEncoder(
         size,
@@ -215,7 +215,7 @@ def _exported_video_tower(request: ExportRequest) -> Exported:
 
 
 def _require_clip(weights: Tensors) -> None:
-    """Raises a UserError if the towers are not those of a CLIP."""
+    """Raise a UserError unless the towers are a CLIP's."""
     if not any(name.startswith("text.") for name in weights):
         raise UserError(
             "the run has no text tower (--text-tower frozen), and both formats require one",

@@ -8,8 +8,7 @@ tokens, or equal stored embeddings, are one text (clipmill.train.tasks.dual_enco
     text to video   query: each distinct text; gallery: all clips; correct: every clip that has this text
     video to text   query: each clip; gallery: the distinct texts; correct: the clip's own text
 
-Named protocols decide otherwise which texts there are and what is correct
-(clipmill.train.tasks.dual_encoder.protocols).
+Named protocols have other texts and correct pairs (clipmill.train.tasks.dual_encoder.protocols).
 
 The rank of a query is 1 + the number of incorrect items that score at least as high as its best correct item: ties
 count against the model, so that constant scores get the worst ranks.
@@ -48,7 +47,7 @@ class Retrieval:
     video_to_text: Direction
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
+        """Return plain values for a JSON file."""
         return asdict(self)
 
 
@@ -58,8 +57,8 @@ def score_retrieval(
     """Score similarities of N clips and M texts.
 
     Args:
-        is_right_NM: whether a text is correct for a clip, and the clip for the text.
-        temperature: of dual softmax; None for plain similarities.
+        is_right_NM: True where a text is correct for a clip, and the clip for the text.
+        temperature: Temperature of dual softmax; None for plain similarities.
     """
     both = ((similarity_NM.T, is_right_NM.T), (similarity_NM, is_right_NM))
     to_video, to_text = (
@@ -70,7 +69,7 @@ def score_retrieval(
 
 
 def dual_softmax(similarity_QG: NDArray[np.float32], *, temperature: float) -> NDArray[np.float64]:
-    """Similarities times their softmax over all queries, of each item (Cheng et al. 2021), float64 [Q, G].
+    """Multiply similarities by their softmax over all queries, per item (Cheng et al. 2021); float64 [Q, G].
 
     It takes 16 bytes for each query and item. In float32, most weights would be 0, and the scores tied.
     """
@@ -82,7 +81,7 @@ def dual_softmax(similarity_QG: NDArray[np.float32], *, temperature: float) -> N
 
 
 def ranks(similarity_QG: NDArray[np.floating], is_right_QG: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Rank (1 is best) of the best correct item of each query among that item and all incorrect ones; int64 [Q]."""
+    """Return the rank (1 is best) of each query's best correct item among it and all incorrect items, int64 [Q]."""
     best_right_Q = np.where(is_right_QG, similarity_QG, -np.inf).max(axis=1)
     # Negated, so that NaN counts against the model.
     ahead_QG = ~is_right_QG & ~(similarity_QG < best_right_Q[:, None])
@@ -104,7 +103,7 @@ def _direction(similarity_QG: NDArray[np.floating], is_right_QG: NDArray[np.bool
 
 
 def chance(gallery_size: int, num_right: int, k: int) -> float:
-    """Probability that a random ranking has a correct item among its first k: 1 - C(G - R, k) / C(G, k)."""
+    """Return the probability that a random ranking has a correct item in its first k: 1 - C(G - R, k) / C(G, k)."""
     if k + num_right > gallery_size:
         return 1.0
     missed = np.arange(gallery_size - k - num_right + 1, gallery_size - k + 1)
@@ -112,17 +111,17 @@ def chance(gallery_size: int, num_right: int, k: int) -> float:
 
 
 def _mean_chance(gallery_size: int, num_right_Q: NDArray[np.int64], k: int) -> float:
-    """Mean over queries, computed once per number of correct items."""
+    """Return the mean of `chance` over queries, computed once per number of correct items."""
     counts, num_queries = np.unique(num_right_Q, return_counts=True)
     chances = [chance(gallery_size, int(count), k) for count in counts]
     return float(np.average(chances, weights=num_queries))
 
 
 def _chance_median_rank(gallery_size: int, num_right_Q: NDArray[np.int64]) -> float:
-    """The smallest k at which a random ranking succeeds for half of the queries."""
-    ranks = range(1, gallery_size + 1)
+    """Return the smallest k at which a random ranking succeeds for half of the queries."""
+    depths = range(1, gallery_size + 1)
     # The chance increases with k.
-    return float(ranks[bisect_left(ranks, 0.5, key=lambda k: _mean_chance(gallery_size, num_right_Q, k))])
+    return float(depths[bisect_left(depths, 0.5, key=lambda k: _mean_chance(gallery_size, num_right_Q, k))])
 
 
 # EPIC-KITCHENS-100 multi-instance retrieval (MIR): graded mAP and nDCG, in both directions.
@@ -130,13 +129,13 @@ def _chance_median_rank(gallery_size: int, num_right_Q: NDArray[np.int64]) -> fl
 # A clip has many relevant sentences, each with a relevancy in [0, 1] (clipmill.train.data.relevancy). With rel_k the
 # relevancy of the item at rank k of a query's ranking:
 #
-# AP    mean, over the ranks k at which rel_k = 1, of (rel_1 + ... + rel_k) / k
-# nDCG  (sum over k <= K of rel_k / log2(k + 1)) / the same of the best ranking; K = number of items with rel > 0
+#     AP    mean, over the ranks k at which rel_k = 1, of (rel_1 + ... + rel_k) / k
+#     nDCG  (sum over k <= K of rel_k / log2(k + 1)) / the same of the best ranking; K = number of items with rel > 0
 #
 # Partial relevancy counts in the precision, and the mean is over full relevancy only, as in the challenge's code: the
 # ranking [.5, 1, 0, 1] has (1.5 / 2 + 2.5 / 4) / 2 = .6875, where its binary AP would be .5. A query without an item
-# of relevancy 1 has no AP, and one without any relevant item no nDCG: such queries are excluded from the mean and
-# counted.
+# of relevancy 1 has no AP, and a query without any relevant item has no nDCG: such queries are excluded from the mean
+# and counted.
 #
 # Of items with equal scores, the least relevant is ranked first: ties count against the model. The public code leaves
 # their order to the sorting algorithm.
@@ -156,10 +155,10 @@ class DirectionScores:
     """Means over queries of one direction; None if no query has the metric.
 
     Attributes:
-        mean_ap, ndcg: fractions in [0, 1].
-        chance_mean_ap, chance_ndcg: expectation over random rankings.
-        num_without_ap: number of queries without an item of relevancy 1.
-        num_without_ndcg: number of queries without an item of relevancy above 0.
+        mean_ap, ndcg: Fractions in [0, 1].
+        chance_mean_ap, chance_ndcg: Expectations over random rankings.
+        num_without_ap: Number of queries without an item of relevancy 1.
+        num_without_ndcg: Number of queries without an item of relevancy above 0.
     """
 
     num_queries: int
@@ -188,7 +187,7 @@ class MultiInstance:
         return _mean_of_two(self.video_to_text.ndcg, self.text_to_video.ndcg)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
+        """Return plain values for a JSON file."""
         return {"protocol": MIR_PROTOCOL, **asdict(self), "average": {"mean_ap": self.mean_ap, "ndcg": self.ndcg}}
 
 
@@ -207,7 +206,7 @@ def score_mir(similarity_NM: NDArray[np.floating], relevancy: Relevancy) -> Mult
 
 
 def average_precision(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """AP of each query, [Q], from the relevancies in the order of its ranking; NaN where none is 1."""
+    """Return the AP of each query, [Q], from the relevancies in the order of its ranking; NaN where none is 1."""
     num_first = np.arange(1, ranked_QG.shape[1] + 1)
     precision_QG = np.where(ranked_QG == 1, np.cumsum(ranked_QG, axis=1) / num_first, 0)
     num_full_Q = (ranked_QG == 1).sum(axis=1)
@@ -215,7 +214,7 @@ def average_precision(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def ndcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """nDCG of each query, [Q], from the relevancies in the order of its ranking; NaN where none is above 0."""
+    """Return the nDCG of each query, [Q], from the relevancies in the order of its ranking; NaN where all are 0."""
     best_QG = -np.sort(-ranked_QG, axis=1)
     return _divide(_dcg(ranked_QG), _dcg(best_QG))
 
@@ -232,7 +231,7 @@ def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> Direct
     columns: list[list[NDArray[np.float64]]] = [[], [], [], []]
     for queries in _blocks(num_queries, gallery_size):
         relevancy_QG = relevancy.rows(queries)
-        # By descending similarity; equal ones by ascending relevancy.
+        # By descending similarity; equal similarities by ascending relevancy.
         order_QG = np.lexsort((relevancy_QG, -similarity_QG[queries]), axis=1)
         ranked_QG = np.take_along_axis(relevancy_QG, order_QG, axis=1)
         for column, value in zip(
@@ -255,9 +254,9 @@ def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> Direct
 
 
 def chance_ap(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Expected AP of each query under random rankings, [Q].
+    """Return the expected AP of each query under random rankings, [Q].
 
-    An item of relevancy 1 is equally likely at each rank k, and those before it have the mean relevancy of all others.
+    An item of relevancy 1 is equally likely at each rank k, and the items before it have the others' mean relevancy.
     """
     size = relevancy_QG.shape[1]
     share_first = (1 / np.arange(1, size + 1)).sum() / size
@@ -267,14 +266,14 @@ def chance_ap(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def chance_ndcg(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Expected nDCG of each query under random rankings, [Q]: every rank gains the mean relevancy."""
+    """Return the expected nDCG of each query under random rankings, [Q]: every rank gains the mean relevancy."""
     discount = 1 / np.log2(np.arange(2, relevancy_QG.shape[1] + 2))
     counted_Q = np.concatenate([[0.0], np.cumsum(discount)])[(relevancy_QG > 0).sum(axis=1)]
     return _divide(relevancy_QG.mean(axis=1) * counted_Q, _dcg(-np.sort(-relevancy_QG, axis=1)))
 
 
 def _blocks(num_queries: int, gallery_size: int) -> Iterator[slice]:
-    """Slices of the queries whose tables take at most some hundred megabytes."""
+    """Return slices of the queries whose tables take at most some hundred megabytes."""
     step = max(1, _BLOCK_VALUES // max(gallery_size, 1))
     return (slice(begin, min(begin + step, num_queries)) for begin in range(0, num_queries, step))
 
@@ -284,8 +283,8 @@ def _divide(above: NDArray[np.float64], below: NDArray[Any]) -> NDArray[np.float
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:
-    there = values[~np.isnan(values)]
-    return float(there.mean()) if len(there) else None
+    finite = values[~np.isnan(values)]
+    return float(finite.mean()) if len(finite) else None
 
 
 def _mean_of_two(first: float | None, second: float | None) -> float | None:

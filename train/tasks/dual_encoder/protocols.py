@@ -1,9 +1,13 @@
-"""Protocols of text-video retrieval by name: texts and clips, what is correct, and whether the data fit.
+"""Embeddings of a split on all ranks, and the named protocols of text-video retrieval that score them.
 
-A protocol is the rule of a published benchmark. Data that contradict it are refused; data with a part of its videos are
-scored, and the result is called incomplete. Sources and differences from public code: docs/evaluation.md.
+Each rank embeds a part; `gather_embeddings` gives every rank all of them, in the order of the samples.
 
-Shape suffixes: N clips, M texts.
+A protocol is the rule of a published benchmark: its texts and clips, and the correct pairs. Data that contradict it are
+refused; data with a part of its videos are scored, and the result is called incomplete. Sources and differences from
+public code: docs/evaluation.md.
+
+Shape suffixes: B samples of a batch, L their views, C channels, F frames of all views, T frames of a view, H height,
+W width, E width of the embeddings, N clips, M distinct texts.
 """
 
 import hashlib
@@ -44,7 +48,7 @@ class TakesBatches(Protocol):
     """A task whose model embeds clips and captions."""
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clips and captions of a batch, as the model takes them."""
+        """Return clips and captions of a batch, as the model takes them."""
         ...
 
 
@@ -53,13 +57,13 @@ class Embeddings:
     """One row for each sample that could be decoded.
 
     Attributes:
-        video: float32 [N, E], unit length.
-        text: float32 [N, E], unit length.
-        text_key: int64 [N], equal for equal tokens, or equal stored embeddings.
-        caption_id: int64 [N], as in the manifest.
-        samples: int64 [N], indices of the samples.
-        num_failed: number of samples that could not be decoded, after `gather_embeddings` of all ranks.
-        failed: those of this rank.
+        video: Embeddings of clips, float32 [N, E], unit length.
+        text: Embeddings of captions, float32 [N, E], unit length.
+        text_key: Keys of texts, int64 [N], equal for equal tokens, or equal stored embeddings.
+        caption_id: Ids of captions in the manifest, int64 [N].
+        samples: Indices of the samples, int64 [N].
+        num_failed: Number of samples that could not be decoded; after `gather_embeddings` on all ranks.
+        failed: Failed samples of this rank.
     """
 
     video: NDArray[np.float32]
@@ -81,8 +85,8 @@ def embed_all(
     """Run a model in evaluation mode on all batches of this rank.
 
     Args:
-        num_clips: temporal views of each clip, one after another in the frames of a batch. The embedding of a clip is
-            the normalised mean of the unit-length embeddings of its views.
+        num_clips: Number of temporal views of each clip, one after another in the frames of a batch. The embedding of a
+            clip is the normalised mean of the unit-length embeddings of its views.
 
     Raises:
         FailedWork: an embedding is not finite.
@@ -110,28 +114,25 @@ def embed_all(
                 *(one.cpu().clone().numpy() for one in ids),
             )
         )
-    found = _join_embeddings(parts, failed)
-    num_bad = int((~np.isfinite(found.video).all(axis=1) | ~np.isfinite(found.text).all(axis=1)).sum())
-    if num_bad:
-        raise FailedWork(f"{num_bad} of {len(found)} embeddings are not finite: the weights have diverged")
-    return found
-
-
-def _join_embeddings(parts: list[tuple[NDArray[np.generic], ...]], failed: list[FailedSample]) -> Embeddings:
+    # A rank may have no samples.
     no_rows, no_ids = np.empty((0, 0), np.float32), np.empty(0, np.int64)
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else []
     video, text, text_key, caption_id, samples = columns or (no_rows, no_rows, no_ids, no_ids, no_ids)
-    return Embeddings(video, text, text_key, caption_id, samples, len(failed), tuple(failed))
+    embeddings = Embeddings(video, text, text_key, caption_id, samples, len(failed), tuple(failed))
+    num_bad = int((~np.isfinite(embeddings.video).all(axis=1) | ~np.isfinite(embeddings.text).all(axis=1)).sum())
+    if num_bad:
+        raise FailedWork(f"{num_bad} of {len(embeddings)} embeddings are not finite: the weights have diverged")
+    return embeddings
 
 
 @torch.no_grad()
 def embed_texts(
     embed: Callable[[torch.Tensor], torch.Tensor], texts: Sequence[str], *, tokenize: Tokenize, device: torch.device
 ) -> NDArray[np.float32]:
-    """Unit-length embeddings of texts by a text tower, float32 [N, E].
+    """Embed texts by a text tower; return unit-length embeddings, float32 [N, E].
 
     Args:
-        embed: token ids [B, L] to unit-length embeddings [B, E].
+        embed: Function from token ids [B, L] to unit-length embeddings [B, E].
     """
     parts = []
     for begin in range(0, len(texts), _TEXTS_AT_ONCE):
@@ -141,14 +142,14 @@ def embed_texts(
 
 
 def text_keys(text_NX: NDArray[np.generic]) -> NDArray[np.int64]:
-    """A hash of each text, int64 [N], from its tokens or its stored embedding."""
+    """Hash each text, int64 [N], by its tokens or its stored embedding."""
     rows = np.ascontiguousarray(text_NX)
     digests = (hashlib.blake2b(row.tobytes(), digest_size=_KEY_BYTES).digest() for row in rows)
     return np.frombuffer(b"".join(digests), "<i8").astype(np.int64)
 
 
 def distinct_texts(text_key_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(row of the first caption of each distinct text [M], text of each caption [N]), in order of appearance."""
+    """Return the row of the first caption of each distinct text [M], and the text of each caption [N], in order."""
     _, first, text_of = np.unique(text_key_N, return_index=True, return_inverse=True)
     order = np.argsort(first)
     new_number = np.empty_like(order)
@@ -156,8 +157,8 @@ def distinct_texts(text_key_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], ND
     return first[order], new_number[text_of.reshape(-1)]
 
 
-def gather_embeddings(found: Embeddings, world: World, *, device: torch.device) -> Embeddings:
-    """The embeddings of all ranks in the order of the samples, on every rank; collective.
+def gather_embeddings(embeddings: Embeddings, world: World, *, device: torch.device) -> Embeddings:
+    """Return the embeddings of all ranks in the order of the samples, on every rank; collective.
 
     Ranks may have different numbers of samples, or none.
 
@@ -168,25 +169,25 @@ def gather_embeddings(found: Embeddings, world: World, *, device: torch.device) 
     def gather_rows(rows: NDArray[Any]) -> NDArray[Any]:
         return gather_uneven(send(rows, device), world).cpu().numpy()
 
-    num_failed = int(world.gather(torch.tensor([found.num_failed], device=device)).sum())
-    samples = gather_rows(found.samples)
+    num_failed = int(world.gather(torch.tensor([embeddings.num_failed], device=device)).sum())
+    samples = gather_rows(embeddings.samples)
     if not len(samples):
-        detail = f"; the first: {found.failed[0].detail}" if found.failed else ""
+        detail = f"; the first: {embeddings.failed[0].detail}" if embeddings.failed else ""
         raise FailedWork(f"none of the samples to evaluate could be decoded{detail}")
     order = np.argsort(samples, kind="stable")
     return replace(
-        found,
-        video=gather_rows(found.video)[order],
-        text=gather_rows(found.text)[order],
-        text_key=gather_rows(found.text_key)[order],
-        caption_id=gather_rows(found.caption_id)[order],
+        embeddings,
+        video=gather_rows(embeddings.video)[order],
+        text=gather_rows(embeddings.text)[order],
+        text_key=gather_rows(embeddings.text_key)[order],
+        caption_id=gather_rows(embeddings.caption_id)[order],
         samples=samples[order],
         num_failed=num_failed,
     )
 
 
 OF_IMAGES: RetrievalName = "clip-benchmark"
-EGOMCQ: ProtocolName = "egomcq"  # and the source of its clips
+EGOMCQ: ProtocolName = "egomcq"  # also the name of the source of its clips
 _TIES = "ties count against the model"
 _OWN = f"only a video's own texts are correct for it, even where two videos have equal texts; {_TIES}"
 _HINT = "use --protocol retrieval (in training --evaluate.protocol), or the data of this benchmark"
@@ -197,9 +198,9 @@ class RetrievalProtocol:
     """A protocol of text-video retrieval.
 
     Attributes:
-        title: in tables.
-        definition: what is ranked among what, what is correct, and the source.
-        num_videos, num_captions: of the benchmark's test set, and of each of its videos; None if they may differ.
+        title: Title of tables.
+        definition: Queries, galleries, correct pairs, and the source.
+        num_videos, num_captions: Number of videos of the test set, and of captions per video; None if they may differ.
     """
 
     title: str
@@ -244,7 +245,7 @@ PROTOCOLS: dict[str, RetrievalProtocol] = {
 }
 
 
-# Of benchmarks: they have captions of their own.
+# Protocols of benchmarks, which choose the captions.
 NAMED = (*(name for name in PROTOCOLS if name not in ("retrieval", OF_IMAGES)), EGOMCQ)
 
 
@@ -256,10 +257,10 @@ def _dual_softmax_rule(temperature: float) -> str:
 
 
 def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources: str | None) -> pa.Table:
-    """The captions of a split as a protocol of `NAMED` has them, of one source; paragraphs are one caption each.
+    """Return the captions of a split by a protocol of `NAMED`, from one source; a paragraph is one caption.
 
     Args:
-        sources: `--captions.sources`, whose first one is used; EgoMCQ has its own.
+        sources: `--captions.sources`, whose first source is used; EgoMCQ has a fixed source.
 
     Raises:
         UserError: the captions contradict the protocol.
@@ -272,15 +273,15 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
     for name_of_column in ("video_id", "source"):  # dictionaries, which may differ between chunks
         number = captions.column_names.index(name_of_column)
         captions = captions.set_column(number, name_of_column, captions[name_of_column].cast(pa.string()))
-    there = pc.unique(captions["source"]).to_pylist()
+    sources_of_split = pc.unique(captions["source"]).to_pylist()
     if name == EGOMCQ:
-        if EGOMCQ not in there:
+        if EGOMCQ not in sources_of_split:
             raise UserError(
                 f"split {split!r} of {data_dir} has no clips of EgoMCQ",
                 hint="give egomcq.json to prep manifest ego4d --annotations",
             )
         return captions.filter(pc.equal(captions["source"], EGOMCQ))
-    first = choose_sources(there, weights=sources, elsewhere=elsewhere).names[0]
+    first = choose_sources(sources_of_split, wanted=sources, elsewhere=elsewhere).names[0]
     captions = captions.filter(pc.equal(captions["source"], first))
     if misfit := _misfit(captions, name):
         raise UserError(f"split {split!r} of {data_dir} is not for the protocol {name}: {misfit}", hint=_HINT)
@@ -288,26 +289,26 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
 
 
 def _misfit(captions: pa.Table, name: ProtocolName) -> str:
-    """What contradicts a protocol; empty if nothing does. A part of its videos or captions does not."""
+    """Return the contradiction to a protocol; empty if there is none. A part of its videos or captions is none."""
     counts = pc.value_counts(captions["video_id"].combine_chunks())
     num_N, videos = counts.field("counts").to_numpy(), counts.field("values")
     has_times = len(captions.group_by(["video_id", "begin_s", "end_s"]).aggregate([])) > len(num_N)
     if name == "paragraph":
         return "" if has_times else "no video has several sentences with different times"
-    most, wanted = PROTOCOLS[name].num_videos, PROTOCOLS[name].num_captions
+    most, num_captions = PROTOCOLS[name].num_videos, PROTOCOLS[name].num_captions
     if most is not None and len(num_N) > most:
         return f"the protocol has {most:,} videos, and the split {len(num_N):,}"
-    if wanted is not None and (num_N.max() > wanted or np.median(num_N) != wanted):
-        other = np.flatnonzero(num_N != wanted)
+    if num_captions is not None and (num_N.max() > num_captions or np.median(num_N) != num_captions):
+        other = np.flatnonzero(num_N != num_captions)
         return (
-            f"the protocol has {count_noun(wanted, 'caption')} for each video, and {len(other):,} of {len(num_N):,} "
-            f"videos have another number, such as {videos[int(other[0])]} with {num_N[other[0]]}"
+            f"the protocol has {count_noun(num_captions, 'caption')} for each video, and {len(other):,} of "
+            f"{len(num_N):,} videos have another number, such as {videos[int(other[0])]} with {num_N[other[0]]}"
         )
     return "captions of a video have different times, and the protocol ranks whole videos" if has_times else ""
 
 
 def _join_sentences(captions: pa.Table) -> pa.Table:
-    """A caption for each video: its sentences in order of time, and the whole video; the id is that of the first."""
+    """Return a caption for each complete video: its sentences in order of time, with the id of the first."""
     order = [("begin_s", "ascending"), ("end_s", "ascending"), ("caption_id", "ascending")]
     columns = captions.select(["video_id", "begin_s", "end_s", "caption_id", "source", "text"])
     grouped = columns.sort_by(order).group_by(["video_id"], use_threads=False)
@@ -326,14 +327,14 @@ def _join_sentences(captions: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True)
 class Match:
-    """Similarities of clips and texts, and which belong together.
+    """Similarities and correct pairs of clips and texts.
 
     Attributes:
-        clip_N: int64, rows of the embeddings.
-        row_M: int64, the first of these rows that has the text.
-        texts: of a named protocol; None for those of the samples.
-        incomplete: what the data lack of the protocol's; empty for nothing.
-        notes: what else is to know.
+        clip_N: Rows of the embeddings, int64.
+        row_M: First of these rows that has the text, int64.
+        texts: Texts of a named protocol; None for the texts of the samples.
+        incomplete: Missing part of the protocol's data; empty for nothing.
+        notes: Further remarks.
     """
 
     similarity_NM: NDArray[np.float32]
@@ -350,8 +351,8 @@ class RetrievalScorer:
     """Text-video retrieval by a named protocol.
 
     Attributes:
-        captions: of the protocol (`protocol_captions`); None for `retrieval`, whose texts are those of the samples.
-        temperature: of dual softmax, which has a result of its own; None for none.
+        captions: Captions of the protocol (`protocol_captions`); None for `retrieval`, which has the samples' texts.
+        temperature: Temperature of dual softmax, which has a separate result; None turns it off.
     """
 
     name: RetrievalName = "retrieval"
@@ -361,29 +362,29 @@ class RetrievalScorer:
 
     @property
     def definition(self) -> str:
-        """That of the protocol, and of dual softmax."""
+        """Definition of the protocol, and of dual softmax."""
         dual = "" if self.temperature is None else f"; dual softmax: {_dual_softmax_rule(self.temperature)}"
         return PROTOCOLS[self.name].definition + dual
 
-    def missing(self, num_videos: int) -> str:
-        """What `num_videos` with their captions lack of the protocol's; empty for nothing."""
+    def describe_missing(self, num_videos: int) -> str:
+        """Describe which part of the protocol's data `num_videos` with their captions lack; empty for nothing."""
         num_texts = 0 if self.captions is None else len(self.captions)
         return _missing_text(PROTOCOLS[self.name], num_videos=num_videos, num_texts=num_texts)
 
-    def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
-        """The result as plain values."""
-        return self.result(self.match(embeddings, embed_texts))
+    def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
+        """Return the result as plain values."""
+        return self.result(self.match(embeddings, embed))
 
-    def match(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> Match:
-        """Clips and texts of the protocol; raises FailedWork if no clip of it could be decoded."""
+    def match(self, embeddings: Embeddings, embed: EmbedTexts) -> Match:
+        """Match clips and texts of the protocol; raise FailedWork if none of its clips could be decoded."""
         if self.captions is not None:
-            return self._named(self.captions, embeddings, embed_texts)
+            return self._match_protocol(self.captions, embeddings, embed)
         row_M, text_of_N = distinct_texts(embeddings.text_key)
         is_right_NM = text_of_N[:, None] == np.arange(len(row_M))
         return Match(embeddings.video @ embeddings.text[row_M].T, is_right_NM, np.arange(len(embeddings)), row_M)
 
     def result(self, match: Match) -> dict[str, Any]:
-        """The result of a match; that of dual softmax is apart."""
+        """Return the result of a match; dual softmax has a separate entry."""
         protocol = PROTOCOLS[self.name]
         result: dict[str, Any] = {
             "protocol_name": self.name,
@@ -400,7 +401,7 @@ class RetrievalScorer:
         return result
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
-        """The metrics that are logged during training; those of dual softmax have names of their own."""
+        """Return the metrics that are logged during training; those with dual softmax have separate names."""
         metrics: dict[str, float] = {}
         for kind in ("", "dual_softmax"):
             scored = result.get(kind, {}) if kind else result
@@ -410,7 +411,7 @@ class RetrievalScorer:
                 metrics[f"{name}_median_rank"] = scored[direction]["median_rank"]
         return metrics
 
-    def _named(self, captions: pa.Table, embeddings: Embeddings, embed_texts: EmbedTexts) -> Match:
+    def _match_protocol(self, captions: pa.Table, embeddings: Embeddings, embed: EmbedTexts) -> Match:
         id_M = captions["caption_id"].to_numpy()
         video_M = captions["video_id"].combine_chunks().dictionary_encode().indices.to_numpy()
         clip_N = np.flatnonzero(np.isin(embeddings.caption_id, id_M))
@@ -422,7 +423,7 @@ class RetrievalScorer:
         else:
             shown, text_ME = np.flatnonzero(np.isin(video_M, video_M[own_N])), None
         texts = tuple(captions["text"].take(pa.array(shown)).to_pylist())
-        text_ME = embed_texts(texts) if text_ME is None else text_ME
+        text_ME = embed(texts) if text_ME is None else text_ME
         is_right_NM = video_M[own_N][:, None] == video_M[shown]
         return Match(
             embeddings.video[clip_N] @ text_ME.T,

@@ -1,6 +1,6 @@
-"""`TaskSpec` of the dual encoder, and its evaluations."""
+"""`TaskSpec` of the dual encoder, its settings, and flags and tables of its evaluations; loads nothing heavy."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -31,7 +31,7 @@ from clipmill.train.losses.settings import Loss
 from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec
 
 LOSS = help_group("Loss", 6)
-# Named protocols of text-video retrieval; `retrieval` is the plain one (clipmill.train.tasks.dual_encoder.protocols).
+# Protocols of text-video retrieval; `retrieval` is the plain protocol (clipmill.train.tasks.dual_encoder.protocols).
 RetrievalName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "clip-benchmark"]
 ProtocolName = Literal["retrieval", "msrvtt-1ka", "paragraph", "vatex", "clip-benchmark", "mir", "egomcq", "zero-shot"]
 RETRIEVAL_NAMES: tuple[RetrievalName, ...] = get_args(RetrievalName)
@@ -43,7 +43,7 @@ def _retrieval_numbers(kind: str = "", *, numbers: tuple[str, ...] = ("r1", "r5"
     return tuple(f"{way}{kind}_{number}" for way in ("text_to_video", "video_to_text") for number in numbers)
 
 
-# The metrics that a protocol logs during training.
+# Metrics that a protocol logs during training.
 _NUMBERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(RETRIEVAL_NAMES, _retrieval_numbers()),
     "mir": tuple(
@@ -58,16 +58,16 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DualEncoderEvaluation(EvaluationSettings):
-    """How a dual encoder is evaluated."""
+    """Evaluation of a dual encoder in training."""
 
     lower_is_better = tuple(name for kind in ("", _SOFTMAX) for name in _retrieval_numbers(kind, numbers=_RANKS))
 
     protocol: Annotated[ProtocolName, EVERY] = "retrieval"
     """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex, clip-benchmark: the same by
     the rules of these benchmarks; mir: EK-100's mAP and nDCG; egomcq: EgoVLP's multiple choice; zero-shot:
-    classification by prompts. Data of --evaluate.shards can have their own: DATA@SPLIT:PROTOCOL."""
+    classification by prompts. Data of --evaluate.shards can have another: DATA@SPLIT:PROTOCOL."""
     dual_softmax: Annotated[float | None, TEMPERATURE, EVERY] = None
-    """Retrieval: also log R@k with dual softmax at this temperature of the cosines, under names of their own."""
+    """Retrieval: also log R@k with dual softmax at this temperature of the cosines, under separate names."""
     relevancy: Annotated[Path | None, EVERY] = None
     """mir: relevancy matrix, .pkl or .npy. Default: computed from verb and noun classes."""
     sentences: Annotated[Path | None, EVERY] = None
@@ -81,18 +81,18 @@ class DualEncoderEvaluation(EvaluationSettings):
     label: Annotated[str | None, EVERY] = None
     """zero-shot: label column of the captions, such as verb."""
 
-    def number_names(self, one: EvaluatedData) -> tuple[str, ...]:
-        """Names of the metrics of its protocol, also with dual softmax."""
-        protocol = one.protocol or self.protocol
+    def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
+        """Return the names of the metrics of its protocol, with dual softmax included."""
+        protocol = data.protocol or self.protocol
         has_more = self.dual_softmax is not None and protocol in RETRIEVAL_NAMES
         return _NUMBERS.get(protocol, ()) + (_retrieval_numbers(_SOFTMAX) if has_more else ())
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Settings of protocols that none of the evaluations uses."""
+        """Yield errors for settings of protocols that none of the evaluations uses."""
         try:
             used = {one.protocol or self.protocol for one in self.evaluated_data()}
         except UserError:
-            return  # one of `rules`
+            return  # `rules` yields this error
         for name, protocols in _OF_PROTOCOL.items():
             flag = self.flag(name)
             if self.every and flag in typed and used.isdisjoint(protocols):
@@ -104,8 +104,8 @@ class DualEncoderEvaluation(EvaluationSettings):
                 )
 
     def protocol_named(self, name: str) -> ProtocolName:
-        """The protocol called `name`; raises UserError if it is unknown."""
-        known: dict[str, ProtocolName] = {one: one for one in get_args(ProtocolName)}
+        """Return the protocol called `name`; UserError if it is unknown."""
+        known: dict[str, ProtocolName] = {protocol: protocol for protocol in get_args(ProtocolName)}
         if name not in known:
             raise UserError(
                 f"{self.flag('shards')} names the protocol {name!r}",
@@ -138,17 +138,17 @@ class DualEncoderSettings(LatentSettings):
     text_tower: Annotated[Literal["trained", "frozen"], groups.MODEL, FIRST_RUN] = "trained"
     """Text tower. frozen: the embeddings made by prep text take its place."""
     captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
-    """Which caption of a clip a sample shows."""
+    """Choice of the caption that a sample shows."""
     loss: Annotated[Loss, LOSS] = field(default_factory=Loss)
     """Contrastive loss."""
     evaluate: Annotated[DualEncoderEvaluation, groups.EVALUATION] = field(default_factory=DualEncoderEvaluation)
 
     def tower_names(self) -> tuple[Tower, ...]:
-        """The towers that the model has: stored embeddings take the place of a text tower."""
+        """Return the towers of the model: stored embeddings take the place of a text tower."""
         return ("video",) if self.text_tower == "frozen" else ("video", "text")
 
     def rules(self) -> Iterator[UserError]:
-        """Yields batches without negatives, and settings that do not suit the input or the text tower."""
+        """Yield errors for batches without negatives, and settings that do not suit the input or the text tower."""
         yield from super().rules()
         if self.reads_latents and self.captions.min_relevancy is not None:
             yield UserError(
@@ -172,7 +172,7 @@ class DualEncoderSettings(LatentSettings):
             )
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:
             yield UserError(
-                f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have their own",
+                f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have a fixed width",
                 hint="leave it out with --text-tower frozen",
                 flags=("--towers.embedding-width",),
             )
@@ -198,14 +198,14 @@ class RetrievalFlags(ClipFlags):
     """Flags of `train eval retrieval`."""
 
     protocol: RetrievalName = "retrieval"
-    """Rules for texts, clips and correct pairs: those of all captions of the split (retrieval), or of the benchmark of
-    that name. Data that contradict a benchmark are refused."""
+    """Rules for texts, clips and correct pairs: all captions of the split (retrieval), or a benchmark. Data that
+    contradict a benchmark are refused."""
     dual_softmax: Annotated[float | None, TEMPERATURE] = None
-    """Also report recall with dual softmax at this temperature of the cosines, in rows of its own. It uses all queries
-    of the test set together."""
+    """Also report recall with dual softmax at this temperature of the cosines, in separate rows. It uses all queries of
+    the test set together."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """The settings that training has for it."""
+        """Return the settings of this evaluation in training."""
         return DualEncoderEvaluation(split=self.split, protocol=self.protocol, dual_softmax=self.dual_softmax)
 
 
@@ -223,7 +223,7 @@ class MirFlags(ClipFlags):
     their order."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """The settings that training has for it."""
+        """Return the settings of this evaluation in training."""
         return DualEncoderEvaluation(
             protocol="mir", split=self.split, relevancy=self.relevancy, sentences=self.sentences
         )
@@ -237,7 +237,7 @@ class EgoMcqFlags(ClipFlags):
     """File of questions, egomcq.json, which prep manifest ego4d has read too. Required."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """The settings that training has for it."""
+        """Return the settings of this evaluation in training."""
         return DualEncoderEvaluation(protocol="egomcq", split=self.split, questions=self.questions)
 
 
@@ -254,7 +254,7 @@ class ZeroShotFlags(ClipFlags):
     """Label column of the captions, such as verb. Required if there are several."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """The settings that training has for it."""
+        """Return the settings of this evaluation in training."""
         return DualEncoderEvaluation(
             protocol="zero-shot",
             split=self.split,
@@ -265,7 +265,7 @@ class ZeroShotFlags(ClipFlags):
 
 
 def retrieval_table(result: dict[str, Any]) -> Table:
-    """Recall and median rank in both directions; with dual softmax in rows of their own, after the plain ones."""
+    """Return recall and median rank in both directions; rows with dual softmax follow the plain rows."""
     rows, dual = [], result.get("dual_softmax", {})
     is_plain = result.get("protocol_name", "retrieval") == "retrieval"
     named = "" if is_plain else f", {result['protocol_name']}" + (" (incomplete)" if result["incomplete"] else "")
@@ -288,7 +288,7 @@ def retrieval_table(result: dict[str, Any]) -> Table:
 
 
 def mir_table(result: dict[str, Any]) -> Table:
-    """Graded mAP and nDCG in both directions, and their mean."""
+    """Return graded mAP and nDCG in both directions, and their mean."""
     rows = []
     for key in ("video_to_text", "text_to_video"):
         scores = result[key]
@@ -299,21 +299,22 @@ def mir_table(result: dict[str, Any]) -> Table:
         num_scored = scores["num_queries"] - scores["num_without_ap"]
         detail = f"{count_noun(num_scored, 'query', 'queries')}, {scores['gallery_size']:,} to rank"
         rows.append(Row(_DIRECTIONS[key], detail, cells))
-    means = tuple(
-        share_cell(result["average"][name], _mean(result[key][f"chance_{name}"] for key in _DIRECTIONS))
-        for name in ("mean_ap", "ndcg")
-    )
+    means = []
+    for name in ("mean_ap", "ndcg"):
+        chances = [result[key][f"chance_{name}"] for key in _DIRECTIONS]
+        chance = None if None in chances else sum(chances) / len(chances)
+        means.append(share_cell(result["average"][name], chance))
     # Results of earlier versions repeat the word.
     relevancy = result["relevancy"].removeprefix("relevancy of ").removeprefix("relevancy ")
     is_computed = relevancy.startswith("computed from ")
-    rows.append(Row("average" if is_computed else f"average, {relevancy}", "of both directions", means))
+    rows.append(Row("average" if is_computed else f"average, {relevancy}", "of both directions", tuple(means)))
     protocol = protocol_of(result, result["coverage"], relevancy=relevancy, left_out=_undefined_text(result))
     title = f"Multi-instance retrieval (EK-100 MIR, {'computed relevancy' if is_computed else relevancy})"
     return Table(title, ("mAP", "nDCG"), tuple(rows), protocol, headline=-1)
 
 
 def egomcq_table(result: dict[str, Any]) -> Table:
-    """Accuracy among clips of different videos, and of one."""
+    """Return accuracies among clips of different videos, and of one video."""
     kinds = {"inter": "inter-video", "intra": "intra-video"}
     cells = tuple(share_cell(result[kind]["accuracy"], result[kind]["chance"]) for kind in kinds)
     sizes = ", ".join(count_noun(result[kind]["num_questions"], f"{name} question") for kind, name in kinds.items())
@@ -324,7 +325,7 @@ def egomcq_table(result: dict[str, Any]) -> Table:
 
 
 def zero_shot_table(result: dict[str, Any]) -> Table:
-    """Top-k and mean class accuracy."""
+    """Return top-k and mean class accuracy."""
     top, baseline = result["top"], result["majority_baseline"]
     shares = [*top.values(), result["mean_class_accuracy"]]
     cells = [share_cell(share, baseline[key]) for share, key in zip(shares, BASELINE_KEYS, strict=True)]
@@ -336,12 +337,6 @@ def zero_shot_table(result: dict[str, Any]) -> Table:
     columns = (*(f"top-{k}" for k in top), "mean class")
     rows = (Row("accuracy", detail, tuple(cells)),)
     return Table("Zero-shot classification", columns, rows, protocol, reference=MAJORITY)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    found = list(values)
-    there = [value for value in found if value is not None]
-    return sum(there) / len(there) if len(there) == len(found) else None
 
 
 def _undefined_text(result: dict[str, Any]) -> str:

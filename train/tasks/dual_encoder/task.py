@@ -1,6 +1,7 @@
-"""Train a CLIP-style dual encoder of clips and captions with a contrastive loss.
+"""The CLIP-style dual encoder of clips and captions: samples, model, contrastive loss, effect of initial weights.
 
 Clips are pixels or precomputed VAE latents; captions are tokens for a text tower or precomputed text embeddings.
+Initial weights decide towers, normalisation, widths, context and temperature.
 """
 
 import math
@@ -63,31 +64,32 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         self.columns: tuple[str, ...] = (pictures, TEXT) if settings.text_tower == "frozen" else (pictures,)
 
     def training_set(self, world: World) -> "AnySamples":
-        """This rank's part of the clips and captions of the split that the settings name."""
-        samples = self.open_mixture(lambda task: task._with_different_texts(world))
+        """Open this rank's part of the clips and captions of the split that the settings name."""
+
+        def open_folder(task: DualEncoderTask) -> "OneFolder":
+            samples = task.samples(self._settings.split, world)
+            samples.require_different_texts()
+            return samples
+
+        samples = self.mixed(open_folder)
         if self._settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            self._in_loop = [self._open_evaluation(one, world) for one in self._settings.evaluated_data()]
+            self._in_loop = [self._open_evaluation(data, world) for data in self._settings.evaluated()]
         return samples
 
-    def _with_different_texts(self, world: World) -> "OneFolder":
-        samples = self.samples(self._settings.split, world)
-        samples.require_different_texts()
-        return samples
-
-    def samples_of(self, wanted: DualEncoderEvaluation, world: World, *, num_clips: int = 1) -> "OneFolder":
-        """This rank's part of the clips and captions of an evaluation, as its protocol has them.
+    def samples_of(self, evaluation: DualEncoderEvaluation, world: World, *, num_clips: int = 1) -> "OneFolder":
+        """Open this rank's part of the clips and captions of an evaluation by its protocol.
 
         Raises:
-            UserError: as of `samples`, or they contradict the protocol.
+            UserError: see `samples`; also if they contradict the protocol.
         """
         from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 
         settings = self._settings
-        if wanted.protocol == "zero-shot" and kind_of_data(settings.folder, settings).has_images:
+        if evaluation.protocol == "zero-shot" and kind_of_data(settings.folder, settings) is IMAGES:
             from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
 
-            numbers = class_numbers(settings.folder, wanted.classes)
+            numbers = class_numbers(settings.folder, evaluation.classes)
             return self._open(
                 world,
                 split=TARS_SPLIT,
@@ -96,22 +98,23 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
                 tokenize=tokenizer_for(settings.towers),
                 classes=(numbers,),
             )
-        if settings.reads_latents or not kind_of_data(settings.folder).has_manifest or wanted.protocol not in NAMED:
+        if settings.reads_latents or not kind_of_data(settings.folder).has_manifest or evaluation.protocol not in NAMED:
             # In multi-instance retrieval, two narrations of one span are two queries.
-            each_caption = wanted.protocol == "mir"
-            return self.samples(wanted.split, world, num_clips=num_clips, each_caption=each_caption)
+            each_caption = evaluation.protocol == "mir"
+            return self.samples(evaluation.split, world, num_clips=num_clips, each_caption=each_caption)
         table = protocol_captions(
             open_data_folder(settings.folder, cache=settings.cache, column=None).path,
-            wanted.protocol,
-            split=wanted.split,
+            evaluation.protocol,
+            split=evaluation.split,
             sources=settings.captions.sources,
         )
         try:
-            return self.samples(wanted.split, world, num_clips=num_clips, table=table)
+            return self.samples(evaluation.split, world, num_clips=num_clips, table=table)
         except UserError as error:
             source = table["source"][0].as_py()
             raise UserError(
-                f"{error}; the protocol {wanted.protocol} takes the captions of source {source!r} only", hint=error.hint
+                f"{error}; the protocol {evaluation.protocol} takes the captions of source {source!r} only",
+                hint=error.hint,
             ) from error
 
     def samples(
@@ -123,15 +126,15 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         each_caption: bool = False,
         table: pa.Table | None = None,
     ) -> "OneFolder":
-        """This rank's part of the clips and captions of any split; streamed tars have no splits.
+        """Open this rank's part of the clips and captions of any split; streamed tars have no splits.
 
         Args:
-            num_clips: temporal views of each clip in an evaluation.
-            each_caption: see `open_captioned_clips`.
-            table: captions of a protocol, in place of the manifest's.
+            num_clips: Number of temporal views of each clip in an evaluation.
+            each_caption: True for a sample for each caption (`open_captioned_clips`).
+            table: Captions of a protocol, in place of the manifest's.
 
         Raises:
-            UserError: there are none, or they do not fit the settings.
+            UserError: the split is empty, or does not fit the settings.
         """
         settings, has_text_tower = self._settings, self._settings.text_tower == "trained"
         if not has_text_tower:
@@ -156,10 +159,10 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         return samples
 
     def _require_texts(self) -> None:
-        """Raise UserError if the embeddings that take the place of a text tower are missing."""
+        """Raise a UserError if the embeddings that take the place of a text tower are missing."""
         settings = self._settings
         if not kind_of_data(settings.folder).has_manifest:
-            return  # opening them says that tars have no such embeddings
+            return  # opening them raises the error that tars have no such embeddings
         folder = open_data_folder(settings.folder, cache=settings.cache, column=None)
         if current_variant(folder.path, TEXT) is None:
             raise UserError(
@@ -169,8 +172,13 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
             )
 
     def new_model(self, samples: "AnySamples") -> DualEncoder:
-        """The two towers in the size that the settings name, for clips as `samples` has them."""
-        settings, shape = self._settings, self._shape or self._shape_for(samples)
+        """Build the two towers in the size that the settings name, for the clips of `samples`."""
+        settings, shape = self._settings, self._shape
+        if shape is None:
+            size = size_of(settings.model, settings.towers)
+            video, image_px = picture_size(samples, settings)
+            width = samples.text_width or size.embedding_width
+            shape = ModelShape(size=replace(size, video=video, embedding_width=width), image_px=image_px)
         return DualEncoder(
             shape.size,
             image_px=shape.image_px,
@@ -180,24 +188,17 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
             has_text_tower=settings.text_tower == "trained",
         )
 
-    def _shape_for(self, samples: "AnySamples") -> ModelShape:
-        settings = self._settings
-        size = size_of(settings.model, settings.towers)
-        video, image_px = picture_size(samples, settings)
-        width = samples.text_width or size.embedding_width
-        return ModelShape(size=replace(size, video=video, embedding_width=width), image_px=image_px)
-
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clips [B, C, T, H, W] and captions (tokens or stored embeddings) of a batch, as the model takes them."""
-        return self.clips(batch, is_training=is_training), _captions(batch)
+        """Return clips [B, C, T, H, W] and captions (tokens or stored embeddings) as the model takes them."""
+        return self.clips(batch, is_training=is_training), batch["text"] if "text" in batch else batch["tokens"]
 
     def _training_inputs(self, batch: Batch) -> tuple[Any, ...]:
-        """`inputs` in training, with the lengths of captions on the host."""
+        """Return `inputs` in training, with the lengths of captions on the host."""
         clips, captions = self.inputs(batch, is_training=True)
         return clips, captions, batch["length"].numpy() if "length" in batch else None
 
     def clips(self, batch: Batch, *, is_training: bool = False) -> torch.Tensor:
-        """Clips [B, C, T, H, W] of a batch, as the video tower takes them."""
+        """Return clips [B, C, T, H, W] of a batch, as the video tower takes them."""
         settings = self._settings
         if batch["input"] == "latents":
             within_BK = None
@@ -209,31 +210,32 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         return self.pixels(batch, slice(None), mean=CLIP_MEAN, std=CLIP_STD, is_training=is_training)
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """The loss that `--loss.*` names."""
-        inputs = self._training_inputs
+        """Return the loss that `--loss.*` names."""
         dataset = _dataset_size(samples, self._settings)
         loss = self._settings.loss.with_scaled_lr(self._settings.optimizer.lr_scale(self._settings.batch))
-        return build_contrast(loss, inputs=inputs, dataset=dataset, world=world)
+        return build_contrast(loss, inputs=self._training_inputs, dataset=dataset, world=world)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Metrics of the evaluations that the settings name, as `<name>/<metric>`."""
-        return {name: value for one in self._in_loop for name, value in one(model, world).items()}
+        """Return metrics of the evaluations that the settings name, as `<name>/<metric>`."""
+        return {name: value for evaluate in self._in_loop for name, value in evaluate(model, world).items()}
 
-    def _open_evaluation(self, one: EvaluatedData, world: World) -> "LoopEvaluation":
+    def _open_evaluation(self, data: EvaluatedData, world: World) -> "LoopEvaluation":
         from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 
-        task, evaluate = self.on(one.shards), self._settings.evaluate
-        protocol = evaluate.protocol if one.protocol is None else evaluate.protocol_named(one.protocol)
-        wanted = replace(evaluate, shards=(), split=one.split, protocol=protocol)
-        with one.opening():
-            samples = task.samples_of(wanted, world)
-            found = LoopEvaluation(task, samples, task._settings, wanted=wanted, name=one.name, device=self._device)
-        self.note_evaluation(one, samples, means_of=found.means_of, protocol=found.protocol)
-        return found
+        task, evaluation = self.on(data.shards), self._settings.evaluate
+        protocol = evaluation.protocol if data.protocol is None else evaluation.protocol_named(data.protocol)
+        evaluation = replace(evaluation, shards=(), split=data.split, protocol=protocol)
+        with data.opening():
+            samples = task.samples_of(evaluation, world)
+            in_loop = LoopEvaluation(
+                task, samples, task._settings, evaluation=evaluation, name=data.name, device=self._device
+            )
+        self.note_evaluation(data, samples, means_of=in_loop.means_of, protocol=in_loop.protocol)
+        return in_loop
 
 
 def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> DatasetSize | None:
-    """Size of the training set, for losses that keep state for each of its samples.
+    """Return the size of the training set for losses that keep state for each sample; None for other losses.
 
     Raises:
         UserError: the samples are a stream, without ids.
@@ -242,7 +244,7 @@ def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> Datas
         return None
     if samples.num_samples is None:
         raise UserError(
-            f"--loss.kind {settings.loss.kind} keeps a number for each clip, and {settings.folder} is a stream of them",
+            f"--loss.kind {settings.loss.kind} keeps a number for each clip, and {settings.folder} is a stream",
             hint="name a data folder that prep made, or use --loss.kind infonce",
             flags=("--loss.kind",),
         )
@@ -250,31 +252,35 @@ def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> Datas
     return DatasetSize(num_clips=samples.num_clips, num_captions=samples.num_caption_ids, num_epochs=num_epochs)
 
 
-def _captions(batch: Batch) -> torch.Tensor:
-    return batch["text"] if "text" in batch else batch["tokens"]
-
-
-# Losses whose temperature has the meaning of CLIP's. The others have initial values of their own.
+# Losses whose temperature has the meaning of CLIP's. Other losses have their initial values.
 _CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
 
 
 def effective_settings(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
-    """The settings with what the initial weights define: activation, eps, normalisation, embedding width, temperature.
+    """Return the settings with the values of the initial weights: towers, normalisation, embedding width, temperature.
 
     Raises:
         UserError: the weights need something that the towers do not have.
     """
     if source is None or source.kind != LIBRARY:  # the weights of a run name its library's tower
-        settings = replace(settings, towers=_of_dual_encoder(settings.towers))
+        kind = kind_of(settings.towers)
+        if TOWERS[kind].build is None:
+            known = [tower.name for tower in TOWERS.working() if tower.build is not None]
+            raise UserError(
+                f"--towers.kind is {kind}, a tower that train dual-encoder does not support",
+                hint=f"leave it out, or use one of: {', '.join(known)}",
+                flags=("--towers.kind",),
+            )
+        settings = replace(settings, towers=replace(settings.towers, kind=kind))
     settings = with_towers_of(settings, source, say=say)
     if (has_text := settings.text_tower == "trained") and library_width(settings.towers) is not None:
-        # As the run had it, whatever the library's configuration says later.
-        own = size_of(settings.model, settings.towers).embedding_width
-        settings = replace(settings, towers=replace(settings.towers, embedding_width=own))
+        # The width of the run, whatever the library's configuration says later.
+        library_embedding = size_of(settings.model, settings.towers).embedding_width
+        settings = replace(settings, towers=replace(settings.towers, embedding_width=library_embedding))
     if source is None:
         return settings
     towers, projection = settings.towers, source.converted.tensors.get(PROJECTION)
-    # Stored text embeddings have a width of their own.
+    # With stored text embeddings, the width is theirs.
     if projection is not None and has_text and towers.image is None:
         width = choose_value("--towers.embedding-width", towers.embedding_width, projection.shape[-1], say=say)
         settings = replace(settings, towers=replace(towers, embedding_width=width))
@@ -286,7 +292,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
 
 
 def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
-    """The settings with activation, eps and normalisation of weights.
+    """Return the settings with activation, eps and normalisation of weights.
 
     Raises:
         UserError: the weights need something that the towers do not have.
@@ -300,7 +306,7 @@ def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say:
             hint="use the weights of a plain CLIP",
         )
     settings = effective_clip_settings(settings, source, say=say)
-    towers = settings.towers  # those of an exported video tower may be plain ones
+    towers = settings.towers  # an exported video tower may have plain ones
     if settings.text_tower == "trained" and isinstance(towers, DualEncoderTowers) and not towers.text:
         positions = source.converted.tensors.get("text.positional_embedding")
         theirs = None if positions is None or len(positions) == CONTEXT_LENGTH else len(positions)
@@ -309,20 +315,8 @@ def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say:
     return settings
 
 
-def _of_dual_encoder(towers: DualEncoderTowers) -> DualEncoderTowers:
-    kind = kind_of(towers)
-    if TOWERS[kind].build is None:
-        known = [tower.name for tower in TOWERS.working() if tower.build is not None]
-        raise UserError(
-            f"--towers.kind is {kind}, a tower that train dual-encoder does not support",
-            hint=f"leave it out, or use one of: {', '.join(known)}",
-            flags=("--towers.kind",),
-        )
-    return replace(towers, kind=kind)
-
-
 def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> float | None:
-    """The temperature of the weights, if the loss starts with it; prints why if it does not."""
+    """Return the temperature of the weights if the loss starts with it; otherwise None, and print the reason."""
     loss, tensors = settings.loss, source.converted.tensors
     if LOGIT_SCALE not in tensors:
         return None

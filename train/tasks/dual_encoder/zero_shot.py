@@ -1,6 +1,6 @@
 """Zero-shot classification (CLIP, section 3.1.4): classes, prompts and accuracy.
 
-The predicted class of a clip is the one whose prompts are nearest. A class has one embedding: the normalised mean of
+The predicted class of a clip is the class with the nearest prompts. A class has one embedding: the normalised mean of
 the unit-length embeddings of its prompts (each of its names in each template). The rank of a clip's class is 1 + the
 number of other classes that score at least as high: ties count against the model, so that constant scores are always
 wrong.
@@ -12,7 +12,7 @@ or {c} for the name. Without a class file, classes and names come from a label o
     number (EK-100's `verb`), or `action`   the names are the distinct texts of all captions that have it
 
 With a class file, a numeric label is the number of a class in it, and a text label must be a name in the file. Without
-a label, the text of a caption must be.
+a label, the text of a caption must be a name in the file.
 """
 
 from dataclasses import asdict, dataclass
@@ -48,12 +48,12 @@ class ClassPrompts:
     """Classes of the clips of a split.
 
     Attributes:
-        names: of each class, one or more.
-        templates: with {} for a name.
-        caption_ids: int64 [N], ascending: the captions that have a class.
-        class_of_N: int64.
-        source: description of where the classes come from.
-        num_without: number of captions of the split without a class.
+        names: Names of each class, at least one.
+        templates: Prompts with {} for a name.
+        caption_ids: Captions that have a class, int64 [N], ascending.
+        class_of_N: Class of each caption, int64.
+        source: Description of the origin of the classes.
+        num_without: Number of captions of the split without a class.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -64,7 +64,7 @@ class ClassPrompts:
     num_without: int
 
     def prompts(self) -> tuple[list[str], NDArray[np.int64]]:
-        """Every name of every class in every template, and the class of each prompt."""
+        """Return every name of every class in every template, and the class of each prompt."""
         texts, classes = [], []
         for number, names in enumerate(self.names):
             for name in names:
@@ -89,8 +89,8 @@ def open_class_prompts(
     is_action = label == ACTION
     labels = class_names_of(captions, label=ACTION) if is_action else captions[what]
     num_all = captions.num_rows
-    there = pc.is_valid(labels)
-    captions, labels = captions.filter(there), labels.filter(there).combine_chunks()
+    is_labelled = pc.is_valid(labels)
+    captions, labels = captions.filter(is_labelled), labels.filter(is_labelled).combine_chunks()
     if classes is None:
         are_names = not (is_action or pa.types.is_integer(labels.type))
         names, class_of_N = _classes_of_labels(labels, captions["text"].combine_chunks(), are_names=are_names)
@@ -112,12 +112,13 @@ def open_class_prompts(
 
 
 def read_templates(path: Path) -> tuple[str, ...]:
-    """The templates of a file.
+    """Read the templates of a file.
 
     Raises:
         UserError: the file cannot be read, is empty, or a line has no {}.
     """
-    lines = [line.replace("{c}", "{}") for line in _lines(path)]  # as CLIP_benchmark writes it
+    # CLIP_benchmark writes {c}.
+    lines = [line.strip().replace("{c}", "{}") for line in text_lines(path) if line.strip()]
     for line in lines:
         if "{}" not in line:
             raise UserError(f"{path} has the template {line!r}", hint="write {} where the name of the class goes")
@@ -126,22 +127,18 @@ def read_templates(path: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _lines(path: Path) -> list[str]:
-    return [line.strip() for line in text_lines(path) if line.strip()]
-
-
 def _label_of(captions: pa.Table, label: str | None, *, needed: bool) -> str | None:
-    """The requested label, or the only one."""
+    """Return the requested label, or the only label."""
     names = class_labels(captions.schema)
-    there = ", ".join(names) or "none"
+    known = ", ".join(names) or "none"
     if label is not None:
         if label not in names:
-            raise UserError(f"captions have no label {label!r}", hint=f"labels there: {there}")
+            raise UserError(f"captions have no label {label!r}", hint=f"labels: {known}")
         return label
     if len(names) > 1:
         raise UserError(
             "captions have several labels, and one is needed",
-            hint=f"give --label (in training --evaluate.label), one of: {there}",
+            hint=f"give --label (in training --evaluate.label), one of: {known}",
         )
     if not names and needed:
         raise UserError(
@@ -165,7 +162,7 @@ def _classes_of_labels(
 
 
 def _classes_of_lines(labels: pa.Array, names: Names, *, path: Path, what: str) -> NDArray[np.int64]:
-    """The class of each label; -1 for none."""
+    """Return the class of each label; -1 for none."""
     if pa.types.is_integer(labels.type):
         numbers = labels.to_numpy().astype(np.int64)
         require_names(numbers, names, path=path, label=what)
@@ -179,10 +176,10 @@ class ZeroShot:
     """Accuracies, fractions in [0, 1].
 
     Attributes:
-        num_classes: number of classes to choose from.
-        num_classes_seen: number of classes that have clips.
-        top: fraction of clips whose class is among the first k, by k.
-        chance: the same of guessing one of all classes.
+        num_classes: Number of classes to choose from.
+        num_classes_seen: Number of classes that have clips.
+        top: Fraction of clips whose class is among the first k, by k.
+        chance: Fraction when one of all classes is guessed, by k.
     """
 
     num_clips: int
@@ -193,15 +190,15 @@ class ZeroShot:
     mean_class_accuracy: float
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
+        """Return plain values for a JSON file."""
         return {"protocol": PROTOCOL, **asdict(self)}
 
 
 def class_embeddings(prompt_PE: NDArray[np.float32], class_of_prompt_P: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Embeddings of the classes 0 ... C - 1, each of which has prompts; unit length, float32 [C, E].
+    """Return unit-length embeddings of the classes 0 ... C - 1, which all have prompts, float32 [C, E].
 
     Args:
-        prompt_PE: unit length.
+        prompt_PE: Embeddings of prompts, unit length.
     """
     num_classes = int(class_of_prompt_P.max()) + 1
     sums = np.zeros((num_classes, prompt_PE.shape[1]))
@@ -211,9 +208,9 @@ def class_embeddings(prompt_PE: NDArray[np.float32], class_of_prompt_P: NDArray[
 
 
 def class_ranks(similarity_NC: NDArray[np.floating], class_of_clip_N: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rank of each clip's class, int64 [N]; 1 is best."""
+    """Return the rank of each clip's class, int64 [N]; 1 is best."""
     right_N = similarity_NC[np.arange(len(similarity_NC)), class_of_clip_N]
-    # The correct class scores at least as high as itself: it is the 1.
+    # The correct class scores at least as high as itself, which makes the best rank 1.
     rank_N: NDArray[np.int64] = (similarity_NC >= right_N[:, None]).sum(axis=1)
     return rank_N
 
@@ -238,19 +235,19 @@ def score_classes(similarity_NC: NDArray[np.floating], class_of_clip_N: NDArray[
 
 @dataclass(frozen=True)
 class ZeroShotScorer:
-    """Scores embeddings by zero-shot classification."""
+    """Scorer of zero-shot classification."""
 
     classes: ClassPrompts
     definition: str = PROTOCOL
 
-    def score(self, embeddings: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
+    def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
         classes = self.classes
         has_class = np.isin(embeddings.caption_id, classes.caption_ids)
         if not has_class.any():
             raise FailedWork("none of the clips that could be decoded has a class")
         class_of_clip = classes.class_of_N[np.searchsorted(classes.caption_ids, embeddings.caption_id[has_class])]
         texts, class_of_prompt = classes.prompts()
-        embedded = class_embeddings(embed_texts(texts), class_of_prompt)
+        embedded = class_embeddings(embed(texts), class_of_prompt)
         similarity = embeddings.video[has_class] @ embedded.T
         scores = score_classes(similarity, class_of_clip).as_json()
         by_class = Predictions.of(

@@ -1,4 +1,15 @@
-"""Evaluate the reconstruction of masked cubes: the loss on clips of a split, and pictures for the results page."""
+"""Evaluate the reconstruction of masked cubes: the loss on clips of a split, and pictures for the results page.
+
+A model predicts the values of each masked cube minus their mean and divided by their standard deviation, per channel
+(clipmill.train.tasks.mae.task). A picture needs that mean and deviation from elsewhere: here, visible cubes of the clip
+are averaged with weights 1 / d^4, where d is the distance between cubes in cubes along time, height and width. Nothing
+of the masked cubes enters a picture. Published pictures often use the masked cubes' statistics; docs/mae.md discusses
+the consequences.
+
+Shape suffixes: B clips, C channels, T frames, H and W pixels, N cubes of a clip, M masked cubes of a clip, R masked
+cubes of all clips, V values of a cube in one channel, K all values of a cube (V * C, channels last), G displayed
+frames.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +41,7 @@ from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.source import Say
 
 _AT_ONCE = 32  # clips: batches of training may be larger than one GPU can hold
-_POWER = 4  # docs/mae.md compares it with others
+_POWER = 4  # compared with other powers in docs/mae.md
 GREY = 0.5
 ToDisplay = Callable[[torch.Tensor], torch.Tensor]
 
@@ -52,9 +63,9 @@ class ReconstructionResult:
     """Result of an evaluation.
 
     Attributes:
-        loss: mean squared error of the normalised values of all masked cubes.
-        flat_loss: the same for predicting the mean of each cube.
-        clips: those to display.
+        loss: Mean squared error of the normalised values of all masked cubes.
+        flat_loss: Loss of predicting the mean of each cube.
+        clips: Clips to display.
     """
 
     loss: float
@@ -66,12 +77,12 @@ class ReconstructionResult:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Which clips are displayed, and how.
+    """Choice and display of clips.
 
     Attributes:
-        samples: their indices.
-        frames: indices of frames of a clip.
-        to_display: from clips as the model takes them [B, C, T, H, W] to values from 0 to 1.
+        samples: Indices of the clips.
+        frames: Indices of frames of a clip.
+        to_display: Function from clips as the model takes them [B, C, T, H, W] to values from 0 to 1.
     """
 
     samples: Collection[int]
@@ -89,7 +100,7 @@ def evaluate_reconstruction(
     autocast: Callable[[], AbstractContextManager[None]],
     device: torch.device,
 ) -> ReconstructionResult:
-    """Evaluate a model in evaluation mode; the mask of a sample depends on its index and the seed alone.
+    """Evaluate a model in evaluation mode; the mask of a sample depends only on its index and the seed.
 
     Raises:
         FailedWork: nothing could be decoded, or predictions are not finite.
@@ -118,8 +129,8 @@ def evaluate_reconstruction(
             losses.append(losses_B2.cpu())
             for row, number in enumerate(numbers_B.tolist()):
                 if number in pictures.samples:
-                    one = slice(row, row + 1)
-                    shown = clips_BCTHW[one], values_BMV[one], masked_BN[one]
+                    clip = slice(row, row + 1)
+                    shown = clips_BCTHW[clip], values_BMV[clip], masked_BN[clip]
                     frames = _frames(*shown, size=masked.size, pictures=pictures)
                     key = batch["key"][begin + row]
                     clips.append(ReconstructedClip(number, key, losses_B2[row, 0].item(), *frames))
@@ -139,19 +150,19 @@ def _frames(
     size: VideoViTSize,
     pictures: Pictures,
 ) -> list[NDArray[np.uint8]]:
-    """The displayed frames of one clip: original, masked, filled in."""
+    """Return the displayed frames of one clip: original, masked, filled in."""
     # Predictions are normalised per cube and channel, so an affine `to_display` of the channels does not change them.
-    found = reconstruct(
+    shown = reconstruct(
         pictures.to_display(clip_1CTHW), values_1MV, masked_1N, cube_frames=size.cube_frames, patch_px=size.patch_px
     )
-    return [as_pictures(one[0][:, list(pictures.frames)]) for one in (found.original, found.masked, found.filled)]
+    return [as_pictures(clip[0][:, list(pictures.frames)]) for clip in (shown.original, shown.masked, shown.filled)]
 
 
 def as_pictures(video_CGHW: torch.Tensor) -> NDArray[np.uint8]:
-    """Values from 0 to 1 as uint8 RGB [G, H, W, 3]: the first three channels, repeated if there are fewer."""
+    """Convert values from 0 to 1 to uint8 RGB [G, H, W, 3]: the first three channels, repeated if there are fewer."""
     colours = video_CGHW[torch.arange(3) % len(video_CGHW)].permute(1, 2, 3, 0)
-    found: NDArray[np.uint8] = (colours.float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()
-    return found
+    pictures: NDArray[np.uint8] = (colours.float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()
+    return pictures
 
 
 @dataclass(frozen=True)
@@ -172,25 +183,25 @@ class Reconstruction:
 
 
 def values_of(video_BCTHW: torch.Tensor, *, cube_frames: int, patch_px: int) -> torch.Tensor:
-    """Values of all cubes of clips, [B, N, V, C], in the order in which a model predicts them."""
+    """Return the values of all cubes of clips, [B, N, V, C], in the order in which a model predicts them."""
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
     return cubes.permute(0, 1, 2, 3, 5, 6, 7, 4).flatten(4, 6).flatten(1, 3)
 
 
 def clips_of(values_BNVC: torch.Tensor, grid: CubeGrid, *, cube_frames: int, patch_px: int) -> torch.Tensor:
-    """The inverse of `values_of`: clips [B, C, T, H, W]."""
+    """Invert `values_of`: return clips [B, C, T, H, W]."""
     places = (grid.steps, grid.rows, grid.columns)
     cubes = values_BNVC.unflatten(1, places).unflatten(4, (cube_frames, patch_px, patch_px))
     return cubes.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
 def true_statistics(values_BNVC: torch.Tensor) -> Statistics:
-    """The statistics that targets are normalised by."""
+    """Return the statistics by which targets are normalised."""
     return Statistics(values_BNVC.mean(2), values_BNVC.std(2))
 
 
 def visible_statistics(values_BNVC: torch.Tensor, masked_BN: torch.Tensor, *, grid: CubeGrid) -> Statistics:
-    """Statistics of visible cubes; for masked ones, averages of the visible ones with weights 1 / distance^4.
+    """Return statistics of visible cubes; masked cubes get averages of visible ones with weights 1 / distance^4.
 
     Raises:
         ValueError: a clip has no visible cube.
@@ -218,12 +229,12 @@ def reconstruct(
     patch_px: int,
     statistics: Statistics | None = None,
 ) -> Reconstruction:
-    """Fill in the masked cubes of clips; visible ones stay unchanged.
+    """Fill in the masked cubes of clips; visible cubes stay unchanged.
 
     Args:
-        video_BCTHW: values as they are displayed, from 0 to 1.
-        predicted_BMK: normalised values of the masked cubes, in the order of their indices, channels last.
-        statistics: to undo the normalisation; `visible_statistics` by default.
+        video_BCTHW: Values to display, from 0 to 1.
+        predicted_BMK: Normalised values of the masked cubes, in the order of their indices, channels last.
+        statistics: Statistics that undo the normalisation; `visible_statistics` by default.
     """
     size = {"cube_frames": cube_frames, "patch_px": patch_px}
     grid, num_channels = grid_of(video_BCTHW, **size), video_BCTHW.shape[1]
@@ -255,23 +266,23 @@ _PICTURES = {
 }
 
 
-def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "") -> Score:
+def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = "") -> Score:
     """Reconstruct masked cubes of clips of a split with a run's latest checkpoint.
 
     Args:
-        chosen: why this split was chosen, if the user named none.
+        chosen: Reason for the choice of this split, if the user named none.
 
     Raises:
-        UserError: there are no such clips.
+        UserError: the split has no clips.
         FailedWork: nothing could be decoded.
     """
     opened.require_whole()
     settings, trained, task = opened.settings, opened.trained, opened.task
-    samples = task.samples(wanted.split, World())
+    samples = task.samples(flags.split, World())
     model = trained.fill(task.build_model(samples))
-    every = every_for(len(samples), at_most=wanted.max_samples)
+    every = every_for(len(samples), at_most=flags.max_samples)
     clips: MaskedClips = task.masked_clips(samples)
-    found = evaluate_reconstruction(
+    result = evaluate_reconstruction(
         model,
         counted_batches(samples.evaluation_batches(every=every), "reconstructing", total=-(-len(samples) // every)),
         clips,
@@ -284,7 +295,7 @@ def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "
         device=trained.device,
     )
     return Score(
-        name=f"reconstruction-{wanted.split}",
+        name=f"reconstruction-{flags.split}",
         samples=samples,
         clip=describe_clip(settings, samples, is_consecutive=True),
         values={
@@ -292,14 +303,14 @@ def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "
             "mask": describe_mask(settings, clips.masking.grid),
             "share_hidden": clips.masking.counts.num_masked / clips.masking.grid.cubes,
             "protocol": _PROTOCOL,
-            "num_samples": found.num_samples,
-            "loss": found.loss,
-            "flat_loss": found.flat_loss,
+            "num_samples": result.num_samples,
+            "loss": result.loss,
+            "flat_loss": result.flat_loss,
             "picture_rule": _PICTURES[settings.input],
-            "has_few_pixels": any(clip.original.shape[2] < _FEW_PX for clip in found.clips),
-            "shown": _figures(found.clips, samples, num_frames=settings.num_frames),
+            "has_few_pixels": any(clip.original.shape[2] < _FEW_PX for clip in result.clips),
+            "shown": _figures(result.clips, samples, num_frames=settings.num_frames),
         },
-        failed=found.failed,
+        failed=result.failed,
     )
 
 
@@ -309,7 +320,7 @@ def reconstruct_at_end(run: RunFolder, settings: MaeSettings, *, say: Say) -> No
     Errors are printed, and do not fail the run.
     """
     for folder in settings.folders:
-        # Each folder of a mixture has a result of its own; the single folder of another run is the run's own data.
+        # Each folder of a mixture has a separate result; a single folder is the data of the run.
         _reconstruct(run, settings, shards=folder if len(settings.folders) > 1 else None, say=say)
 
 
@@ -328,13 +339,13 @@ def _reconstruct(run: RunFolder, settings: MaeSettings, *, shards: str | None, s
 
 
 def describe_mask(settings: MaeSettings, grid: CubeGrid) -> str:
-    """Describe which cubes are masked."""
+    """Describe the masked cubes."""
     num_masked = num_masked_places(settings.mask_ratio, num_places=grid.patches)
     return f"the same {num_masked:,} of {grid.patches:,} places at all {grid.steps} moments, seed {settings.seed}"
 
 
 def _to_display(settings: MaeSettings) -> ToDisplay:
-    """From model inputs to values from 0 to 1: undo the normalisation of pixels, or map latents to false colours."""
+    """Return a function from inputs to values from 0 to 1: undo the normalisation, or map latents to false colours."""
     if settings.reads_latents:
         return lambda latents: latents / (2 * FALSE_COLOUR_STDS) + 0.5
     mean_C111, std_C111 = (
@@ -345,7 +356,7 @@ def _to_display(settings: MaeSettings) -> ToDisplay:
 
 
 def _figures(clips: Sequence[ReconstructedClip], samples: Samples[Any], *, num_frames: int) -> list[dict[str, Any]]:
-    """Clips as plain values, in the order of the split."""
+    """Return clips as plain values, in the order of the split."""
     figures = []
     for clip in sorted(clips, key=lambda clip: clip.sample):
         begin_s, end_s = samples.shown_span_s(clip.sample, num_frames=num_frames)
@@ -357,5 +368,5 @@ def _figures(clips: Sequence[ReconstructedClip], samples: Samples[Any], *, num_f
 
 
 def picture_uri(frame: NDArray[np.uint8]) -> str:
-    """A picture (uint8 RGB [H, W, 3]) as a data URI: JPEG, or PNG for small ones."""
+    """Return a picture (uint8 RGB [H, W, 3]) as a data URI: JPEG, or PNG for small pictures."""
     return png_uri(frame) if min(frame.shape[:2]) < _FEW_PX else jpeg_uri(frame)

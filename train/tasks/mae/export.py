@@ -1,4 +1,4 @@
-"""Masked autoencoders as VideoMAE's own checkpoints and for transformers' VideoMAEForPreTraining, and those as ours."""
+"""Conversion of masked autoencoders to and from VideoMAE's checkpoints and transformers' VideoMAEForPreTraining."""
 
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from clipmill.train.weights.videomae import exported_videomae
 
 
 def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> Adopted | None:
-    """Weights of a VideoMAE as a masked autoencoder, maybe without its decoder; None for a classifier's and others."""
+    """Adopt the weights of a VideoMAE, with or without decoder; None for a classifier's and other weights."""
     shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     if source.kind != "videomae" or "head.weight" in shapes:
         return None
     depth = depth_of(shapes, "decoder")
-    with deferred_checks():  # which are about --model
+    with deferred_checks():  # they are about --model
         settings = MaeSettings(
             model=model_like(source),
             num_frames=(read_config(path / "config.json") or {}).get("num_frames", MaeSettings.num_frames),
@@ -37,7 +37,7 @@ def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> Adopted | No
 
 
 def exported_autoencoder(request: ExportRequest) -> Exported:
-    """A masked autoencoder.
+    """Export a masked autoencoder.
 
     Raises:
         UserError: the format cannot hold it.
@@ -50,7 +50,7 @@ def exported_autoencoder(request: ExportRequest) -> Exported:
 
 
 def pretraining_config(decoder: TransformerSize) -> dict[str, Any]:
-    """The values of a VideoMAEForPreTraining's configuration besides those of its encoder."""
+    """Return the values of a VideoMAEForPreTraining's configuration besides the encoder's."""
     return {
         "architectures": ["VideoMAEForPreTraining"],
         # Only without mean pooling does the encoder end with a layer norm.

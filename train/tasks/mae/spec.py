@@ -1,4 +1,4 @@
-"""`TaskSpec` of the masked autoencoder."""
+"""`TaskSpec` of the masked autoencoder, its settings, and flags and table of its evaluation; loads nothing heavy."""
 
 import math
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ Repeat = Literal["clips", "masks"]
 
 MASKS = help_group("Masks", 6)
 _RATIO = Range(
-    above=0, below=1, hint="it must be more than 0, and less than 1: something is masked, and something is left"
+    above=0, below=1, hint="it must be more than 0, and less than 1: some cubes are masked, and some are visible"
 )
 _OF_PIXELS = (
     *("sampling", "stride", "size_px", "crop", "min_crop_area", "short_side_px", "augment"),
@@ -48,13 +48,13 @@ class MaeOptimizer(OptimizerSettings):
     """Reference batch size: learning rates are multiplied by --batch / this (linear scaling)."""
 
     def number(self, name: str) -> float:
-        """The effective value."""
+        """Return the effective value."""
         return _BETA2 if (name, self.name, self.beta2) == ("beta2", "adamw", None) else super().number(name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaeTowers(Towers):
-    """An encoder of the kind videomae. The help leaves out what it does not have; runs have it in their settings."""
+    """An encoder of the kind videomae. The help omits settings that it lacks; the settings of runs have them."""
 
     kind: Annotated[Kind | None, groups.HIDDEN] = "videomae"
     temporal: Annotated[Literal["zero", "random"], groups.HIDDEN] = "zero"
@@ -66,7 +66,7 @@ class MaeTowers(Towers):
     patch_dropout: Annotated[float, groups.HIDDEN] = 0.0
 
     def rules(self) -> Iterator[UserError]:
-        """Yields other values of the settings that the help leaves out."""
+        """Yield errors for other values of the settings that the help omits."""
         hint = "leave it out: train mae has no other kind of tower"
         if self.image is not None:
             yield UserError(
@@ -99,8 +99,8 @@ class MaeSettings(LatentSettings):
     only_kind = "videomae"
 
     segment: Annotated[str | None, groups.CLIPS] = None
-    """Length of a segment of latents, such as 5s, of which --num-frames consecutive frames are shown. Default: the
-    stored segments of a VAE of videos; 5s of other latents."""
+    """Length of a segment of latents, such as 5s. --num-frames consecutive frames of it are shown. Default: the stored
+    segments of a VAE of videos; 5s of other latents."""
     max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9)] = None
     """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
     num_frames: NumFrames = 16
@@ -109,7 +109,7 @@ class MaeSettings(LatentSettings):
     samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
     """Number of samples drawn from each chunk per epoch. They are consecutive, and the chunk is decoded once."""
     repeat: Annotated[Repeat, groups.CLIPS] = "clips"
-    """What differs between samples of a chunk. clips: frames, crop and mask; masks: crop and mask only."""
+    """Difference between samples of a chunk. clips: frames, crop and mask; masks: crop and mask only."""
 
     lr: LearningRate = 1.5e-4
     """Peak learning rate. It applies to a batch of --optimizer.lr-batch and is reached after warmup."""
@@ -128,11 +128,11 @@ class MaeSettings(LatentSettings):
     evaluate: Annotated[ProbeEvaluation, groups.EVALUATION, groups.SEVERAL] = field(default_factory=ProbeEvaluation)
 
     def tower_names(self) -> tuple[Tower, ...]:
-        """The towers that the model has."""
+        """Return the towers of the model."""
         return ("video", "decoder")
 
     def rules(self) -> Iterator[UserError]:
-        """Yields masks that leave nothing to see or to predict, and settings that contradict each other."""
+        """Yield errors for masks that leave nothing to see or predict, and settings that contradict each other."""
         yield from super().rules()
         if self.augment.erase:
             yield UserError(
@@ -161,7 +161,7 @@ class MaeSettings(LatentSettings):
 
 
 def without_effect(settings: MaeSettings) -> list[str]:
-    """Flags that have no effect with the chosen input."""
+    """Return flags that have no effect with the chosen input."""
     defaults, unused = MaeSettings(), _OF_PIXELS if settings.reads_latents else _OF_LATENTS
     flags = [name.replace("_", "-") for name in unused if getattr(settings, name) != getattr(defaults, name)]
     if settings.reads_latents and (settings.init.pixel_mean, settings.init.pixel_std) != (None, None):
@@ -170,7 +170,7 @@ def without_effect(settings: MaeSettings) -> list[str]:
 
 
 def check_mask(ratio: float, *, num_places: int) -> None:
-    """Raises a UserError if a mask leaves no cube of a moment visible, or none to reconstruct."""
+    """Raise a UserError if a mask leaves no cube of a moment visible, or none to reconstruct."""
     num_masked = num_masked_places(ratio, num_places=num_places)
     if 0 < num_masked < num_places:
         return
@@ -186,7 +186,7 @@ def check_mask(ratio: float, *, num_places: int) -> None:
 
 
 def num_masked_places(ratio: float, *, num_places: int) -> int:
-    """Cubes of a moment that are masked: rounded down, as VideoMAE does (176 of 196)."""
+    """Return the number of masked cubes of a moment: rounded down, as in VideoMAE (176 of 196)."""
     return int(ratio * num_places)
 
 
@@ -201,7 +201,7 @@ class ReconstructionFlags(Checked):
 
 
 def reconstruction_table(result: dict[str, Any]) -> Table:
-    """The loss next to that of predicting the mean of each cube."""
+    """Return the loss beside the loss of predicting the mean of each cube."""
     loss, flat = result["loss"], result["flat_loss"]
     explained = 1 - loss / flat if flat else None
     cells = (

@@ -1,6 +1,16 @@
-"""Train a masked autoencoder (VideoMAE) on videos without captions, on pixels or on latents.
+"""The masked autoencoder (VideoMAE) on videos without captions, pixels or latents: masks, objective, task.
 
-Shape suffixes: B batch, C channels, T frames, H and W pixels, F frames of a segment of latents.
+Clips [B, C, T, H, W] come with their positions in the run. `tube_masks` draws the masked cubes, `decoded_cubes` the
+predicted cubes among them. The model embeds only the visible cubes and returns [B, M, V] for the predicted ones;
+`normalised_cubes` computes their targets, and the loss is the mean squared error (Tong et al. 2022).
+
+Masks are drawn on the device only from seed and position of the sample, so they do not depend on ranks, resuming or
+microbatches.
+
+Shape suffixes: B batch of a rank, C channels, T frames, H and W pixels, F frames of a segment of latents, S steps of
+time, P patches of a step, N cubes of a clip (S * P, in the order of time, row, column), M predicted cubes of a clip,
+t frames and p side of a cube, V values of a cube (t * p * p * C, in this order); R rows of a microbatch, or R and C
+rows and columns of patches.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +52,7 @@ _CELL_PLACES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class MaskCounts:
-    """Number of masked cubes of a clip, and of predicted ones among them; the same for all clips."""
+    """Numbers of masked cubes of a clip, and of predicted cubes among them; the same for all clips."""
 
     num_masked: int
     num_predicted: int
@@ -51,17 +61,17 @@ class MaskCounts:
 def mask_counts(
     grid: CubeGrid, *, mask_ratio: float, decoder_mask: DecoderMask, decoder_mask_ratio: float
 ) -> MaskCounts:
-    """The counts of `tube_masks` and `decoded_cubes`."""
+    """Return the counts of `tube_masks` and `decoded_cubes`."""
     num_masked = grid.steps * num_masked_places(mask_ratio, num_places=grid.patches)
-    left_out = 0 if decoder_mask == "none" else int(decoder_mask_ratio * num_masked)
-    return MaskCounts(num_masked=num_masked, num_predicted=num_masked - left_out)
+    num_skipped = 0 if decoder_mask == "none" else int(decoder_mask_ratio * num_masked)
+    return MaskCounts(num_masked=num_masked, num_predicted=num_masked - num_skipped)
 
 
 def tube_masks(positions_B: torch.Tensor, grid: CubeGrid, *, ratio: float, seed: int) -> torch.Tensor:
-    """Tube masks of clips, bool [B, N]: int(ratio * P) patches, the same at every step (VideoMAE, section 3.2).
+    """Draw tube masks, bool [B, N]: int(ratio * P) patches, the same at every step (VideoMAE, section 3.2).
 
     Args:
-        positions_B: int64, positions of the samples in the order of the run, on the device where masks are drawn.
+        positions_B: Positions of the samples in the run, int64, on the device where masks are drawn.
     """
     drawn_BP = device_uniform(positions_B, grid.patches, seed=seed, purpose="tube mask")
     masked_BP = _lowest_mask(drawn_BP, num_masked_places(ratio, num_places=grid.patches))
@@ -77,12 +87,12 @@ def decoded_cubes(
     ratio: float,
     seed: int,
 ) -> torch.Tensor:
-    """Predicted cubes, bool [B, N]: exactly M - int(ratio * M) of the M masked cubes of each clip.
+    """Draw the predicted cubes, bool [B, N]: exactly M - int(ratio * M) of the M masked cubes of each clip.
 
-    random: any of them. running-cell: each cell of 2 x 2 patches keeps a fraction 1 - ratio of its patches, and the
-        kept ones move on by one around the cell with each step (Qing et al. 2022, "MAR"), from a random start per clip.
-        If the number of steps is a multiple of 4, every patch is kept in equally many steps, so that the number of
-        masked and kept cubes is right whatever the tubes; otherwise random ones are dropped or added.
+    random: any masked cubes. running-cell: each cell of 2 x 2 patches keeps a fraction 1 - ratio of its patches, and
+        the kept patches move on by one around the cell with each step (Qing et al. 2022, "MAR"), from a random start
+        per clip. If the number of steps is a multiple of 4, every patch is kept in equally many steps, so that the
+        number of masked and kept cubes is right whatever the tubes; otherwise random cubes are dropped or added.
 
     VideoMAE V2 (section 3.2) draws decoder masks over all cubes and takes the loss on the intersection of both masks,
     whose size differs between clips. Drawn among the masked cubes, it is the same for all, and a batch is dense.
@@ -98,11 +108,11 @@ def decoded_cubes(
 
 
 def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> torch.Tensor:
-    """Cubes that running cells keep, bool [B, N].
+    """Return the cubes that running cells keep, bool [B, N].
 
     Args:
-        starts_B: int64, the first patch of a cell (0 to 3, around the cell) that is kept in the first step.
-        ratio: fraction of a cell's patches that is not kept at a step: 0.25, 0.5 or 0.75.
+        starts_B: First patch of a cell (0 to 3, around the cell) that is kept in the first step, int64.
+        ratio: Fraction of a cell's patches that is not kept at a step: 0.25, 0.5 or 0.75.
     """
     device = starts_B.device
     cell = constant_tensor(_CELL, device, torch.int64)
@@ -114,14 +124,14 @@ def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> to
 
 
 def _lowest_mask(values_BN: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
-    """Whether each value is among the `count` lowest of its row, bool [B, N]; `count` is an int or int64 [B, 1]."""
+    """Return a mask of the `count` lowest values of each row, bool [B, N]; `count` is an int or int64 [B, 1]."""
     ranks_BN = values_BN.argsort(dim=1).argsort(dim=1)
     return ranks_BN < count
 
 
 @dataclass(frozen=True)
 class Masks:
-    """Masked cubes of clips, bool [B, N], and predicted ones among them; None for all."""
+    """Masked cubes of clips, bool [B, N], and predicted cubes among them; None for all."""
 
     masked_BN: torch.Tensor
     decoded_BN: torch.Tensor | None
@@ -129,14 +139,14 @@ class Masks:
 
 @dataclass(frozen=True)
 class Masking:
-    """Draws the masks of a run, for clips with a grid of cubes."""
+    """Source of the masks of a run, for clips with a grid of cubes."""
 
     settings: MaeSettings
     grid: CubeGrid
 
     @cached_property
     def counts(self) -> MaskCounts:
-        """Number of masked and of predicted cubes of a clip."""
+        """Numbers of masked and of predicted cubes of a clip."""
         settings = self.settings
         return mask_counts(
             self.grid,
@@ -146,7 +156,7 @@ class Masking:
         )
 
     def draw(self, positions_B: torch.Tensor, *, device: torch.device, is_training: bool = True) -> Masks:
-        """Masks of the samples at some positions; all masked cubes are predicted except in training."""
+        """Draw masks of the samples at some positions; all masked cubes are predicted except in training."""
         settings, grid, positions_B = self.settings, self.grid, send(positions_B, device)
         masked_BN = tube_masks(positions_B, grid, ratio=settings.mask_ratio, seed=settings.seed)
         if settings.decoder_mask == "none" or not is_training:
@@ -167,13 +177,13 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedClips:
-    """Clips as the model sees them, and as it predicts them.
+    """Inputs and targets of the model.
 
     Attributes:
-        inputs: normalised clips [R, C, T, H, W] of some rows of a batch.
-        masking: draws the masks.
-        size: of the encoder, whose cubes are predicted.
-        std: divisor of the clips' channels; None if they were not divided.
+        inputs: Function that returns normalised clips [R, C, T, H, W] of some rows of a batch.
+        masking: Source of the masks.
+        size: Size of the encoder, whose cubes are predicted.
+        std: Divisor of the clips' channels; None if they were not divided.
     """
 
     inputs: Callable[[Batch, slice], torch.Tensor]
@@ -182,7 +192,7 @@ class MaskedClips:
     std: Sequence[float] | None
 
     def targets(self, clips_RCTHW: torch.Tensor, predicted_RM: torch.Tensor) -> torch.Tensor:
-        """`normalised_cubes` of clips."""
+        """Return `normalised_cubes` of clips."""
         return normalised_cubes(
             clips_RCTHW,
             predicted_RM,
@@ -195,7 +205,7 @@ class MaskedClips:
 class MaskedReconstruction(Objective):
     """Mean squared error over the predicted cubes of all clips of a batch (VideoMAE, section 3).
 
-    Every clip has equally many of them, so the mean over microbatches and ranks is the mean over the batch.
+    Every clip has equally many predicted cubes, so the mean over microbatches and ranks is the mean over the batch.
     """
 
     def __init__(self, clips: MaskedClips) -> None:
@@ -203,29 +213,28 @@ class MaskedReconstruction(Objective):
         self._clips = clips
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Add the gradients of this rank's share of the batch; return the loss of the whole batch."""
-        num_samples = len(batch["position"])
+        """Add the gradients of this rank's share of the batch; return the loss of the complete batch."""
+        num_samples, masking = len(batch["position"]), self._clips.masking
+        counts = masking.counts
 
         def loss_of(rows: slice) -> torch.Tensor:
-            return self._loss(model, batch, rows, step=step) * ((rows.stop - rows.start) / num_samples)
+            clips_RCTHW = self._clips.inputs(batch, rows)
+            masks = masking.draw(batch["position"][rows], device=clips_RCTHW.device)
+            predicted_RM = predicted_cubes(masks.masked_BN, masks.decoded_BN, count=counts.num_predicted)
+            targets_RMV = self._clips.targets(clips_RCTHW, predicted_RM)
+            with step.autocast():
+                values_RMV = model(
+                    clips_RCTHW,
+                    masks.masked_BN,
+                    masks.decoded_BN,
+                    num_masked=counts.num_masked,
+                    num_predicted=counts.num_predicted,
+                )
+            # The share of the microbatch, so that the sum over microbatches is the mean over the batch.
+            return reconstruction_loss(values_RMV, targets_RMV) * ((rows.stop - rows.start) / num_samples)
 
         losses = backward_microbatches(loss_of, num_samples=num_samples, step=step)
         return {"loss": step.world.sum(torch.stack(losses).sum()).double() / step.world.size}
-
-    def _loss(self, model: nn.Module, batch: Batch, rows: slice, *, step: Step) -> torch.Tensor:
-        clips_RCTHW, masking = self._clips.inputs(batch, rows), self._clips.masking
-        masks, counts = masking.draw(batch["position"][rows], device=clips_RCTHW.device), masking.counts
-        predicted_RM = predicted_cubes(masks.masked_BN, masks.decoded_BN, count=counts.num_predicted)
-        targets_RMV = self._clips.targets(clips_RCTHW, predicted_RM)
-        with step.autocast():
-            values_RMV = model(
-                clips_RCTHW,
-                masks.masked_BN,
-                masks.decoded_BN,
-                num_masked=counts.num_masked,
-                num_predicted=counts.num_predicted,
-            )
-        return reconstruction_loss(values_RMV, targets_RMV)
 
 
 @torch.no_grad()
@@ -237,15 +246,15 @@ def normalised_cubes(
     patch_px: int,
     std: Sequence[float] | None = None,
 ) -> torch.Tensor:
-    """Targets of the predicted cubes, [B, M, V], at least float32: (x - mean) / (sqrt(unbiased variance) + 1e-6).
+    """Return targets of predicted cubes, [B, M, V], at least float32: (x - mean) / (sqrt(unbiased variance) + 1e-6).
 
-    Mean and variance are over the t * p * p values of a cube in one channel (VideoMAE, section 3.3; the constants are
-    those of its code and of transformers).
+    Mean and variance are over the t * p * p values of a cube in one channel (VideoMAE, section 3.3; its code and
+    transformers have the same constants).
 
     Args:
-        video_BCTHW: clips as the model takes them.
-        predicted_BM: int64, indices of the cubes.
-        std: divisor of the clips' channels. VideoMAE defines targets on pixels before the division, which changes only
+        video_BCTHW: Clips as the model takes them.
+        predicted_BM: Indices of the cubes, int64.
+        std: Divisor of the clips' channels. VideoMAE defines targets on pixels before the division, which changes only
             the effect of 1e-6; so 1e-6 is divided instead. None for latents.
     """
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
@@ -260,7 +269,7 @@ def normalised_cubes(
 
 
 def reconstruction_loss(predicted_BMV: torch.Tensor, targets_BMV: torch.Tensor) -> torch.Tensor:
-    """Mean squared error over the predicted cubes, in the targets' precision."""
+    """Return the mean squared error over the predicted cubes, in the targets' precision."""
     return functional.mse_loss(predicted_BMV.to(targets_BMV.dtype), targets_BMV)
 
 
@@ -282,17 +291,17 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         self.columns: tuple[str, ...] = (LATENTS,) if settings.reads_latents else (VIDEO,)
 
     def training_set(self, world: World) -> "AnySamples":
-        """This rank's part of the chunks, or of the segments of latents, of the split that the settings name.
+        """Open this rank's part of the chunks, or of the segments of latents, of the split that the settings name.
 
         Raises:
-            UserError: there are none, they cannot be cut and masked as the settings say, or the data has no such split
-                to evaluate on.
+            UserError: the split is empty, cannot be cut and masked as the settings say, or the data lack the split to
+                evaluate on.
         """
         settings = self._settings
         per_chunk = settings.samples_per_chunk
         samples = self.open_mixture(lambda task: task.samples(settings.split, world, per_chunk=per_chunk))
         if settings.evaluate.split != ProbeEvaluation.split:
-            # The run reconstructs clips of it at the end; only the default split may be missing.
+            # The run reconstructs clips of this split at the end; only the default split may be missing.
             for folder in settings.folders:
                 if not kind_of(folder).has_manifest:
                     continue
@@ -301,27 +310,27 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
                     videos_of_split(path, settings.evaluate.split)
         if settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            self._probes = [self._open_probe(one, world) for one in settings.evaluated_data()]
+            self._probes = [self._open_probe(data, world) for data in settings.evaluated()]
         return samples
 
-    def _open_probe(self, one: EvaluatedData, world: World) -> LoopProbe:
-        task = self.on(one.shards)
-        wanted = replace(self._settings.evaluate, shards=(), split=one.split)
-        with one.opening():
+    def _open_probe(self, data: EvaluatedData, world: World) -> LoopProbe:
+        settings = self.on(data.shards)._settings
+        evaluation = replace(self._settings.evaluate, shards=(), split=data.split)
+        with data.opening():
             probe = LoopProbe(
-                task._settings, wanted, name=one.name, inputs=self.inputs, world=world, device=self._device
+                settings, evaluation, name=data.name, inputs=self.inputs, world=world, device=self._device
             )
-        self.note_evaluation(one, probe.queries)
+        self.note_evaluation(data, probe.queries)
         return probe
 
     def samples(self, split: str, world: World, *, per_chunk: int = 1) -> "Samples[Any]":
-        """This rank's part of the samples of any split.
+        """Open this rank's part of the samples of any split.
 
         Args:
-            per_chunk: samples of each chunk.
+            per_chunk: Number of samples of each chunk.
 
         Raises:
-            UserError: there are none, or they do not fit the settings.
+            UserError: the split is empty, or does not fit the settings.
         """
         settings = self._settings
         query = DataQuery(
@@ -338,11 +347,11 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return samples
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Reconstruction error of masked cubes."""
+        """Return the reconstruction error of masked cubes."""
         return MaskedReconstruction(self.masked_clips(samples, is_training=True))
 
     def masked_clips(self, samples: "AnySamples", *, is_training: bool = False) -> MaskedClips:
-        """Clips as `samples` has them, with masks."""
+        """Return inputs and targets for the clips of `samples`."""
         settings = self._settings
         return MaskedClips(
             inputs=partial(self.inputs, is_training=is_training),
@@ -353,17 +362,17 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         )
 
     def size(self, samples: "AnySamples") -> VideoViTSize:
-        """The size of the encoder, for clips as `samples` has them."""
+        """Return the size of the encoder for the clips of `samples`."""
         return self._shape.size.video if self._shape is not None else picture_size(samples, self._settings)[0]
 
     def masking(self, samples: "AnySamples") -> Masking:
-        """The masks of clips as `samples` has them."""
+        """Return the source of masks for the clips of `samples`."""
         settings, size = self._settings, self.size(samples)
         side = self._side(samples) // size.patch_px
         return Masking(settings, CubeGrid(settings.num_frames // size.cube_frames, side, side))
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
-        """Clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
+        """Return clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
         settings = self._settings
         if batch["input"] == "latents":
             within_B = None
@@ -374,25 +383,25 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return self.pixels(batch, rows, mean=IMAGENET_MEAN, std=IMAGENET_STD, is_training=is_training)
 
     def fit_whole(self, model: MaskedAutoencoder, source: Source, *, say: Say) -> Loaded:
-        """Fit encoder and decoder, or the encoder alone to weights without a decoder.
+        """Fit encoder and decoder, or only the encoder to weights without a decoder.
 
-        Without a last norm in the weights, as transformers' use_mean_pooling has it, the encoder has none either.
+        If the weights have no last norm, as with transformers' use_mean_pooling, the encoder has none either.
         """
         names = source.converted.tensors
         if "video.ln_post.weight" not in names:
             model.video.ln_post = None
-        wanted: nn.Module = model
+        parts: nn.Module = model
         if not any(name.startswith("decoder.") for name in names):
-            wanted = nn.Module()
-            wanted.video = model.video
-        return fit_to(wanted, source, say=say)
+            parts = nn.Module()
+            parts.video = model.video
+        return fit_to(parts, source, say=say)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Metrics of the probes that the settings name, as `<name>/<metric>`."""
+        """Return metrics of the probes that the settings name, as `<name>/<metric>`."""
         return {name: value for probe in self._probes for name, value in probe(model, world).items()}
 
     def new_model(self, samples: "AnySamples") -> MaskedAutoencoder:
-        """Encoder and decoder, for clips as `samples` has them."""
+        """Build encoder and decoder for the clips of `samples`."""
         settings = self._settings
         return MaskedAutoencoder(
             self.size(samples),
@@ -408,7 +417,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
 
 
 def effective_settings(settings: MaeSettings, source: Source | None, *, say: Say) -> MaeSettings:
-    """The settings that take effect with the weights of `source` (`effective_clip_settings`)."""
+    """Return the settings that take effect with the weights of `source` (`effective_clip_settings`)."""
     if unused := without_effect(settings):
         say(f"without effect with --input {settings.input}, given or from a preset: {', '.join(unused)}")
     return effective_clip_settings(settings, source, say=say)

@@ -256,5 +256,5 @@ def test_files_that_are_no_such_table_stay(
     (tmp_path / "other.parts").mkdir()
     (tmp_path / "other.parts" / "notes.txt").write_text("mine")
     assert caption(captioner_run, data_dir, tmp_path / "other.parquet") == 2
-    assert "other.parts, where unfinished work would be, exists already" in capsys.readouterr().err
+    assert "other.parts, the folder of unfinished work, exists already" in capsys.readouterr().err
     assert content(tmp_path) == {"pseudo.parquet": b"mine", "other.parts/notes.txt": b"mine"}

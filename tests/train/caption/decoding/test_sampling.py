@@ -8,7 +8,6 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.models.captioner import Captioner
-from clipmill.train.tasks.caption.commands import ChunkDecoding
 from clipmill.train.tasks.caption.decoding import (
     filter_top_k,
     filter_top_p,
@@ -16,7 +15,7 @@ from clipmill.train.tasks.caption.decoding import (
     sample_tokens,
     with_temperature,
 )
-from clipmill.train.tasks.caption.spec import DecodingSettings, fit_decoding, max_tokens_of
+from clipmill.train.tasks.caption.spec import ChunkDecoding, DecodingSettings, fit_decoding, max_tokens_of
 from tests.train.models.small_captioners import END, clips, ours_with_weights_of, their_captioner
 
 NO_IDS = torch.zeros(1, 1, dtype=torch.int64)
@@ -153,7 +152,8 @@ def test_settings_that_spell_out_what_takes_effect_are_equal(
     settings: DecodingSettings, spelled_out: DecodingSettings
 ) -> None:
     effective, other = (
-        fit_decoding(one.effective() if isinstance(one, ChunkDecoding) else one, 64) for one in (settings, spelled_out)
+        fit_decoding(one.with_defaults() if isinstance(one, ChunkDecoding) else one, 64)
+        for one in (settings, spelled_out)
     )
     assert effective == other and effective.max_tokens == 30
     assert fit_decoding(replace(effective, max_tokens=29), 64) != effective

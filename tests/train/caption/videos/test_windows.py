@@ -1,7 +1,7 @@
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.tasks.caption.video_windows import length_us, windows_of
+from clipmill.train.tasks.caption.video_windows import parse_length_us, windows_of
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_windows_lie_one_behind_the_other(video_us: int, ends: list[int]) -> Non
 
 
 def test_lengths_have_units() -> None:
-    assert [length_us(length) for length in ("10s", "2.5s", "500ms")] == [10_000_000, 2_500_000, 500_000]
+    assert [parse_length_us(length) for length in ("10s", "2.5s", "500ms")] == [10_000_000, 2_500_000, 500_000]
     for wrong in ("10", "10m", "s", "-1s", "1e3s", "0s", "99ms", "3601s", "\u0661s"):
         with pytest.raises(UserError, match="--len"):
-            length_us(wrong)
+            parse_length_us(wrong)
