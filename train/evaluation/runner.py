@@ -112,7 +112,7 @@ class OpenedRun:
 
     def differences(self, flags: Any) -> dict[str, Any]:
         """Return the settings that differ from the training, by flag: clips, a condition, groups of the same name."""
-        differences = self.overrides.given()
+        differences = self.overrides.given_values()
         if self.settings.where:
             differences["where"] = self.settings.where
         for name, group in _given_groups(flags).items():

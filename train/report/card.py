@@ -151,7 +151,10 @@ def _start(report: Mapping[str, Any]) -> str:
 
 def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
     """Return the results of the exported checkpoint on clips with the frames and size of the exported weights."""
-    known, overrides = {one.result_name: one for one in evaluations_of(opened.spec.name)}, opened.overrides.given()
+    known, overrides = (
+        {one.result_name: one for one in evaluations_of(opened.spec.name)},
+        opened.overrides.given_values(),
+    )
     results = {} if opened.run is None else {path.stem: read_object(path) for path in opened.run.results()}
     return [
         _Result(name, str(result["split"]), table_of(known[result["evaluation"]].table, result))

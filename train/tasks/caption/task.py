@@ -132,7 +132,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             sets.append(task._open(settings.split, world, make_tokenizer=tokenizer))
             return sets[-1]
 
-        samples = self.mixed(open_folder_of)
+        samples = self.open_mixture(open_folder_of)
         _ = sets[0].captions.tokenizer  # made now, as the decoder depends on it
         self._captions_per_clip = f"{sum(one.captions.num_entries for one in sets) / sum(map(len, sets)):.3g}"
         # Checked now, so that a mistake in --decoding is reported before training starts.
@@ -140,7 +140,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         if settings.evaluate.every and settings.evaluate.java:
             require_java(settings.evaluate.spice_jars)
         if settings.evaluate.every:
-            for data in settings.evaluated():
+            for data in settings.evaluated_data():
                 with data.opening():
                     held_out = self.on(data.shards).samples(data.split, world)
                 self._held_out[data.name] = held_out

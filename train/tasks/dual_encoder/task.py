@@ -71,10 +71,10 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
             samples.require_different_texts()
             return samples
 
-        samples = self.mixed(open_folder)
+        samples = self.open_mixture(open_folder)
         if self._settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            self._in_loop = [self._open_evaluation(data, world) for data in self._settings.evaluated()]
+            self._in_loop = [self._open_evaluation(data, world) for data in self._settings.evaluated_data()]
         return samples
 
     def samples_of(self, evaluation: DualEncoderEvaluation, world: World, *, num_clips: int = 1) -> "OneFolder":
@@ -86,7 +86,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 
         settings = self._settings
-        if evaluation.protocol == "zero-shot" and kind_of_data(settings.folder, settings) is IMAGES:
+        if evaluation.protocol == "zero-shot" and kind_of_data(settings.folder, settings).has_images:
             from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
 
             numbers = class_numbers(settings.folder, evaluation.classes)

@@ -310,7 +310,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
                     videos_of_split(path, settings.evaluate.split)
         if settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
-            self._probes = [self._open_probe(data, world) for data in settings.evaluated()]
+            self._probes = [self._open_probe(data, world) for data in settings.evaluated_data()]
         return samples
 
     def _open_probe(self, data: EvaluatedData, world: World) -> LoopProbe:
