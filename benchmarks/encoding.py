@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
-from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
+from clipmill.manifests.publish import publish_checked_json, read_checked_json
 from clipmill.shards.reader import Variant
 
 BATCH = 16

@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.publish import make_folder
 from clipmill.manifests.schema import CAPTIONS
+from clipmill.manifests.write import write_manifest
 from clipmill.prep.core.layout import write_layout
 from clipmill.prep.core.selection import make_variant
 from clipmill.prep.core.table_file import write_table_file

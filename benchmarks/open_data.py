@@ -17,13 +17,19 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from clipmill.manifests.caption_spans import write_caption_spans
-from clipmill.manifests.checked_json import publish_checked_json
-from clipmill.manifests.publish import publish_bytes, publish_json
+from clipmill.manifests.publish import publish_bytes, publish_checked_json, publish_json
 from clipmill.manifests.schema import CAPTIONS, MANIFEST_FORMAT, VIDEOS
-from clipmill.manifests.table_files import CAPTIONS_FILE, FINGERPRINT_KEY, MAPPED_FILES, VIDEOS_FILE, describe
+from clipmill.manifests.store import CAPTIONS_FILE, FINGERPRINT_KEY, MAPPED_FILES, VIDEOS_FILE, describe
 from clipmill.shards.chunk_table import chunk_table_metadata
-from clipmill.shards.commit_table import SCHEMA, commit_folders, confirm, table_bytes
-from clipmill.shards.contents import Contents, file_sha256, write_contents
+from clipmill.shards.commit_table import (
+    SCHEMA,
+    Contents,
+    commit_folders,
+    confirm,
+    file_sha256,
+    table_bytes,
+    write_contents,
+)
 from clipmill.shards.dataset import set_current_variant, variant_dir
 from clipmill.shards.format import (
     COMMIT_TABLE_FILE,

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from benchmarks.measure import run_measured
 from benchmarks.peer_process import PEERS_PYTHON, NotInstalled, PeerProcess
 from benchmarks.report import parser_for, print_report
-from clipmill.manifests.checked_json import publish_checked_json
+from clipmill.manifests.publish import publish_checked_json
 from clipmill.train.search.folder import CLIP_SCHEMA, CLIPS, FORMAT, RECORD, VIDEO
 
 WAYS = {"clipmill": Path(sys.executable), "faiss": PEERS_PYTHON}

@@ -27,8 +27,8 @@ import pyarrow as pa
 
 from benchmarks.measure import run_measured
 from benchmarks.report import parser_for, print_report
-from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.publish import publish_json
+from clipmill.manifests.write import write_manifest
 from clipmill.shards.columns import SCORES
 from clipmill.shards.commits import Commit, write_commit
 from clipmill.shards.dataset import set_current_variant, variant_dir

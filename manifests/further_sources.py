@@ -17,12 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from clipmill.manifests.caption_digest import captions_sha256
-from clipmill.manifests.caption_table import ROWS_PER_GROUP, Selection, kept_batches
+from clipmill.manifests.caption_table import ROWS_PER_GROUP, Selection, captions_sha256, kept_batches
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.merge import rows_of
-from clipmill.manifests.previous import PreviousManifest
-from clipmill.manifests.quoting import quote_value
+from clipmill.manifests.formatting import quote_value
+from clipmill.manifests.previous import PreviousManifest, rows_of
 from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD, OWN_DIGEST
 
 # Names that `--captions.sources` can give: it has `=`, `,` and shell patterns.

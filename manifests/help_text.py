@@ -6,16 +6,22 @@ A command without `FIRST_RUN` flags, or with few flags, shows all of them in bot
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
+from cyclopts import Group, Parameter
+
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.plugins import UnusablePart
+from clipmill.manifests.storage.mirrors import is_remote
 
 if TYPE_CHECKING:
     from cyclopts import App, Group
     from cyclopts.argument import Argument, ArgumentCollection
     from cyclopts.help import HelpEntry
+
 
 HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
 FIRST_RUN = "a flag that a first run needs"  # in the annotation of a flag
@@ -252,3 +258,77 @@ def _table(rows: Sequence[tuple[str, str]], *, width: int) -> Iterator[str]:
         lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
         yield f"  {label}" if len(label) > width else f"  {label:{width}}  {lines.pop(0)}".rstrip()
         yield from (" " * (width + 4) + line for line in lines)
+
+
+Shell = Annotated[
+    Literal["bash", "zsh", "fish"] | None, Parameter(help="Shell. Default: the one that runs this command.")
+]
+
+
+def register_completion(app: "App") -> None:
+    """Add `--install-completion` to a program."""
+
+    def install_completion(*, shell: Shell = None) -> None:
+        """Install shell completion for bash, zsh or fish.
+
+        It writes a file into the folder that the shell reads completions from, and for bash and zsh a line into
+        ~/.bashrc or ~/.zshrc that loads it. Run it again after an update.
+        """
+        from cyclopts.completion.detect import ShellDetectionError
+
+        try:
+            path = app.install_completion(shell=shell)
+        except ShellDetectionError as error:
+            raise UserError(
+                f"the shell is unknown: {error}", hint="name it: --install-completion --shell bash"
+            ) from error
+        except OSError as error:
+            raise UserError(
+                f"cannot write {error.filename}: {error.strerror}", hint="check $HOME and its permissions"
+            ) from error
+        words = f"completion of {app.name[0]}: {path}"
+        if path.suffix != ".fish":
+            # zsh names its files so; an earlier line of ~/.zshrc may have loaded all completions that there were.
+            is_zsh = path.name.startswith("_")
+            words += f", loaded by a line in {'~/.zshrc, which must stand before compinit' if is_zsh else '~/.bashrc'}"
+        print(f"{words}; it works in new shells")
+
+    app.command(install_completion, name="--install-completion")
+
+
+OPTIONS = Group("Options", sort_key=9)  # of flags without another group
+
+
+def check_values(_app: Any, _names: tuple[str, ...], arguments: Iterable[Any]) -> None:
+    """A cyclopts `config` for what conversion would hide.
+
+    Args:
+        arguments: cyclopts' argument collection, with values from flags and configuration files.
+
+    Raises:
+        UserError: an integer flag is given a fraction, or a flag of local paths an address, of which `Path` would make
+            a local folder such as `s3:`; or the name of a group is given a value, which its first flag would take.
+    """
+    for argument in arguments:
+        values = [str(token.value) for token in argument.tokens]
+        # A file whose group is empty gives it an empty value.
+        if argument.children and any(values):
+            raise UserError(
+                f"{argument.name} is {values[0]}, and it is a group of flags, which takes no value",
+                hint=f"give a value to one of its flags, such as {argument.children[0].name}",
+                flags=(argument.name,),
+            )
+        # Without a decimal point, cyclopts itself reports invalid integers.
+        if argument.hint in (int, int | None) and (fractions := [value for value in values if "." in value]):
+            raise UserError(
+                f"{argument.name} is {fractions[0]}",
+                hint="give a whole number, without a decimal point",
+                flags=(argument.name,),
+            )
+        is_path = Path in (argument.hint, *get_args(argument.hint)) and argument.parameter.converter is None
+        if is_path and (addresses := [value for value in values if is_remote(value)]):
+            raise UserError(
+                f"{argument.name} is {addresses[0]}, and takes a local path",
+                hint="give a local path, and copy the files from or to that address",
+                flags=(argument.name,),
+            )

@@ -13,11 +13,11 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import import_object
 
 _WORDS = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 Part = TypeVar("Part")
@@ -171,3 +171,18 @@ def _warning(error: UnusablePart) -> str:
 @cache  # by the text: each lookup raises an error of its own
 def _say_once(warning: str) -> None:
     sys.stderr.write(warning)
+
+
+def import_object(path: str) -> Any:
+    """Import and return the object at `package.module:NAME`."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def import_late(path: str) -> Callable[..., Any]:
+    """Return a function that calls the one at `package.module:NAME`, which is imported by the first call."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return import_object(path)(*arguments, **named)
+
+    return call

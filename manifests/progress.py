@@ -17,7 +17,7 @@ from threading import Event, RLock, Thread
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Self
 
-from clipmill.manifests.units import clock, rate_text
+from clipmill.manifests.formatting import clock, rate_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -57,7 +57,7 @@ REJECTED = pa.schema(
         pa.field("file", pa.string(), nullable=False),  # the annotation file, or the video
         pa.field("row", pa.int64()),  # 0-based row or entry in the file, if it has rows
         pa.field("source_id", pa.string()),
-        pa.field("reason", pa.string(), nullable=False),  # a code of clipmill.manifests.adapters.reasons
+        pa.field("reason", pa.string(), nullable=False),  # a code of clipmill.manifests.adapters.annotations
         pa.field("detail", pa.string(), nullable=False),
     ]
 )

@@ -2,31 +2,32 @@
 
 A write replaces one dataset and keeps the others. The result depends only on the given rows and the last complete
 manifest: remains of an interrupted write are never read. Publishing manifest.json makes the new tables valid
-(clipmill.manifests.table_files); each table carries the fingerprint of the whole manifest.
+(clipmill.manifests.store); each table carries the fingerprint of the whole manifest.
 """
 
+import errno
+import hashlib
+import re
 import shlex
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from clipmill.manifests.checked_json import read_checked_json
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.mapped_files import map_arrow_file
+from clipmill.manifests.publish import read_checked_json, remove, rename, require_regular
 from clipmill.manifests.schema import CAPTIONS, MANIFEST_FILE, MANIFEST_FORMAT, REJECTED, VIDEOS
-from clipmill.manifests.table_files import (
-    CAPTIONS_FILE,
-    FINGERPRINT_KEY,
-    REJECTED_FILE,
-    REPAIR_HINT,
-    VIDEOS_FILE,
-    DamagedManifest,
-    require_numbers,
-    table_path,
-)
+from clipmill.manifests.storage.mirrors import mirror_of
+
+if TYPE_CHECKING:
+    from clipmill.manifests.storage.urls import Place
+
 
 MANIFEST_FOLDER = "manifest"
 _T = TypeVar("_T")
@@ -198,3 +199,175 @@ def read_consistently(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _
                 raise
             raise UserError(f"the manifest in {data_dir} cannot be read: {error}", hint=REPAIR_HINT) from error
     raise AssertionError("the last attempt returns or raises")
+
+
+VIDEOS_FILE = "videos.parquet"
+CAPTIONS_FILE = "captions.parquet"
+REJECTED_FILE = "rejected.parquet"
+REJECTED_LIST = "rejected.csv"  # the same rows for people; nothing reads it
+TABLE_FILES = (CAPTIONS_FILE, REJECTED_FILE, VIDEOS_FILE)
+SPANS_FILE, TEXTS_FILE = "caption_spans.arrow", "caption_texts.arrow"
+MAPPED_FILES = (SPANS_FILE, TEXTS_FILE)  # derived from the tables (clipmill.manifests.caption_spans)
+FINGERPRINT_KEY = b"clipmill_manifest"  # in the metadata of each table: the fingerprint of the write that created it
+_STAGED = re.compile(r"(captions|rejected|videos)-[0-9a-f]{16}\.parquet|caption_(spans|texts)-[0-9a-f]{16}\.arrow")
+_TOO_LARGE = "divide the videos among several data folders, which `train` takes together: --shards A --shards B"
+MAX_ROWS = MAX_TEXT_BYTES = 2**31 - 1  # of a table, of the texts of a column: row numbers and offsets have 32 bits
+REPAIR_HINT = (
+    "run the `prep manifest` command of the dataset again; it rewrites the tables, or reports why that is impossible"
+)
+
+
+class DamagedManifest(UserError):
+    """A file of the manifest is damaged or missing."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path} is damaged: {why}", hint=REPAIR_HINT)
+        self.path = path
+
+
+def is_table_file(name: str) -> bool:
+    """Return True for the name of a table file, staged or not."""
+    return name in (*TABLE_FILES, *MAPPED_FILES) or _STAGED.fullmatch(name) is not None
+
+
+def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None) -> None:
+    """Refuse a table that is too large for row numbers and offsets of 32 bits.
+
+    Args:
+        videos: its columns, if it is the table of videos, whose columns are also used as a whole.
+
+    Raises:
+        UserError: it has too many rows, or too long texts.
+    """
+    if num_rows > MAX_ROWS:
+        raise UserError(f"{path} would have {num_rows:,} rows, but at most {MAX_ROWS:,} are supported", hint=_TOO_LARGE)
+    if videos is None:
+        return
+    for name in videos.column_names:
+        if pa.types.is_string(videos[name].type):
+            size = pc.sum(pc.binary_length(videos[name]).cast(pa.int64())).as_py() or 0
+            if size > MAX_TEXT_BYTES:
+                message = f"the column {name} of {path} has {size:,} bytes for {num_rows:,} videos"
+                raise UserError(f"{message}, but at most {MAX_TEXT_BYTES:,} are supported", hint=_TOO_LARGE)
+
+
+def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:
+    """Return the path of table `name` of the write `fingerprint` before it is renamed to its plain name."""
+    path = folder / name
+    return path.with_name(f"{path.stem}-{fingerprint[:16]}{path.suffix}")
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return the entry of a table's file in manifest.json.
+
+    Mapped files have a CRC-32, a third of the cost of SHA-256: opening tens of millions of captions computes it.
+    """
+    size_bytes = path.stat().st_size
+    if path.suffix == ".arrow":
+        with map_arrow_file(path) as mapped:
+            return {"bytes": size_bytes, "crc32": zlib.crc32(mapped.read_buffer())}
+    with path.open("rb") as file:
+        return {"bytes": size_bytes, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def promote(folder: Path, *, fingerprint: str) -> None:
+    """Rename the staged tables of a write to their plain names, and remove those of killed writes."""
+    for name in (*TABLE_FILES, *MAPPED_FILES):
+        rename(staged_path(folder, name, fingerprint=fingerprint), folder / name)
+    for path in folder.iterdir():
+        if _STAGED.fullmatch(path.name):
+            remove(path)
+
+
+def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_checksum: bool = True) -> Path:
+    """Return the path of the valid table `name`, after verifying its size and checksum against manifest.json.
+
+    Args:
+        manifest: content of manifest.json.
+        has_checksum: False to verify the size alone.
+
+    Raises:
+        DamagedManifest: the file is missing, or not the one described by `manifest`.
+        OSError: the file cannot be read.
+    """
+    # Check the staged name first: a file is renamed from it to the plain name, never back.
+    staged = staged_path(folder, name, fingerprint=manifest["fingerprint"])
+    path = staged if staged.exists() else folder / name
+    recorded = manifest.get("tables", {}).get(name)
+    if recorded is None:
+        raise DamagedManifest(folder / "manifest.json", f"it has no checksum of {name}")
+    try:
+        require_regular(path, path=path)
+        size_bytes = path.stat().st_size
+        if size_bytes != recorded["bytes"]:
+            raise DamagedManifest(path, f"it has {size_bytes} bytes, but {recorded['bytes']} in manifest.json")
+        if has_checksum and describe(path) != recorded:
+            raise DamagedManifest(path, "its checksum does not match manifest.json")
+    except FileNotFoundError as error:
+        raise DamagedManifest(path, "the file is missing") from error
+    return path
+
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def check_data_dir(data_dir: Path, *, videos: "Place | None" = None) -> None:
+    """Reject a data folder that would mix with the program's source or with the source videos.
+
+    Raises:
+        UserError: `data_dir` is a file, is the folder of clipmill's packages, is inside one of them, or is the folder
+            of the videos.
+    """
+    if (mirror := mirror_of(data_dir)) is not None:
+        if isinstance(videos, str) and videos.rstrip("/") == mirror.address.rstrip("/"):
+            raise _is_both(videos)
+        mirror.is_empty  # noqa: B018 - lists the bucket, before any work begins
+        return
+    resolved = resolved_folder(data_dir)
+    if resolved.exists() and not resolved.is_dir():
+        raise UserError(f"the data folder {data_dir} is a file", hint="give a folder with --data")
+    if _is_source_tree(resolved) or any(_is_package_of_tree(folder) for folder in (resolved, *resolved.parents)):
+        raise UserError(
+            f"the data folder {data_dir} is inside the source code of clipmill",
+            hint="give another folder with --data or $CLIPMILL_DATA",
+        )
+    if isinstance(videos, Path) and resolved == resolved_folder(videos):
+        raise _is_both(data_dir)
+
+
+def address_of(data_dir: Path) -> "Place":
+    """Return the address of a data folder in a bucket, and the path of a local one."""
+    mirror = mirror_of(data_dir)
+    return data_dir if mirror is None else mirror.address
+
+
+def _is_both(place: "Place") -> UserError:
+    return UserError(
+        f"{place} is both the data folder and the folder of the videos", hint="give a separate data folder with --data"
+    )
+
+
+def resolved_folder(folder: Path) -> Path:
+    """Resolve symbolic links in `folder`, which need not exist, and verify that it is accessible.
+
+    Raises:
+        UserError: it is not: a loop of links, a name that is too long, or a parent folder without permission.
+    """
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            folder.stat()  # `exists` is False for a loop of links
+        return folder.resolve()
+    except OSError as error:
+        why = "its symbolic links form a loop" if error.errno == errno.ELOOP else error.strerror or str(error)
+        raise UserError(
+            f"cannot access {folder}: {why}", hint="give another folder, or fix its links and permissions"
+        ) from error
+
+
+def _is_source_tree(folder: Path) -> bool:
+    return folder == _PACKAGE.parent or (folder / "manifests" / "schema.py").exists()
+
+
+def _is_package_of_tree(folder: Path) -> bool:
+    """Return True if `folder` is one of clipmill's packages (`<tree>/shards` is one, `<tree>/data` is not)."""
+    return (folder / "__init__.py").exists() and _is_source_tree(folder.parent)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import on_one_line
+from clipmill.manifests.formatting import on_one_line
 
 if TYPE_CHECKING:
     from cyclopts import App, CycloptsError, UnknownOptionError

@@ -6,10 +6,8 @@ from contextlib import redirect_stderr, redirect_stdout
 
 from cyclopts import App, CycloptsError, Parameter
 
-from clipmill.manifests.completion import register_completion
 from clipmill.manifests.errors import Stopped, program_version, run_command
-from clipmill.manifests.flag_values import OPTIONS, check_values
-from clipmill.manifests.help_text import help_text, wants_help
+from clipmill.manifests.help_text import OPTIONS, check_values, help_text, register_completion, wants_help
 from clipmill.manifests.storage.mirrors import AddressStream
 from clipmill.manifests.storage.waiting import tell_of_waiting
 from clipmill.prep.registry import COLUMNS, SUMMARIES

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.checked_json import read_checked_json, record_sha256
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import make_folder, publish_bytes
-from clipmill.shards.damage import DamagedCommit
+from clipmill.manifests.publish import make_folder, publish_bytes, read_checked_json, record_sha256
 from clipmill.shards.format import (
     COMMIT_TABLE_FILE,
     COMMITS_FOLDER,
@@ -30,6 +28,7 @@ from clipmill.shards.format import (
     in_folder,
     shard_id_of,
 )
+from clipmill.shards.opening import DamagedCommit
 
 if TYPE_CHECKING:
     from clipmill.shards.commit_table import CommitTable  # loaded by readers of all commits; writers need one
@@ -219,7 +218,7 @@ def read_commits(variant_dir: Path) -> Records:
     Raises:
         UserError: a record is intact, but uses another version of the format.
     """
-    from clipmill.shards.contents import listed_contents
+    from clipmill.shards.commit_table import listed_contents
 
     contents = listed_contents(variant_dir)
     found = _records(variant_dir, table_sha256=contents.files.get(COMMIT_TABLE_FILE))

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.locks import folder_lock
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.publish import publish_checked_json, read_checked_json
 from clipmill.manifests.store import manifest_dir
 from clipmill.shards.columns import COLUMNS, VIDEO, command_for, how_to_make
 from clipmill.shards.format import DATASET_FILE, FORMAT_VERSION, RECIPE_FILE

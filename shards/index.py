@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.format import BLOCK_BYTES, FORMAT_VERSION
-from clipmill.shards.opening import open_regular
+from clipmill.shards.opening import DamagedIndex, open_regular
 
 _FORMAT_KEY = b"clipmill_format"
 _EXTENSIONS_KEY = b"extensions"

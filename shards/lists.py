@@ -10,12 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from clipmill.manifests.publish import naming, publish_bytes, read_record, remove
-from clipmill.shards.commit_table import confirm, open_commit_table, table_bytes
+from clipmill.shards.commit_table import (
+    Contents,
+    confirm,
+    file_sha256,
+    open_commit_table,
+    read_contents,
+    table_bytes,
+    write_contents,
+)
 from clipmill.shards.commits import Commit, Records, commit_path, read_commits
-from clipmill.shards.contents import Contents, file_sha256, read_contents, write_contents
-from clipmill.shards.damage import Damaged, DamagedContents
 from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, RECIPE_FILE
 from clipmill.shards.index import index_seconds
+from clipmill.shards.opening import Damaged, DamagedContents
 
 ALL_SHARDS_FILE = "shards.txt"
 _SPLIT = re.compile(r"[A-Za-z0-9_-]+")

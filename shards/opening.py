@@ -19,8 +19,45 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from clipmill.manifests.errors import ClipmillError
 from clipmill.manifests.publish import require_regular
 from clipmill.manifests.storage.mirrors import mirror_of
+
+
+class Damaged(ClipmillError):
+    """A file of the shard set cannot be trusted.
+
+    Args:
+        path: the file.
+        why: short description of the damage.
+    """
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: {why}")
+        self.path = path
+        self.why = why
+
+
+class DamagedCommit(Damaged):
+    """A commit record is damaged, missing, or written by another program."""
+
+    @property
+    def shard_id(self) -> int:
+        """Shard ID, from the record's file name."""
+        return int(self.path.stem)
+
+
+class DamagedContents(Damaged):
+    """contents.json is damaged, or a file does not match its checksum in contents.json."""
+
+
+class DamagedIndex(Damaged):
+    """An index is damaged, or was written by another program."""
+
+
+class DamagedTar(Damaged):
+    """A tar is shorter than its index records."""
+
 
 _PIECE_BYTES = 1 << 20
 OPEN_LIMIT_S = 60.0  # shorter than a data loader's timeout for a sample
@@ -151,3 +188,10 @@ def _take(file: BinaryIO, size: int, *, digest: "hashlib._Hash", with_crc32: boo
             crc32 = zlib.crc32(piece, crc32)
         remaining -= len(piece)
     return size - remaining, crc32
+
+
+# Format names of libav, for its option `format_whitelist`.
+CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,ivf,gif,mxf,wtv,rm,dv"
+# For libav's option `protocol_whitelist`.
+FILE_PROTOCOLS = "file,pipe"
+NO_PROTOCOLS = ""  # for a video in memory

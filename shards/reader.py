@@ -3,33 +3,30 @@
 import os
 import shlex
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import read_record
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.mapped_files import OPEN_MAPS
+from clipmill.manifests.publish import parse_json, read_record
 from clipmill.shards.columns import VIDEO, command_for, how_to_make
+from clipmill.shards.commit_table import file_sha256, read_contents
 from clipmill.shards.commits import Commit, ShardFiles
-from clipmill.shards.contents import file_sha256, read_contents
-from clipmill.shards.damage import DamagedContents, DamagedIndex
 from clipmill.shards.dataset import current_variant, list_variants, no_shards, variant_dir
 from clipmill.shards.format import CONTENTS_FILE, RECIPE_FILE
 from clipmill.shards.index import extensions_of, open_index, open_index_content
-from clipmill.shards.open_maps import OPEN_MAPS
-from clipmill.shards.opening import open_lock, open_regular, scan
+from clipmill.shards.opening import DamagedContents, DamagedIndex, open_lock, open_regular, scan
 from clipmill.shards.packets import PacketTables
 from clipmill.shards.table_commits import open_commits
 from clipmill.shards.tars import LocalTars, TarBytes, TarFiles
-
-if TYPE_CHECKING:
-    from clipmill.shards.key_lookup import KeyLookup
 
 # Number of opened shards that a variant keeps, 2.5 kB each. Those opened first are dropped first, with their maps.
 MAX_KEPT_SHARDS = 4096
@@ -311,7 +308,6 @@ class Variant:
         Raises:
             KeyError: no committed shard contains the key.
         """
-        from clipmill.shards.key_lookup import KeyLookup  # training finds samples by their rows
 
         with self._lock:
             if self._lookup is None:
@@ -326,3 +322,29 @@ class Variant:
             for row, key in enumerate(shard.index.column("key")):
                 members = {extension: shard.read(row, extension) for extension in shard.extensions}
                 yield {"__key__": key.as_py(), **members}
+
+
+class KeyLookup:
+    """Sorted keys of the indexes of many shards in one Arrow array, which avoids a Python object per key."""
+
+    def __init__(self, indexes: Sequence[pa.Table]) -> None:
+        keys = pa.chunked_array([index.column("key").chunk(0) for index in indexes], type=pa.string())
+        order = pc.sort_indices(keys)
+        self._keys = keys.cast(pa.large_string()).combine_chunks().take(order)
+        self._positions = order.to_numpy()
+        self._first_rows = [0]
+        for index in indexes:
+            self._first_rows.append(self._first_rows[-1] + index.num_rows)
+
+    def find(self, key: str) -> tuple[int, int]:
+        """Find the index (its number) and row of `key` by bisection; raise KeyError if it is missing."""
+        low = bisect_left(self._keys, key, key=_text)
+        if low == len(self._keys) or self._keys[low].as_py() != key:
+            raise KeyError(key)
+        position = int(self._positions[low])
+        number = bisect_right(self._first_rows, position) - 1
+        return number, position - self._first_rows[number]
+
+
+def _text(scalar: pa.Scalar) -> str:
+    return str(scalar.as_py())

@@ -3,27 +3,29 @@
 It is an Arrow IPC file of one batch, ordered by video (as in the manifest) and start; readers map it into memory.
 Columns: SCORES_FIELDS without `chunk_fingerprint`, `video_id` as a dictionary whose codes ascend; `duplicate_of`, the
 row of the first chunk of an earlier video that looks alike, or -1; `has_look_alike`, whether any chunk of another video
-does (clipmill.shards.look_alikes). A chunk whose scores could not be computed has a row of unknown values.
+does (clipmill.shards.scores). A chunk whose scores could not be computed has a row of unknown values.
 
 clipmill.shards.merged_table defines how readers recognise a stale or damaged file.
 """
 
 import shlex
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.keys import split_key
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.keys import chunk_key, split_key
 from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import SCORES, VIDEO, command_for, how_to_make, how_to_repair
-from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant
-from clipmill.shards.look_alikes import first_look_alikes, is_comparable
 from clipmill.shards.merged_table import (
     CHUNKS_FILE,
     DamagedTable,
@@ -32,6 +34,7 @@ from clipmill.shards.merged_table import (
     verify_columns,
     write_merged_table,
 )
+from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES_FIELDS
 
@@ -189,3 +192,189 @@ def _order_rows(rows: pa.Table, *, data_dir: Path) -> pa.Table:
 
 def _codes(rows: pa.Table) -> np.ndarray:
     return rows["video_id"].chunk(0).indices.to_numpy() if len(rows) else np.empty(0, np.int32)
+
+
+MAX_DISTANCE = 4
+MIN_BITS, MAX_BITS = 24, 40
+_BANDS = ((0, 11), (11, 11), (22, 11), (33, 11), (44, 10), (54, 10))  # first bit, number of bits
+_NONE = np.iinfo(np.int64).max
+
+
+def is_comparable(phash: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """bool [N], True for hashes of pictures with content."""
+    bits = np.bitwise_count(phash)
+    return (bits >= MIN_BITS) & (bits <= MAX_BITS)
+
+
+def pairs_alike(hashes: NDArray[np.uint64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield blocks of pairs (i, j) of distinct hashes within MAX_DISTANCE; a pair may come up to 15 times."""
+    for one, other in combinations(_BANDS, 2):
+        key = _bits(hashes, *one) << np.uint32(other[1]) | _bits(hashes, *other)
+        order = np.argsort(key, kind="stable")
+        key, in_order = key[order], hashes[order]
+        # Number of further hashes in the bucket of each.
+        is_last = np.append(key[1:] != key[:-1], True)
+        ends = np.flatnonzero(is_last)
+        num_after = np.repeat(ends, np.diff(ends, prepend=-1)) - np.arange(len(key))
+        begin = np.flatnonzero(num_after)
+        for step in range(1, int(num_after.max(initial=0)) + 1):
+            begin = begin[num_after[begin] >= step]
+            near = begin[np.bitwise_count(in_order[begin] ^ in_order[begin + step]) <= MAX_DISTANCE]
+            if len(near):
+                yield order[near], order[near + step]
+
+
+def _bits(hashes: NDArray[np.uint64], first: int, count: int) -> NDArray[np.uint32]:
+    return ((hashes >> np.uint64(first)) & np.uint64((1 << count) - 1)).astype(np.uint32)
+
+
+def first_look_alikes(
+    phash: NDArray[np.uint64], *, video: NDArray[np.integer]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The first row of an earlier video that looks like each row, and whether any row of another video does.
+
+    Args:
+        phash: uint64 [N] of comparable pictures.
+        video: [N], ascending.
+
+    Returns:
+        int64 [N], -1 if there is none; bool [N].
+    """
+    hashes, first, group = np.unique(phash, return_index=True, return_inverse=True)
+    last = np.empty(len(hashes), np.int64)
+    last[group] = np.arange(len(phash))  # the last value written stays
+    nearest_first, nearest_last = first.copy(), last.copy()
+    for one, other in pairs_alike(hashes):
+        for a, b in ((one, other), (other, one)):
+            np.minimum.at(nearest_first, a, first[b])
+            np.maximum.at(nearest_last, a, last[b])
+    of_row = nearest_first[group]
+    is_copy = video[of_row] < video
+    is_alike = is_copy | (video[nearest_last[group]] > video)
+    return np.where(is_copy, of_row, -1), is_alike
+
+
+def first_of_each_part(phash: NDArray[np.uint64], part: NDArray[np.integer], *, num_parts: int) -> NDArray[np.int64]:
+    """For each row and each part the first row of that part that looks alike: int64 [N, num_parts], -1 without any.
+
+    Args:
+        phash: uint64 [N] of comparable pictures.
+        part: [N], of each row, 0 to num_parts - 1.
+    """
+    hashes, group = np.unique(phash, return_inverse=True)
+    first = np.full((len(hashes), num_parts), _NONE)
+    np.minimum.at(first, (group, part), np.arange(len(phash)))
+    nearest = first.copy()
+    for one, other in pairs_alike(hashes):
+        np.minimum.at(nearest, one, first[other])
+        np.minimum.at(nearest, other, first[one])
+    return np.where(nearest == _NONE, -1, nearest)[group]
+
+
+MAX_PAIRS = 1000
+_MAX_SHOWN = 3
+_FIRST = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A chunk and the first chunk of another split that looks like it."""
+
+    split: str
+    key: str
+    other_split: str
+    other_key: str
+
+
+@dataclass(frozen=True)
+class Leakage:
+    """Pairs of chunks of different splits that look alike.
+
+    Attributes:
+        counts: (split, other split) -> number of chunks of the first that look like a chunk of the second; `train`
+            comes second.
+        pairs: the first of them, at most MAX_PAIRS of each.
+        unknown_because: why there are no scores to tell by, or None.
+    """
+
+    counts: dict[tuple[str, str], int]
+    pairs: list[Pair]
+    unknown_because: str | None = None
+
+    def values(self) -> dict[str, Any]:
+        """Return JSON values."""
+        counts = [{"split": split, "other_split": other, "num": num} for (split, other), num in self.counts.items()]
+        pairs = [asdict(pair) for pair in self.pairs]
+        return {"unknown_because": self.unknown_because, "counts": counts, "pairs": pairs}
+
+    def lines(self) -> list[str]:
+        """Return the lines of `prep status`."""
+        if self.unknown_because is not None:
+            return [f"leakage   unknown: {self.unknown_because}"]
+        lines = []
+        for (split, other), count in self.counts.items():
+            verb = "looks" if count == 1 else "look"
+            lines.append(
+                f"leakage   {count_noun(count, 'chunk')} of split {split} {verb} like a chunk of split {other}"
+            )
+            mine = [pair for pair in self.pairs if (pair.split, pair.other_split) == (split, other)]
+            lines += [f"          {pair.key} looks like {pair.other_key}" for pair in mine[:_MAX_SHOWN]]
+            if count > _MAX_SHOWN:
+                lines.append(f"          ... and {count - _MAX_SHOWN:,} more (--json)")
+        return lines
+
+
+def find_leakage(data_dir: Path) -> Leakage | None:
+    """Find the pairs; None if the data folder has no scores.
+
+    Raises:
+        UserError: a record of the data folder is damaged.
+    """
+    if current_variant(data_dir, SCORES) is None:
+        return None
+    try:
+        table, part, names = _look_alikes(data_dir)
+    except UserError as error:
+        return Leakage({}, [], unknown_because=str(error))
+    first = first_of_each_part(table["phash"].to_numpy(), part, num_parts=len(names))
+    counts: dict[tuple[str, str], int] = {}
+    pairs: list[Pair] = []
+    for number, name in enumerate(names):
+        for other, other_name in enumerate(names[:number]):
+            leaking = np.flatnonzero((part == number) & (first[:, other] >= 0))
+            if len(leaking):
+                counts[name, other_name] = len(leaking)
+                for row in leaking[:MAX_PAIRS].tolist():
+                    pairs.append(Pair(name, _key(table, row), other_name, _key(table, int(first[row, other]))))
+    return Leakage(counts, pairs)
+
+
+def keys_alike(data_dir: Path, *, split: str, other_split: str) -> set[str]:
+    """Keys of the chunks of a split that look like a chunk of another one.
+
+    Raises:
+        UserError: there are no scores, or they cannot be used.
+    """
+    table, part, names = _look_alikes(data_dir)
+    if not {split, other_split} <= set(names):
+        return set()
+    first = first_of_each_part(table["phash"].to_numpy(), part, num_parts=len(names))
+    alike = (part == names.index(split)) & (first[:, names.index(other_split)] >= 0)
+    return {_key(table, row) for row in np.flatnonzero(alike).tolist()}
+
+
+def _look_alikes(data_dir: Path) -> tuple[pa.Table, NDArray[np.integer], list[str]]:
+    """The chunks that look like one of another video, the split of each as an index, and the splits they have."""
+    table = open_scores(data_dir, columns=["video_id", "start_ms", "phash", "has_look_alike"]).table
+    table = table.filter(table["has_look_alike"])
+    videos = read_videos(data_dir)
+    rows = pc.index_in(table["video_id"].cast(pa.string()), value_set=videos["video_id"].combine_chunks())
+    known = pc.is_valid(rows)
+    table, split = table.filter(known), videos["split"].take(rows.filter(known))
+    found = set(split.unique().to_pylist())
+    names = [*(name for name in _FIRST if name in found), *sorted(found.difference(_FIRST))]
+    return table, np.asarray(pc.index_in(split, value_set=pa.array(names, pa.string()))), names
+
+
+def _key(table: pa.Table, row: int) -> str:
+    return chunk_key(table["video_id"][row].as_py(), table["start_ms"][row].as_py())

@@ -18,11 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.shards.commit_table import commit_folders, date_of, open_commit_table
+from clipmill.shards.commit_table import commit_folders, date_of, listed_contents, open_commit_table
 from clipmill.shards.commits import Commit, commits_in, read_commits
-from clipmill.shards.contents import listed_contents
-from clipmill.shards.damage import DamagedCommit
 from clipmill.shards.format import COMMIT_TABLE_FILE, SHARDS_PER_FOLDER, folder_of
+from clipmill.shards.opening import DamagedCommit
 
 
 class TableCommits(Mapping[int, Commit]):

@@ -12,8 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.shards.damage import DamagedTar
-from clipmill.shards.opening import open_lock, open_regular
+from clipmill.shards.opening import DamagedTar, open_lock, open_regular
 
 _MAX_OPEN_TARS = 128
 

@@ -1,22 +1,29 @@
 """Verification of a shard against its commit: a deep check that reads every byte, and a quick one based on `stat`."""
 
+import os
 import tarfile
+import zlib
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import read_record
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import file_state, local_copy, set_modified_time
-from clipmill.shards.commits import Commit, ShardFiles, commit_path
-from clipmill.shards.damage import DamagedCommit, DamagedIndex
+from clipmill.shards.commit_table import table_written_ns
+from clipmill.shards.commits import Commit, ShardFiles, commit_path, read_commit
+from clipmill.shards.format import COMMIT_TABLE_FILE, COMMITS_FOLDER, commit_name, folder_of, folders_in
 from clipmill.shards.index import energon_index_bytes, extensions_of, member_columns, open_index
-from clipmill.shards.opening import scan
+from clipmill.shards.opening import DamagedCommit, DamagedIndex, scan
 
 
 class Code(StrEnum):
@@ -236,3 +243,225 @@ def _check_entries(path: Path, *, shard_id: int, table: pa.Table) -> list[Proble
     key = keys[num_right // len(extensions_of(table))] if num_right < len(offsets) else None
     message = f"{path.name}: entry {num_right} ({key or 'after the last sample'}): {reason}"
     return [Problem(shard_id, key, Code.TAR_ENTRIES_DIFFER, message)]
+
+
+_NUM_THREADS = 8  # on a network disk, each file takes a request
+_MIN_LISTED = 50  # for fewer shards of a folder, their files are looked up one by one
+
+States = dict[str, tuple[int, int]]  # file name -> size in bytes, modification time in ns
+
+
+def quick_problems(variant_dir: Path, commits: Iterable[Commit]) -> dict[int, list[Problem]]:
+    """Return what `clipmill.shards.verify.quick_check` finds for the shards of a variant, by the IDs of those with
+    problems.
+
+    In addition, a commit record that is newer than the table of commits is read and compared with the commit.
+    """
+    folders: dict[str, list[Commit]] = {}
+    for commit in commits:
+        place = folder_of(commit.shard_id) if commit.files is None else commit.files.tar.rpartition("/")[0]
+        folders.setdefault(place, []).append(commit)
+    written_ns = table_written_ns(variant_dir)
+    listed = any(len(of_folder) >= _MIN_LISTED for of_folder in folders.values())
+    of_first = _states(variant_dir / COMMITS_FOLDER) if listed else {}
+
+    def check(folder: str) -> dict[int, list[Problem]]:
+        of_folder = folders[folder]
+        if len(of_folder) < _MIN_LISTED:
+            return {commit.shard_id: _check_one(variant_dir, commit, written_ns) for commit in of_folder}
+        files = _states(variant_dir / folder)
+        records = of_first | _states(variant_dir / COMMITS_FOLDER / folder) if folder else of_first
+        return {
+            commit.shard_id: _check_one(variant_dir, commit, written_ns)
+            for commit in of_folder
+            if not _is_unchanged(commit, files=files, records=records, written_ns=written_ns)
+        }
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        found = {number: problems for part in pool.map(check, folders) for number, problems in part.items() if problems}
+    return dict(sorted(found.items()))
+
+
+def check_record(variant_dir: Path, commit: Commit) -> list[Problem]:
+    """Compare a commit that was read from the table of commits with its record."""
+    path = commit_path(variant_dir, commit.shard_id)
+    try:
+        is_same = read_commit(path) == commit
+    except DamagedCommit as error:
+        return [damaged_commit(error)]
+    except FileNotFoundError:
+        return []  # removed by another command, or reported as missing
+    except OSError as error:
+        return [Problem(commit.shard_id, None, Code.UNREADABLE, str(error))]
+    return [] if is_same else [damaged_commit(DamagedCommit(path, f"it differs from {COMMIT_TABLE_FILE}"))]
+
+
+def _check_one(variant_dir: Path, commit: Commit, written_ns: int | None) -> list[Problem]:
+    path = commit_path(variant_dir, commit.shard_id)
+    try:
+        is_newer = written_ns is not None and path.stat().st_mtime_ns > written_ns
+    except OSError:
+        is_newer = False
+    return (check_record(variant_dir, commit) if is_newer else []) or quick_check(variant_dir, commit)
+
+
+def _is_unchanged(commit: Commit, *, files: States, records: States, written_ns: int | None) -> bool:
+    """Return True if `quick_check` would find the files of a shard complete, and none newer than its commit."""
+    record = records.get(commit_name(commit.shard_id))
+    if record is None or (written_ns is not None and record[1] > written_ns):
+        return False
+    stored = commit.files
+    if stored is None:
+        return True
+    sizes = (
+        (stored.tar, stored.tar_bytes),
+        (stored.index, stored.index_bytes),
+        (stored.energon_index, 8 * (stored.num_samples + 1)),
+    )
+    for name, size_bytes in sizes:
+        state = files.get(name.rpartition("/")[2])
+        if state is None or state[0] != size_bytes or state[1] > record[1]:
+            return False
+    return True
+
+
+def _states(folder: Path) -> States:
+    """Return the states of the files in a folder, except those that cannot be looked up."""
+    states: States = {}
+    try:
+        with os.scandir(folder) as entries:
+            # In the order in which disks store the states, which is not that of the listing.
+            for entry in sorted(entries, key=os.DirEntry.inode):
+                try:
+                    state = entry.stat()
+                except OSError:
+                    continue
+                states[entry.name] = state.st_size, state.st_mtime_ns
+    except OSError:
+        pass  # every file is looked up by itself, which names the problem
+    return states
+
+
+_INDEX_ENDING = ".index.arrow"
+Wanted = tuple[str, Collection[str]]  # a text column of the index, and the values of the wanted rows
+
+
+@dataclass(frozen=True)
+class SalvagedSample:
+    """A sample whose bytes match the committed ones."""
+
+    key: str
+    members: dict[str, bytes]  # extension -> payload, in member order
+    fields: dict[str, Any] | None  # column-specific index fields; None if the index is lost
+
+
+def readable_rows(variant_dir: Path, commit: Commit, *, wanted: Wanted | None = None) -> Iterator[SalvagedSample]:
+    """Yield the intact samples of a shard in order, one in memory at a time.
+
+    If the committed index is available, a sample is intact when the CRC-32 of each of its members matches. Without it,
+    samples are yielded only if the SHA-256 of the tar is the committed one. Damage, missing files and read errors
+    reduce the number of samples and raise no exception.
+
+    Args:
+        wanted: rows to read; all of them if the index is lost.
+    """
+    if commit.files is None:
+        return
+    tar = variant_dir / commit.files.tar
+    table = _committed_index(variant_dir, files=commit.files)
+    with suppress(FileNotFoundError), local_copy(tar):
+        if table is not None:
+            yield from _rows_of_index(tar, table=table, wanted=wanted)
+        elif _has_sha256(tar, sha256=commit.files.tar_sha256):
+            yield from _rows_of_tar(tar)
+
+
+def uncommitted_tars(variant_dir: Path, commits: Iterable[Commit]) -> list[Path]:
+    """List the tars of a variant, with an index beside them, that none of its commits names, sorted.
+
+    They are those of earlier commits, or of commits that are lost. `prep gc` removes them.
+    """
+    named = {commit.files.tar for commit in commits if commit.files is not None}
+    found = []
+    for folder in (variant_dir, *folders_in(variant_dir)):
+        names = {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()
+        tars = (folder / name.replace(_INDEX_ENDING, ".tar") for name in names if name.endswith(_INDEX_ENDING))
+        found += [tar for tar in tars if tar.name in names and tar.relative_to(variant_dir).as_posix() not in named]
+    return sorted(found)
+
+
+def index_of(tar: Path) -> Path:
+    """Return the path of the index beside a tar."""
+    return tar.with_suffix(_INDEX_ENDING)
+
+
+def uncommitted_samples(tar: Path, *, wanted: Wanted) -> Iterator[SalvagedSample]:
+    """Yield samples of a tar of `uncommitted_tars`, of which each member has the CRC-32 that the index beside it names.
+
+    No checksum covers the index itself: only `members` are proven to be unchanged, not the key.
+    """
+    with suppress(DamagedIndex, OSError):
+        yield from _rows_of_index(tar, table=open_index(index_of(tar)), wanted=wanted)
+
+
+def _has_sha256(path: Path, *, sha256: str) -> bool:
+    try:
+        return scan(path).sha256 == sha256
+    except OSError:
+        return False
+
+
+def _committed_index(variant_dir: Path, *, files: ShardFiles) -> pa.Table | None:
+    path = variant_dir / files.index
+    if not _has_sha256(path, sha256=files.index_sha256):
+        return None
+    try:
+        return open_index(path)
+    except (DamagedIndex, OSError):
+        return None
+
+
+def _rows_of_index(tar: Path, *, table: pa.Table, wanted: Wanted | None) -> Iterator[SalvagedSample]:
+    if wanted is not None:
+        column, values = wanted
+        table = table.filter(pc.is_in(table[column], value_set=pa.array(sorted(values), pa.string())))
+    extensions = extensions_of(table)
+    kinds = (member_columns(table, kind).tolist() for kind in ("offset", "size", "crc32"))
+    own_fields = table.column_names[1 + 3 * len(extensions) :]
+    try:
+        file = tar.open("rb", buffering=0)
+    except OSError:
+        return
+    with file:
+        for row, ranges in enumerate(zip(*kinds, strict=True)):
+            members: dict[str, bytes] = {}
+            for extension, offset, size, crc32 in zip(extensions, *ranges, strict=True):
+                payload = _read(file.fileno(), offset=offset, size=size)
+                if len(payload) != size or zlib.crc32(payload) != crc32:
+                    break
+                members[extension] = payload
+            else:
+                fields = {name: table.column(name)[row].as_py() for name in own_fields}
+                yield SalvagedSample(table.column("key")[row].as_py(), members, fields)
+
+
+def _rows_of_tar(path: Path) -> Iterator[SalvagedSample]:
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for key, group in groupby(tar, key=lambda info: info.name.partition(".")[0]):
+                members = {}
+                for info in group:
+                    file = tar.extractfile(info)
+                    if file is not None:
+                        members[info.name.partition(".")[2]] = file.read()
+                tar.members.clear()  # type: ignore[attr-defined]
+                yield SalvagedSample(key, members, None)
+    except (tarfile.TarError, OSError):
+        return
+
+
+def _read(descriptor: int, *, offset: int, size: int) -> bytes:
+    try:
+        return os.pread(descriptor, size, offset)
+    except OSError:
+        return b""

@@ -66,7 +66,7 @@ _LIGHT = (
         "clipmill.prep.scores.page",
     ),
     *("clipmill.prep.latents.work", "clipmill.prep.text.work", "clipmill.prep.text.t5", "clipmill.prep.captions.work"),
-    *("clipmill.manifests.dataset_write", "clipmill.manifests.adapters.remote_tables", "scenedetect"),
+    *("clipmill.manifests.write", "clipmill.manifests.adapters.reading", "scenedetect"),
     *(
         f"clipmill.prep.commands.{name}"
         for name in ("columns", "export", "manifest", "manifest_text", "retry", "upkeep")

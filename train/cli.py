@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from clipmill.manifests.completion import register_completion
 from clipmill.manifests.errors import UserError, program_version, run_command
-from clipmill.manifests.help_text import wants_help
+from clipmill.manifests.help_text import register_completion, wants_help
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.storage.waiting import tell_of_waiting
 from clipmill.train.commands.training import name_sources, parse

@@ -2,7 +2,7 @@
 
 `clipmill.train.registry` lists the tasks. The command line, the training loop, `train eval`, `train export` and the
 pages take a task's spec and ask it; nothing outside of a task's folder names the task. A spec is loaded before a
-command's flags are read, so it names its functions by their import paths (`clipmill.manifests.imported.import_late`).
+command's flags are read, so it names its functions by their import paths (`clipmill.manifests.plugins.import_late`).
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from benchmarks.gpu.measurements import Setup
-from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.schema import CAPTIONS
 from clipmill.manifests.store import read_captions, read_videos
+from clipmill.manifests.write import write_manifest
 from clipmill.shards.commits import Commit, ShardFiles, write_commit
 from clipmill.shards.dataset import set_current_variant, variant_dir
 from clipmill.shards.format import RECIPE_FILE, ShardName

@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.latent_peers.segment_set import SEGMENT_SHAPE, TEXT_WIDTH, SegmentSet
-from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.publish import publish_json
 from clipmill.manifests.schema import CAPTIONS
 from clipmill.manifests.store import read_captions
+from clipmill.manifests.write import write_manifest
 from clipmill.shards.commits import Commit, ShardFiles, write_commit
 from clipmill.shards.dataset import set_current_variant, variant_dir
 from clipmill.shards.format import LATENTS_FIELDS, RECIPE_FILE, TEXT_FIELDS, ShardName

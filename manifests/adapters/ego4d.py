@@ -29,17 +29,30 @@ from typing import Any, TypeGuard
 import numpy as np
 import pyarrow as pa
 
-from clipmill.manifests.adapters.egomcq import has_questions
-from clipmill.manifests.adapters.egovlp import add_pairs, add_questions, leave_out
+from clipmill.manifests.adapters.annotations import (
+    LONGEST_S,
+    TEST,
+    TRAIN,
+    VAL,
+    Reason,
+    read_csv,
+    split_in_file_name,
+    text_lines,
+)
+from clipmill.manifests.adapters.egomcq import EGOMCQ, Clip, clip_of, has_questions, read_questions
 from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.adapters.plain_pickle import load_plain_pickle
-from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, escape_unencodable, is_encodable
-from clipmill.manifests.adapters.reasons import Reason
-from clipmill.manifests.adapters.splits import TEST, TRAIN, VAL, split_in_file_name
-from clipmill.manifests.adapters.tables import LONGEST_S
-from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
+from clipmill.manifests.adapters.reading import (
+    Origin,
+    Reading,
+    ReadingBuilder,
+    WantedVideos,
+    begin_reading,
+    escape_unencodable,
+    is_encodable,
+)
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun, quote_value
+from clipmill.manifests.formatting import count_noun, quote_value
 from clipmill.manifests.storage.urls import Place
 
 PASSES = ("narration_pass_1", "narration_pass_2")
@@ -281,3 +294,55 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
 def _is_time(value: object) -> TypeGuard[float]:
     """Return True if `value` is a finite number representable as a float; it may be negative."""
     return (type(value) is float and isfinite(value)) or (type(value) is int and abs(value) <= LONGEST_S)
+
+
+EGOCLIP = "egoclip"
+_COLUMNS = ("video_uid", "clip_start", "clip_end", "clip_text")
+
+
+def add_questions(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:
+    """Add each clip of the questions of `egomcq.json` once, with its text."""
+    seen: set[Clip] = set()
+    for row, question in enumerate(read_questions(path)):
+        if isinstance(question, str):
+            builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=question)
+            continue
+        for clip, text in zip(question.choices, question.texts, strict=True):
+            if clip in seen:
+                continue
+            seen.add(clip)
+            video = wanted.number(clip.source_id, split=VAL, file=path, row=row)
+            if video is not None:
+                builder.add_caption(video, text, Origin(path, EGOMCQ, row), begin_s=clip.begin_s, end_s=clip.end_s)
+
+
+def add_pairs(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:
+    """Add the training pairs of `egoclip.csv`."""
+    for row in read_csv(path, required=_COLUMNS, separator="\t"):
+        if row.fault is not None:
+            builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row.number, detail=row.fault)
+            continue
+        video = wanted.number(row.values["video_uid"], split=TRAIN, file=path, row=row.number)
+        if video is None:
+            continue
+        try:
+            clip = clip_of(row.values)
+        except ValueError as error:
+            source_id = row.values["video_uid"]
+            builder.reject(Reason.BAD_TIME, file=str(path), row=row.number, source_id=source_id, detail=str(error))
+            continue
+        origin = Origin(path, EGOCLIP, row.number, field="clip_text")
+        builder.add_caption(video, row.values["clip_text"], origin, begin_s=clip.begin_s, end_s=clip.end_s)
+
+
+def leave_out(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:
+    """Leave out the videos of a list, an ID in each line.
+
+    Raises:
+        UserError: the file cannot be read, or is empty.
+    """
+    names = {line.strip() for line in text_lines(path) if line.strip()}
+    if not names:
+        raise UserError(f"{path} lists no video to leave out", hint="write the ID of a video in each line")
+    wanted.leave_out(names, why=f"listed in {path.name}")
+    builder.note(f"{count_noun(len(names), 'video')} to leave out, listed in {path.name}")

@@ -16,9 +16,9 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+from clipmill.manifests.adapters.annotations import interval_fault, seconds
 from clipmill.manifests.adapters.json_stream import object_items
-from clipmill.manifests.adapters.tables import interval_fault, seconds
-from clipmill.manifests.quoting import quote_value
+from clipmill.manifests.formatting import quote_value
 
 EGOMCQ = "egomcq"  # source of its clips in a manifest
 

@@ -15,13 +15,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
-from clipmill.manifests.adapters.reasons import Reason
-from clipmill.manifests.adapters.splits import split_of_list
-from clipmill.manifests.adapters.tables import Row, read_csv
-from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
+from clipmill.manifests.adapters.annotations import Reason, Row, read_csv, split_of_list
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, WantedVideos, begin_reading
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun, quote_value
+from clipmill.manifests.formatting import count_noun, quote_value
 from clipmill.manifests.storage.urls import Place
 
 SOURCE = "narrator"

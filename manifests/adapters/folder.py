@@ -15,19 +15,17 @@ that the table names, by URLs or by paths below the URL of the folder. The same 
 also have rows without a text, for videos without captions.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 
-from clipmill.manifests.adapters.beside import SUFFIXES, add_files_beside, note_unread
-from clipmill.manifests.adapters.caption_rows import CLASS_SOURCE, CaptionRow
-from clipmill.manifests.adapters.caption_tables import label_columns, read_caption_rows
-from clipmill.manifests.adapters.file_ids import file_ids
+from clipmill.manifests.adapters.annotations import Reason, Unusable, find_split, split_of_folders
+from clipmill.manifests.adapters.caption_tables import CLASS_SOURCE, CaptionRow, label_columns, read_caption_rows
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
-from clipmill.manifests.adapters.reasons import Reason, Unusable
 from clipmill.manifests.adapters.remote_videos import distinct_names, named_videos, normal_url
-from clipmill.manifests.adapters.splits import find_split, split_of_folders
+from clipmill.manifests.adapters.subtitles import SUFFIXES, add_files_beside, note_unread
 from clipmill.manifests.adapters.video_files import (
     Ambiguous,
     LooseLookup,
@@ -37,8 +35,8 @@ from clipmill.manifests.adapters.video_files import (
     compose_unicode,
 )
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun, quote_value
 from clipmill.manifests.further_sources import source_fault
-from clipmill.manifests.quoting import count_noun, quote_value
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.urls import Place, is_web, mask_secrets, split_url
 
@@ -254,3 +252,35 @@ def _apply_split(builder: ReadingBuilder, video: int, value: object, *, given: d
     if given.setdefault(video, split) != split:
         raise Unusable(Reason.BAD_SPLIT, f"split is {split!r}, but {given[video]!r} in an earlier row")
     builder.set_split(video, split)
+
+
+def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[str]:
+    """Assign a unique source ID to each of `files`, in their order.
+
+    The ID of `a.mp4` is `a`. If several files differ only in their extension, each ID includes it (`a.mkv`, `a.mp4`). A
+    file with a known ID keeps it: `a.mp4` stays `a` when `a.mkv` is added, and `a.mkv` stays `a.mkv` when `a.mp4` is
+    removed. An ID is therefore never transferred to another existing file, and does not depend on the order of files.
+
+    Args:
+        known: source ID -> file name, without folders, of this dataset's videos in the manifest.
+    """
+    ids: list[str | None] = [_kept_id(file, known) if known else None for file in files]
+    taken = {source_id for source_id in ids if source_id is not None}
+    claims = Counter(file.source_id for file in files)
+    for row, file in enumerate(files):
+        source_id, suffix = file.source_id, PurePosixPath(file.relative).suffix
+        if ids[row] is not None:
+            continue
+        if claims[source_id] > 1:
+            source_id += suffix
+        while source_id in taken:
+            source_id += suffix  # `a.mp4.mkv` also has the ID `a.mp4`
+        taken.add(source_id)
+        ids[row] = source_id
+    return [source_id for source_id in ids if source_id is not None]
+
+
+def _kept_id(file: VideoFile, known: Mapping[str, str]) -> str | None:
+    name = PurePosixPath(file.relative)
+    candidates = (file.source_id, file.relative, f"{file.relative}{name.suffix}")
+    return next((source_id for source_id in candidates if known.get(source_id) == name.name), None)

@@ -16,15 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.adapters.annotation_file import reading, stat_kind
+from clipmill.manifests.adapters.annotations import LONGEST_S, Reason, interval_fault, reading, stat_kind
 from clipmill.manifests.adapters.caption_tables import Batch, OpenTable, open_caption_table
 from clipmill.manifests.adapters.reading import Reading, ReadingBuilder, escape_unencodable
-from clipmill.manifests.adapters.reasons import Reason
-from clipmill.manifests.adapters.tables import LONGEST_S, interval_fault
 from clipmill.manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.further_sources import source_fault
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD
 from clipmill.manifests.storage.urls import Place, place_name, place_of
 

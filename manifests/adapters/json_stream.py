@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from clipmill.manifests.adapters.annotation_file import not_utf8, open_annotations
+from clipmill.manifests.adapters.annotations import not_utf8, open_annotations
 from clipmill.manifests.errors import UserError
 
 _WINDOW_CHARS = 1 << 22

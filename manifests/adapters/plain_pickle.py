@@ -4,7 +4,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.adapters.annotation_file import open_annotations
+from clipmill.manifests.adapters.annotations import open_annotations
 from clipmill.manifests.errors import UserError
 
 # Old pickle protocols encode an empty set as a call of its class.

@@ -1,7 +1,8 @@
 """The output of an adapter, and a builder that collects it without one Python object per row."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,51 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from clipmill.manifests.adapters.annotation_file import stat_kind
-from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.annotations import Reason, interval_fault, stat_kind
 from clipmill.manifests.adapters.remote_videos import scan_bucket
-from clipmill.manifests.adapters.row_buffer import ROWS_PER_CHUNK, RowBuffer
-from clipmill.manifests.adapters.tables import interval_fault
-from clipmill.manifests.adapters.video_files import Scan, VideoFile, scan_videos
+from clipmill.manifests.adapters.video_files import (
+    Ambiguous,
+    NearestName,
+    Scan,
+    VideoFile,
+    VideoLookup,
+    compose_unicode,
+    scan_videos,
+)
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun, quote_value
 from clipmill.manifests.keys import safe_video_id
-from clipmill.manifests.quoting import count_noun, quote_value
 from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD, REJECTED, VIDEOS
-from clipmill.manifests.storage.urls import Place
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.manifests.storage.urls import Place, mask_secrets, place_name, split_url
+
+ROWS_PER_CHUNK = 65_536
+
+
+class RowBuffer:
+    """Rows of one schema, converted to Arrow every ROWS_PER_CHUNK rows."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self.schema = schema
+        self.chunks: list[pa.RecordBatch] = []
+        self._open: dict[str, list[Any]] = {name: [] for name in schema.names}
+
+    def append(self, **values: Any) -> None:
+        for name, column in self._open.items():
+            column.append(values[name])
+        if len(column) >= ROWS_PER_CHUNK:
+            self._close()
+
+    def table(self) -> pa.Table:
+        self._close()
+        return pa.Table.from_batches(self.chunks, schema=self.schema)
+
+    def _close(self) -> None:
+        arrays = [pa.array(self._open[field.name], field.type) for field in self.schema]
+        if len(arrays[0]):
+            self.chunks.append(pa.RecordBatch.from_arrays(arrays, schema=self.schema))
+            self._open = {name: [] for name in self.schema.names}
+
 
 WHOLE_VIDEO = (0.0, inf)
 _VIDEO_FIELDS = pa.schema([VIDEOS.field(name) for name in ("video_id", "source_id", "path", "split", "dataset")])
@@ -338,3 +374,142 @@ def _dictionary_column(codes: pa.ChunkedArray, values: pa.Array) -> pa.ChunkedAr
     kind = pa.dictionary(pa.int32(), pa.string())
     chunks: Sequence[pa.Array] = [pa.DictionaryArray.from_arrays(chunk, values) for chunk in codes.chunks]
     return pa.chunked_array(chunks, type=kind)
+
+
+def begin_reading(
+    dataset: str, directory: Place, *, skip: Place | None, labels: Mapping[str, pa.DataType] | None = None
+) -> tuple[ReadingBuilder, "WantedVideos"]:
+    """A builder, and the videos of `directory` under the IDs of its annotations; UserError if there are no videos."""
+    builder = ReadingBuilder(dataset, labels=labels)
+    files = builder.find_videos(directory, skip=skip)
+    return builder, WantedVideos(builder, VideoLookup(files), files)
+
+
+@dataclass(frozen=True)
+class _Unavailable:
+    reason: Reason
+    why: str
+
+
+class WantedVideos:
+    """Adds annotated videos to a builder, under the IDs used by the annotations."""
+
+    def __init__(self, builder: ReadingBuilder, lookup: VideoLookup, files: Sequence[VideoFile]) -> None:
+        self._builder = builder
+        self._lookup = lookup
+        # Numbered names such as P01_02 are not likely to be meant by P01_01, which is likely not to be there.
+        self._nearest = NearestName(files, max_compared=0)
+        self._found: dict[str, int | _Unavailable] = {}
+
+    def leave_out(self, source_ids: Iterable[str], *, why: str) -> None:
+        """Lose the captions of these videos; called before any of them is looked up."""
+        self._found |= {compose_unicode(one): _Unavailable(Reason.LEFT_OUT, why) for one in source_ids}
+
+    def number(
+        self,
+        source_id: object,
+        *,
+        split: str,
+        file: Path,
+        row: int | None,
+        num_captions: int = 1,
+        file_names: Sequence[str] = (),
+    ) -> int | None:
+        """Return the builder's index of the video of an annotation row with `num_captions` captions.
+
+        Args:
+            file_names: names under which its file is looked up, in this order; by default `source_id`.
+
+        Returns None if the row is unusable; it has then been counted or rejected.
+        """
+        if not isinstance(source_id, str) or not source_id.strip():
+            self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="the row names no video")
+            return None
+        # The same name in two Unicode forms is one video; its ID has the form encountered first.
+        name = compose_unicode(source_id)
+        if name not in self._found:
+            self._found[name] = self._find(source_id, split=split, file_names=file_names or (source_id,))
+        found = self._found[name]
+        if isinstance(found, _Unavailable):
+            self._builder.lose_captions(
+                source_id, file=file, num_captions=num_captions, reason=found.reason, why=found.why
+            )
+            return None
+        if self._builder.split_of(found) != split:
+            detail = f"split is {split}, but {self._builder.split_of(found)} in an earlier row"
+            self._builder.reject(Reason.BAD_SPLIT, file=str(file), row=row, source_id=source_id, detail=detail)
+            return None
+        return found
+
+    def _find(self, source_id: str, *, split: str, file_names: Sequence[str]) -> int | _Unavailable:
+        try:
+            file = next((file for name in file_names if (file := self._lookup.find(name)) is not None), None)
+        except Ambiguous as error:
+            return _Unavailable(Reason.AMBIGUOUS_VIDEO, str(error))
+        if file is None:
+            nearest = next((near for name in file_names if (near := self._nearest.find(name)) is not None), None)
+            why = "no matching video file"
+            return _Unavailable(Reason.MISSING_FILE, why if nearest is None else f"{why}, the nearest is {nearest}")
+        number = self._builder.add_video(source_id, path=file.path, split=split, size_bytes=file.size_bytes)
+        return _Unavailable(Reason.MISSING_FILE, "the video was rejected") if number is None else number
+
+
+def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]], Reading]) -> Reading:
+    """Return `read(local files)` with the names of the tables in place of those of their copies.
+
+    Raises:
+        UserError: a table cannot be fetched; and whatever `read` raises.
+    """
+    if not any(isinstance(table, str) for table in tables):
+        return read([Path(table) for table in tables])
+    with tempfile.TemporaryDirectory(prefix="clipmill-tables-") as folder:
+        local, names = [], {}
+        for number, table in enumerate(tables):
+            if isinstance(table, Path):
+                local.append(table)
+                continue
+            if not place_name(table).name or table.endswith("/"):
+                raise UserError(f"{mask_secrets(table)} is a folder, not a table", hint="give the URL of a file")
+            copy = Path(folder) / str(number) / place_name(table).name
+            copy.parent.mkdir()
+            _fetch(table, copy)
+            local.append(copy)
+            names[str(copy)] = table
+        try:
+            reading = read(local)
+        except UserError as error:
+            raise UserError(
+                _replace_names(str(error), names),
+                hint=None if error.hint is None else _replace_names(error.hint, names),
+            ) from error
+    rejected = reading.rejected
+    for column in ("file", "detail"):
+        texts = [_replace_names(text, names) for text in rejected[column].to_pylist()]
+        place = rejected.schema.get_field_index(column)
+        rejected = rejected.set_column(place, rejected.schema.field(column), pa.array(texts, pa.string()))
+    return replace(
+        reading,
+        rejected=rejected,
+        num_rows_used={_replace_names(file, names): count for file, count in reading.num_rows_used.items()},
+        notes=tuple(_replace_names(note, names) for note in reading.notes),
+    )
+
+
+def _fetch(url: str, copy: Path) -> None:
+    root, key = split_url(url)
+    try:
+        open_objects(root).fetch(key, copy)
+    except UserError:
+        raise
+    except OSError as error:
+        if error.filename == str(copy):
+            raise
+        raise UserError(
+            f"cannot read {mask_secrets(url)}: {error.strerror or error}", hint="check the URL of the annotation file"
+        ) from error
+
+
+def _replace_names(text: str, names: dict[str, str]) -> str:
+    for copy, url in names.items():
+        text = text.replace(copy, url)
+    return text

@@ -9,15 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 from urllib.parse import quote
 
-from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.annotations import Reason
 from clipmill.manifests.adapters.video_files import VIDEO_SUFFIXES, Fault, Scan, VideoFile, file_order, no_videos
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.errors import AccessDenied, AccessRefused
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import Objects, open_objects
-from clipmill.manifests.storage.stores import scheme_of
-from clipmill.manifests.storage.urls import is_web, mask_secrets, split_url, url_below
-from clipmill.manifests.storage.web_hosts import host_problem
+from clipmill.manifests.storage.stores import AccessDenied, AccessRefused, scheme_of
+from clipmill.manifests.storage.urls import host_problem, is_web, mask_secrets, split_url, url_below
 
 _NUM_REQUESTS = 32  # in parallel
 

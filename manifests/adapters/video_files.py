@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path, PurePosixPath
 
-from clipmill.manifests.adapters.reasons import Reason
+from clipmill.manifests.adapters.annotations import Reason
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun, on_one_line
+from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.manifests.storage.urls import Place
 
-# Extensions of the containers that are opened (`clipmill.shards.containers`), as programs and cameras name them.
+# Extensions of the containers that are opened (`clipmill.shards.opening`), as programs and cameras name them.
 VIDEO_SUFFIXES = frozenset(
     f".{name}"
     for names in (

@@ -14,19 +14,21 @@ condition; if another process has taken it over, `LeaseLost` is raised instead.
 import json
 import os
 import random
+import re
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX
-from clipmill.manifests.storage.errors import Conflict
+from clipmill.manifests.storage import stores
 from clipmill.manifests.storage.objects import ObjectInfo, Objects
-from clipmill.manifests.storage.stores import WRITE_LIMIT_S
+from clipmill.manifests.storage.stores import WRITE_LIMIT_S, Conflict
 
 RENEWAL_S = 15.0
 EXPIRY_S = 60.0
@@ -331,3 +333,119 @@ def _start_of(process: int) -> str | None:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     return None
+
+
+_NUM_THREADS = 32
+
+
+class HeldLeases:
+    """The leases that the writes of this process rest on. Thread-safe.
+
+    Attributes:
+        fences: key and token of those that this process holds.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._guards: list[Callable[[], None]] = []  # each raises LeaseLost
+        self.fences: list[tuple[str, str]] = []
+        self._fenced: set[tuple[str, str]] = set()
+
+    @contextmanager
+    def held(self, lease: Lease) -> Iterator[None]:
+        """Check a lease, which has been acquired, before each attempt to write; release it at the end.
+
+        Raises:
+            LeaseLost: it was found to be lost, whatever the block made of that.
+        """
+        fence = (lease.key, lease.token)
+        self._guards.append(lease.require)
+        self.fences.append(fence)
+        try:
+            yield
+            lease.require_not_lost()
+        finally:
+            self._guards.remove(lease.require)
+            self.fences.remove(fence)
+            lease.release()
+
+    def fence(self, key: str, token: str) -> None:
+        """Check before each attempt to write that the command of this worker still holds a lease."""
+        if (key, token) not in self._fenced:
+            self._fenced.add((key, token))
+            self._guards.append(Fence(self._objects, key, token).require)
+
+    def require(self) -> None:
+        """Raise LeaseLost if one of them may be lost before a request that begins now has ended."""
+        for require in tuple(self._guards):
+            require()
+
+
+class Fence:
+    """Check of a worker that its command still holds a lease, and renews it. Thread-safe."""
+
+    def __init__(self, objects: Objects, key: str, token: str) -> None:
+        self._objects, self._key, self._token = objects, key, token
+        self._renewed_s = -EXPIRY_S
+        self._lock = threading.Lock()
+
+    def require(self) -> None:
+        """Raise LeaseLost if the command may not hold the lease before a request has ended; see `changes.Guard`."""
+        end_s = now_s() + stores.RETRY_S
+        with self._lock:
+            while not is_trusted(self._renewed_s):
+                begun_s = now_s()
+                found, info = read_info(self._objects, self._key)
+                if info is None or found.get("token") != self._token:
+                    holder = name_of(found) or "nobody"
+                    raise LeaseLost(f"the command of this worker has lost its lock; now held by {holder}")
+                age_s = server_time_s(self._objects) - info.modified_s
+                self._renewed_s = begun_s - max(0.0, age_s)
+                if not is_trusted(self._renewed_s):
+                    if begun_s > end_s:
+                        raise LeaseLost(f"the command of this worker has not renewed its lock for {age_s:.0f} s")
+                    time.sleep(LAST_POLL_S)
+
+
+def holder_of(objects: Objects, info: ObjectInfo) -> str | None:
+    """Return who holds a lease and since when; None if it is released, abandoned or expired.
+
+    Without permission to write, the time of the server is unknown, and an expired lease counts as held.
+    """
+    found = {} if is_released(info) else read(objects, info.key)
+    if not found or is_abandoned(found):
+        return None
+    with suppress(OSError):
+        if server_time_s(objects) - info.modified_s >= EXPIRY_S:
+            return None
+    return f"{name_of(found)} since {found.get('since')}"
+
+
+def held_leases(objects: Objects, keys: re.Pattern[str], *, but: str = "") -> dict[str, dict[str, Any]]:
+    """Return the records of the leases directly in the folder that processes hold, by key; leave out the key `but`.
+
+    The leases of processes that have died are released, so that none of these can publish after this has returned.
+
+    Raises:
+        OSError: the bucket cannot be read, or not written.
+    """
+    listed = (info for info in objects.list(recursive=False) if info.key != but and keys.fullmatch(info.key))
+    found = [info for info in listed if not is_released(info)]
+    if not found:
+        return {}
+    time_s = server_time_s(objects)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        records = list(pool.map(lambda info: _held_record(objects, info, time_s=time_s), found))
+    return {info.key: record for info, record in zip(found, records, strict=True) if record}
+
+
+def _held_record(objects: Objects, info: ObjectInfo, *, time_s: float) -> dict[str, Any]:
+    """Return the record of a lease; release it and return nothing if its holder has died."""
+    found = read(objects, info.key)
+    if found and (is_abandoned(found) or time_s - info.modified_s >= EXPIRY_S):
+        try:
+            objects.write(info.key, released_content(), replaces=info.etag)
+        except Conflict:  # renewed, released or removed meanwhile
+            return read(objects, info.key)
+        return {}
+    return found

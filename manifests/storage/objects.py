@@ -8,24 +8,286 @@ threads do not survive a fork: a process that has used this module must spawn it
 """
 
 import errno
+import random
+import re
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import naming, temporary_path
-from clipmill.manifests.storage.changes import Changes, Guard, allow_always
-from clipmill.manifests.storage.errors import AccessRefused as AccessRefused
-from clipmill.manifests.storage.errors import Conflict, Unanswered, storage_errors
-from clipmill.manifests.storage.listing import Listing, info_of
-from clipmill.manifests.storage.listing import ObjectInfo as ObjectInfo
-from clipmill.manifests.storage.stores import open_store, scheme_of
+from clipmill.manifests.storage.clouds import cloud_of
+from clipmill.manifests.storage.stores import (
+    RETRY_S,
+    Conflict,
+    CutAnswer,
+    NoAnswer,
+    OddName,
+    Unanswered,
+    open_store,
+    scheme_of,
+    storage_errors,
+)
+from clipmill.manifests.storage.stores import AccessRefused as AccessRefused
+from clipmill.manifests.storage.waiting import watch_request
 
 if TYPE_CHECKING:
-    from clipmill.manifests.storage.s3_requests import OpenUpload
+    from clipmill.manifests.storage.s3_requests import OpenUpload, S3Requests
+
+
+PAGE = 1000  # objects of an answer, at most
+MAX_ATTEMPTS = 4  # at answers without resumable content, which obstore does not repeat
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """An object without its content.
+
+    Attributes:
+        key: name relative to the address that it was listed from.
+        etag: version of the content, as the server names it, in quotes; empty if the server gives none.
+        modified_s: time of the last write in seconds since the epoch, by the server's clock.
+    """
+
+    key: str
+    size_bytes: int
+    etag: str
+    modified_s: float
+
+
+class Listing:
+    """Listings of one address.
+
+    Args:
+        errors: context manager around requests, which gets the key.
+
+    Attributes:
+        odd_names: keys below the address that were met and set aside.
+    """
+
+    def __init__(
+        self, address: str, store: Any, *, scheme: str, errors: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        self._address, self._store, self._scheme, self._errors = address, store, scheme, errors
+        self._s3: S3Requests | None = None  # once a listing had an odd name
+        self.odd_names: set[str] = set()
+
+    def pages(self, prefix: str, *, recursive: bool) -> Iterator[list[ObjectInfo]]:
+        """Yield the objects in the folder `prefix`, in no particular order; with `recursive` those in folders below."""
+        last: str | None = None  # listings are in the order of keys, and can be continued after any of them
+        source, num_cut = self._source(prefix, recursive=recursive, after=last), 0
+        while True:
+            try:
+                page = next(source, None)
+            except CutAnswer:
+                num_cut += 1
+                if num_cut == MAX_ATTEMPTS or self._s3 is not None:
+                    raise
+                source = self._source(prefix, recursive=recursive, after=last)
+                continue
+            except OddName as odd:
+                if self._scheme != "s3":
+                    raise UserError(
+                        f"{self._address} has an object that this client cannot list: {odd.strerror}",
+                        hint="rename or remove it with a tool of the provider",
+                    ) from None
+                from clipmill.manifests.storage.s3_requests import S3Requests
+
+                self._s3 = S3Requests(self._address, self._store)
+                source = self._source(prefix, recursive=recursive, after=last)
+                continue
+            if page is None:
+                return
+            begin = last or ""  # Azure's emulator lists everything again
+            yield [info for info in page if info.key > begin]
+            last, num_cut = page[-1].key if page else last, 0
+
+    def _source(self, prefix: str, *, recursive: bool, after: str | None) -> Iterator[list[ObjectInfo]]:
+        import obstore
+
+        if self._s3 is not None:
+            yield from self._signed_pages(self._s3.list(prefix, recursive=recursive, after=after, at_once=PAGE))
+            return
+        if not recursive:
+            with self._errors(prefix):
+                found = obstore.list_with_delimiter(self._store, prefix or None)["objects"]
+            yield [info_of(one) for one in found]
+            return
+        with self._errors(prefix):
+            pages = iter(obstore.list(self._store, prefix or None, offset=after, chunk_size=PAGE))
+        while True:
+            with self._errors(prefix):
+                page = next(pages, None)
+            if page is None:
+                return
+            yield [info_of(one) for one in page]
+
+    def _signed_pages(self, pages: Iterator[list[dict[str, str]]]) -> Iterator[list[ObjectInfo]]:
+        for page in pages:
+            found = []
+            for one in page:
+                if is_odd(one["Key"]):
+                    self.odd_names.add(one["Key"])
+                    continue
+                key = one["Key"].removesuffix("/")  # as obstore names the marker of a folder
+                modified_s = datetime.fromisoformat(one["LastModified"]).timestamp()
+                found.append(ObjectInfo(key, int(one["Size"]), quoted_etag(one.get("ETag")), modified_s))
+            yield found
+
+
+def is_odd(key: str) -> bool:
+    """Return True for a name that obstore does not take."""
+    parts = key.removesuffix("/").split("/")
+    return key != "" and (not {"", ".", ".."}.isdisjoint(parts) or _UNPRINTABLE.search(key) is not None)
+
+
+def info_of(found: Any) -> ObjectInfo:
+    """Return what obstore says about an object."""
+    return ObjectInfo(found["path"], found["size"], quoted_etag(found["e_tag"]), found["last_modified"].timestamp())
+
+
+def quoted_etag(etag: str | None) -> str:
+    """Return an etag in quotes; Azure's listings leave them out."""
+    return f'"{etag}"' if etag and not etag.endswith('"') else etag or ""
+
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
+_NUM_BATCHES = 20  # of deletions that obstore sends at once
+
+PART_BYTES = 8 * 2**20  # larger objects are uploaded in parts of this size
+Guard = Callable[[], object]  # raises an error if objects must not be changed any more
+_T = TypeVar("_T")
+
+
+def allow_always() -> None:
+    """Guard of objects that belong to no lock."""
+
+
+class Changes:
+    """The changing requests of `Objects`, whose methods say what they do and raise. Thread-safe.
+
+    Args:
+        is_writable: False for a web server, to which no request is sent.
+        read: return content and version of an object.
+        count: called with the number of requests that have been made, and of bytes sent.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        scheme: str,
+        is_writable: bool,
+        read: Callable[[str], tuple[bytes, ObjectInfo]],
+        count: Callable[[int, int], object],
+    ) -> None:
+        self._address, self._scheme, self._read, self._count = address, scheme, read, count
+        self._store: Any = open_store(address, scheme=scheme, is_written=True) if is_writable else None
+
+    def put(self, key: str, content: bytes | Path, *, guard: Guard, mode: Any = "overwrite") -> str:
+        """Write an object and return its etag."""
+        num_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
+        num_parts = 1 if mode != "overwrite" else -(-num_bytes // PART_BYTES)
+        written = self._repeat(key, lambda: self._put_once(key, content, mode=mode), guard, num_bytes=num_bytes)
+        self._count(1 if num_parts <= 1 else num_parts + 2, num_bytes)
+        return quoted_etag(written["e_tag"])
+
+    def put_if(self, key: str, content: bytes, *, replaces: str | None, guard: Guard) -> str:
+        """Write an object that does not exist (None), or that has the etag `replaces`; return the new etag.
+
+        Raises:
+            Conflict: another writer was faster. If that was an earlier attempt of this one, it has succeeded.
+        """
+        try:
+            mode: Any = "create"
+            if replaces is not None:
+                mode = self._repeat(key, lambda: self._precondition(key, replaces), guard)
+            return self.put(key, content, guard=guard, mode=mode)
+        except FileNotFoundError:
+            raise self._conflict(key) from None
+        except (Conflict, NoAnswer):
+            if etag := self._etag_of_same(key, content):
+                return etag
+            raise
+
+    def copy(self, source: str, target: str, *, guard: Guard) -> None:
+        """Copy an object."""
+        import obstore
+
+        self._repeat(source, lambda: obstore.copy(self._store, source, target), guard)
+        self._count(1, 0)
+
+    def delete(self, keys: Sequence[str], *, guard: Guard) -> None:
+        """Delete objects."""
+        import obstore
+
+        per_request = cloud_of(self._address).num_deleted
+        self._count(-(-len(keys) // per_request), 0)
+        num_at_once = per_request * _NUM_BATCHES
+        for begin in range(0, len(keys), num_at_once):
+            some = list(keys[begin : begin + num_at_once])
+            try:
+                self._repeat(some[0], partial(obstore.delete, self._store, some), guard)
+            except FileNotFoundError:  # one is missing (Azure, Google); whether the others are gone is unknown
+                for key in some if len(some) > 1 else ():
+                    self.delete([key], guard=guard)
+
+    def _put_once(self, key: str, content: bytes | Path, *, mode: Any) -> Any:
+        import obstore
+
+        return obstore.put(self._store, key, content, mode=mode, chunk_size=PART_BYTES, max_concurrency=4)
+
+    def _precondition(self, key: str, etag: str) -> Any:
+        """Return obstore's condition that an object still has an etag; Google compares generations instead."""
+        import obstore
+
+        if self._scheme != "gs":
+            return {"e_tag": etag}
+        found = obstore.head(self._store, key)
+        self._count(1, 0)
+        if quoted_etag(found["e_tag"]) != etag:
+            raise self._conflict(key)
+        return {"e_tag": etag, "version": found["version"]}
+
+    def _etag_of_same(self, key: str, content: bytes) -> str | None:
+        """Return the etag of an object if it has this content."""
+        try:
+            found, info = self._read(key)
+        except FileNotFoundError:
+            return None
+        return info.etag if found == content else None
+
+    def _repeat(self, key: str, request: Callable[[], _T], guard: Guard, *, num_bytes: int = 0) -> _T:
+        """Return the answer of a request; repeat it while it fails in passing, and the guard allows it."""
+        if self._store is None:
+            raise UserError(
+                f"{self._address} is read-only: objects can be written to s3://, gs:// and az://",
+                hint="give an address of a bucket",
+            )
+        end_s, pause_s = time.monotonic() + RETRY_S, _FIRST_PAUSE_S
+        with watch_request(self._address, num_bytes=num_bytes):
+            while True:
+                guard()
+                try:
+                    with storage_errors(self._address, f"{self._address}/{key}", num_bytes=num_bytes):
+                        return request()
+                except NoAnswer:
+                    if time.monotonic() > end_s:
+                        raise
+                time.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+
+    def _conflict(self, key: str) -> Conflict:
+        return Conflict(errno.EEXIST, "another writer was faster", f"{self._address}/{key}")
+
 
 _STREAM_BYTES = 4 * 2**20
 _GAP_BYTES = 256 * 2**10  # ranges with smaller gaps are one request
@@ -253,7 +515,7 @@ class Objects:
         """Raise an OSError if a web server redirects to a host that may not be asked: obstore follows silently."""
         if self.is_writable or key in self._followed:
             return
-        from clipmill.manifests.storage.web_hosts import redirect_problem
+        from clipmill.manifests.storage.urls import redirect_problem
 
         problem = redirect_problem(self.address_of(quote(key)))
         if problem is not None:

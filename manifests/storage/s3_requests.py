@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import quote, unquote_plus, urlencode
 from xml.etree import ElementTree
 
-from clipmill.manifests.storage.errors import Unanswered, storage_errors
+from clipmill.manifests.storage.stores import Unanswered, storage_errors
 
 _VALID = timedelta(minutes=15)
 _TIMEOUT_S = 30.0
@@ -127,7 +127,7 @@ class S3Requests:
 
 
 def _answer(method: str, url: str) -> ElementTree.Element:
-    """Return the body of an answer; errors are worded as obstore words them (`clipmill.manifests.storage.errors`)."""
+    """Return the body of an answer; errors are worded as obstore words them (`clipmill.manifests.storage.stores`)."""
     from obstore.exceptions import GenericError
 
     try:

@@ -20,32 +20,155 @@ that writing one again late does no harm.
 """
 
 import errno
+import hashlib
 import os
 import re
+import secrets
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.locks import lock, open_private, private_root
 from clipmill.manifests.publish import TEMPORARY_PREFIX, temporary_path
-from clipmill.manifests.storage.changes import PART_BYTES
-from clipmill.manifests.storage.errors import no_damage
-from clipmill.manifests.storage.lease_holders import HeldLeases, held_leases, holder_of
-from clipmill.manifests.storage.leases import Lease, LeaseHeld
-from clipmill.manifests.storage.local_files import (
-    holds,
-    is_below,
-    is_eager,
-    is_lock,
-    journal_owner,
-    local_files,
-    make_placeholder,
-    run_of,
-    set_stamp,
-    sort_objects,
-)
-from clipmill.manifests.storage.objects import ObjectInfo, Objects, open_objects
+from clipmill.manifests.storage.leases import HeldLeases, Lease, LeaseHeld, held_leases, holder_of
+from clipmill.manifests.storage.mirrors import mirror_of, mount
+from clipmill.manifests.storage.objects import PART_BYTES, ObjectInfo, Objects, open_objects
+from clipmill.manifests.storage.stores import no_damage, scheme_of
+
+_LAZY_SUFFIXES = (".tar", ".tar.idx", ".index.arrow", "/chunks.arrow")  # fetched when they are opened
+_EAGER_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".arrow")
+_JOURNAL = re.compile(r"(.+)/answers/[^/]+")
+_SECOND_NS = 1_000_000_000
+_MAX_NAME_BYTES = 255 - len(temporary_path(Path()).name)  # file systems allow 255; a file is written under another name
+
+
+def is_eager(key: str) -> bool:
+    """Return True for a small file, which is always fetched."""
+    if key.endswith(_LAZY_SUFFIXES):
+        return False
+    return key.endswith(_EAGER_SUFFIXES) or key.rpartition("/")[2].startswith(".")
+
+
+def is_lock(key: str) -> bool:
+    """Return True for a lease, which is not mirrored."""
+    return key.endswith(".lock")
+
+
+def journal_owner(key: str) -> str | None:
+    """Return the folder that a journal belongs to; None for other files.
+
+    A journal grows line by line, which an object cannot: it is only on the machine that writes it, and is no object.
+    """
+    found = _JOURNAL.fullmatch(key)
+    return found[1] if found else None
+
+
+def is_format_name(key: str) -> bool:
+    """Return True if the name of a file may be one of the format."""
+    return is_eager(key) or key.endswith(_LAZY_SUFFIXES)
+
+
+def sort_objects(listed: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectInfo], set[str]]:
+    """Return the objects that have local files, by key, and the keys of those that can have none.
+
+    Left out are the markers of folders that consoles and FUSE tools make: objects without content that have the name of
+    a folder, or one without a suffix of the format.
+    """
+    found = {info.key: info for info in listed}
+    folders = {parent for key in found for parent in parents_of(key)}
+    # Of a file and a folder with the same name, that which is of the format.
+    files = {key for key in folders & found.keys() if found[key].size_bytes and is_format_name(key)}
+    kept, foreign = {}, set()
+    for key, info in found.items():
+        if not info.size_bytes and (key in folders or not is_format_name(key)):
+            continue
+        is_hidden = (key in folders and key not in files) or (files and not files.isdisjoint(parents_of(key)))
+        if is_hidden or (len(encoded := key.encode()) > _MAX_NAME_BYTES and _has_long_name(encoded)):
+            foreign.add(key)
+        else:
+            kept[key] = info
+    return kept, foreign
+
+
+def _has_long_name(key: bytes) -> bool:
+    return max(map(len, key.split(b"/"))) > _MAX_NAME_BYTES
+
+
+def parents_of(key: str) -> Iterator[str]:
+    """Yield the folders that an object is in."""
+    while "/" in key:
+        key = key.rpartition("/")[0]
+        yield key
+
+
+def is_below(key: str, prefix: str, *, recursive: bool) -> bool:
+    """Return True if an object is in the folder `prefix`, or with `recursive` in a folder below it."""
+    if prefix and not key.startswith(f"{prefix}/"):
+        return False
+    return recursive or "/" not in key[len(prefix) + bool(prefix) :]
+
+
+def local_files(folder: Path, prefix: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield key and state of each local file below a prefix."""
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder / prefix) as entries:
+        for entry in entries:
+            key = f"{prefix}/{entry.name}" if prefix else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                if recursive:
+                    yield from local_files(folder, key, recursive=True)
+            else:
+                yield key, entry.stat(follow_symlinks=False)
+
+
+def holds(path: Path, state: os.stat_result, info: ObjectInfo) -> bool:
+    """Return True if a local file is of this version of its object: its content, or a placeholder if that will do."""
+    is_content = not state.st_mtime_ns % 2
+    stamp = _stamp(info.key, info.etag, is_content=is_content)
+    if state.st_size != info.size_bytes or state.st_mtime_ns % _SECOND_NS != stamp:
+        return False
+    if not is_content and is_eager(info.key):
+        return False
+    if state.st_mtime_ns // _SECOND_NS != int(info.modified_s):  # until now the time of this machine's clock
+        set_stamp(path, info, is_content=is_content)
+    return True
+
+
+def set_stamp(path: Path, info: ObjectInfo, *, is_content: bool) -> None:
+    """Record in the modification time of a local file which version of its object it holds."""
+    time_ns = int(info.modified_s) * _SECOND_NS + _stamp(info.key, info.etag, is_content=is_content)
+    os.utime(path, ns=(time_ns, time_ns))
+
+
+def _stamp(key: str, etag: str, *, is_content: bool) -> int:
+    """Return the nanoseconds of the modification time of a local file, which name the version of its object.
+
+    The last bit says whether the file is a placeholder. Records come after the shards of the same second, as if the
+    time were as fine as it looks: a commit is never older than its files.
+    """
+    digest = int.from_bytes(hashlib.blake2b(etag.encode(), digest_size=8).digest(), "big") % ((_SECOND_NS // 2) // 2)
+    return digest * 2 + (not is_content) + ((_SECOND_NS // 2) if is_eager(key) else 0)
+
+
+def make_placeholder(path: Path, info: ObjectInfo) -> None:
+    """Put a sparse file of the size of an object in place of its content."""
+    temporary = temporary_path(path)
+    with temporary.open("wb") as file:
+        file.truncate(info.size_bytes)
+    set_stamp(temporary, info, is_content=False)
+    temporary.replace(path)
+
+
+def run_of(folder: Path) -> str:
+    """Return the random number of the run that a local folder belongs to; empty if it belongs to none."""
+    try:
+        return (folder.parent / f"{folder.name}.lock").read_text()
+    except OSError:
+        return ""
+
 
 _ROOT_LOCK = ".folder.lock"
 _NUM_THREADS = 32
@@ -329,3 +452,113 @@ class WorkingCopy:
     def key_of(self, path: Path) -> str:
         """Return the key of the object of a file in the folder."""
         return os.fspath(path)[len(os.fspath(self.folder)) + 1 :]
+
+
+_SHARED_FOLDERS = ("manifest", "layout")  # what a worker on another node reads beside its shards
+
+
+def open_data(address: str) -> Path:
+    """Return the local folder that mirrors a data folder in a bucket; no request is sent yet.
+
+    Raises:
+        UserError: the address cannot hold a data folder.
+    """
+    scheme_of(address, is_written=True)
+    objects = open_objects(address)
+    address = objects.address
+    if not objects.is_writable:
+        raise UserError(
+            f"{address} cannot be a data folder of prep, which writes and lists it",
+            hint="give a folder of a bucket (s3://, gs:// or az://); train can read from https://",
+        )
+    parent = _folder_of(address)
+    for number in range(1000):
+        folder = parent / f"{os.uname().nodename}-{number}"
+        if (known := mirror_of(folder)) is not None:
+            if isinstance(known, WorkingCopy):
+                known.forget()
+            return folder
+        held = os.open(parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        if not lock(held, waits=False):
+            os.close(held)
+            continue
+        os.ftruncate(held, 0)
+        os.pwrite(held, secrets.token_hex(16).encode(), 0)  # the descriptor stays open until the process ends
+        folder.mkdir(exist_ok=True)
+        mount(WorkingCopy(address, folder))
+        return folder
+    raise UserError(f"too many commands on this machine use {address}", hint="wait until some of them have finished")
+
+
+def mount_problem(access: tuple[str, ...], token_file: Path | None = None, token: str = "") -> str | None:
+    """Mount the data folder of a command in this worker; return why it must not work, or None.
+
+    Args:
+        access: `Mirror.access` of the command.
+        token_file, token: the token of the run, which is read from the bucket; None for a run without one.
+    """
+    try:
+        copy = _mounted_by_worker(access)
+        if token_file is None:
+            return None
+        token_file.parent.mkdir(parents=True, exist_ok=True)
+        found = copy.objects.read(copy.key_of(token_file)).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return f"the run has ended, or {access[0]} is another bucket there"
+    except (OSError, UserError) as error:
+        return f"{access[0]} cannot be used: {getattr(error, 'strerror', None) or error}"
+    return None if found == token else f"{access[0]} is another bucket there"
+
+
+def _mounted_by_worker(access: tuple[str, ...]) -> WorkingCopy:
+    """Return the working copy of a worker, whose folder is made if this node has none of the run.
+
+    Raises:
+        UserError: the bucket cannot be used from here.
+        OSError: the local folder cannot be made.
+    """
+    address, folder, run, *leases = access
+    path = Path(folder)
+    copy = mirror_of(path)
+    if copy is None:
+        if run_of(path) != run:
+            _make_anew(path, run, access)
+        copy = WorkingCopy(address, path)
+        mount(copy)
+    assert isinstance(copy, WorkingCopy)
+    if not copy.leases.fences:  # of a worker, not of the command itself
+        for key, token in zip(leases[::2], leases[1::2], strict=True):
+            copy.leases.fence(key, token)
+    return copy
+
+
+def _make_anew(folder: Path, run: str, access: tuple[str, ...]) -> None:
+    """Make the folder of a run on another node than the command's, with the files that all its workers read."""
+    _require_private(folder.parent.parent)
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("a+") as run_file:
+        lock(run_file.fileno())  # another worker of this node may be making it
+        if run_of(folder) == run:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        copy = WorkingCopy(access[0], folder)
+        for name in _SHARED_FOLDERS:
+            copy.refresh(folder / name)
+        run_file.truncate(0)
+        run_file.write(run)
+
+
+def _folder_of(address: str) -> Path:
+    """Return the local folder of an address, which is made if it is missing."""
+    root = private_root("data")
+    root = root.parent.resolve() / root.name
+    _require_private(root)
+    folder = root / hashlib.sha256(address.encode()).hexdigest()[:16]
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _require_private(root: Path) -> None:
+    root.parent.mkdir(parents=True, exist_ok=True)
+    os.close(open_private(root))

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import size_text
+from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.prep.advice.reads import READERS
 
 _SOURCE = "AVION, arXiv:2309.16669, equation 3"

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.disk_speed import ReadSpeed, drop_cache, read_speed
 from clipmill.shards.packets import PacketTable

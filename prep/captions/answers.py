@@ -21,9 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from clipmill.manifests.checked_json import parse_json
-from clipmill.manifests.publish import make_folder
-from clipmill.manifests.quoting import on_one_line, quote_value
+from clipmill.manifests.formatting import on_one_line, quote_value
+from clipmill.manifests.publish import make_folder, parse_json
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 
 ANSWERS_FOLDER = "answers"

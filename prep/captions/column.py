@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import on_one_line
 from clipmill.manifests.help_text import FIRST_RUN
-from clipmill.manifests.quoting import on_one_line
 from clipmill.manifests.settings import Range
 from clipmill.prep.captions.recipe import CAPTIONS_SCHEMA, CaptionsSettings
 from clipmill.prep.core.column import ColumnSpec

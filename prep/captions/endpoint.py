@@ -16,9 +16,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import on_one_line
+from clipmill.manifests.formatting import on_one_line
+from clipmill.manifests.publish import parse_json
 from clipmill.prep.captions.answers import KEY_VARIABLE, Answer, without_key
 from clipmill.prep.captions.asking import Questions
 from clipmill.prep.captions.frames import jpeg_address

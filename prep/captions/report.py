@@ -6,8 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.quoting import count_noun, on_one_line
-from clipmill.manifests.units import duration_text
+from clipmill.manifests.formatting import count_noun, duration_text, on_one_line
 from clipmill.prep.captions.answers import ANSWERS_FOLDER, Answer, answers_in
 from clipmill.prep.captions.table import TABLE_FILE
 from clipmill.prep.core.chunk_columns import ChunksPlan

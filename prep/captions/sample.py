@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from clipmill.manifests.checked_json import parse_json
+from clipmill.manifests.publish import parse_json
 from clipmill.prep.captions.answers import Answer
 from clipmill.prep.core.chunk_input import Chunk
 from clipmill.prep.core.column import CheckedSample, DeepCode

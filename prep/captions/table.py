@@ -10,12 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from clipmill.manifests.checked_json import parse_json
-from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
+from clipmill.manifests.caption_table import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
+from clipmill.manifests.publish import parse_json
 from clipmill.prep.core.recipe import recipe_fingerprint
-from clipmill.shards.chunk_table import read_chunk_rows
+from clipmill.shards.chunk_table import order_of, read_chunk_rows
 from clipmill.shards.columns import VIDEO
-from clipmill.shards.moments import order_of
 from clipmill.shards.reader import Variant
 
 TABLE_FILE = "captions.parquet"

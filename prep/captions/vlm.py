@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun, on_one_line
+from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.prep.captions.answers import Answer
 from clipmill.prep.captions.asking import Questions
 from clipmill.prep.captions.frames import Picture

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clipmill.manifests.imported import import_late, import_object
+from clipmill.manifests.plugins import import_late, import_object
 from clipmill.prep.captions.answers import ANSWER_FILE, ANSWERS_FOLDER
 from clipmill.prep.captions.recipe import CaptionsSettings, local_weights, resolve, variant_name
 from clipmill.prep.captions.sample import EXTENSION

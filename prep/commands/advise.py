@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.settings import Checked, Range
 from clipmill.prep.core.request import Data, Json
 from clipmill.shards.columns import LATENTS, VIDEO
@@ -79,12 +79,12 @@ def advise(
         prep advise --step-time 0.5 --batch 64
         prep advise --run runs/first --nodes 16 --gpus 8
     """
+    from clipmill.manifests.formatting import parse_bitrate, size_text
     from clipmill.manifests.progress import Activity
-    from clipmill.manifests.units import parse_bitrate, size_text
     from clipmill.prep.advice.inequality import Bucket, Load, advice_text, advice_values
     from clipmill.prep.advice.reads import bucket_speed, disk_speed
     from clipmill.prep.core.data_folder import require_data_folder
-    from clipmill.shards.damage import Damaged
+    from clipmill.shards.opening import Damaged
 
     given_bytes_per_s = None if asked.bitrate is None else parse_bitrate(asked.bitrate, flag="--bitrate") / 8
     data_dir = require_data_folder(data)

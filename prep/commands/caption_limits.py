@@ -8,11 +8,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.prep.sources.table import probes_of, read_probes
-from clipmill.shards.chunk_table import read_chunk_rows
+from clipmill.shards.chunk_table import Moments, read_chunk_rows
 from clipmill.shards.columns import VIDEO
-from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant, variant_dir
-from clipmill.shards.moments import Moments
+from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 
 _TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")

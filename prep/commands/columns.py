@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from clipmill.manifests.flag_values import OPTIONS
+from clipmill.manifests.help_text import OPTIONS
 from clipmill.manifests.plugins import UnusablePart
 from clipmill.prep.core.make import make_command, plan_command
 from clipmill.prep.registry import COLUMNS, column_named

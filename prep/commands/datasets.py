@@ -7,8 +7,7 @@ of your own (docs/plugins.md).
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from clipmill.manifests.imported import import_object
-from clipmill.manifests.plugins import Parts
+from clipmill.manifests.plugins import Parts, import_object
 
 if TYPE_CHECKING:
     from clipmill.manifests.adapters.reading import Reading
@@ -63,7 +62,7 @@ DATASETS = (
     ),
     Adapter(
         "vatex",
-        "clipmill.manifests.adapters.vatex:read_vatex",
+        "clipmill.manifests.adapters.clip_captions:read_vatex",
         "annotations",
         """Read VATEX: clips with ten English captions each.
 
@@ -111,7 +110,7 @@ DATASETS = (
     ),
     Adapter(
         "kinetics",
-        "clipmill.manifests.adapters.kinetics:read_kinetics",
+        "clipmill.manifests.adapters.labelled_clips:read_kinetics",
         "lists",
         """Read Kinetics, or any lists of clips with one class each.
 
@@ -126,7 +125,7 @@ DATASETS = (
     ),
     Adapter(
         "msrvtt",
-        "clipmill.manifests.adapters.msrvtt:read_msrvtt",
+        "clipmill.manifests.adapters.clip_captions:read_msrvtt",
         "annotations",
         """Read MSR-VTT: clips with about twenty captions each.
 
@@ -143,7 +142,7 @@ DATASETS = (
     ),
     Adapter(
         "didemo",
-        "clipmill.manifests.adapters.didemo:read_didemo",
+        "clipmill.manifests.adapters.dense_captions:read_didemo",
         "annotations",
         """Read DiDeMo: descriptions of moments in videos.
 
@@ -160,7 +159,7 @@ DATASETS = (
     ),
     Adapter(
         "activitynet",
-        "clipmill.manifests.adapters.activitynet:read_activitynet",
+        "clipmill.manifests.adapters.dense_captions:read_activitynet",
         "annotations",
         """Read ActivityNet Captions: videos described by several sentences with times.
 
@@ -176,7 +175,7 @@ DATASETS = (
     ),
     Adapter(
         "ssv2",
-        "clipmill.manifests.adapters.something_something:read_something_something",
+        "clipmill.manifests.adapters.labelled_clips:read_something_something",
         "annotations",
         """Read Something-Something v2: captions, and one of 174 classes per clip.
 

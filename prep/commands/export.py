@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from clipmill.manifests.flag_values import OPTIONS
+from clipmill.manifests.help_text import OPTIONS
 from clipmill.prep.core.request import Data, Json
 from clipmill.prep.exports.kinds import KINDS, ExportKind
 
@@ -19,8 +19,8 @@ def _command(kind: ExportKind) -> Callable[..., None]:
     def command(destination: Path, *, flags: Any = defaults, data: Data = Path("data"), json: Json = False) -> None:
         from dataclasses import asdict
 
+        from clipmill.manifests.formatting import count_noun
         from clipmill.manifests.progress import Activity
-        from clipmill.manifests.quoting import count_noun
         from clipmill.prep.core.data_folder import require_data_folder
         from clipmill.prep.core.report import NOTHING_TO_DO, Report, show
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter, Token
 
-from clipmill.manifests.data_location import address_of
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.flag_values import OPTIONS
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.help_text import OPTIONS
 from clipmill.manifests.settings import Range, refuse
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.storage.urls import folder_of, place_of
+from clipmill.manifests.store import address_of
 from clipmill.prep.commands import manifest_captions
 from clipmill.prep.commands.datasets import ADAPTERS, Adapter
 from clipmill.prep.commands.manifest_write import Target, write_dataset

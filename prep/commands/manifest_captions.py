@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import count_noun, on_one_line, quote_value
+from clipmill.manifests.formatting import count_noun, on_one_line, quote_value
 from clipmill.manifests.settings import Range, refuse
 from clipmill.prep.core.request import Data
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from clipmill.manifests.adapters.reading import Reading
-    from clipmill.manifests.further_write import FurtherResult
+    from clipmill.manifests.write import FurtherResult
     from clipmill.prep.core.failure_list import FailureEntry
 
 
@@ -79,9 +79,9 @@ def captions(
     """
     from clipmill.manifests.adapters.further import Limits, read_caption_tables
     from clipmill.manifests.further_sources import SOURCE_CHARS, is_source_name
-    from clipmill.manifests.further_write import FURTHER, write_further_captions
     from clipmill.manifests.progress import Activity
     from clipmill.manifests.store import read_rejected_rows, read_videos
+    from clipmill.manifests.write import FURTHER, write_further_captions
     from clipmill.prep.commands import manifest_text
     from clipmill.prep.commands.caption_limits import chunk_finder, ends_of_videos
     from clipmill.prep.core.data_folder import require_data_folder, writing
@@ -135,9 +135,9 @@ def captions(
 
 
 def _remove(folder: Path, names: Sequence[str], *, beside: Mapping[str, object], as_json: bool) -> None:
-    from clipmill.manifests.further_write import remove_further_sources
     from clipmill.manifests.progress import Activity
     from clipmill.manifests.store import manifest_dir
+    from clipmill.manifests.write import remove_further_sources
     from clipmill.prep.commands.manifest_text import chunk_command
     from clipmill.prep.core.data_folder import writing
 
@@ -168,7 +168,7 @@ def _select(
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    from clipmill.manifests.caption_selection import is_duplicate, is_unlikely
+    from clipmill.manifests.caption_identity import is_duplicate, is_unlikely
 
     num_dropped, kept = {}, captions
     if min_likelihood is not None:
@@ -215,7 +215,7 @@ def _values(written: "FurtherResult", *, reading: "Reading", num_dropped: dict[s
 def _lines(
     written: "FurtherResult", values: dict[str, Any], *, rejected: "Sequence[FailureEntry]", num_files_rejected: int
 ) -> Iterator[str]:
-    from clipmill.manifests.adapters.reasons import Reason
+    from clipmill.manifests.adapters.annotations import Reason
     from clipmill.manifests.caption_spans import is_of_model
     from clipmill.manifests.further_sources import source_name
     from clipmill.prep.commands.manifest_text import advice_on, rejected_lines

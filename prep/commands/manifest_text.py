@@ -10,13 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.adapters.dialects import TEXT_SUFFIXES
+from clipmill.manifests.adapters.annotations import Reason
 from clipmill.manifests.adapters.reading import Reading
-from clipmill.manifests.adapters.reasons import Reason
-from clipmill.manifests.dataset_write import WriteResult
+from clipmill.manifests.adapters.table_formats import TEXT_SUFFIXES
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun, on_one_line
-from clipmill.manifests.table_files import REJECTED_LIST
+from clipmill.manifests.formatting import count_noun, on_one_line
+from clipmill.manifests.store import REJECTED_LIST
+from clipmill.manifests.write import WriteResult
 from clipmill.prep.core.column import data_flags
 from clipmill.prep.core.failure_list import FailureEntry, first_rejected, named_lines, named_values
 from clipmill.prep.registry import column_named

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clipmill.manifests.data_location import check_data_dir
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import on_one_line
+from clipmill.manifests.formatting import on_one_line
+from clipmill.manifests.store import check_data_dir
 
 if TYPE_CHECKING:
     from clipmill.manifests.adapters.reading import Reading
@@ -40,13 +40,12 @@ def write_dataset(read: "Callable[[list[Path]], Reading]", tables: "Sequence[Pla
         read: receives local copies of the tables.
         tables: annotation files.
     """
-    from clipmill.manifests.adapters.reading import is_encodable
-    from clipmill.manifests.adapters.remote_tables import read_with_local_tables
-    from clipmill.manifests.dataset_write import write_manifest
+    from clipmill.manifests.adapters.reading import is_encodable, read_with_local_tables
     from clipmill.manifests.errors import DISK_ERRORS
+    from clipmill.manifests.formatting import quote_value
     from clipmill.manifests.progress import Activity
-    from clipmill.manifests.quoting import quote_value
     from clipmill.manifests.store import read_rejected_rows
+    from clipmill.manifests.write import write_manifest
     from clipmill.prep.commands import manifest_text
     from clipmill.prep.core.data_folder import writing
     from clipmill.prep.core.failure_list import first_rejected
@@ -96,8 +95,7 @@ def write_dataset(read: "Callable[[list[Path]], Reading]", tables: "Sequence[Pla
 
 def _check_existing(data: Path) -> None:
     """Raise an error for a manifest of another format before the work begins rather than at its end."""
-    from clipmill.manifests.store import read_manifest
-    from clipmill.manifests.table_files import DamagedManifest
+    from clipmill.manifests.store import DamagedManifest, read_manifest
 
     if (data / "manifest" / "manifest.json").exists():
         with suppress(DamagedManifest):  # writing the manifest repairs it, or fails with the reason

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError, UserErrors
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.prep.core.request import Data, Json
 from clipmill.prep.registry import column_named, column_names, columns
 from clipmill.shards.columns import VIDEO

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clipmill.manifests.storage.mirrors import Mirror, mirror_of
-from clipmill.shards.damage import DamagedTar
+from clipmill.shards.opening import DamagedTar
 from clipmill.shards.tars import TarBytes
 
 

@@ -7,8 +7,8 @@ from shlex import join
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import import_object
-from clipmill.manifests.units import duration_text
+from clipmill.manifests.formatting import duration_text
+from clipmill.manifests.plugins import import_object
 from clipmill.prep.core.chunk_columns import ChunksPlan, plan_chunks
 from clipmill.prep.core.chunk_report import chunks_report, speed_text
 from clipmill.prep.core.chunk_shards import NO_CHUNKS, current_chunks

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.prep.core.chunk_input import Chunk, chunks_of_shard
 from clipmill.prep.core.chunk_shards import ChunkShard, HasSample, read_chunk_shards
 from clipmill.prep.core.next_chunks import next_chunks
@@ -22,9 +22,9 @@ from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.selection import WHERE
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.commits import Commit, Failure, read_commits
-from clipmill.shards.damage import Damaged, DamagedIndex
 from clipmill.shards.dataset import variant_dir
 from clipmill.shards.index import open_index
+from clipmill.shards.opening import Damaged, DamagedIndex
 from clipmill.shards.selection import empty_selection_error, selected_chunks
 from clipmill.shards.where import Where, parse_where
 

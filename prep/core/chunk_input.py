@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import Inaccessible, UserError, first_line
+from clipmill.manifests.publish import parse_json
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.shards.commits import Commit
-from clipmill.shards.damage import Damaged
 from clipmill.shards.index import extensions_of
+from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, open_shard
 from clipmill.shards.writer import Sample
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.prep.core.chunk_columns import ChunksPlan
 from clipmill.prep.core.column import Addition, ColumnSpec
 from clipmill.prep.core.report import (

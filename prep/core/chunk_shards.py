@@ -22,9 +22,9 @@ from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, WantedShard
 from clipmill.shards.columns import VIDEO, command_for, how_to_make
 from clipmill.shards.commits import Commit, Failure
-from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.index import open_index
+from clipmill.shards.opening import DamagedIndex
 
 # Why a column that is made of chunks had nothing to do.
 NO_CHUNKS = f"there are no committed chunks yet; run it again after `prep {command_for(VIDEO)}`"

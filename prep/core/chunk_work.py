@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from clipmill.manifests.imported import import_object
+from clipmill.manifests.plugins import import_object
 from clipmill.prep.core.column import Addition, ColumnSpec
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFile, ExtraFolder
 from clipmill.shards.reader import Variant

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.errors import UserError, first_line
-from clipmill.manifests.imported import import_object
+from clipmill.manifests.plugins import import_object
 from clipmill.prep.core.chunk_input import (
     FINGERPRINT_FIELD,
     NOT_OF_COLUMN,
@@ -30,7 +30,7 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.shard_result import NewShard, ShardResult, Stop, begin_shard, stopped, system_errors_as_results
 from clipmill.shards.commits import Commit, Failure
-from clipmill.shards.damage import Damaged
+from clipmill.shards.opening import Damaged
 from clipmill.shards.writer import Sample
 
 _END = object()  # after the last outcome

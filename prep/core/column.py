@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.imported import import_object
+from clipmill.manifests.plugins import import_object
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.prep.core.recipe import (
     KEPT,

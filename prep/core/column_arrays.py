@@ -15,9 +15,9 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.core.bucket_tars import tars_of
 from clipmill.shards.chunk_table import ChunkRows, read_chunk_rows
 from clipmill.shards.columns import how_to_make, how_to_repair
-from clipmill.shards.damage import DamagedTar
 from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.npy import decompress_frame, load_npy
+from clipmill.shards.opening import DamagedTar
 from clipmill.shards.reader import Variant
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import FileLock, folder_lock, holder_of, this_process
 from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.manifests.store import manifest_dir
+from clipmill.manifests.store import manifest_dir, resolved_folder
 from clipmill.prep.core.layout import LAYOUT_FOLDER, owner_of_layout
 from clipmill.prep.core.shard_result import RUNNING_FOLDER
 from clipmill.shards.columns import VIDEO

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun, range_text, size_text
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.manifests.units import range_text, size_text
 from clipmill.shards.dataset import list_variants, variant_dir
 
 

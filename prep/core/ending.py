@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun, duration_text, size_text
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.manifests.units import duration_text, size_text
 from clipmill.prep.core.column import ColumnSpec, data_flags, short_path
 from clipmill.prep.core.disk_use import folder_bytes
 from clipmill.prep.core.failure_list import codes_line
@@ -22,10 +21,10 @@ from clipmill.prep.core.selection import stored_request
 from clipmill.prep.core.work import work_of
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO
 from clipmill.shards.commits import Failure, ShardFiles
-from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant, list_variants
 from clipmill.shards.format import folders_in
 from clipmill.shards.index import index_seconds
+from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, Variant
 
 _SHARD_ENDINGS = (".tar", ".tar.idx", ".index.arrow")

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import on_one_line
 from clipmill.manifests.publish import publish_bytes, read_record, remove
-from clipmill.manifests.quoting import on_one_line
 from clipmill.prep.core.failures import WORDS
 from clipmill.shards.commits import Failure
 
@@ -122,7 +122,7 @@ def first_rejected(rejected: pa.Table) -> list[FailureEntry]:
 
 def _lines_of(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], int]:
     """Return the lines of rows of text tables by file and row; none of tables that would take long to read again."""
-    from clipmill.manifests.adapters.dialects import LINE_SUFFIXES, TEXT_SUFFIXES, line_numbers
+    from clipmill.manifests.adapters.table_formats import LINE_SUFFIXES, TEXT_SUFFIXES, line_numbers
 
     numbers: dict[str, set[int]] = {}
     for row in rows:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from clipmill.manifests.errors import UserError
 from clipmill.shards.commits import commit_path, read_commit
-from clipmill.shards.damage import Damaged
+from clipmill.shards.opening import Damaged
 
 LIMIT_S = 60.0
 _INTERVAL_S = 0.5

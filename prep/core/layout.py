@@ -19,10 +19,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.prep.core.table_file import as_array, read_table_file, write_table_file
 from clipmill.shards.columns import COLUMNS, VIDEO, command_for
 from clipmill.shards.commits import Commit, Failure
-from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import list_variants, variant_dir
 from clipmill.shards.format import RECIPE_FILE
 from clipmill.shards.index import open_index
+from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 
 LAYOUT_FOLDER = "layout"

@@ -12,9 +12,9 @@ from clipmill.manifests.keys import split_key
 from clipmill.prep.core.failure_list import FAILURES_FILE, read_failures, shard_name
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode
 from clipmill.shards.commits import Failure
-from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import variant_dir
 from clipmill.shards.index import open_index
+from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 
 # An encoder may also fail because of the settings of the variant.

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.imported import import_object
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.plugins import import_object
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun
 from clipmill.prep.core.column import WEIGHTS, ColumnSpec, Stored
 from clipmill.prep.core.request import PlanRequest, Request
 

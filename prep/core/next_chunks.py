@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from clipmill.prep.core.chunk_input import FINGERPRINT_COLUMNS, Following, NextChunk, chunk_fingerprints
 from clipmill.shards.commits import Commit
-from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.index import open_index
+from clipmill.shards.opening import DamagedIndex
 
 _NUMBERS = ("start_ms", "num_frames", "fps_num", "fps_den", "width", "height")
 _COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", *_NUMBERS]

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
-from clipmill.manifests.storage.lease_holders import held_leases
-from clipmill.manifests.storage.leases import EXPIRY_S, Lease, LeaseHeld
+from clipmill.manifests.storage.leases import EXPIRY_S, Lease, LeaseHeld, held_leases
 from clipmill.manifests.storage.mirrors import Mirror
 from clipmill.manifests.storage.working_copy import WorkingCopy
 from clipmill.prep.core.data_folder import lock_path, part_lock_names

@@ -39,8 +39,8 @@ from threading import Event, Thread
 from typing import Any, TypeVar
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.locks import this_process
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import mirror_of, refresh
 from clipmill.prep.core.data_folder import remove_leftovers
 from clipmill.prep.core.part_locks import SIGN_INTERVAL_S, Part, PartFiles, PartLocks

@@ -9,10 +9,9 @@ from pathlib import Path
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT
 from clipmill.shards.commits import Commit, read_commits
-from clipmill.shards.damage import Damaged
-from clipmill.shards.quick_check import quick_problems
+from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, Variant
-from clipmill.shards.verify import Code
+from clipmill.shards.verify import Code, quick_problems
 
 _MISSING = frozenset({Code.TAR_MISSING, Code.INDEX_MISSING})
 NUM_CHECK_THREADS = 8  # checking files is I/O-bound

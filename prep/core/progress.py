@@ -6,8 +6,8 @@ from types import TracebackType
 from typing import Self
 
 from clipmill.manifests.errors import Stopped
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity, ProgressRate, join_parts
-from clipmill.manifests.quoting import count_noun
 from clipmill.prep.engines import Refused
 
 

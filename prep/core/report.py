@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import size_text
+from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.prep.core.column import recipe_differences
 from clipmill.prep.core.failure_list import failure_lines, failure_values
 from clipmill.prep.core.parts import PartRun

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter, Token
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import parse_size
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.settings import Checked, Range, errors_of, mistakes, refuse
 from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
-from clipmill.manifests.units import parse_size
 from clipmill.prep.core.column import DATA_VARIABLE
 from clipmill.prep.core.recipe import KEPT, marked_fields
 from clipmill.prep.engines.execution import Execution
@@ -33,7 +33,7 @@ def _data_folder(_type: Any, tokens: Sequence[Token]) -> Path:
     if not is_remote(value):
         require_not_mistyped(value)
         return Path(value)
-    from clipmill.manifests.storage.attaching import open_data
+    from clipmill.manifests.storage.working_copy import open_data
 
     return open_data(value)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Generic
 
 from clipmill.manifests.errors import Inaccessible, UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import refresh, require_locks
 from clipmill.prep.core.column import Addition, ColumnSpec
 from clipmill.prep.core.data_folder import remove_variant_temporaries

@@ -12,9 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clipmill.manifests.checked_json import parse_json, publish_checked_json, read_checked_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import publish_json, read_record, remove, rename, temporary_path
+from clipmill.manifests.publish import (
+    parse_json,
+    publish_checked_json,
+    publish_json,
+    read_checked_json,
+    read_record,
+    remove,
+    rename,
+    temporary_path,
+)
 from clipmill.prep.core.column import WEIGHTS, ColumnSpec
 from clipmill.prep.core.recipe import Recipe
 from clipmill.shards.format import COMMITS_FOLDER, RECIPE_FILE

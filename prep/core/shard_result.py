@@ -19,9 +19,8 @@ from typing import Protocol, Self, TypeVar
 
 import pyarrow as pa
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import Inaccessible
-from clipmill.manifests.publish import TEMPORARY_PREFIX
+from clipmill.manifests.publish import TEMPORARY_PREFIX, parse_json
 from clipmill.prep.core.failures import MACHINE_FAULTS, SOURCE_AWAY, FailureCode
 from clipmill.shards.commits import Commit, Failure, write_commit
 from clipmill.shards.writer import Sample, ShardWriter

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clipmill.manifests.errors import UserError, first_line
-from clipmill.manifests.imported import import_late, import_object
+from clipmill.manifests.plugins import import_late, import_object
 from clipmill.manifests.storage.mirrors import is_away
 from clipmill.prep.core.column import ColumnSpec, Pending, Stored
 from clipmill.shards.merged_table import CHUNKS_FILE

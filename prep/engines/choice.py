@@ -4,7 +4,7 @@ import os
 import sys
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.prep.engines import Engine
 from clipmill.prep.engines.execution import Execution, need_of
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from clipmill.manifests.errors import UserError, first_line
-from clipmill.manifests.quoting import on_one_line
+from clipmill.manifests.formatting import on_one_line
 from clipmill.prep.engines import TICK_S, Check, Outcome, Refused
 from clipmill.prep.engines.ray_nodes import Nodes
 from clipmill.prep.engines.ray_worker import packed, worker_class

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.prep.engines import Refused, no_worker_left
 from clipmill.prep.engines.execution import Need
 

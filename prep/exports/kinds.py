@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import import_object
+from clipmill.manifests.plugins import import_object
 from clipmill.manifests.settings import Checked, Range
 
 Progress = Callable[[int, int | None], None]  # is called with the number of samples done and of all

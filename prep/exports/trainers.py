@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
+from clipmill.manifests.publish import parse_json
 from clipmill.manifests.store import read_captions, read_videos
 from clipmill.prep.core.column_arrays import ColumnArrays
 from clipmill.prep.exports.kinds import Exported, Progress

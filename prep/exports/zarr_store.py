@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_reader import open_stored_captions
+from clipmill.manifests.caption_spans import open_stored_captions
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import parse_length
 from clipmill.manifests.store import read_videos
-from clipmill.manifests.units import parse_length
 from clipmill.prep.core.column_arrays import ColumnArrays
 from clipmill.prep.exports.kinds import Exported, Progress, ZarrFlags
 from clipmill.prep.exports.replacing import replaced_folder

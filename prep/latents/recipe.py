@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun, parse_length
 from clipmill.manifests.help_text import FIRST_RUN
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, Range, errors_of
-from clipmill.manifests.units import parse_length
 from clipmill.prep.core.recipe import NOT_STORED, STORED_IF_CHANGED, Recipe
 from clipmill.prep.latents.weights import Vae, find_vae
 from clipmill.shards.where_flag import check_where

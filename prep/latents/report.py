@@ -6,8 +6,7 @@ from fractions import Fraction
 from math import prod
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import duration_text, size_text
+from clipmill.manifests.formatting import count_noun, duration_text, size_text
 from clipmill.prep.core.chunk_columns import ChunksPlan
 from clipmill.prep.core.chunk_shards import ChunkShard
 from clipmill.prep.core.column import Addition

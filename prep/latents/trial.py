@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun, duration_text, range_text, size_text
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import duration_text, range_text, size_text
 from clipmill.prep.core.chunk_columns import ChunksPlan
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.engines.choice import count_gpus, num_cores
@@ -22,7 +21,7 @@ from clipmill.prep.latents.pieces import PIECES_AHEAD, cut
 from clipmill.prep.latents.recipe import Encoding
 from clipmill.prep.latents.vae import Device, open_encoder
 from clipmill.prep.latents.weights import vae_folder
-from clipmill.shards.damage import Damaged
+from clipmill.shards.opening import Damaged
 
 _SPREAD = 1.3  # chunks and machines vary; one chunk says little about the others
 _SECOND = 1 / 3600

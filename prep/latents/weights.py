@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import parse_json
 from clipmill.prep.core.hub import model_folder
 from clipmill.prep.latents.classes import CLASSES, IN_CONFIG, IN_WEIGHTS, VaeClass
 

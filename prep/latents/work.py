@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from clipmill.manifests.imported import import_late
+from clipmill.manifests.plugins import import_late
 from clipmill.manifests.store import num_captions_of
 from clipmill.prep.core.chunk_work import ChunkWork
 from clipmill.prep.core.recipe import Recipe

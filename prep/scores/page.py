@@ -14,13 +14,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.prep.core.pages import PageRequest, publish_page
 from clipmill.prep.core.report import Report
 from clipmill.prep.scores.distribution import landmarks
 from clipmill.prep.scores.pictures import Chunks, Thumbnail
-from clipmill.shards.pages.histogram import histogram
-from clipmill.shards.pages.media import evenly_spaced_items
+from clipmill.shards.pages.figures import evenly_spaced_items, histogram
 from clipmill.shards.pages.templates import require_page_path
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES, Score

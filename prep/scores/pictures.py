@@ -14,7 +14,7 @@ from clipmill.prep.core.chunk_frames import decode_frames
 from clipmill.prep.core.chunk_input import frame_rate, read_chunk, seconds_of
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.plan import is_readable
-from clipmill.shards.pages.media import data_uri
+from clipmill.shards.pages.figures import data_uri
 from clipmill.shards.reader import CommittedShard, Variant
 
 _HEIGHT_PX = 108

@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from clipmill.manifests.checked_json import parse_json
+from clipmill.manifests.publish import parse_json
 from clipmill.prep.core.chunk_input import Chunk
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.scores.score import ChunkFile, score_chunk

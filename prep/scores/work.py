@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import import_late
 from clipmill.manifests.keys import chunk_key, split_key
+from clipmill.manifests.plugins import import_late
 from clipmill.prep.core.chunk_input import Chunks
 from clipmill.prep.core.chunk_work import ChunkWork
 from clipmill.prep.core.column import data_flags

@@ -19,9 +19,9 @@ from pathlib import PurePosixPath
 from typing import TypeGuard
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.storage.errors import AccessDenied
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.storage.objects import AccessRefused, ObjectInfo, Objects, open_objects
+from clipmill.manifests.storage.stores import AccessDenied
 from clipmill.manifests.storage.urls import is_web, mask_secrets, split_url
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from clipmill.manifests.adapters.annotations import TRAIN, VAL
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
-from clipmill.manifests.adapters.splits import TRAIN, VAL
 from clipmill.manifests.locks import folder_lock
 from clipmill.manifests.publish import publish_atomically, remove_temporaries
 from clipmill.prep.synthetic.encode import TICKS_PER_FRAME, VideoTrack, encode_video

@@ -25,8 +25,8 @@ from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.text.captions import CaptionReader
 from clipmill.prep.text.digests import DIGEST_BYTES, DIGESTS, digests_of, from_arrow, positions_in
 from clipmill.prep.text.recipe import BLOCK_FILE, MEMBER, TextSettings
-from clipmill.shards.damage import Damaged
 from clipmill.shards.npy import data_offset
+from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, Variant
 
 _BLOCK_BYTES = 1 << 25

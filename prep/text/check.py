@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from clipmill.manifests.checked_json import parse_json
+from clipmill.manifests.publish import parse_json
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.text.digests import text_digest
 from clipmill.prep.text.recipe import MEMBER

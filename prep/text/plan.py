@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import has_manifest, read_videos
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.layout import (

@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.publish import parse_json
 from clipmill.manifests.settings import Checked, Range, errors_of
 from clipmill.prep.core.recipe import NOT_STORED, Recipe
 from clipmill.prep.core.selection import WHERE

@@ -17,8 +17,8 @@ from types import MappingProxyType
 import numpy as np
 import pyarrow as pa
 
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun
 from clipmill.prep.core.column import WEIGHTS, Addition
 from clipmill.prep.core.failures import FailureCode, loss_code
 from clipmill.prep.core.lag import wait_until_seen

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import parse_json
 from clipmill.prep.core.hub import model_folder
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.text.recipe import T5, TextSettings, file_sha256, safetensors_shapes, text_recipe

@@ -3,9 +3,8 @@
 import shlex
 from pathlib import Path
 
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.manifests.store import captions_path
-from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import WEIGHTS
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.ending import retry_words

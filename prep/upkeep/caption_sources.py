@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from clipmill.manifests.caption_reader import open_stored_captions
+from clipmill.manifests.caption_spans import open_stored_captions
 from clipmill.manifests.further_sources import source_counts
 from clipmill.manifests.previous import FURTHER_KEY
 from clipmill.manifests.store import open_captions, read_manifest

@@ -10,8 +10,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import size_text
+from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.prep.core.column import recipe_differences
 from clipmill.prep.core.column_arrays import ColumnArrays
 from clipmill.prep.core.report import Report

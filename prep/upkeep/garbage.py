@@ -13,9 +13,9 @@ from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import remove as remove_file
 from clipmill.manifests.publish import remove_all, rename, target_of, temporaries_in, temporary_path
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import manifest_dir
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.data_folder import ROOT_FILES, RUNNING_FILE, incomplete_variants

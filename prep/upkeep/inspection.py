@@ -7,10 +7,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.manifests.keys import split_key
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_videos
-from clipmill.manifests.units import size_text
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.plan import is_readable, problems_of
 from clipmill.prep.core.report import Report

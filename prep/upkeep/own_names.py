@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-from clipmill.manifests.checked_json import parse_json
-from clipmill.manifests.store import MANIFEST_FOLDER
-from clipmill.manifests.table_files import is_table_file
+from clipmill.manifests.publish import parse_json
+from clipmill.manifests.store import MANIFEST_FOLDER, is_table_file
 from clipmill.prep.core.data_folder import ROOT_FILES
 from clipmill.prep.core.failure_list import FAILURES_FILE
 from clipmill.prep.core.recipe import recipe_fingerprint

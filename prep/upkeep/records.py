@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from clipmill.manifests.caption_reader import open_stored_captions
+from clipmill.manifests.caption_spans import open_stored_captions
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.schema import MANIFEST_FILE
-from clipmill.manifests.store import manifest_dir, open_captions, read_rejected_rows, read_videos
-from clipmill.manifests.table_files import TABLE_FILES
+from clipmill.manifests.store import TABLE_FILES, manifest_dir, open_captions, read_rejected_rows, read_videos
 from clipmill.prep.core.column import ColumnSpec, Stored
 from clipmill.prep.core.data_folder import PROBES_FILE, SHOTS_FILE
 from clipmill.prep.core.layout import LAYOUT_FOLDER, DamagedLayout, owner_of_layout, read_layout, variants_of

@@ -37,8 +37,8 @@ from clipmill.prep.upkeep.caption_sources import CaptionsBeyond, CaptionSource, 
 from clipmill.prep.upkeep.own_names import late_files
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import current_variant, unfinished_variant
-from clipmill.shards.leakage import Leakage, find_leakage
 from clipmill.shards.reader import Variant
+from clipmill.shards.scores import Leakage, find_leakage
 
 
 @dataclass(frozen=True)

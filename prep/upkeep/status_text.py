@@ -6,9 +6,8 @@ from pathlib import Path
 
 from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun, on_one_line
+from clipmill.manifests.formatting import count_noun, on_one_line, size_text
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.manifests.units import size_text
 from clipmill.prep.core.ending import length_text, retry_words
 from clipmill.prep.core.failure_list import named_lines, note_lines
 from clipmill.prep.core.failures import TRANSIENT

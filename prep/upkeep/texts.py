@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import FOLDER_IN_PLACE, UserError
-from clipmill.manifests.quoting import count_noun, on_one_line
-from clipmill.manifests.units import size_text
+from clipmill.manifests.formatting import count_noun, on_one_line, size_text
 from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.selection import stored_request
 from clipmill.prep.upkeep.bucket_garbage import BucketGarbage

@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import Inaccessible, first_line
-from clipmill.manifests.imported import import_object
+from clipmill.manifests.plugins import import_object
 from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, set_modified_time
 from clipmill.prep.core.column import CheckedSample, ColumnSpec, DeepCode
 from clipmill.prep.engines import Outcome
 from clipmill.prep.engines.processes import ProcessEngine
 from clipmill.shards.commit_table import distrust
 from clipmill.shards.commits import Commit, commit_path
-from clipmill.shards.damage import Damaged
 from clipmill.shards.index import extensions_of, open_index
-from clipmill.shards.quick_check import check_record
+from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
-from clipmill.shards.verify import Code, Problem, damaged_commit, quick_check, verify_shard
+from clipmill.shards.verify import Code, Problem, check_record, damaged_commit, quick_check, verify_shard
 
 _INDEX_CODES = frozenset({Code.INDEX_CHECKSUM, Code.INDEX_FORMAT, Code.ENERGON_INDEX})
 _WORKER_LOST, _INACCESSIBLE = "worker_lost", "inaccessible"
@@ -200,7 +199,7 @@ def _check_deep(
     tasks = (DeepTask(variant.directory, commit, column.check_sample) for commit in longest_first)
     check = None
     if (mirror := mirror_of(variant.directory)) is not None:
-        from clipmill.manifests.storage.attaching import mount_problem
+        from clipmill.manifests.storage.working_copy import mount_problem
 
         check = partial(mount_problem, mirror.access)
     for outcome in ProcessEngine(num_workers=num_workers).run(check_deep, tasks, check=check):

@@ -8,9 +8,9 @@ from typing import Any
 import av
 import av.error
 
-from clipmill.manifests.checked_json import parse_json
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.publish import parse_json
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.video.span_task import check_chunk, read_chunk

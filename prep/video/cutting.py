@@ -231,7 +231,7 @@ class ShotCutting:
 
     def span_index(self, videos: np.ndarray, first_frame: np.ndarray) -> np.ndarray:
         """Return the span of the chunks that begin at these frames, int64; -1 if no chunk begins there."""
-        from clipmill.shards.moments import Moments
+        from clipmill.shards.chunk_table import Moments
 
         owners = np.repeat(np.arange(len(self.begins) - 1), self.num_chunks)
         moments = Moments.of(owners, self.first_frame)

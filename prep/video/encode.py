@@ -35,7 +35,7 @@ from clipmill.prep.sources.access import SourceFacts, as_failure
 from clipmill.prep.video.codecs import codec_named
 from clipmill.prep.video.ffmpeg import has_version, require_success, run
 from clipmill.prep.video.settings import ChunkSettings, ResolvedRecipe
-from clipmill.shards.containers import FILE_PROTOCOLS
+from clipmill.shards.opening import FILE_PROTOCOLS
 from clipmill.shards.timeline.model import CONTINUOUS_FORMAT, DEMUXERS, Filter, Timeline, frame_times
 
 TIMES_FORMAT = "{ptsi} {tbi}"  # for -stats_enc_pre: timestamp and time base of the source frame

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from clipmill.manifests.quoting import count_noun, on_one_line
+from clipmill.manifests.formatting import count_noun, duration_text, on_one_line, parse_bitrate, range_text, size_text
 from clipmill.manifests.storage.mirrors import is_remote
-from clipmill.manifests.units import duration_text, parse_bitrate, range_text, size_text
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.engines.choice import num_cores
 from clipmill.prep.video.codecs import codec_named
@@ -27,8 +26,8 @@ from clipmill.prep.video.plan import Plan, Workload
 from clipmill.prep.video.plan_inputs import Planned
 from clipmill.prep.video.settings import ChunkSettings
 from clipmill.prep.video.span_task import StagedSources
-from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.index import open_index
+from clipmill.shards.opening import DamagedIndex
 from clipmill.shards.timeline.model import Timeline
 
 # Core-seconds per megapixel, measured on an x86-64 server core at about 3 GHz.

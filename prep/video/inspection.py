@@ -9,12 +9,11 @@ import numpy as np
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import clock, count_noun
 from clipmill.manifests.store import has_manifest, read_videos
-from clipmill.manifests.units import clock
 from clipmill.prep.core.report import Report
-from clipmill.shards.damage import DamagedTar
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.opening import DamagedTar
 from clipmill.shards.reader import CommittedShard
 
 _MAX_CAPTIONS = 20

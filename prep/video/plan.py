@@ -26,10 +26,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import mirror_of
-from clipmill.manifests.table_files import require_numbers
+from clipmill.manifests.store import require_numbers
 from clipmill.prep.core.plan import (
     NUM_CHECK_THREADS,
     HeldShards,
@@ -47,9 +47,9 @@ from clipmill.prep.video.layout import extend_layout, shards_of_moved_videos, wa
 from clipmill.prep.video.settings import SPAN_CHUNKS, ResolvedRecipe
 from clipmill.prep.video.span_task import SPAN_COLUMN, StoredTar
 from clipmill.shards.commits import Commit, Failure
-from clipmill.shards.damage import Damaged
 from clipmill.shards.index import extensions_of, open_index
-from clipmill.shards.salvage import index_of, uncommitted_tars
+from clipmill.shards.opening import Damaged
+from clipmill.shards.verify import index_of, uncommitted_tars
 
 if TYPE_CHECKING:
     from clipmill.prep.sources.shot_table import ShotTask

@@ -17,10 +17,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun, on_one_line
-from clipmill.manifests.store import captions_path, has_manifest, manifest_dir, open_videos, read_videos
-from clipmill.manifests.table_files import VIDEOS_FILE
+from clipmill.manifests.store import VIDEOS_FILE, captions_path, has_manifest, manifest_dir, open_videos, read_videos
 from clipmill.prep.core.column import Pending
 from clipmill.prep.core.failure_list import MAX_NAMED
 from clipmill.prep.core.layout import read_layout, stored_or_rebuilt_layout, variants_of, video_rows_of, write_layout

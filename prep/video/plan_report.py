@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun, duration_text, on_one_line
 from clipmill.manifests.keys import split_key
-from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.manifests.store import captions_path, read_videos
-from clipmill.manifests.units import duration_text
 from clipmill.prep.core.disk_use import disk_use
 from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import (

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import bitrate_text, parse_bitrate
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.settings import Checked, Needs, Range, errors_of
-from clipmill.manifests.units import bitrate_text, parse_bitrate
 from clipmill.prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
 from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
 from clipmill.prep.video.settings import (

@@ -23,8 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.locks import is_still_at, lock, open_private, private_root
+from clipmill.manifests.publish import parse_json
 
 _PROGRAM, _FORMAT = "clipmill", 1
 _MARKER = "clipmill-scratch.json"

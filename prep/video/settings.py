@@ -10,8 +10,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import parse_bitrate, parse_length
 from clipmill.manifests.settings import Checked, Range, errors_of
-from clipmill.manifests.units import parse_bitrate, parse_length
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import split_key
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.prep.core.failures import TRANSIENT, FailureCode, SourceFailure
 from clipmill.prep.sources.access import SourceFacts, as_failure, current_fingerprint
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from av.packet import Packet
 
     from clipmill.manifests.storage.cache import CachedFile
-    from clipmill.shards.salvage import SalvagedSample
+    from clipmill.shards.verify import SalvagedSample
 
 _H264_SLICE_TYPES = frozenset({1, 2, 3, 4, 5})
 _HEVC_LAST_SLICE_TYPE = 31
@@ -288,7 +288,7 @@ class StoredTar:
 
     def rows(self, variant_dir: Path, fingerprints: Collection[str]) -> "Iterator[SalvagedSample]":
         """Yield the intact chunks of some spans."""
-        from clipmill.shards.salvage import readable_rows, uncommitted_samples
+        from clipmill.shards.verify import readable_rows, uncommitted_samples
 
         wanted = (SPAN_COLUMN, fingerprints)
         if self.commit is not None:

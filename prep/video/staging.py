@@ -4,7 +4,7 @@
         objects/, locks/                 a bounded cache (`clipmill.manifests.storage.cache`)
             <32 hex>                     in objects/: copy of one version of one source
 
-ffmpeg may not use the network (`clipmill.shards.containers`), so it gets a copy of the whole file. A copy
+ffmpeg may not use the network (`clipmill.shards.opening`), so it gets a copy of the whole file. A copy
 stays while there is room, since the spans of a long video lie in several shards: the node then fetches it once. Copies
 that no worker reads are removed to make room, the least recently used first. If that is not enough, a worker waits for
 others to finish; a worker that waits holds no copy itself.

@@ -7,9 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import import_late
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import duration_text
+from clipmill.manifests.formatting import count_noun, duration_text
+from clipmill.manifests.plugins import import_late
 from clipmill.prep.core.column import Addition
 from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import codes_line

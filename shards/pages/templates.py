@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun, escape_invisible
-from clipmill.manifests.units import clock, duration_text, percent, short_number, size_text
+from clipmill.manifests.formatting import (
+    clock,
+    count_noun,
+    duration_text,
+    escape_invisible,
+    percent,
+    short_number,
+    size_text,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template

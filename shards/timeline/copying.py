@@ -19,8 +19,7 @@ from clipmill.shards.timeline.model import (
     open_container,
     track_of,
 )
-from clipmill.shards.timeline.reading import read_timeline
-from clipmill.shards.timeline.repairs import LONGEST_FRAME_S, RESTART_S
+from clipmill.shards.timeline.reading import LONGEST_FRAME_S, RESTART_S, read_timeline
 
 if TYPE_CHECKING:
     from av.container import OutputContainer

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.shards.containers import CONTAINERS, FILE_PROTOCOLS
+from clipmill.shards.opening import CONTAINERS, FILE_PROTOCOLS
 
 if TYPE_CHECKING:
     from av.container import InputContainer

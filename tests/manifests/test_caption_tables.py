@@ -11,10 +11,10 @@ import pytest
 
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.adapters.further import FurtherReading
-from clipmill.manifests.caption_selection import is_duplicate, is_unlikely
+from clipmill.manifests.caption_identity import is_duplicate, is_unlikely
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.further_write import FURTHER
 from clipmill.manifests.store import read_rejected_rows
+from clipmill.manifests.write import FURTHER
 from tests.manifests.conftest import VideoMaker
 from tests.manifests.test_further_sources import OWN, Row, add, pseudo, read
 from tests.manifests.test_store import reading_of, write

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests.caption_reader import open_stored_captions
-from clipmill.manifests.checked_json import publish_checked_json
+from clipmill.manifests.caption_spans import open_stored_captions
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_checked_json
 from clipmill.manifests.store import (
+    MAPPED_FILES,
+    TABLE_FILES,
+    DamagedManifest,
     captions_path,
     open_captions,
     read_captions,
@@ -19,7 +22,6 @@ from clipmill.manifests.store import (
     read_rejected_rows,
     read_videos,
 )
-from clipmill.manifests.table_files import MAPPED_FILES, TABLE_FILES, DamagedManifest
 from tests.manifests.test_store import file_hashes, reading_of, write
 
 NUM_FLIPS = 150  # of each file

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.manifests.data_location import check_data_dir
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import check_data_dir
 
 
 def test_the_source_tree_and_its_packages_are_refused(repository: Path) -> None:

@@ -14,11 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from clipmill.manifests.adapters.further import FurtherReading, read_caption_tables
-from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.further_write import FURTHER, FurtherResult, write_further_captions
 from clipmill.manifests.schema import CAPTIONS, VIDEOS
 from clipmill.manifests.store import read_captions, read_manifest, read_videos
+from clipmill.manifests.write import FURTHER, FurtherResult, write_further_captions, write_manifest
 from tests.manifests.test_interrupted_writes import Killed, stop_at
 from tests.manifests.test_store import digests, file_hashes, ids_by_text, reading_of, write
 

@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests.adapters.activitynet import read_activitynet
-from clipmill.manifests.adapters.didemo import read_didemo
+from clipmill.manifests.adapters.clip_captions import read_msrvtt, read_vatex
+from clipmill.manifests.adapters.dense_captions import read_activitynet, read_didemo
 from clipmill.manifests.adapters.ego4d import read_ego4d
 from clipmill.manifests.adapters.folder import read_folder
-from clipmill.manifests.adapters.msrvtt import read_msrvtt
+from clipmill.manifests.adapters.labelled_clips import read_something_something
 from clipmill.manifests.adapters.reading import Reading
-from clipmill.manifests.adapters.something_something import read_something_something
-from clipmill.manifests.adapters.vatex import read_vatex
 from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 
@@ -178,7 +176,7 @@ def test_what_is_no_text_is_refused_by_name(make_videos: VideoMaker, tmp_path: P
 def test_a_file_without_line_ends_does_not_fill_the_memory(
     make_videos: VideoMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clipmill.manifests.adapters.tables._MAX_LINE_CHARS", 1000)
+    monkeypatch.setattr("clipmill.manifests.adapters.annotations._MAX_LINE_CHARS", 1000)
     (tmp_path / "c.csv").write_text("video,text\na," + "x" * 2000)
     with pytest.raises(UserError, match="line 2: longer than 1000 characters"):
         read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")

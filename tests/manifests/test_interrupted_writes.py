@@ -14,10 +14,19 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests.caption_reader import open_stored_captions
+from clipmill.manifests.caption_spans import open_stored_captions
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import captions_path, open_captions, read_captions, read_rejected_rows, read_videos
-from clipmill.manifests.table_files import CAPTIONS_FILE, MAPPED_FILES, REJECTED_LIST, TABLE_FILES
+from clipmill.manifests.store import (
+    CAPTIONS_FILE,
+    MAPPED_FILES,
+    REJECTED_LIST,
+    TABLE_FILES,
+    captions_path,
+    open_captions,
+    read_captions,
+    read_rejected_rows,
+    read_videos,
+)
 from tests.conftest import ROOT
 from tests.manifests.test_store import Reading, file_hashes, ids_by_text, reading_of, write
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from clipmill.manifests.adapters.annotations import split_in_file_name
+from clipmill.manifests.adapters.clip_captions import read_vatex
 from clipmill.manifests.adapters.epic_kitchens import read_epic_kitchens
-from clipmill.manifests.adapters.kinetics import read_kinetics
+from clipmill.manifests.adapters.labelled_clips import read_kinetics, read_something_something
 from clipmill.manifests.adapters.reading import Reading
-from clipmill.manifests.adapters.something_something import read_something_something
-from clipmill.manifests.adapters.splits import split_in_file_name
-from clipmill.manifests.adapters.vatex import read_vatex
 from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 

@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from clipmill.manifests.caption_digest import captions_sha256
+from clipmill.manifests.caption_table import captions_sha256
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.table_files import MAX_ROWS, MAX_TEXT_BYTES, require_numbers
+from clipmill.manifests.store import MAX_ROWS, MAX_TEXT_BYTES, require_numbers
 
 
 def _digests(*, num_before: int) -> list[str]:

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests.adapters.activitynet import read_activitynet
-from clipmill.manifests.adapters.didemo import moment_of, read_didemo
-from clipmill.manifests.adapters.msrvtt import read_msrvtt
-from clipmill.manifests.dataset_write import write_manifest
+from clipmill.manifests.adapters.clip_captions import read_msrvtt
+from clipmill.manifests.adapters.dense_captions import moment_of, read_activitynet, read_didemo
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions
+from clipmill.manifests.write import write_manifest
 from tests.manifests.conftest import VideoMaker, of_splits, write_json
 from tests.manifests.test_labelled_adapters import reasons, rows
 

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
-from clipmill.manifests.checked_json import publish_checked_json
-from clipmill.manifests.dataset_write import WriteResult, write_manifest
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import publish_checked_json
 from clipmill.manifests.schema import CAPTIONS, REJECTED, VIDEOS
 from clipmill.manifests.store import read_captions, read_manifest, read_rejected_rows, read_videos
+from clipmill.manifests.write import WriteResult, write_manifest
 
 Caption = tuple[str, float, float, str]
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from clipmill.manifests.adapters.column_names import columns_of
+from clipmill.manifests.adapters.caption_columns import columns_of
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.adapters.reading import Reading
 from clipmill.manifests.errors import UserError

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.units import (
+from clipmill.manifests.formatting import (
     bitrate_text,
     clock,
     duration_text,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from clipmill.manifests.adapters.clip_captions import read_vatex
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.adapters.reading import Reading
-from clipmill.manifests.adapters.vatex import read_vatex
 from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 

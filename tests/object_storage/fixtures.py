@@ -52,7 +52,7 @@ def few_retries(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             f"clipmill.manifests.storage.stores.{kind}_TIMEOUTS", {"read_timeout": timedelta(seconds=1)}
         )
-    monkeypatch.setattr("clipmill.manifests.storage.changes.RETRY_S", 2.0)
+    monkeypatch.setattr("clipmill.manifests.storage.objects.RETRY_S", 2.0)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Journals: files that only the machine has that writes them."""
 
-from clipmill.manifests.storage.local_files import journal_owner
+from clipmill.manifests.storage.working_copy import journal_owner
 
 
 def test_a_journal_belongs_to_its_variant() -> None:

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.storage import mirrors
-from clipmill.manifests.storage.attaching import open_data
 from clipmill.manifests.storage.mirrors import AddressStream
 from clipmill.manifests.storage.objects import open_objects
+from clipmill.manifests.storage.working_copy import open_data
 from clipmill.prep.core.data_folder import require_data_folder, writing
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.shard_result import ShardResult, stopped
 from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.scores.column import COLUMN as SCORES
 from clipmill.prep.video.worker import ShardTask
-from clipmill.shards.contents import Contents, write_contents
+from clipmill.shards.commit_table import Contents, write_contents
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.folders import contents_of, upload
 from tests.object_storage.server import S3Server

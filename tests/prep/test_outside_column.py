@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from clipmill_example.brightness import COLUMN
 
-from clipmill.manifests.imported import import_object
+from clipmill.manifests.plugins import import_object
 from clipmill.prep.core.column import DeepCode
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant

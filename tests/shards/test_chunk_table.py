@@ -9,8 +9,8 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.shards.chunk_table import chunk_table_problem, missing_parts, read_chunk_rows, update_chunk_table
+from clipmill.shards.commit_table import Contents, write_contents
 from clipmill.shards.commits import commit_path, read_commits
-from clipmill.shards.contents import Contents, write_contents
 from clipmill.shards.format import RECIPE_FILE
 from clipmill.shards.lists import finish_run
 from clipmill.shards.merged_table import CHUNKS_FILE

@@ -22,11 +22,10 @@ from clipmill.shards.commits import (
     read_commits,
     write_commit,
 )
-from clipmill.shards.damage import DamagedCommit
 from clipmill.shards.format import COMMIT_TABLE_FILE
 from clipmill.shards.lists import damaged_lists, finish_run
-from clipmill.shards.quick_check import check_record, quick_problems
-from clipmill.shards.verify import Code
+from clipmill.shards.opening import DamagedCommit
+from clipmill.shards.verify import Code, check_record, quick_problems
 from tests.manifests.test_interrupted_writes import Killed, stop_at
 
 IDS = (0, 1, 998, 999, 1000, 1001, 2500)

@@ -8,7 +8,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.shards.commits import Commit, Failure, ShardFiles, commit_path, read_commit, read_commits, write_commit
-from clipmill.shards.damage import DamagedCommit
+from clipmill.shards.opening import DamagedCommit
 
 FILES = ShardFiles("000003-0123abcd.tar", 10240, "a" * 64, "000003-0123abcd.index.arrow", 2000, "b" * 64, 7)
 COMMIT = Commit("video", 3, "train", "c" * 64, FILES, (Failure("v1", "v1_000015000", "truncated", "ends at 14.2 s"),))

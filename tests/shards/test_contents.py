@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import publish_bytes, publish_json
+from clipmill.manifests.publish import publish_bytes, publish_checked_json, publish_json
+from clipmill.shards.commit_table import read_contents
 from clipmill.shards.commits import Commit, commit_path, read_commits
-from clipmill.shards.contents import read_contents
-from clipmill.shards.damage import DamagedContents
 from clipmill.shards.lists import damaged_lists, finish_run
+from clipmill.shards.opening import DamagedContents
 from clipmill.shards.reader import Variant
 from clipmill.shards.writer import Sample
 from tests.manifests.test_interrupted_writes import Killed, stop_at

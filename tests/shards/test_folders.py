@@ -12,9 +12,8 @@ from clipmill.shards.commit_table import distrust
 from clipmill.shards.commits import Commit, commit_path, read_commits, write_commit
 from clipmill.shards.format import RECIPE_FILE, VIDEO_FIELDS, ShardName, folder_of, in_folder
 from clipmill.shards.lists import damaged_lists, finish_run
-from clipmill.shards.quick_check import quick_problems
 from clipmill.shards.reader import Variant
-from clipmill.shards.verify import verify_shard
+from clipmill.shards.verify import quick_problems, verify_shard
 from clipmill.shards.writer import Sample, ShardWriter
 
 IDS = range(998, 1004)
@@ -135,5 +134,5 @@ def test_many_files_are_checked_by_listing_as_by_looking_at_each(
     (variant / "001" / "001000-00000000.index.arrow").write_bytes(b"short")
     (variant / "001" / "001003-00000000.tar.idx").unlink()
     one_by_one = quick_problems(variant, commits)
-    monkeypatch.setattr("clipmill.shards.quick_check._MIN_LISTED", 1)
+    monkeypatch.setattr("clipmill.shards.verify._MIN_LISTED", 1)
     assert list(one_by_one) == [1000, 1003, 1004] and quick_problems(variant, commits) == one_by_one

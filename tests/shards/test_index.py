@@ -5,9 +5,9 @@ import pyarrow as pa
 import pytest
 
 from clipmill.shards.commits import ShardFiles
-from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.format import VIDEO_FIELDS
 from clipmill.shards.index import IndexBuilder, extensions_of, index_bytes, index_schema, open_index
+from clipmill.shards.opening import DamagedIndex
 from clipmill.shards.writer import Sample
 
 

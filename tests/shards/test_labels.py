@@ -9,8 +9,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.text.captions import CaptionReader
-from clipmill.shards.labels import Spans, match_labels, read_labelled
-from clipmill.shards.selection import labelled_captions, selected_captions
+from clipmill.shards.selection import Spans, labelled_captions, match_labels, read_labelled, selected_captions
 from clipmill.shards.where import parse_where
 from tests.train.tiny_data import Caption, write_captions
 

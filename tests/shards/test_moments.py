@@ -8,7 +8,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.video.cutting import ShotCutting
-from clipmill.shards.moments import Moments, order_of
+from clipmill.shards.chunk_table import Moments, order_of
 from clipmill.shards.selection import find_chunks
 from clipmill.train.data.chunk_table import ChunkTable, own_in_order
 from clipmill.train.data.usable_captions import usable_captions

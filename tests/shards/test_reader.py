@@ -10,8 +10,8 @@ from clipmill.manifests.publish import publish_json
 from clipmill.manifests.store import manifest_dir
 from clipmill.shards import tars
 from clipmill.shards.commits import Commit, Failure, commit_path, write_commit
-from clipmill.shards.damage import DamagedTar
 from clipmill.shards.dataset import set_current_variant, variant_dir
+from clipmill.shards.opening import DamagedTar
 from clipmill.shards.reader import Variant
 from clipmill.shards.writer import Sample
 

@@ -6,7 +6,7 @@ import pytest
 
 from clipmill.shards.commits import Commit
 from clipmill.shards.index import open_index
-from clipmill.shards.salvage import SalvagedSample, readable_rows
+from clipmill.shards.verify import SalvagedSample, readable_rows
 from clipmill.shards.writer import Sample
 
 MakeSamples = Callable[..., list[Sample]]

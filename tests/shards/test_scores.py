@@ -8,9 +8,16 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.shards.commits import read_commit, write_commit
 from clipmill.shards.dataset import set_current_variant
-from clipmill.shards.look_alikes import MAX_DISTANCE, first_look_alikes, first_of_each_part, is_comparable
 from clipmill.shards.reader import Variant
-from clipmill.shards.scores import CHUNKS_FILE, open_scores, publish_score_table
+from clipmill.shards.scores import (
+    CHUNKS_FILE,
+    MAX_DISTANCE,
+    first_look_alikes,
+    first_of_each_part,
+    is_comparable,
+    open_scores,
+    publish_score_table,
+)
 from tests.shards.made_scores import phash, write_scores
 from tests.train.tiny_data import write_captions
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from clipmill.shards import opening
-from clipmill.shards.damage import DamagedIndex
 from clipmill.shards.index import open_index
-from clipmill.shards.opening import open_regular, scan
+from clipmill.shards.opening import DamagedIndex, open_regular, scan
 from clipmill.shards.tars import LocalTars
 
 LEASE_HOLDER = """

@@ -8,8 +8,7 @@ import pyarrow as pa
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.shards.expressions import FUNCTIONS, MAX_CHARS, connect
-from clipmill.shards.where import FIELDS, parse_where
+from clipmill.shards.where import FIELDS, FUNCTIONS, MAX_CHARS, connect, parse_where
 
 TABLE = pa.table(
     {

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 from av.video.stream import VideoStream
 
-from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.keys import chunk_key
+from clipmill.manifests.write import write_manifest
 from clipmill.prep.synthetic.frame_code import draw_frame_number
 from clipmill.prep.video.span_task import read_chunk
 from clipmill.shards.commits import Commit, write_commit

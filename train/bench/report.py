@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import size_text
+from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.train.bench.stages import AUGMENT, CROP, DECODE, LOADING, READ, TOKENS
 from clipmill.train.config.clips import ClipSettings
 

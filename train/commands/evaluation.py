@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.data import AS_TRAINED, Overrides, Weights
 from clipmill.train.config.files import read_values

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from clipmill.manifests.errors import Stopped, UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes, publish_json
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.store import read_videos
 from clipmill.shards.dataset import reading_variants
 from clipmill.train.config.choices import Provenance

@@ -11,8 +11,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.files import read_values
 from clipmill.train.config.places import require_named_weights, require_places

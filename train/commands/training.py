@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.flag_values import check_values
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.help_text import check_values
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, deferred_checks, flags_without_effect, mistakes, refuse
 from clipmill.train.config import fields as groups
 from clipmill.train.config.choices import Provenance

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import Any
 
-from clipmill.manifests.quoting import on_one_line
+from clipmill.manifests.formatting import on_one_line
 from clipmill.manifests.settings import Checked, annotations_of
 from clipmill.train.config.fields import Choice, Published
 from clipmill.train.config.training import TrainingSettings, flatten

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.help_text import FIRST_RUN as FIRST_RUN  # --help shows these flags, --help-all shows all
 from clipmill.manifests.plugins import Parts
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.settings import Checked, Range, annotations_of, errors_of
 
 _EPOCHS = re.compile(r"(\d+\.?\d*|\.\d+)ep")

@@ -11,11 +11,10 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import import_object
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun, parse_size
+from clipmill.manifests.plugins import import_object
 from clipmill.manifests.settings import Checked, errors_of, without_effect
 from clipmill.manifests.storage.mirrors import is_remote
-from clipmill.manifests.units import parse_size
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import FIRST_RUN
 

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from clipmill.manifests.imported import import_object
-from clipmill.manifests.plugins import Parts
+from clipmill.manifests.plugins import Parts, import_object
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import quote_value
+from clipmill.manifests.formatting import quote_value
 from clipmill.train.config.shards import Shards
 from clipmill.train.distributed.world import World
 

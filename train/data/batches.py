@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun, quote_value
+from clipmill.manifests.formatting import count_noun, quote_value
 from clipmill.train.config.training import NEW_RUN
 from clipmill.train.data.arguments import require_process
 from clipmill.train.data.classes import ClassList

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import is_of_model, source_order
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.config.data import parse_weights
 from clipmill.train.data.node_cache import index_type, scratch
 from clipmill.train.device.random import draw_uniform, integers_below

@@ -14,11 +14,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_digest import TextDigest
-from clipmill.manifests.caption_reader import rows_of_split
-from clipmill.manifests.caption_spans import CaptionSpans, SpanBlock
+from clipmill.manifests.caption_spans import CaptionSpans, SpanBlock, rows_of_split
+from clipmill.manifests.caption_table import TextDigest
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.data.caption_choice import CaptionChoice, Sources, choice_of, choose_sources, runs_of, same_text
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.node_cache import Rows, index_type, scratch

@@ -11,8 +11,8 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.store import read_captions, read_videos
 from clipmill.shards.columns import VIDEO, how_to_repair
-from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant
+from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import NUMBERS
 from clipmill.shards.scores import SCORES, open_scores

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import split_key
-from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.arguments import names_arguments, require_process, require_texts, require_whole_numbers
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.folders import open_data_folder

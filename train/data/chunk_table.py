@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.shards.chunk_table import read_chunk_rows
-from clipmill.shards.moments import Moments, order_of
+from clipmill.shards.chunk_table import Moments, order_of, read_chunk_rows
 from clipmill.shards.reader import Variant
 from clipmill.train.data.frame_sampling import START_ROUNDING_US, US_PER_S, ChunkTimes
 from clipmill.train.data.node_cache import scratch

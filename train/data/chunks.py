@@ -12,14 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.data_location import resolved_folder
 from clipmill.manifests.errors import Inaccessible, UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.store import manifest_dir, read_manifest, read_videos
+from clipmill.manifests.store import manifest_dir, read_manifest, read_videos, resolved_folder
 from clipmill.shards.columns import VIDEO, how_to_repair
-from clipmill.shards.damage import Damaged
 from clipmill.shards.merged_table import merged_mark
+from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.data.chunk_table import ChunkTable, chunk_table

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.manifests.adapters.tables import read_csv, text_lines
+from clipmill.manifests.adapters.annotations import read_csv, text_lines
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun, on_one_line
+from clipmill.manifests.formatting import count_noun, on_one_line
 
 Names = tuple[tuple[str, ...], ...]
 _TABLE, _UNUSED = ("id", "key"), ("instances", "category")

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun, on_one_line
+from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.manifests.store import read_captions, read_videos
 
 ACTION = "action"

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import quote_value
+from clipmill.manifests.formatting import quote_value
 from clipmill.train.augment.draws import draw
 from clipmill.train.augment.pictures import to_model_input
 from clipmill.train.config.clips import ClipSettings

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import percent
+from clipmill.manifests.formatting import count_noun, percent
 from clipmill.shards.columns import SCORES
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import kind_of
@@ -113,7 +112,7 @@ def held_out_facts(
 
 def look_alikes_of(address: str, *, cache: Path | None, split: str, trained_split: str) -> set[str] | None:
     """Keys of the chunks of a split that look like one of another split; None if there are no scores to tell by."""
-    from clipmill.shards.leakage import keys_alike
+    from clipmill.shards.scores import keys_alike
     from clipmill.train.data.folders import open_data_folder
 
     try:

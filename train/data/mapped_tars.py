@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.mapped_files import map_descriptor, read_ahead
-from clipmill.shards.open_maps import OPEN_MAPS
+from clipmill.manifests.mapped_files import OPEN_MAPS, map_descriptor, read_ahead
 from clipmill.shards.opening import open_regular
 from clipmill.shards.reader import Variant
 from clipmill.shards.tars import TarFiles
@@ -41,7 +40,7 @@ class MappedTars:
     """The tars of `variants`, numbered one variant after another. Thread-safe.
 
     The place of a byte is its offset if all tars were one file, so that one number says where a member lies. The maps
-    that were made first are given up if the process has too many (`clipmill.shards.open_maps`); whoever uses a part of
+    that were made first are given up if the process has too many (`manifests/mapped_files.py`); whoever uses a part of
     one keeps it.
 
     Attributes:
@@ -152,7 +151,7 @@ class MappedTars:
 
 
 class _Map:
-    """A tar that is mapped, among `views` (clipmill.shards.open_maps)."""
+    """A tar that is mapped, among `views` (clipmill.manifests.mapped_files)."""
 
     def __init__(self, views: list[memoryview | None], number: int) -> None:
         self._views, self._number = views, number

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.shards.chunk_table import ChunkRows, read_chunk_rows
-from clipmill.shards.damage import Damaged, DamagedIndex
 from clipmill.shards.format import BLOCK_BYTES
+from clipmill.shards.opening import Damaged, DamagedIndex
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.train.data.mapped_tars import unusable_error
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import import_object
+from clipmill.manifests.plugins import import_object
 from clipmill.train.config.shards import folder_names
 from clipmill.train.data.loader import Loader, Reader, SampleRequest
 from clipmill.train.data.mixture import MixedOrder

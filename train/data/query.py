@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import import_object
+from clipmill.manifests.plugins import import_object
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.config.shards import Content, kind_of

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import parse_size
 from clipmill.manifests.storage.cache import CachedFile, ObjectCache
-from clipmill.manifests.storage.errors import AccessRefused, Unanswered, no_damage
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import Objects, open_objects
-from clipmill.manifests.units import parse_size
+from clipmill.manifests.storage.stores import AccessRefused, Unanswered, no_damage
 from clipmill.shards.format import DATASET_FILE
 from clipmill.shards.reader import CommittedShard
 from clipmill.train.data.remote_files import RemoteFiles, cache_unusable, is_local

@@ -25,13 +25,11 @@ from clipmill.manifests.locks import hold_lock
 from clipmill.manifests.publish import publish_bytes
 from clipmill.manifests.schema import MANIFEST_FILE
 from clipmill.manifests.storage.objects import ObjectInfo, Objects
-from clipmill.manifests.store import MANIFEST_FOLDER
-from clipmill.manifests.table_files import CAPTIONS_FILE, MAPPED_FILES, VIDEOS_FILE, describe, staged_path
+from clipmill.manifests.store import CAPTIONS_FILE, MANIFEST_FOLDER, MAPPED_FILES, VIDEOS_FILE, describe, staged_path
 from clipmill.shards.chunk_table import has_chunk_table, missing_parts, shards_to_merge, update_chunk_table
 from clipmill.shards.columns import command_for, how_to_make
-from clipmill.shards.commit_table import commit_folders, confirm, open_commit_table
+from clipmill.shards.commit_table import commit_folders, confirm, listed_contents, open_commit_table
 from clipmill.shards.commits import Commit, commit_bytes, commits_in
-from clipmill.shards.contents import listed_contents
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.format import (
     COMMIT_TABLE_FILE,

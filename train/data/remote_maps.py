@@ -23,11 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.mapped_files import map_descriptor
+from clipmill.manifests.formatting import size_text
+from clipmill.manifests.mapped_files import MAX_OPEN_MAPS, map_descriptor
 from clipmill.manifests.storage.cache import CachedFile, NoRoom
-from clipmill.manifests.storage.errors import Unanswered
-from clipmill.manifests.units import size_text
-from clipmill.shards.open_maps import MAX_OPEN_MAPS
+from clipmill.manifests.storage.stores import Unanswered
 from clipmill.shards.reader import Variant
 from clipmill.train.data.mapped_tars import MappedTars
 from clipmill.train.data.remote import RemoteTars

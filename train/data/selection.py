@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_table import caption_blocks
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import open_captions
 from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant, variant_dir

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from clipmill.manifests.errors import ClipmillError, UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.config.training import ParallelSettings
 from clipmill.train.device.transfer import keep_buffers
 from clipmill.train.distributed.parallel import average_gradients

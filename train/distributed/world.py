@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from clipmill.manifests.errors import ClipmillError, UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 
 Outcome = TypeVar("Outcome")
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import size_text
 from clipmill.train.doctor.examined import CODECS, Examined, as_json, examine, examine_in_run, used_by_training
 from clipmill.train.doctor.host import Finding
 from clipmill.train.doctor.judge import judge

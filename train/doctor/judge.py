@@ -4,8 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import size_text
+from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.train.doctor.examined import Examined
 from clipmill.train.doctor.host import LEVELS, Finding
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from clipmill.manifests.errors import ClipmillError, FailedWork
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.data.order import Cursor
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
 from clipmill.train.data.prefetch import on_all_stages

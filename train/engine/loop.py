@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import ClipmillError, Stopped, UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.config.fields import given_in_epochs, in_steps, num_steps
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.batch import PICTURES, TENSORS, to_device

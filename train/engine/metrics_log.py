@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from clipmill.manifests.errors import FailedWork
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import publish_json
-from clipmill.manifests.quoting import count_noun
 from clipmill.train.device.transfer import DeviceEvent, LateMetrics
 from clipmill.train.distributed.sharded import local_part
 from clipmill.train.distributed.step import Step

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import size_text
+from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.distributed.world import World
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.settings import deferred_checks
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import load_settings

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
-from clipmill.shards.pages.media import CLIP_FPS, data_uri, evenly_within, jpeg_uri, small_clip, small_frame
+from clipmill.shards.pages.figures import CLIP_FPS, data_uri, evenly_within, jpeg_uri, small_clip, small_frame
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import kind_of
 from clipmill.train.data.chunk_table import rows_of

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import publish_json
-from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.clips import ClipSettings, LatentSettings
 from clipmill.train.config.data import AS_TRAINED, Overrides
 from clipmill.train.config.files import load_settings

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.units import percent
+from clipmill.manifests.formatting import percent
 from clipmill.train.run.result_names import other_data
 
 CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # of a page, for results with `by_class`

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun, quote_value
+from clipmill.manifests.formatting import count_noun, quote_value
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.data import Overrides
 from clipmill.train.config.training import Device

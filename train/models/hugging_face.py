@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.hub import hub_if_reachable
+from clipmill.manifests.publish import parse_json
 from clipmill.manifests.settings import Range
 from clipmill.train.config.model import PIXEL_MEAN, PIXEL_STD
 

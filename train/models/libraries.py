@@ -30,8 +30,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError, first_line
+from clipmill.manifests.publish import parse_json
 from clipmill.train.models.hugging_face import HuggingFace, Pooling, Preprocessing, flatten_tokens, hub_files
 from clipmill.train.models.text import Tokenize
 

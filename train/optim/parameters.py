@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.config.tuning import FrozenPart
 
 # Parts of names added by DDP, torch.compile, activation checkpointing and peft.

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import size_text
+from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.train.data.classes import proposed_label
 from clipmill.train.quickstart.asked import OFFERED
 from clipmill.train.quickstart.survey import Survey

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import TEMPORARY_PREFIX
-from clipmill.manifests.quoting import count_noun
 from clipmill.shards.columns import VIDEO, command_for
 from clipmill.train.bench.steps import Opened, Steps, Taken, open_to_measure, take_steps
 from clipmill.train.config.clips import ClipSettings

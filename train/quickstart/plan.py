@@ -11,8 +11,7 @@ from typing import Any
 
 from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import duration_text, size_text
+from clipmill.manifests.formatting import count_noun, duration_text, size_text
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import in_steps
 from clipmill.train.config.files import load_settings, preset_path, presets_of

@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun, duration_text
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.store import manifest_dir, num_captions_of, open_captions, read_videos
-from clipmill.manifests.units import duration_text
 from clipmill.shards.columns import COLUMNS, LATENTS, TEXT, VIDEO, command_for, how_to_make, how_to_repair
-from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.format import DATASET_FILE
+from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 from clipmill.train.config.shards import kind_of
 from clipmill.train.data.chunk_table import ChunkTable, chunk_table, rows_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.config.files import plain_values
 from clipmill.train.config.training import flatten
 from clipmill.train.evaluation.runner import OpenedRun

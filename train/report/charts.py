@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.quoting import escape_invisible
+from clipmill.manifests.formatting import escape_invisible
 from clipmill.train.report.curves import Curve, Line
 
 _FOLDER = Path(__file__).parent

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import percent
+from clipmill.manifests.formatting import count_noun, percent
 from clipmill.train.evaluation.tables import Cell
 
 # Settings of the place rather than of the model.

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import duration_text
 from clipmill.manifests.publish import publish_bytes
-from clipmill.manifests.units import duration_text
 from clipmill.shards.pages.templates import load_template
 from clipmill.train.config.files import read_values
 from clipmill.train.config.training import TrainingSettings, flatten, plain_values

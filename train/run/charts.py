@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import publish_json
+from clipmill.manifests.publish import parse_json, publish_json
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import settings_yaml
 from clipmill.train.config.training import TrackSettings, TrainingSettings

@@ -20,8 +20,8 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError, first_line
+from clipmill.manifests.publish import parse_json
 from clipmill.train.data.order import LoaderState
 from clipmill.train.distributed.world import World
 

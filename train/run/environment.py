@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 
 if TYPE_CHECKING:
     import torch

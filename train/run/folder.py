@@ -24,10 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import lock
-from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, publish_bytes, publish_json
+from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, parse_json, publish_bytes, publish_json
 from clipmill.train.config.files import load_settings, read_values, save_settings
 from clipmill.train.config.shards import absolute_address
 from clipmill.train.config.training import GO_ON, NEW_RUN, TrainingSettings, require_same, shaping

@@ -11,10 +11,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from clipmill.manifests.checked_json import publish_checked_json, read_checked_json
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.publish import remove_temporaries
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.publish import publish_checked_json, read_checked_json, remove_temporaries
 from clipmill.train.config.training import flatten
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from clipmill.manifests.checked_json import read_checked_json
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import read_checked_json
 from clipmill.train.run.parts import PLAN, differences
 
 RECORD = "embed.json"

@@ -14,11 +14,10 @@ import pyarrow.parquet as pq
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
-from clipmill.manifests.checked_json import publish_checked_json
 from clipmill.manifests.errors import FailedWork
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.publish import publish_atomically, publish_bytes
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.publish import publish_atomically, publish_bytes, publish_checked_json
 from clipmill.train.data.clip_reader import ClipReader
 from clipmill.train.data.samples import Samples
 from clipmill.train.search.folder import (

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes
-from clipmill.manifests.quoting import count_noun, on_one_line
 from clipmill.shards.pages.templates import load_template
 from clipmill.train.evaluation.player import Player
 from clipmill.train.search.folder import VIDEO, Embedded, EmbeddedClip

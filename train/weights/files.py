@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError, first_line
+from clipmill.manifests.publish import parse_json
 from clipmill.shards.opening import open_regular
 from clipmill.train.config.model import EPS_RANGE, PIXEL_MEAN, PIXEL_STD
 from clipmill.train.models.hugging_face import is_triple

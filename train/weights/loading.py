@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.optim.parameters import plain_name
 from clipmill.train.weights.conversion import CONV, TEMPORAL_EMBEDDING, SourceFacts, require_finite
 from clipmill.train.weights.fitting import Change, Fitted, Shape

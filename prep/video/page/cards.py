@@ -10,11 +10,11 @@ from typing import Any
 import av.error
 
 from clipmill.manifests.caption_spans import is_of_model
-from clipmill.manifests.units import clock, short_number
+from clipmill.manifests.formatting import clock, short_number
 from clipmill.prep.video.page.clips import Clip, ClipFolder, ClipPlan, clip_name
 from clipmill.prep.video.page.pictures import PREVIEW_S, NoPicture, decode_frames, jpeg, preview
-from clipmill.shards.damage import Damaged
-from clipmill.shards.pages.media import data_uri, evenly_within
+from clipmill.shards.opening import Damaged
+from clipmill.shards.pages.figures import data_uri, evenly_within
 from clipmill.shards.reader import CommittedShard
 from clipmill.shards.score_fields import SCORES
 

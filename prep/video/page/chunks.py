@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
 from clipmill.prep.core.plan import is_readable, problems_of
-from clipmill.shards.chunk_table import read_chunk_rows
-from clipmill.shards.damage import Damaged
-from clipmill.shards.moments import order_of
-from clipmill.shards.pages.media import evenly_within
+from clipmill.shards.chunk_table import order_of, read_chunk_rows
+from clipmill.shards.opening import Damaged
+from clipmill.shards.pages.figures import evenly_within
 from clipmill.shards.reader import Variant
 from clipmill.shards.selection import selected_chunks
 from clipmill.shards.where import parse_where

@@ -19,9 +19,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import size_text
 from clipmill.manifests.keys import safe_video_id
 from clipmill.manifests.publish import make_folder, publish_bytes, remove_temporaries
-from clipmill.manifests.units import size_text
 
 EMBEDDED_BYTES = 8_000_000
 COPIED_BYTES = 256_000_000

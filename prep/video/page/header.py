@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from clipmill.manifests.quoting import count_noun
-from clipmill.manifests.units import duration_text, short_number, size_text
+from clipmill.manifests.formatting import count_noun, duration_text, short_number, size_text
 from clipmill.prep.video.page.chunks import Chunks, Hole
 from clipmill.prep.video.page.clips import ClipPlan
 from clipmill.prep.video.page.pictures import PREVIEW_S

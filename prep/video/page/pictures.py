@@ -11,7 +11,7 @@ import av
 from av.video.frame import VideoFrame
 
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
-from clipmill.shards.pages.media import CLIP_FPS, small_clip
+from clipmill.shards.pages.figures import CLIP_FPS, small_clip
 
 _JPEG_QUANTISER = 5  # from 2 (best) to 31
 _DECODERS = {"av1": "libdav1d"}  # libav's native av1 decoder requires hardware

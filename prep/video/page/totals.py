@@ -10,16 +10,15 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_table import LABEL_PREFIX
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import open_captions
 from clipmill.prep.video.page.chunks import Chunks
+from clipmill.shards.chunk_table import Moments
 from clipmill.shards.columns import CAPTIONS
-from clipmill.shards.labels import Spans, match_labels, read_labelled
-from clipmill.shards.moments import Moments
-from clipmill.shards.pages.histogram import Histogram, histogram
+from clipmill.shards.pages.figures import Histogram, histogram
 from clipmill.shards.score_fields import SCORES
 from clipmill.shards.scores import open_scores
-from clipmill.shards.selection import find_chunks, stored_rows
+from clipmill.shards.selection import Spans, find_chunks, match_labels, read_labelled, stored_rows
 
 BRIEF = tuple(score.name for score in SCORES if score.is_brief)
 _BATCH_CAPTIONS = 1 << 18

@@ -12,11 +12,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.manifests.storage.mirrors import mirror_of, show_addresses
 from clipmill.manifests.storage.urls import mask_secrets
 from clipmill.manifests.store import read_videos
-from clipmill.manifests.units import size_text
 from clipmill.prep.core.pages import PageRequest, publish_page
 from clipmill.prep.core.report import Report
 from clipmill.prep.video.codecs import CODECS

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.errors import AccessRefused, Conflict
 from clipmill.manifests.storage.leases import Lease, LeaseHeld, server_time_s
 from clipmill.manifests.storage.objects import open_objects
+from clipmill.manifests.storage.stores import AccessRefused, Conflict
 from tests.object_storage.azure import PROGRAM, azure_server, is_installed
 from tests.object_storage.google import google_server, write_key_file
 from tests.object_storage.server import S3Server

@@ -12,9 +12,9 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_bytes, remove
 from clipmill.manifests.storage import mirrors, stores
-from clipmill.manifests.storage.errors import Conflict
 from clipmill.manifests.storage.leases import Lease, LeaseHeld, LeaseLost
 from clipmill.manifests.storage.objects import Objects, open_objects
+from clipmill.manifests.storage.stores import Conflict
 from clipmill.manifests.storage.working_copy import WorkingCopy
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.server import S3Server
@@ -161,7 +161,7 @@ def test_changes_outlast_a_server_that_fails_for_long(
     for settings in (stores._RETRY, stores._WRITE_RETRY):
         monkeypatch.setitem(settings, "backoff", backoff)
     monkeypatch.setitem(stores._WRITE_RETRY, "retry_timeout", timedelta(milliseconds=50))
-    monkeypatch.setattr("clipmill.manifests.storage.changes._LAST_PAUSE_S", 0.1)
+    monkeypatch.setattr("clipmill.manifests.storage.objects._LAST_PAUSE_S", 0.1)
     objects = open_objects(bucket)
     for fault in (Fault("error"), Fault("error", status=429, code="TooManyRequests"), Fault("reset")):
         for change in (

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from clipmill.manifests.storage import leases
-from clipmill.manifests.storage.lease_holders import Fence, holder_of
-from clipmill.manifests.storage.leases import Lease, LeaseHeld, LeaseLost, is_released
+from clipmill.manifests.storage.leases import Fence, Lease, LeaseHeld, LeaseLost, holder_of, is_released
 from clipmill.manifests.storage.objects import Objects, open_objects
 from tests.object_storage.faults import Fault, Faults
 

@@ -10,9 +10,9 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage import waiting
-from clipmill.manifests.storage.errors import AccessRefused, Conflict
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import Objects, open_objects
+from clipmill.manifests.storage.stores import AccessRefused, Conflict
 from tests.object_storage.faults import Fault, Faults, vanished
 from tests.object_storage.server import S3Server
 

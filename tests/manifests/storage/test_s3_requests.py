@@ -12,8 +12,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage import listing
-from clipmill.manifests.storage.objects import open_objects
+from clipmill.manifests.storage.objects import is_odd, open_objects
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.google import google_server
 from tests.object_storage.server import ACCESS_KEY, SECRET_KEY, S3Server
@@ -26,7 +25,7 @@ ODD = ["a//b", "x/../y", "x/./y", "..", "/", "/k", "line\x01"]
 def test_names_that_obstore_refuses_are_set_aside_and_all_others_listed(
     s3: S3Server, bucket: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clipmill.manifests.storage.listing.PAGE", 2)
+    monkeypatch.setattr("clipmill.manifests.storage.objects.PAGE", 2)
     for key in (*PLAIN, *ODD):
         s3.put(f"{bucket}/some folder", key)
     objects = open_objects(f"{bucket}/some folder")
@@ -38,7 +37,7 @@ def test_names_that_obstore_refuses_are_set_aside_and_all_others_listed(
     assert [info.key for info in objects.list("x")] == ["x/y"]
     assert {info.key for info in open_objects(bucket).list()} == {f"some folder/{key}" for key in PLAIN}
     _require_signed(faults)
-    assert listing.is_odd("a/") is listing.is_odd("") is False
+    assert is_odd("a/") is is_odd("") is False
 
 
 def test_a_name_that_another_cloud_cannot_list_is_named(

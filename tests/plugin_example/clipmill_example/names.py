@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from clipmill.manifests.adapters.reading import Origin, Reading
-from clipmill.manifests.adapters.reasons import Reason
-from clipmill.manifests.adapters.wanted import begin_reading
+from clipmill.manifests.adapters.annotations import Reason
+from clipmill.manifests.adapters.reading import Origin, Reading, begin_reading
 from clipmill.manifests.storage.urls import Place
 from clipmill.prep.commands.datasets import Adapter
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from clipmill.manifests.pseudo_captions import METADATA_KEY, SCHEMA
+from clipmill.manifests.caption_table import METADATA_KEY, SCHEMA
 from clipmill.manifests.store import read_captions
 from tests.prep.captions.server import Request, completion, served
 from tests.prep.captions.test_endpoint import NUM_CHUNKS, make, rows, variant_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests.caption_reader import open_stored_captions
+from clipmill.manifests.caption_spans import open_stored_captions
 from clipmill.manifests.store import read_captions, read_manifest, read_videos
 from clipmill.prep.synthetic.frame_numbers import FrameNumberVideo
 from clipmill.shards.dataset import current_variant

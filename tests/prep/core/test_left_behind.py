@@ -23,13 +23,13 @@ KILL_AT_EACH = """
 import os, shutil, sys, tempfile
 from pathlib import Path
 from clipmill.manifests.errors import run_command
-from clipmill.manifests.imported import import_object
+from clipmill.manifests.plugins import import_object
 from clipmill.prep import cli
 from clipmill.prep.registry import columns
 
 for column in columns():  # once, not in every child
     import_object(column.work)
-import clipmill.manifests.adapters.folder, clipmill.manifests.adapters.remote_tables, clipmill.manifests.dataset_write
+import clipmill.manifests.adapters.folder, clipmill.manifests.adapters.reading, clipmill.manifests.write
 import clipmill.prep.commands.manifest_text, clipmill.prep.upkeep.garbage, clipmill.prep.upkeep.texts, pyarrow.dataset
 
 pristine, work, expected = map(Path, sys.argv[1:4])

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from clipmill.prep.scores.distribution import landmarks
-from clipmill.shards.pages.histogram import histogram
-from clipmill.shards.pages.media import evenly_spaced_items
+from clipmill.shards.pages.figures import evenly_spaced_items, histogram
 from clipmill.shards.reader import Variant
 from tests.prep.running import Ran
 

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import webdataset
 
-from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.store import read_captions
+from clipmill.manifests.write import write_manifest
 from clipmill.prep.core.run import Summary
 from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.text.bank import Block, TowerUse

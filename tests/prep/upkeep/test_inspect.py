@@ -17,7 +17,7 @@ from clipmill.prep.video.inspection import gop_line
 from clipmill.prep.video.page.pictures import decode_frames, jpeg
 from clipmill.prep.video.page.write import PAGE_CHUNKS, write_chunk_page
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
-from clipmill.shards.pages.media import evenly_within
+from clipmill.shards.pages.figures import evenly_within
 from clipmill.shards.reader import Variant
 from tests.prep.running import Ran
 from tests.prep.sets import NASTY, ShardSet, rerun

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.table_files import REJECTED_LIST
+from clipmill.manifests.store import REJECTED_LIST
 from clipmill.prep.core.layout import LAYOUT, read_layout
 from clipmill.prep.core.table_file import read_table_file
 from clipmill.prep.sources.table import PROBES, PROBES_FILE
 from clipmill.prep.video.column import COLUMN
+from clipmill.shards.commit_table import read_contents
 from clipmill.shards.commits import read_commits
-from clipmill.shards.contents import read_contents
-from clipmill.shards.damage import Damaged
 from clipmill.shards.dataset import current_variant
+from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 from tests.prep.running import Ran, contents
 from tests.prep.sets import LEN, ShardSet, rerun

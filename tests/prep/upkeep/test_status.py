@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from clipmill.manifests.publish import publish_bytes
-from clipmill.manifests.table_files import SPANS_FILE
+from clipmill.manifests.store import SPANS_FILE
 from clipmill.prep.core.data_folder import column_lock
 from clipmill.prep.core.shard_result import RUNNING_FOLDER, Heartbeat
 from clipmill.prep.core.table_file import read_table_file, write_table_file

@@ -24,7 +24,7 @@ from clipmill.prep.video.page.html import TEMPLATE
 from clipmill.prep.video.page.totals import num_captions
 from clipmill.prep.video.page.write import write_chunk_page
 from clipmill.shards.pages import templates
-from clipmill.shards.pages.histogram import Histogram, histogram
+from clipmill.shards.pages.figures import Histogram, histogram
 from clipmill.shards.pages.templates import load_template
 from clipmill.shards.reader import Variant
 from tests.browser import needs_chromium, shown

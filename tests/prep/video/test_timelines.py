@@ -15,7 +15,7 @@ from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.prep.video.encode import Span, check_frames
 from clipmill.shards.timeline.copying import write_continuous
 from clipmill.shards.timeline.model import frame_times
-from clipmill.shards.timeline.repairs import times_in_display_order
+from clipmill.shards.timeline.reading import times_in_display_order
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
 from clipmill.train.tasks.caption.videos.clips import window_clips
 from tests.prep.irregular import FPS, KINDS, WITH_SOUND, ffmpeg, joined, parts

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.store import read_captions, read_videos
+from clipmill.manifests.write import write_manifest
 from clipmill.train.registry import tasks
 from tests.train.latents.columns import write_columns
 from tests.train.running import train

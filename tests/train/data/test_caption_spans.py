@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.open_data import video_ids, write_column
 from clipmill.manifests import caption_spans
-from clipmill.manifests.caption_reader import open_stored_captions
+from clipmill.manifests.caption_spans import open_stored_captions
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import manifest_dir, read_captions, read_videos
 from clipmill.train.config.data import CaptionSettings

@@ -9,7 +9,7 @@ import pytest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json
 from clipmill.manifests.storage.objects import open_objects
-from clipmill.manifests.table_files import CAPTIONS_FILE, staged_path
+from clipmill.manifests.store import CAPTIONS_FILE, staged_path
 from clipmill.shards.lists import finish_run
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.outcomes import FailedSample

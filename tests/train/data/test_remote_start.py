@@ -14,8 +14,8 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_json
-from clipmill.manifests.storage.errors import AccessRefused
 from clipmill.manifests.storage.objects import Objects, open_objects
+from clipmill.manifests.storage.stores import AccessRefused
 from clipmill.shards.chunk_table import update_chunk_table
 from clipmill.shards.commits import commit_path
 from clipmill.shards.lists import finish_run

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pytest
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.mapped_files import OPEN_MAPS
 from clipmill.manifests.store import read_captions
 from clipmill.shards.chunk_table import update_chunk_table
 from clipmill.shards.merged_table import CHUNKS_FILE
-from clipmill.shards.open_maps import OPEN_MAPS
 from clipmill.shards.reader import Variant
 from clipmill.train.data import caption_rows, chunk_table, chunks, node_cache
 from clipmill.train.data.chunks import ClipQuery

@@ -4,8 +4,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.write import write_manifest
 from clipmill.train.tasks.dual_encoder.zero_shot import ClassPrompts, open_class_prompts
 
 TEXTS = ["take plate", "wash cup", "grab plate", "wash cup", "a dog"]

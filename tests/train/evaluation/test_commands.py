@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from clipmill.manifests.dataset_write import write_manifest
+from clipmill.manifests.formatting import percent
 from clipmill.manifests.store import read_captions, read_videos
-from clipmill.manifests.units import percent
+from clipmill.manifests.write import write_manifest
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.running import train
 

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.write import write_manifest
 from clipmill.train.evaluation.tables import table_of
 from clipmill.train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
 from clipmill.train.tasks.dual_encoder.spec import MIR

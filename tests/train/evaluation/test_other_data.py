@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions, read_videos
+from clipmill.manifests.write import write_manifest
 from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.settings import DualEncoderEvaluation

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from clipmill.manifests.units import percent
+from clipmill.manifests.formatting import percent
 from clipmill.train.inference.model import load_model
 from tests.train.running import train
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from clipmill.manifests.dataset_write import write_manifest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX
+from clipmill.manifests.write import write_manifest
 from clipmill.shards.dataset import set_current_variant
 from clipmill.train.cli import app
 from clipmill.train.commands import quickstart as commands

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from av.container import InputContainer
 
-from clipmill.manifests.checked_json import publish_checked_json
+from clipmill.manifests.publish import publish_checked_json
 from clipmill.prep.synthetic.frame_code import read_frame_number
 from clipmill.train.evaluation import player
 from clipmill.train.inference.model import load_model

@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from clipmill.shards.containers import CONTAINERS, NO_PROTOCOLS
+from clipmill.shards.opening import CONTAINERS, NO_PROTOCOLS
 from clipmill.train.data.decoding.reading import ChunkBytes
 from clipmill.train.data.outcomes import SampleFailed
 

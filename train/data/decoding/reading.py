@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from clipmill.manifests.errors import Inaccessible, UserError
-from clipmill.shards.damage import Damaged
+from clipmill.shards.opening import Damaged
 from clipmill.shards.packets import PacketTable
 from clipmill.shards.reader import CommittedShard
 from clipmill.train.data.outcomes import SampleFailed

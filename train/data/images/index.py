@@ -16,8 +16,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun
 from clipmill.manifests.storage.cache import ObjectCache
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import open_objects

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.shards.damage import Damaged
+from clipmill.shards.opening import Damaged
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.captions import Annotations
 from clipmill.train.data.decoding.clip import ClipBuilder, ClipShape

@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import CaptionSpans
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.data.caption_choice import caption_choice, same_text, smallest_integers
 from clipmill.train.data.caption_rows import SplitCaptions, captions_of_split, used_texts
 from clipmill.train.data.frame_sampling import US_PER_S

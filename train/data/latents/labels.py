@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.classes import ClassList, labelled_rows

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import CaptionSpans
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import num_captions_of, read_videos
 from clipmill.shards.columns import TEXT
 from clipmill.shards.reader import Variant

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from clipmill.manifests.caption_reader import open_stored_captions
-from clipmill.manifests.caption_spans import CaptionSpans
+from clipmill.manifests.caption_spans import CaptionSpans, open_stored_captions
 from clipmill.manifests.store import num_captions_of, read_captions, read_videos
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.caption_rows import make_clip_table

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.data.chunk_table import ChunkTable
 from clipmill.train.data.chunks import ChunkSet, ClipQuery, query_clips
 from clipmill.train.data.clip_reader import ClipReader

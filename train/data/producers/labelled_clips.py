@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import num_captions_of, read_captions
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.chunk_table import rows_of

@@ -9,10 +9,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_reader import open_stored_captions
-from clipmill.manifests.data_location import resolved_folder
+from clipmill.manifests.caption_spans import open_stored_captions
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import num_captions_of
+from clipmill.manifests.store import num_captions_of, resolved_folder
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.merged_table import merged_mark

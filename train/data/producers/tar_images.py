@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.captions import Annotations, Captions
 from clipmill.train.data.classes import ClassList, class_numbers_of

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from clipmill.shards.damage import DamagedTar
 from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.index import padded_size
-from clipmill.shards.opening import open_regular
+from clipmill.shards.opening import DamagedTar, open_regular
 
 MAX_HEADER_BYTES = 1 << 20  # of an extended header: long names, and what PAX records of a file
 MAX_NAME_BYTES = 4096

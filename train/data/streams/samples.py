@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from clipmill.shards.damage import DamagedTar
+from clipmill.shards.opening import DamagedTar
 from clipmill.train.data.decoding.decoders import PlainVideo
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling, moments_of, to_us, view_offsets
 from clipmill.train.data.outcomes import SampleFailed

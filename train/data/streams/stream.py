@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.config.data import CaptionSettings
 from clipmill.train.data.batch import Batch, BatchRing, Sample

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.storage.cache import CachedFile
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import open_objects

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.distributed.world import World, gather_uneven

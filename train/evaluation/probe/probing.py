@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import FailedWork
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.config.evaluation import Method, ProbeEvaluation
 from clipmill.train.data.classes import ClassList
 from clipmill.train.evaluation.by_class import Predictions

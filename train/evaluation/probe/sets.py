@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import read_captions
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.evaluation import ProbeEvaluation

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.imported import import_late
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.plugins import import_late
 from clipmill.manifests.settings import Checked
 from clipmill.train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
 from clipmill.train.evaluation.by_class import BASELINE_KEYS

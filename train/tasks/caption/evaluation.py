@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import publish_json
-from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.clip_reader import ClipReader
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World

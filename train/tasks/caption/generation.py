@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.tasks.caption.decoding import generate_captions

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.publish import publish_atomically
-from clipmill.shards.pages.media import data_uri, evenly_spaced_items, evenly_within
+from clipmill.shards.pages.figures import data_uri, evenly_spaced_items, evenly_within
 from clipmill.shards.pages.templates import SEARCH_SCRIPT, load_template
 from clipmill.train.evaluation.player import PicturedSamples, Player, SampleClip, Shown, clip_figure
 from clipmill.train.evaluation.runner import every_for

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import parse_json
 from clipmill.manifests.settings import SHARE, Checked, GoesWith, Needs, Range, errors_of
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import ClipSettings, NumFrames, adapted_towers

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from clipmill.manifests.imported import import_late
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.plugins import import_late
 from clipmill.manifests.settings import Checked, Range
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
 from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.manifests.checked_json import parse_json
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.publish import parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

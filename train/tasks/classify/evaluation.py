@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.class_file import read_class_file, require_names
 from clipmill.train.data.classes import ClassList

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from clipmill.manifests.imported import import_late
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.plugins import import_late
 from clipmill.manifests.settings import Checked
 from clipmill.train.evaluation.by_class import BASELINE_KEYS
 from clipmill.train.evaluation.probe.spec import PROBE

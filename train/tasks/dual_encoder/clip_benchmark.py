@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from clipmill.manifests.adapters.tables import text_lines
+from clipmill.manifests.adapters.annotations import text_lines
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.data.classes import ClassList
 from clipmill.train.data.images.index import LABEL

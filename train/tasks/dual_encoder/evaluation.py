@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.shards.pages.media import evenly_spaced_items
+from clipmill.shards.pages.figures import evenly_spaced_items
 from clipmill.train.config.shards import IMAGES, kind_of
 from clipmill.train.data.decoding.clip import Views
 from clipmill.train.data.folders import open_data_folder

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.shards.pages.media import evenly_spaced_items
+from clipmill.shards.pages.figures import evenly_spaced_items
 from clipmill.train.evaluation.player import PicturedSamples, Player, clip_figure
 from clipmill.train.tasks.dual_encoder.metrics import ranks
 

@@ -16,10 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.adapters.splits import split_in_file_name
-from clipmill.manifests.adapters.tables import read_csv
+from clipmill.manifests.adapters.annotations import read_csv, split_in_file_name
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import REJECTED_FILE, manifest_dir, read_captions, read_rejected_rows, read_videos
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import videos_of_split

@@ -25,9 +25,9 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
-from clipmill.manifests.adapters.tables import text_lines
+from clipmill.manifests.adapters.annotations import text_lines
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.chunk_table import rows_of
 from clipmill.train.data.chunks import videos_of_split

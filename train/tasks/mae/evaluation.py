@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.shards.pages.media import evenly_spaced_items, evenly_within, jpeg_uri, png_uri
+from clipmill.shards.pages.figures import evenly_spaced_items, evenly_within, jpeg_uri, png_uri
 from clipmill.train.data.latents.segments import FALSE_COLOUR_STDS
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World

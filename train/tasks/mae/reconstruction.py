@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.data.batch import to_device
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.models.masked_autoencoder import predicted_cubes

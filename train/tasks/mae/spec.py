@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from clipmill.manifests.imported import import_late
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun, percent
+from clipmill.manifests.plugins import import_late
 from clipmill.manifests.settings import Checked, Range
-from clipmill.manifests.units import percent
 from clipmill.train.evaluation.probe.spec import PROBE
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
 from clipmill.train.spec import EvaluationSpec, Features, FirstRun, TaskSpec

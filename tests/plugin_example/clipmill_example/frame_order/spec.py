@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.imported import import_late
+from clipmill.manifests.plugins import import_late
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.evaluation import EvaluationSettings
 from clipmill.train.evaluation.tables import Row, Table, protocol_of, share_cell

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from clipmill.manifests.caption_table import PSEUDO_CAPTIONS, SCHEMA
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.pseudo_captions import PSEUDO_CAPTIONS, SCHEMA
 from clipmill.manifests.publish import remove_temporaries, target_of
 from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.chunks import ChunkSet, clip_query

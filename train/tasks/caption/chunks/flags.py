@@ -8,8 +8,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.data import Overrides
 from clipmill.train.config.places import require_named_weights, require_places
 from clipmill.train.tasks.caption.chunks.request import ChunkCaptionsRequest, ChunkDecoding

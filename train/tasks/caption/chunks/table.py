@@ -20,11 +20,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from clipmill.manifests.checked_json import parse_json
+from clipmill.manifests.caption_table import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.pseudo_captions import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
-from clipmill.manifests.publish import publish_atomically, publish_bytes
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.publish import parse_json, publish_atomically, publish_bytes
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.run.parts import differences
 

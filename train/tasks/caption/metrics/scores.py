@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import count_noun
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.tasks.caption.metrics.java import Meteor, MetricUnavailable, check_jars, spice
 from clipmill.train.tasks.caption.metrics.ngrams import MAX_ORDER, Corpus, Floats, bleu, cider, count_grams, rouge_l
 from clipmill.train.tasks.caption.metrics.ptb_tokenizer import tokenize

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity, ProgressRate, amount_text, join_parts
-from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
 from clipmill.train.tasks.caption.tokenizer import one_line
 from clipmill.train.tasks.caption.videos.clips import WindowClip, window_clips

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.units import parse_length
+from clipmill.manifests.formatting import parse_length
 from clipmill.train.augment.colour import colour_kind
 from clipmill.train.data.decoding.pictures import Planes, Rectangle, as_yuv420, crop_clip
 from clipmill.train.data.frame_sampling import US_PER_S, Moments, Sampling, moments_of

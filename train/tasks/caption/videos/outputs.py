@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import TEMPORARY_PREFIX, publish_atomically
-from clipmill.manifests.quoting import count_noun
 from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.tasks.caption.settings import VideoFormat
 from clipmill.train.tasks.caption.videos.captioning import CaptionedWindow, VideoEnd

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
-from clipmill.manifests.quoting import count_noun
 from clipmill.train.config.data import AS_TRAINED, Overrides
 from clipmill.train.config.training import Device
 from clipmill.train.data.batch import Batch, to_device

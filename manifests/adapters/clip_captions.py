@@ -21,14 +21,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from clipmill.manifests.adapters.json_stream import object_items
-from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
-from clipmill.manifests.adapters.reasons import Reason
-from clipmill.manifests.adapters.splits import find_split, split_of_list
-from clipmill.manifests.adapters.tables import read_csv
-from clipmill.manifests.adapters.wanted import WantedVideos, begin_reading
+from clipmill.manifests.adapters.annotations import Reason, find_split, read_csv, split_in_file_name, split_of_list
+from clipmill.manifests.adapters.json_stream import array_items, object_items
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, WantedVideos, begin_reading
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import quote_value
+from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.storage.urls import Place
 
 SOURCE = "human"
@@ -176,3 +173,39 @@ def _add_sentence(
     labels = {"label_category": facts.category}
     origin = Origin(info.path, SOURCE, row, field="caption")
     builder.add_caption(video, entry.get("caption"), origin, labels=labels)
+
+
+VATEX_SOURCE = "human-en"
+
+
+def read_vatex(
+    directory: Place, *, annotations: Sequence[Path], dataset: str = "vatex", skip: Place | None = None
+) -> Reading:
+    """Read VATEX.
+
+    Raises:
+        UserError: no videos are found, or an annotation file cannot be read.
+    """
+    builder, wanted = begin_reading(dataset, directory, skip=skip)
+    for path in annotations:
+        builder.begin_annotations(path)
+        split = split_in_file_name(path.name)
+        for row, entry in enumerate(array_items(path)):
+            _add_vatex_video(builder, wanted, entry, path=path, row=row, split=split)
+    return builder.build()
+
+
+def _add_vatex_video(
+    builder: ReadingBuilder, wanted: WantedVideos, entry: object, *, path: Path, row: int, split: str
+) -> None:
+    texts = entry.get("enCap", []) if isinstance(entry, dict) else None
+    if not isinstance(entry, dict) or not isinstance(texts, list):
+        detail = "expected an object with a list enCap"
+        builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
+        return
+    video = wanted.number(entry.get("videoID"), split=split, file=path, row=row, num_captions=len(texts))
+    if video is None:
+        return
+    origin = Origin(path, VATEX_SOURCE, row)
+    for text in texts:
+        builder.add_caption(video, text, origin)

@@ -1,19 +1,81 @@
-"""Numbered rows of CSV and JSON Lines files; malformed rows are yielded as faults, never skipped."""
+"""Opening annotation files, with I/O errors that name the file."""
 
+import codecs
 import csv
 import json
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from clipmill.manifests.adapters.annotation_file import not_utf8, open_annotations
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.quoting import on_one_line, quote_value
+from clipmill.manifests.formatting import on_one_line, quote_value
+
+_MAX_PART_BYTES = 1 << 20  # of a line, which may be as long as the file
+
+
+@contextmanager
+def open_annotations(path: Path, mode: str = "r", **options: Any) -> Iterator[IO[Any]]:
+    """`path.open(mode, **options)` that raises UserError if opening or reading fails.
+
+    Only regular files are accepted: an adapter may read a file twice, which a pipe does not allow, and opening a named
+    pipe blocks until another process writes to it.
+
+    Raises:
+        UserError: the file cannot be opened or read, or is a folder, a pipe, a socket or a device.
+    """
+    with reading(path):
+        require_file(path)
+        with path.open(mode, **options) as file:
+            yield file
+
+
+def require_file(path: Path) -> None:
+    """Raise UserError unless `path` is a regular file or missing, which opening it says."""
+    with reading(path):
+        try:
+            kind = stat_kind(path.stat().st_mode)
+        except FileNotFoundError:
+            return
+    if kind is not None:
+        hint = "give the path of a file" if kind == "a folder" else "save its content to a file, and give that file"
+        raise UserError(f"cannot read {path}: it is {kind}, not a file", hint=hint)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Context manager that converts an OSError into a UserError naming `path`."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UserError(f"cannot read {path}: {why}", hint="check the path of the annotation file") from error
+
+
+def not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
+    """Return the error for a file that is not UTF-8. It names the line, for which the file is read again."""
+    line_number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
+    with suppress(UnicodeDecodeError), open_annotations(path, "rb") as file:
+        while part := file.readline(_MAX_PART_BYTES):
+            decoder.decode(part)
+            line_number += part.endswith(b"\n")
+    return UserError(f"{path}, line {line_number}: not UTF-8 ({error.reason})", hint="save it as UTF-8, uncompressed")
+
+
+def stat_kind(mode: int) -> str | None:
+    """Describe the file type of this st_mode; None for a regular file."""
+    if stat.S_ISREG(mode):
+        return None
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
 
 LONGEST_S = 1e7  # 115 days; a later time is a mistake, such as another unit
 # Lines are read whole, so a file without line ends, such as a sparse file of zeros, must not exhaust the memory.
@@ -211,3 +273,79 @@ def log_probability(value: object) -> float | None:
     if not (isfinite(number) and number <= 0):
         raise ValueError(f"{quote_value(value)}, expected the logarithm of a probability, 0 or less")
     return number
+
+
+TRAIN = "train"
+VAL = "val"
+TEST = "test"
+_NAMES = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("val", "valid", "validate", "validation"), VAL),
+    **dict.fromkeys(("test", "testing"), TEST),
+}
+_WORD = re.compile(r"[a-z]+")
+
+
+def find_split(name: str) -> str | None:
+    """Return the split that a dataset calls `name` (`validation` is `val`); None if unknown."""
+    return _NAMES.get(name.strip().lower())
+
+
+def split_in_file_name(file_name: str) -> str:
+    """Return the split that occurs as a separate word in a file name (`EPIC_100_validation.csv`); train by default."""
+    words = _WORD.findall(file_name.lower())
+    return next((_NAMES[word] for word in words if word in _NAMES), TRAIN)
+
+
+def split_of_list(path: Path, *, example: str) -> str:
+    """The split that the name of a list of test or training videos has; UserError if it has none.
+
+    Args:
+        example: the published name of such a list.
+    """
+    if not any(word in _NAMES for word in _WORD.findall(path.name.lower())):
+        raise UserError(
+            f"the name of {path} does not say of which split its videos are",
+            hint=f"rename it, with test, val or train as a word, such as {example}",
+        )
+    return split_in_file_name(path.name)
+
+
+def split_of_folders(relative_path: str) -> str:
+    """Return the split that the innermost matching folder is named after (`val/a/b.mp4`); train by default."""
+    folders = relative_path.split("/")[:-1]
+    return next((_NAMES[folder.lower()] for folder in reversed(folders) if folder.lower() in _NAMES), TRAIN)
+
+
+class Reason(StrEnum):
+    """One code per reason; the comments are the descriptions in the README."""
+
+    MISSING_FILE = "missing_file"  # annotated, but there is no such video; one row per video, with the lost captions
+    MISSING_CHUNK = "missing_chunk"  # a model's caption of a chunk that no longer exists
+    AMBIGUOUS_VIDEO = "ambiguous_video"  # the name matches several files
+    DUPLICATE_ID = "duplicate_id"  # another video or narration already has this ID
+    BAD_NAME = "bad_name"  # the file name is not valid Unicode, or an object with such a name cannot be read
+    EMPTY_FILE = "empty_file"  # a video of zero bytes
+    NOT_A_FILE = "not_a_file"  # has the name of a video, but is a folder, a pipe, a socket or a device
+    UNREADABLE = "unreadable"  # the file or folder is inaccessible: a broken or circular link, or no permission
+    EMPTY_ID = "empty_id"  # the row names no video
+    EMPTY_CAPTION = "empty_caption"
+    BAD_TIME = "bad_time"  # not a finite number, negative, later than any video, or an end not after the start
+    BAD_FPS = "bad_fps"  # times are in frames, and fps is not the frame rate of the video
+    BAD_LIKELIHOOD = "bad_likelihood"  # not a number, or more than 0: it is the logarithm of a probability
+    BAD_SOURCE = "bad_source"  # a source with other characters than letters, digits, ".", "-" and "_"
+    BAD_SPLIT = "bad_split"  # not train, val or test, or different from the split the video already has
+    BAD_LABEL = "bad_label"
+    NO_INTERVAL = "no_interval"  # a timestamp that the interval rule cannot expand
+    UNSURE = "unsure"  # the annotator marked it as unsure
+    LEFT_OUT = "left_out"  # of a video that a list leaves out; one row per video, with the captions
+    REDACTED = "redacted"  # withheld by the dataset
+    MALFORMED_ROW = "malformed_row"  # not in the format documented by the dataset
+
+
+class Unusable(Exception):
+    """Why a row cannot be used."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail

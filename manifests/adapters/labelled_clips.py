@@ -18,19 +18,34 @@ dataset should not mix lists of numbers with lists of names.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pyarrow as pa
 
-from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
-from clipmill.manifests.adapters.reasons import Reason
-from clipmill.manifests.adapters.splits import find_split, split_in_file_name
-from clipmill.manifests.adapters.tables import Row, read_csv, seconds, text_lines
+from clipmill.manifests.adapters.annotations import (
+    Reason,
+    Row,
+    find_split,
+    read_csv,
+    seconds,
+    split_in_file_name,
+    text_lines,
+)
+from clipmill.manifests.adapters.json_stream import array_items, object_items
+from clipmill.manifests.adapters.reading import (
+    Origin,
+    Reading,
+    ReadingBuilder,
+    WantedVideos,
+    begin_reading,
+    is_encodable,
+)
 from clipmill.manifests.adapters.video_files import VIDEO_SUFFIXES, Ambiguous, VideoLookup
-from clipmill.manifests.adapters.wanted import WantedVideos
+from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.storage.urls import Place
 
 SOURCE = "class"
@@ -201,3 +216,72 @@ def _add_class(
 ) -> None:
     labels = {"label_class": label}
     builder.add_caption(video, label, Origin(path, SOURCE, row), begin_s=begin_s, end_s=end_s, labels=labels)
+
+
+TEMPLATE_SOURCE = "human"
+CLASS_SOURCE = "class"
+_WITHOUT_BRACKETS = str.maketrans("", "", "[]")
+
+
+def read_something_something(
+    directory: Place, *, annotations: Sequence[Path], dataset: str = "ssv2", skip: Place | None = None
+) -> Reading:
+    """Read Something-Something v2.
+
+    Raises:
+        UserError: no videos are found, or an annotation file cannot be read.
+    """
+    builder, wanted = begin_reading(dataset, directory, skip=skip, labels=LABELS)
+    tables = [path for path in annotations if path.stem.lower().endswith("labels")]
+    classes = {name for path in tables for name, _ in object_items(path)} if tables else None
+    for path in annotations:
+        if path in tables:
+            continue
+        builder.begin_annotations(path)
+        split = split_in_file_name(path.name)
+        for row, entry in enumerate(_template_entries(path)):
+            _add_template(builder, wanted, entry, path=path, row=row, split=split, classes=classes)
+    return builder.build()
+
+
+def _template_entries(path: Path) -> Iterator[Any]:
+    if path.suffix.lower() != ".csv":
+        yield from array_items(path)
+        return
+    for line in text_lines(path):
+        if line.strip():
+            source_id, _, name = line.strip().partition(";")
+            yield {"id": source_id, "label": name, "template": name}
+
+
+def _add_template(
+    builder: ReadingBuilder,
+    wanted: WantedVideos,
+    entry: object,
+    *,
+    path: Path,
+    row: int,
+    split: str,
+    classes: set[str] | None,
+) -> None:
+    if not isinstance(entry, dict):
+        builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=f"not an object: {quote_value(entry)}")
+        return
+    is_labelled = "label" in entry or "template" in entry
+    video = wanted.number(entry.get("id"), split=split, file=path, row=row, num_captions=int(is_labelled))
+    if video is None:
+        return
+    if not is_labelled:
+        builder.use_row(path)
+        return
+    template = entry.get("template")
+    name = template.translate(_WITHOUT_BRACKETS).strip() if isinstance(template, str) else ""
+    if not name or not is_encodable(name) or (classes is not None and name not in classes):
+        detail = f"template {quote_value(template)} is not " + (
+            "a class" if classes is None else "a class of the labels file"
+        )
+        builder.reject(Reason.BAD_LABEL, file=str(path), row=row, source_id=entry["id"], detail=detail)
+        return
+    source = CLASS_SOURCE if path.suffix.lower() == ".csv" else TEMPLATE_SOURCE
+    labels = {"label_class": name}
+    builder.add_caption(video, entry.get("label"), Origin(path, source, row), labels=labels)

@@ -1,0 +1,162 @@
+"""ActivityNet Captions (Krishna et al. 2017): sentences with times that together describe a video.
+
+train.json, val_1.json and val_2.json hold {"v_<id>": {"duration": 82.73, "timestamps": [[0.83, 19.86], ...],
+"sentences": ["...", ...]}, ...}. Each sentence becomes one caption with its times; their order in the file is the order
+of their caption IDs, so that the paragraph can be put together again. The videos are files `v_<id>.<extension>` or
+`<id>.<extension>`. The split is derived from the file name.
+
+val_1.json and val_2.json describe the same videos, by different annotators: their sources are `human` and `human-2`.
+A sentence whose interval begins after the video's end is rejected; one that ends later is kept as it is.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from clipmill.manifests.adapters.annotations import Reason, seconds, split_in_file_name, text_lines
+from clipmill.manifests.adapters.json_stream import array_items, object_items
+from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder, WantedVideos, begin_reading
+from clipmill.manifests.formatting import quote_value
+from clipmill.manifests.storage.urls import Place
+
+SOURCE = "human"
+SECOND_SOURCE = "human-2"
+
+
+def read_activitynet(
+    directory: Place, *, annotations: Sequence[Path], dataset: str = "activitynet", skip: Place | None = None
+) -> Reading:
+    """Read ActivityNet Captions.
+
+    Raises:
+        UserError: no videos are found, or an annotation file cannot be read.
+    """
+    builder, wanted = begin_reading(dataset, directory, skip=skip)
+    for path in annotations:
+        builder.begin_annotations(path)
+        for row, (source_id, entry) in enumerate(object_items(path)):
+            _add_video(builder, wanted, source_id, entry, path=path, row=row)
+    return builder.build()
+
+
+def _add_video(
+    builder: ReadingBuilder, wanted: WantedVideos, source_id: str, entry: Any, *, path: Path, row: int
+) -> None:
+    sentences, timestamps = (
+        (entry.get("sentences"), entry.get("timestamps")) if isinstance(entry, dict) else (None, None)
+    )
+    if not isinstance(sentences, list) or not isinstance(timestamps, list) or len(sentences) != len(timestamps):
+        detail = "not an object with the lists timestamps and sentences, of equal length"
+        builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, source_id=source_id, detail=detail)
+        return
+    video = wanted.number(
+        source_id,
+        split=split_in_file_name(path.name),
+        file=path,
+        row=row,
+        num_captions=len(sentences),
+        file_names=(source_id, source_id.removeprefix("v_")),
+    )
+    if video is None:
+        return
+    source = SECOND_SOURCE if path.stem.endswith("_2") else SOURCE
+    origin = Origin(path, source, row)
+    for text, interval in zip(sentences, timestamps, strict=True):
+        try:
+            begin_s, end_s = _times(interval, duration_s=seconds(entry.get("duration"), default=inf))
+        except ValueError as error:
+            builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=source_id, detail=str(error))
+        else:
+            builder.add_caption(video, text, origin, begin_s=begin_s, end_s=end_s)
+
+
+def _times(interval: object, *, duration_s: float) -> tuple[float, float]:
+    if not isinstance(interval, list) or len(interval) != 2 or any(time is None or time == "" for time in interval):
+        raise ValueError(f"its times are {quote_value(interval)}, not a start and an end")
+    begin_s, end_s = (seconds(time, default=inf) for time in interval)
+    if begin_s >= duration_s:
+        raise ValueError(f"begins at {begin_s} s, after the end of the video at {duration_s} s")
+    return begin_s, end_s
+
+
+SEGMENT_S = 5.0
+_MAX_SEGMENTS = 6
+
+
+def read_didemo(
+    directory: Place, *, annotations: Sequence[Path], dataset: str = "didemo", skip: Place | None = None
+) -> Reading:
+    """Read DiDeMo.
+
+    Raises:
+        UserError: no videos are found, or an annotation file cannot be read.
+    """
+    builder, wanted = begin_reading(dataset, directory, skip=skip)
+    lists: dict[str, dict[str, Path]] = {}
+    for path in annotations:
+        builder.begin_annotations(path)
+        if path.suffix.lower() == ".txt":
+            names = {name: path for line in text_lines(path) if (name := line.strip())}
+            lists.setdefault(split_in_file_name(path.name), {}).update(names)
+    for path in annotations:
+        if path.suffix.lower() == ".txt":
+            continue
+        split = split_in_file_name(path.name)
+        for row, entry in enumerate(array_items(path)):
+            _add_moments(builder, wanted, entry, path=path, row=row, split=split, listed=lists.get(split))
+    return builder.build()
+
+
+def moment_of(times: object, *, num_segments: object = _MAX_SEGMENTS) -> tuple[float, float]:
+    """Return start and end in seconds of the interval that most annotators marked.
+
+    Raises:
+        ValueError: `times` is not a list of pairs of a first and a last segment of the video.
+    """
+    if not isinstance(num_segments, int) or not 1 <= num_segments <= _MAX_SEGMENTS:
+        raise ValueError(f"num_segments is {quote_value(num_segments)}, not a number from 1 to {_MAX_SEGMENTS}")
+    if not isinstance(times, list) or not times or not all(_is_interval(pair, num_segments) for pair in times):
+        raise ValueError(f"times are {quote_value(times)}, not pairs of segments from 0 to {num_segments - 1}")
+    # Of equally frequent elements, most_common returns the one that it met first.
+    ((first, last), _) = Counter((first, last) for first, last in times).most_common(1)[0]
+    return first * SEGMENT_S, (last + 1) * SEGMENT_S
+
+
+def _is_interval(pair: Any, num_segments: int) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2 or not all(type(number) is int for number in pair):
+        return False
+    return bool(0 <= pair[0] <= pair[1] < num_segments)
+
+
+def _add_moments(
+    builder: ReadingBuilder,
+    wanted: WantedVideos,
+    entry: object,
+    *,
+    path: Path,
+    row: int,
+    split: str,
+    listed: dict[str, Path] | None,
+) -> None:
+    name = entry.get("video") if isinstance(entry, dict) else None
+    if not isinstance(entry, dict) or not isinstance(name, str):
+        detail = f"not an object with a video: {quote_value(entry)}"
+        builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
+        return
+    if listed is not None and name not in listed:
+        return
+    source_id = name.rpartition(".")[0] or name
+    video = wanted.number(source_id, split=split, file=path, row=row, file_names=(name, source_id))
+    if video is None:
+        return
+    try:
+        begin_s, end_s = moment_of(entry.get("times"), num_segments=entry.get("num_segments", _MAX_SEGMENTS))
+    except ValueError as error:
+        builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=name, detail=str(error))
+        return
+    if listed is not None:
+        builder.use_row(listed[name])
+    origin = Origin(path, SOURCE, row, field="description")
+    builder.add_caption(video, entry.get("description"), origin, begin_s=begin_s, end_s=end_s)

@@ -1,0 +1,336 @@
+"""Tables of captions as text: their encoding, and the separator of their cells.
+
+Files are UTF-8 or UTF-16, else Windows-1252 (of which Latin-1 is a part); cells are separated by commas, semicolons,
+tabs or vertical bars. Every difference from the documented form is reported.
+"""
+
+import codecs
+import csv
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clipmill.manifests.adapters.annotations import (
+    Row,
+    csv_rows,
+    json_rows,
+    not_utf8,
+    open_annotations,
+    require_unique_keys,
+    text_lines,
+)
+from clipmill.manifests.adapters.caption_columns import NUMBERS, columns_of, missing_columns, take_columns
+from clipmill.manifests.adapters.json_stream import array_items, object_items
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun, on_one_line, quote_value
+
+_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+_ENCODING_NAMES = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252 (Latin-1)"}
+_HEAD_BYTES = 4096
+_MAX_PART_BYTES = 1 << 20  # of a line, which may be as long as the file
+_BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
+_NAMED_SEPARATOR = re.compile(r'"?sep=([,;\t|])"?[\r\n]*', re.IGNORECASE)
+_DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
+TEXT_SUFFIXES = frozenset({".csv", ".tsv", ".tab", ".txt"})
+LINE_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+
+
+def note_encoding(path: Path, *, note: Callable[[str], None]) -> str:
+    """Return `encoding_of(path)`, and note one that is not UTF-8."""
+    encoding = encoding_of(path)
+    if encoding in _ENCODING_NAMES:
+        note(f"{path.name} is not UTF-8, read as {_ENCODING_NAMES[encoding]}")
+    return encoding
+
+
+def encoding_of(path: Path) -> str:
+    """Return the encoding of a text file, as Python names it.
+
+    A file that is not UTF-8 although some of its lines are, beyond ASCII, is damaged rather than in another encoding.
+
+    Raises:
+        UserError: it is not a text file, or is damaged; the message has the line number.
+    """
+    with open_annotations(path, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+        for mark, encoding in _MARKS:
+            if head.startswith(mark):
+                return encoding
+        for first, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
+            if head[first::2].count(0) > len(head) // 4 > head[1 - first :: 2].count(0):
+                return encoding
+        file.seek(0)
+        first_error: UnicodeDecodeError | None = None
+        has_utf8 = has_binary = False
+        for line in iter(lambda: file.readline(_MAX_PART_BYTES), b""):
+            if line.isascii():
+                has_binary = has_binary or _BINARY.search(line) is not None
+                continue
+            has_binary = has_binary or _BINARY.search(line) is not None
+            try:
+                line.decode("utf-8")
+                has_utf8 = True
+            except UnicodeDecodeError as error:
+                first_error = first_error or error
+    if first_error is None:
+        return "utf-8-sig"
+    if has_utf8 or has_binary:
+        raise not_utf8(path, first_error)
+    return "cp1252"
+
+
+def _head(path: Path, *, encoding: str) -> tuple[str, str | None]:
+    """Return the header of a table, and the separator that a line above it names for Excel (`sep=;`)."""
+    lines = (line for line in text_lines(path, encoding=encoding) if line.strip())
+    first = next(lines, "")
+    named = _NAMED_SEPARATOR.fullmatch(first)
+    return (first, None) if named is None else (next(lines, ""), named[1])
+
+
+def _require_columns(header_line: str, separator: str, *, is_named: bool, required: Sequence[str], path: Path) -> None:
+    """Raise UserError if a header lacks a required column.
+
+    Args:
+        is_named: whether a line above the header names the separator.
+    """
+    names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
+    if lacking := missing_columns(names.values(), required):
+        header = on_one_line(header_line.strip())
+        found = f"its first line is: {header}" if header else "the file is empty"
+        if is_named:
+            below = f"the next one is: {header}" if header else "there is nothing below it"
+            found = f"its first line says that {_SEPARATORS[separator]} separate the columns, but {below}"
+        raise UserError(
+            f"{path} has no column for {' and '.join(lacking)}; {found}",
+            hint="remove the first line if it is wrong; the next one must name the columns: video,text or "
+            "video,begin_s,end_s,text"
+            if is_named
+            else "the first line must name the columns, separated by commas, semicolons or tabs: video,text or "
+            "video,begin_s,end_s,text; docs/datasets.md lists the other names that are recognized",
+        )
+
+
+def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
+    """Return the separator that splits the header into the most columns with a known name, required ones first."""
+
+    def score_separator(separator: str) -> tuple[int, int]:
+        names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
+        return -len(missing_columns(names.values(), required)), len(names)
+
+    return max(_SEPARATORS, key=score_separator)
+
+
+def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
+    """Iterate over the rows of a table with a header, with the documented names of the columns.
+
+    Args:
+        note: called with each thing about the table that differs from its documented form.
+        required: columns that it must have.
+
+    Raises:
+        UserError: the file is not such a table, lacks a column, or has two that could both be the same.
+    """
+    encoding = note_encoding(path, note=note)
+    header_line, named = _head(path, encoding=encoding)
+    separator = named or _best_separator(header_line, required=required)
+    _require_columns(header_line, separator, is_named=named is not None, required=required, path=path)
+    if separator != ",":
+        note(f"{path.name}: cells separated by {_SEPARATORS[separator]}")
+    rows = csv_rows(text_lines(path, encoding=encoding), path=path, separator=separator)
+    if named:
+        next(rows)
+    header = next(rows)
+    columns = take_columns(header, path=path, note=note)
+    for number, cells in enumerate(rows):
+        if len(cells) != len(header):
+            yield Row(number, {}, f"{len(cells)} cells, expected {len(header)} (one per column)")
+            continue
+        given = zip(header, cells, strict=True)
+        row = Row(number, {columns[name]: cell for name, cell in given if name in columns})
+        yield row if separator == "," else _with_points(row)
+
+
+def _with_points(row: Row) -> Row:
+    """Return a row whose numbers have points: other separators are used where numbers are written with commas."""
+    cells = {name: row.values.get(name, "").strip() for name in NUMBERS}
+    found = {name: cell.replace(",", ".") for name, cell in cells.items() if _DECIMAL_COMMA.fullmatch(cell)}
+    return replace(row, values=row.values | found) if found else row
+
+
+def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
+    """Return the line, from 1, at which each of some rows of a table of captions begins.
+
+    Raises:
+        UserError: the file is not such a table any more.
+    """
+    encoding, left = encoding_of(path), set(rows)
+    if path.suffix.lower() in LINE_SUFFIXES:
+        lines = (number for number, line in enumerate(text_lines(path, encoding=encoding), start=1) if line.strip())
+        return {row: number for row, number in enumerate(lines) if row in left}
+    header_line, named = _head(path, encoding=encoding)
+    separator = named or _best_separator(header_line, required=())
+    reader = csv.reader(text_lines(path, encoding=encoding), delimiter=separator)
+    found: dict[int, int] = {}
+    row = -3 if named else -2  # before the header
+    try:
+        while left - found.keys():
+            begin, cells = reader.line_num + 1, next(reader)
+            row += bool(cells)
+            if cells and row in left:
+                found[row] = begin
+    except (csv.Error, StopIteration):  # the file has changed
+        pass
+    return found
+
+
+JSON_SUFFIX = ".json"
+_MAX_FORMS = 20  # sets of keys of rows that are remembered, and of notes on them
+_MAX_LINE_CHARS = 1 << 20
+_MAX_NAMED = 5
+# Names of lists in files of COCO, ActivityNet and MSR-VTT, which are not those of videos.
+_NAMES_OF_LISTS = frozenset({"annotations", "database", "sentences"})
+_SHAPES = (
+    'give a list of rows ([{"video": ..., "text": ...}, ...]), columns ({"video": [...], "text": [...]}), or videos '
+    'with their captions ({"a.mp4": ["...", ...]})'
+)
+
+
+def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
+    """Iterate over the rows of a table, with the documented names of the columns.
+
+    Args:
+        required: columns that some row must have; a label stands in for a text.
+        note: called with each thing about the table that differs from its documented form.
+
+    Raises:
+        UserError: the file is not JSON, or not a table of captions. That no row has a required column is known, and
+            raised, after the last row.
+    """
+    lacking: Sequence[str] = required
+    first_keys: tuple[str, ...] = ()
+    known: dict[tuple[str, ...], dict[str, str]] = {}
+    noted: set[str] = set()
+
+    def note_once(text: str) -> None:
+        if text not in noted and len(noted) < _MAX_FORMS:
+            noted.add(text)
+            note(text)
+
+    for row in _rows(path, note=note):
+        keys = tuple(row.values)
+        if keys not in known:
+            if len(known) == _MAX_FORMS:
+                known.clear()
+            known[keys] = take_columns(keys, path=path, note=note_once)
+        columns = known[keys]
+        if lacking and row.fault is None:
+            lacking, first_keys = missing_columns(columns.values(), lacking), first_keys or keys
+        yield Row(row.number, {columns[key]: value for key, value in row.values.items() if key in columns}, row.fault)
+    if first_keys and lacking:
+        raise UserError(
+            f"{path} has no column for {' and '.join(lacking)} (the keys of its first row: "
+            f"{', '.join(map(on_one_line, first_keys[:_MAX_FORMS]))})",
+            hint="name them video and text; docs/datasets.md lists the other names that are recognized",
+        )
+
+
+def _rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
+    if path.suffix.lower() in LINE_SUFFIXES or _has_lines(path):
+        yield from json_rows(path, encoding=note_encoding(path, note=note))
+    elif _first_character(path) == "[":
+        for number, item in enumerate(array_items(path, hook=require_unique_keys)):
+            yield _row(number, item)
+    else:
+        yield from _object_rows(path, note=note)
+
+
+def _first_character(path: Path) -> str:
+    with open_annotations(path, encoding="utf-8-sig", errors="replace") as file:
+        return next((line.strip()[0] for line in iter(lambda: file.readline(_MAX_LINE_CHARS), "") if line.strip()), "")
+
+
+def _has_lines(path: Path) -> bool:
+    """Return True if the first line is an object, and further lines follow."""
+    with open_annotations(path, encoding="utf-8-sig", errors="replace") as file:
+        lines = (line for line in iter(lambda: file.readline(_MAX_LINE_CHARS), "") if line.strip())
+        first = next(lines, "")
+        try:
+            return isinstance(json.loads(first), dict) and next(lines, None) is not None
+        except (ValueError, RecursionError):
+            return False
+
+
+def _row(number: int, item: object, *, video: str | None = None) -> Row:
+    """Return a row from an object, or from a caption or a list of captions of a `video`."""
+    if video is not None and (isinstance(item, str) or _is_texts(item)):
+        return Row(number, {"video": video, "text": item})
+    if not isinstance(item, dict):
+        return Row(number, {} if video is None else {"video": video}, f"not a JSON object: {quote_value(item)}")
+    return Row(number, dict(item) if video is None else {"video": video, **item})
+
+
+def _is_texts(item: object) -> bool:
+    return isinstance(item, list) and all(isinstance(one, str) for one in item)
+
+
+def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
+    content: dict[str, Any] = {}
+    for key, value in object_items(path, hook=require_unique_keys):
+        if key in content:
+            raise UserError(f"{path} has {quote_value(key)} twice", hint="remove or rename one of them")
+        content[key] = value
+    if not missing_columns(columns_of(list(content)).values(), ("video", "text")):
+        yield from _column_rows(content, path=path)
+        return
+    if beside := [key for key, value in content.items() if not _has_whole_rows(value)]:
+        if len(beside) < len(content):
+            content = {key: value for key, value in content.items() if key not in beside}
+            some = ", ".join(map(quote_value, beside[:_MAX_NAMED])) + (", ..." if len(beside) > _MAX_NAMED else "")
+            note(f"{path.name}: the rows are below {', '.join(map(quote_value, content))}; not read: {some}")
+        elif named := sorted(_NAMES_OF_LISTS.intersection(content)):
+            raise UserError(
+                f"{path}: {named[0]} is not a list of rows with a video and a text",
+                hint=f"{_SHAPES}; prep manifest --help names the datasets that are read as they are",
+            )
+    number = 0
+    for video, value in content.items():
+        items = value if isinstance(value, list) and not _is_texts(value) else [value]
+        for item in items:
+            # Rows with videos of their own are below an index, as pandas writes them, or the name of their list.
+            is_row = isinstance(item, dict) and "video" in columns_of(list(item)).values()
+            yield _row(number, item, video=None if is_row else video)
+            number += 1
+
+
+def _has_whole_rows(value: object) -> bool:
+    """Return True for a list with a row that names its video and has a text or a label."""
+    return isinstance(value, list) and any(
+        isinstance(item, dict) and not missing_columns(columns_of(list(item)).values(), ("video", "text"))
+        for item in value
+    )
+
+
+def _column_rows(columns: Mapping[str, Any], *, path: Path) -> Iterator[Row]:
+    """Yield the rows of a table that is given by columns, or of one row."""
+    if all(isinstance(column, dict) for column in columns.values()):
+        index = list(next(iter(columns.values())))
+        for name, column in columns.items():
+            if column.keys() != set(index):
+                raise UserError(f"{path}: the column {on_one_line(name)} has other rows than the first", hint=_SHAPES)
+        columns = {name: [column[key] for key in index] for name, column in columns.items()}
+    elif not any(isinstance(column, list | dict) for column in columns.values()):
+        columns = {name: [value] for name, value in columns.items()}
+    lengths = {name: len(column) if isinstance(column, list) else None for name, column in columns.items()}
+    if len(set(lengths.values())) > 1 or None in lengths.values():
+        found = ", ".join(
+            f"{on_one_line(name)} {'is not a list' if length is None else 'has ' + count_noun(length, 'value')}"
+            for name, length in lengths.items()
+        )
+        raise UserError(f"{path}: its columns are not lists of the same length: {found}", hint=_SHAPES)
+    values: Sequence[Sequence[Any]] = list(columns.values())
+    for number, cells in enumerate(zip(*values, strict=True)):
+        yield Row(number, dict(zip(columns, cells, strict=True)))
