@@ -62,7 +62,7 @@ class ChunkRows:
     member: str
     open_gops: frozenset[int] | None
 
-    def coded(self, name: str) -> tuple[pa.Array, NDArray[np.int32]]:
+    def dictionary_codes(self, name: str) -> tuple[pa.Array, NDArray[np.int32]]:
         """Return the dictionary of a column of texts, and the code of each row."""
         chunks = self.table[name].chunks
         codes = [np.empty(0, np.int32), *(chunk.indices.to_numpy() for chunk in chunks)]

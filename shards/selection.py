@@ -215,7 +215,7 @@ def _read_rows(variant: Variant, names: Collection[str]) -> pa.Table:
     except (Damaged, OSError) as error:
         hint = how_to_repair(column, what="the table or the shard")
         raise UserError(str(error), hint=hint) from error
-    entries, codes = rows.coded("video_id")
+    entries, codes = rows.dictionary_codes("video_id")
     coded = pa.DictionaryArray.from_arrays(pa.array(codes), entries)
     return rows.table.set_column(0, "video_id", coded)
 

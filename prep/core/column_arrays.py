@@ -79,5 +79,5 @@ class ColumnArrays:
 
     def video_rows(self, video_ids: pa.Array) -> NDArray[np.int64]:
         """The row of each sample's video in `video_ids`, -1 for others."""
-        entries, codes = self.rows.coded("video_id")
+        entries, codes = self.rows.dictionary_codes("video_id")
         return pc.fill_null(pc.index_in(entries, video_ids), -1).to_numpy().astype(np.int64)[codes]

@@ -119,7 +119,7 @@ def _numbers(arrays: ColumnArrays, array: NDArray[Any]) -> NDArray[np.float64]:
 
 def _rows_by_sample(arrays: ColumnArrays) -> dict[tuple[Any, ...], int]:
     """Rows of the merged table by video and, for a column of chunks, start."""
-    entries, codes = arrays.rows.coded("video_id")
+    entries, codes = arrays.rows.dictionary_codes("video_id")
     ids = pc.take(entries, pa.array(codes)).to_pylist()
     names = ("start_ms",) if "start_ms" in arrays.rows.table.column_names else ()
     others = (arrays.rows.table[name].to_pylist() for name in names)

@@ -112,7 +112,7 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, froz
         OSError: it cannot be read.
     """
     found_rows = read_chunk_rows(variant, columns=("video_id", *CHUNK_COLUMNS))
-    entries, codes = found_rows.coded("video_id")
+    entries, codes = found_rows.dictionary_codes("video_id")
     arrays = {name: column_of(found_rows.table[name]) for name in CHUNK_COLUMNS}
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
     found, order = own_in_order(video_row, arrays["start_ms"])

@@ -141,7 +141,7 @@ def _merged(variant: Variant) -> _Rows | None:
         rows = read_chunk_rows(variant, columns=("video_id", *_COLUMNS))
     except (Damaged, OSError):
         return None  # the readable indexes have as much
-    return _in_order(*rows.coded("video_id"), rows.table)
+    return _in_order(*rows.dictionary_codes("video_id"), rows.table)
 
 
 def _in_order(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Rows:
