@@ -214,7 +214,7 @@ class Variant:
             )
         return cls(directory, tars=tars)
 
-    def whole(self) -> "Variant":
+    def require_complete(self) -> "Variant":
         """Return self if it can be read: it has commits, and none of them is damaged or missing.
 
         Raises:

@@ -94,7 +94,7 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
         UserError: there are no scores, they are of another variant of `video`, or the table is missing, of other
             commits, or damaged.
     """
-    variant = Variant.open(data_dir, column=SCORES).whole()
+    variant = Variant.open(data_dir, column=SCORES).require_complete()
     require_current_chunks(variant, data_dir)
     hint = f"run {how_to_make(SCORES, data_dir)}"
     path = variant.directory / CHUNKS_FILE

@@ -53,7 +53,7 @@ def selected_chunks(
     columns = _video_columns(fields, data_dir, video_ids=video_ids, video_row=video_row)
     columns["start_ms"] = pa.array(start_ms)
     if chunk_names := fields.intersection(_OF_CHUNKS):
-        chunks = _read_rows(Variant.open(data_dir).whole(), [*_TIMES, "width", "height"])
+        chunks = _read_rows(Variant.open(data_dir).require_complete(), [*_TIMES, "width", "height"])
         num_frames, fps_num, fps_den = (chunks[name].to_numpy() for name in _TIMES)
         duration_s = num_frames.astype(np.int64) * fps_den / fps_num
         chunks = chunks.append_column("duration_s", pa.array(duration_s))
@@ -122,7 +122,7 @@ def stored_rows(data_dir: Path, column: str, names: Collection[str]) -> tuple[pa
     """
     if column == SCORES:
         return open_scores(data_dir, columns={"video_id", "start_ms", *names}).table, frozenset()
-    variant = Variant.open(data_dir, column=column).whole()
+    variant = Variant.open(data_dir, column=column).require_complete()
     require_current_chunks(variant, data_dir)
     failures = (failure for commit in variant.commits.values() for failure in commit.failures)
     return _read_rows(variant, sorted(names)), frozenset(failure.key for failure in failures if failure.key)

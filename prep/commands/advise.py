@@ -164,7 +164,7 @@ def _columns(data_dir: Path, asked: str) -> tuple[dict[str, "Column"], bool]:
     tars, names = tars_of(data_dir), [asked]
     if asked == VIDEO and tars is None and current_variant(data_dir, LATENTS) is not None:
         names.append(LATENTS)
-    opened = {name: Variant.open(data_dir, column=name, tars=tars).whole() for name in names}
+    opened = {name: Variant.open(data_dir, column=name, tars=tars).require_complete() for name in names}
     return {name: open_column(variant, name) for name, variant in opened.items()}, tars is not None
 
 

@@ -36,7 +36,7 @@ class ColumnArrays:
         Raises:
             UserError: it does not exist, or is empty.
         """
-        opened = Variant.open(data_dir, column=name, variant=variant, tars=tars_of(data_dir)).whole()
+        opened = Variant.open(data_dir, column=name, variant=variant, tars=tars_of(data_dir)).require_complete()
         if not opened.num_samples:
             raise UserError(
                 f"{opened.directory} is empty", hint=f"run {how_to_make(name, data_dir)}, and see prep status"

@@ -40,7 +40,11 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def is_sound(folder: Path) -> bool:
     found = read_commits(folder)
-    return not found.damaged and not damaged_lists(folder, found.commits) and Variant(folder).whole() is not None
+    return (
+        not found.damaged
+        and not damaged_lists(folder, found.commits)
+        and Variant(folder).require_complete() is not None
+    )
 
 
 def test_what_a_run_leaves_is_sound_and_settling_again_writes_nothing(variant: Path) -> None:
@@ -61,7 +65,7 @@ def test_a_missing_commit_is_named_by_every_reader(variant: Path, shard_id: int)
     opened = Variant(variant)
     assert len(opened.shards()) == 3
     with pytest.raises(UserError, match=f"{shard_id:06d}.json") as caught:
-        opened.whole()
+        opened.require_complete()
     assert "prep chunk" in str(caught.value.hint) and "prep verify --column video" in str(caught.value.hint)
 
 
@@ -140,7 +144,7 @@ def test_damaged_contents_are_refused_and_written_again(variant: Path) -> None:
     with pytest.raises(DamagedContents):
         read_contents(variant)
     with pytest.raises(UserError, match=r"contents\.json"):
-        Variant(variant).whole()
+        Variant(variant).require_complete()
     finish_run(variant, dropped=(), wanted=range(4))
     assert files(variant) == before
 
@@ -150,7 +154,7 @@ def test_a_set_without_contents_is_read_as_before(variant: Path) -> None:
     assert is_sound(variant)
     commit_path(variant, 1).unlink()
     (variant / "shards.txt").write_text("")
-    assert len(Variant(variant).whole().shards()) == 3
+    assert len(Variant(variant).require_complete().shards()) == 3
 
 
 def test_contents_of_another_version_are_refused(variant: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_set_grows_in_folders(variant: Path, has_table: bool) -> None:
     assert is_sound(variant)
     finish_run(variant, dropped=(998,), wanted={*IDS, 1004, 2000} - {998})
     assert is_sound(variant)
-    opened = Variant(variant).whole()
+    opened = Variant(variant).require_complete()
     assert list(opened.commits) == [999, 1000, 1001, 1002, 1003, 1004, 2000]
     assert sorted(str(path.relative_to(variant)) for path in variant.glob("commits/**/*.json")) == [
         "commits/000999.json",

@@ -202,7 +202,7 @@ class StoredText:
     ) -> None:
         if tars is not None:
             tars.files.copy_column(TEXT)
-        variant = Variant.open(data_dir, column=TEXT, tars=tars).whole()
+        variant = Variant.open(data_dir, column=TEXT, tars=tars).require_complete()
         require_embeddings(variant, data_dir)
         self.variant_name = variant.directory.name
         self._variant, self._video_ids = variant, video_ids
