@@ -354,7 +354,7 @@ class _PacketList:
         self.is_bidirectional: list[bool] = []  # of MPEG-1 and MPEG-2 pictures
         self.key_packets: list[
             tuple[int, bytes]
-        ] = []  # key packets whose sequence header differs from the previous one
+        ] = []  # with another sequence header than the previous one
         self._header = b""
 
     def add(self, packet: "Packet[Stream]") -> None:
