@@ -168,7 +168,7 @@ class OpenMaps:
     def __len__(self) -> int:
         return len(self._owners)
 
-    def used(self, owner: MapOwner) -> None:
+    def note_use(self, owner: MapOwner) -> None:
         """Note that `owner` has a map and uses it now; close others if there are too many."""
         key = id(owner)
         with self._lock:

@@ -80,7 +80,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
             self._loaded[entry.value] = self._load(entry)
         return self._loaded[entry.value]
 
-    def working(self) -> list[Part]:
+    def list_usable(self) -> list[Part]:
         """All parts but those that cannot be used, which are named on standard error."""
         found = []
         for entry in _entries(self._group):
@@ -94,7 +94,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
                 _say_once(_warning(unusable))
         return found
 
-    def usable(self, name: str) -> Part | None:
+    def find_usable(self, name: str) -> Part | None:
         """The part of a name; None if there is none, or none that can be used."""
         try:
             return self.get(name)
@@ -106,7 +106,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
         entry = self._added_entries().get(name)
         return None if entry is None else _package(entry)
 
-    def unknown(self, name: str, *, where: str) -> UserError:
+    def unknown_name_error(self, name: str, *, where: str) -> UserError:
         """The error for a name that no part has; `where` it was given, such as a flag."""
         return UserError(f"{where} is {name}", hint=f"{where} must be one of: {', '.join(self)}", flags=(where,))
 

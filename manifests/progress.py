@@ -90,7 +90,7 @@ class Activity:
             pace.add(done)
             share = None if total is None else done / total
             self.say(
-                lambda: join_parts(amount_text(done, total, unit), pace.rate(), pace.left(total)),
+                lambda: join_parts(amount_text(done, total, unit), pace.rate(), pace.time_left(total)),
                 what=what,
                 share=share,
             )
@@ -113,7 +113,7 @@ class Activity:
         details = self._details if isinstance(self._details, str) else self._details()
         return f"{self._what}: {details}" if details else self._what
 
-    def drawn(self) -> "RenderableType":
+    def render(self) -> "RenderableType":
         """The line of a terminal."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -192,7 +192,7 @@ class ProgressRate:
         """Return `12/s`, or nothing while it is unknown."""
         return rate_text(self.per_s) if self.per_s > 0 else ""
 
-    def left(self, total: float | None) -> str:
+    def time_left(self, total: float | None) -> str:
         """Return `0:42 left`, or nothing while it is unknown."""
         end_s, done = self._seen[-1]
         if total is None or self.per_s <= 0 or done >= total:
@@ -217,7 +217,7 @@ def _show_on_terminal() -> Callable[[], object]:
 
     console = Console(file=sys.stderr, force_terminal=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
     live = Live(
-        get_renderable=lambda: next((one.drawn() for one in _shown[-1:]), ""),
+        get_renderable=lambda: next((activity.render() for activity in _shown[-1:]), ""),
         console=console,
         refresh_per_second=1 / _REDRAW_S,
         transient=True,

@@ -40,7 +40,7 @@ COLUMNS = Parts(
 
 def columns() -> tuple[ColumnSpec, ...]:
     """Return all columns; the one made from the source videos comes first."""
-    return tuple(COLUMNS.working())
+    return tuple(COLUMNS.list_usable())
 
 
 def column_named(name: str) -> ColumnSpec:

@@ -85,7 +85,7 @@ class CommittedShard:
                 if index is None:
                     self.require_committed_index()
                     index = self._index = open_index(self.index_path)
-        OPEN_MAPS.used(self)
+        OPEN_MAPS.note_use(self)
         return index
 
     def close(self) -> bool:
@@ -99,14 +99,14 @@ class CommittedShard:
         """The packet tables of a `video` shard, after the index has been verified; raises as `index` does."""
         tables = self._packet_tables
         if tables is not None:
-            OPEN_MAPS.used(self)
+            OPEN_MAPS.note_use(self)
             return tables
         with open_lock(self._lock, self.index_path):
             tables = self._packet_tables
             if tables is None:
                 self.require_committed_index()  # before it is mapped: a damaged copy of a remote one is replaced
                 tables = self._packet_tables = PacketTables(*open_index_content(self.index_path))
-        OPEN_MAPS.used(self)
+        OPEN_MAPS.note_use(self)
         return tables
 
     def require_committed_index(self) -> None:

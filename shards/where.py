@@ -329,7 +329,7 @@ FIELDS: dict[str, Field] = {
 def known_fields() -> dict[str, Field]:
     """Return all names of the language: `FIELDS`, and the fields of the columns of installed packages."""
     fields = dict(FIELDS)
-    for column in COLUMN_FIELDS.working():
+    for column in COLUMN_FIELDS.list_usable():
         for name, arrow_type in column.fields.items():
             kind: Kind = "text" if pa.types.is_string(arrow_type) else "condition"
             kind = "number" if is_number(arrow_type) else kind

@@ -34,7 +34,7 @@ def task_names() -> tuple[str, ...]:
 
 def tasks() -> tuple[TaskSpec, ...]:
     """All tasks that can be used."""
-    return tuple(TASKS.working())
+    return tuple(TASKS.list_usable())
 
 
 def find_task(name: str) -> TaskSpec:

@@ -352,9 +352,7 @@ class _PacketList:
         self.num_untimed = 0  # before the first packet with a timestamp
         self.is_cut = False
         self.is_bidirectional: list[bool] = []  # of MPEG-1 and MPEG-2 pictures
-        self.key_packets: list[
-            tuple[int, bytes]
-        ] = []  # with another sequence header than the previous one
+        self.key_packets: list[tuple[int, bytes]] = []  # with another sequence header than the previous one
         self._header = b""
 
     def add(self, packet: "Packet[Stream]") -> None:

@@ -62,11 +62,11 @@ class Loss(Choice):
     @classmethod
     def hyperparameters(cls) -> dict[str, Mapping[str, float | str | bool | None]]:
         """Those of each loss, with its published defaults."""
-        return {spec.name: spec.settings for spec in LOSSES.working()}
+        return {spec.name: spec.settings for spec in LOSSES.list_usable()}
 
     def rules(self) -> Iterator[UserError]:
         """Yields settings that the loss does not have."""
-        spec = LOSSES.usable(self.kind)
+        spec = LOSSES.find_usable(self.kind)
         if spec is None:
             return
         yield from self.not_taken()

@@ -72,7 +72,7 @@ def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say:
 def _of_dual_encoder(towers: DualEncoderTowers) -> DualEncoderTowers:
     kind = kind_of(towers)
     if TOWERS[kind].build is None:
-        known = [tower.name for tower in TOWERS.working() if tower.build is not None]
+        known = [tower.name for tower in TOWERS.list_usable() if tower.build is not None]
         raise UserError(
             f"--towers.kind is {kind}, a tower that train dual-encoder does not support",
             hint=f"leave it out, or use one of: {', '.join(known)}",
