@@ -352,7 +352,7 @@ class HeldLeases:
         self._fenced: set[tuple[str, str]] = set()
 
     @contextmanager
-    def held(self, lease: Lease) -> Iterator[None]:
+    def hold(self, lease: Lease) -> Iterator[None]:
         """Check a lease, which has been acquired, before each attempt to write; release it at the end.
 
         Raises:

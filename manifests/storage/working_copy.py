@@ -403,7 +403,7 @@ class WorkingCopy:
         before = (self._found or {}).get(name)
         lease = Lease(self.objects, name, what=self.address)
         lease.acquire()
-        with self.leases.held(lease):
+        with self.leases.hold(lease):
             if lease.replaced != before:  # another command has written since the listing
                 self.sync()
             if unless is not None:
@@ -431,7 +431,7 @@ class WorkingCopy:
     def folder_lock(self) -> Iterator[None]:
         lease = Lease(self.objects, _ROOT_LOCK, what=self.address)
         lease.wait()
-        with self.leases.held(lease):
+        with self.leases.hold(lease):
             self._refresh("", recursive=False)
             yield
 
