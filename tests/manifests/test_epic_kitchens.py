@@ -92,7 +92,7 @@ def test_class_numbers_of_epic_kitchens_are_whole_numbers_from_0(make_videos: Vi
 @pytest.mark.parametrize(
     ("name", "header", "message", "hint"),
     [
-        ("EPIC_100.csv", EPIC_HEADER, "does not say of which split", "such as EPIC_100_train.csv"),
+        ("EPIC_100.csv", EPIC_HEADER, "does not contain the split", "such as EPIC_100_train.csv"),
         ("EPIC_train.csv", EPIC_HEADER.replace("narration_id", "uid"), "EPIC-KITCHENS-55", "EPIC_100_train.csv"),
         ("EPIC_100_train.pkl", EPIC_HEADER, "is a pickle", "EPIC_100_train.csv"),
         ("EPIC_100_train.csv", EPIC_HEADER.replace(",", ";"), "no column video_id", "separated by semicolons"),
