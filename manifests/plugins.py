@@ -34,7 +34,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
         noun: Name of the kind in messages.
         group: Group of the entry points.
         kind: Class of the parts, whose `name` equals the name of the entry point.
-        own: Parts of clipmill, or their import paths `package.module:NAME`.
+        builtin: Parts of clipmill, or their import paths `package.module:NAME`.
         taken: Further names that no part can have, such as other commands.
         form: Pattern of names, by default words of lower-case letters and digits that are joined by `-`.
         fault: Function that returns the fault of a part of another package; empty if it has none.
@@ -46,23 +46,23 @@ class Parts(Mapping[str, Part], Generic[Part]):
         *,
         group: str,
         kind: type[Part],
-        own: Mapping[str, Part | str],
+        builtin: Mapping[str, Part | str],
         taken: Collection[str] = (),
         form: re.Pattern[str] = _WORDS,
         fault: Callable[[Part], str] = lambda _: "",
     ) -> None:
         self.noun, self._group, self._kind = noun, group, kind
-        self._own, self._loaded = dict(own), dict[str, Part]()
-        self._taken, self._form, self._fault = {*own, *taken}, form, fault
+        self._builtin, self._loaded = dict(builtin), dict[str, Part]()
+        self._taken, self._form, self._fault = {*builtin, *taken}, form, fault
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._own, *self._added_entries()]))
+        return iter(dict.fromkeys([*self._builtin, *self._added_entries()]))
 
     def __len__(self) -> int:
-        return len({*self._own, *self._added_entries()})
+        return len({*self._builtin, *self._added_entries()})
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or name in self._added_entries()
+        return name in self._builtin or name in self._added_entries()
 
     def __getitem__(self, name: str) -> Part:
         """Import a part.
@@ -71,8 +71,8 @@ class Parts(Mapping[str, Part], Generic[Part]):
             KeyError: there is no part with that name.
             UnusablePart: the package that declares it cannot be imported, or declares something else.
         """
-        if name in self._own:
-            place = self._own[name]
+        if name in self._builtin:
+            place = self._builtin[name]
             part: Part = import_object(place) if isinstance(place, str) else place
             return part
         entry = self._added_entries()[name]

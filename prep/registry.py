@@ -18,7 +18,7 @@ COLUMNS = Parts(
     "column",
     group="columns",
     kind=ColumnSpec,
-    own={name: f"clipmill.prep.{name}.column:COLUMN" for name in SUMMARIES},
+    builtin={name: f"clipmill.prep.{name}.column:COLUMN" for name in SUMMARIES},
     # Other commands of `prep`, and folders of a data folder.
     taken=(
         "advise",

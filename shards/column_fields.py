@@ -45,7 +45,9 @@ def _fault(fields: ColumnFields) -> str:
     return "" if is_declared("columns", fields.name) else problem
 
 
-COLUMN_FIELDS = Parts("fields of the column", group="fields", kind=ColumnFields, own={}, form=COLUMN_NAME, fault=_fault)
+COLUMN_FIELDS = Parts(
+    "fields of the column", group="fields", kind=ColumnFields, builtin={}, form=COLUMN_NAME, fault=_fault
+)
 
 
 def field_differences(column: str, schema: pa.Schema) -> list[str]:

@@ -65,15 +65,15 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
             remove(path)
 
 
-def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collection[int]) -> dict[int, Commit]:
-    """Finish a run: remove commits that are no longer wanted; write shard lists, table of commits and contents.json.
+def finish_run(variant_dir: Path, *, dropped: Collection[int], planned: Collection[int]) -> dict[int, Commit]:
+    """Finish a run: remove commits that are no longer planned; write shard lists, table of commits and contents.json.
 
     Being killed between any two steps leaves nothing that looks like damage: a shard is removed from contents.json
     before its commit is, and a shard list is valid if it is the recorded one or the one derived from the commits.
 
     Args:
         dropped: Shards whose commits to remove; damaged records of shards that are not in the plan are removed as well.
-        wanted: Shards of the plan. A shard of the plan that is listed without an intact commit stays listed, so that it
+        planned: Shards of the plan. A shard of the plan that is listed without an intact commit stays listed, so that it
             is reported until it has been made.
 
     Returns:
@@ -82,9 +82,9 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collectio
     before = _recorded_contents(variant_dir)
     records = read_commits(variant_dir)
     unsound = {damaged.shard_id for damaged in records.damaged}
-    dropped = {*dropped, *unsound.difference(wanted)}
+    dropped = {*dropped, *unsound.difference(planned)}
     commits = {shard_id: commit for shard_id, commit in records.commits.items() if shard_id not in dropped}
-    shard_ids = frozenset(commits.keys() | unsound.intersection(wanted))
+    shard_ids = frozenset(commits.keys() | unsound.intersection(planned))
     if before is not None and before.shard_ids - shard_ids:
         write_contents(variant_dir, Contents(before.shard_ids & shard_ids, before.files))
     folders = dict(records.folders)

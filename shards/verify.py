@@ -342,7 +342,7 @@ def _states(folder: Path) -> States:
 
 
 _INDEX_ENDING = ".index.arrow"
-Wanted = tuple[str, Collection[str]]  # a text column of the index, and its values in the rows to read
+RowFilter = tuple[str, Collection[str]]  # a text column of the index, and its values in the rows to read
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ class SalvagedSample:
     fields: dict[str, Any] | None  # column-specific index fields; None if the index is lost
 
 
-def readable_rows(variant_dir: Path, commit: Commit, *, wanted: Wanted | None = None) -> Iterator[SalvagedSample]:
+def readable_rows(variant_dir: Path, commit: Commit, *, rows: RowFilter | None = None) -> Iterator[SalvagedSample]:
     """Yield the intact samples of a shard in order, one in memory at a time.
 
     If the committed index is available, a sample is intact when the CRC-32 of each of its members matches. Without it,
@@ -362,7 +362,7 @@ def readable_rows(variant_dir: Path, commit: Commit, *, wanted: Wanted | None = 
     reduce the number of samples and raise no exception.
 
     Args:
-        wanted: Rows to read; all rows if the index is lost.
+        rows: Rows to read; all rows if the index is lost.
     """
     if commit.files is None:
         return
@@ -373,7 +373,7 @@ def readable_rows(variant_dir: Path, commit: Commit, *, wanted: Wanted | None = 
             table = open_index(index)
     with suppress(FileNotFoundError), local_copy(tar):
         if table is not None:
-            yield from _read_indexed_samples(tar, table=table, wanted=wanted)
+            yield from _read_indexed_samples(tar, table=table, rows=rows)
         elif _has_sha256(tar, sha256=commit.files.tar_sha256):
             yield from _read_all_samples(tar)
 
@@ -398,13 +398,13 @@ def index_of(tar: Path) -> Path:
     return tar.with_suffix(_INDEX_ENDING)
 
 
-def uncommitted_samples(tar: Path, *, wanted: Wanted) -> Iterator[SalvagedSample]:
+def uncommitted_samples(tar: Path, *, rows: RowFilter) -> Iterator[SalvagedSample]:
     """Yield the samples of a tar of `uncommitted_tars` whose members have the CRC-32 in the index beside the tar.
 
     No checksum covers the index: only `members` are proven to be unchanged, not the key.
     """
     with suppress(DamagedIndex, OSError):
-        yield from _read_indexed_samples(tar, table=open_index(index_of(tar)), wanted=wanted)
+        yield from _read_indexed_samples(tar, table=open_index(index_of(tar)), rows=rows)
 
 
 def _has_sha256(path: Path, *, sha256: str) -> bool:
@@ -414,10 +414,10 @@ def _has_sha256(path: Path, *, sha256: str) -> bool:
         return False
 
 
-def _read_indexed_samples(tar: Path, *, table: pa.Table, wanted: Wanted | None) -> Iterator[SalvagedSample]:
+def _read_indexed_samples(tar: Path, *, table: pa.Table, rows: RowFilter | None) -> Iterator[SalvagedSample]:
     """Yield the samples of an index whose members have the recorded CRC-32."""
-    if wanted is not None:
-        column, values = wanted
+    if rows is not None:
+        column, values = rows
         table = table.filter(pc.is_in(table[column], value_set=pa.array(sorted(values), pa.string())))
     extensions = extensions_of(table)
     kinds = (member_columns(table, kind).tolist() for kind in ("offset", "size", "crc32"))

@@ -16,7 +16,7 @@ TASKS = Parts(
     "task",
     group="tasks",
     kind=TaskSpec,
-    own={
+    builtin={
         "dual-encoder": "clipmill.train.tasks.dual_encoder.spec:TASK",
         "classify": "clipmill.train.tasks.classify.spec:TASK",
         "mae": "clipmill.train.tasks.mae.spec:TASK",

@@ -230,9 +230,9 @@ def _finish(
     """
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
     wanted = {shard.shard_id for shard in job.shards} - orphaned
-    commits = finish_run(job.variant_dir, dropped=orphaned, wanted=wanted)
+    commits = finish_run(job.variant_dir, dropped=orphaned, planned=wanted)
     if job.lag_limit_s and _have_appeared(own, commits, results, gave_up=summary.gave_up):
-        commits = finish_run(job.variant_dir, dropped=orphaned, wanted=wanted)
+        commits = finish_run(job.variant_dir, dropped=orphaned, planned=wanted)
     missing = _missing_shards(job, commits, results, gave_up=summary.gave_up, part_run=part_run)
     _account(own, commits, summary, results, missing)
     summary.failures = [*job.failed_before, *summary.failures]

@@ -292,8 +292,8 @@ class StoredTar:
 
         wanted = (SPAN_COLUMN, fingerprints)
         if self.commit is not None:
-            return readable_rows(variant_dir, self.commit, wanted=wanted)
-        return uncommitted_samples(variant_dir / self.tar, wanted=wanted)
+            return readable_rows(variant_dir, self.commit, rows=wanted)
+        return uncommitted_samples(variant_dir / self.tar, rows=wanted)
 
 
 class OldChunks:

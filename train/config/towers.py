@@ -38,4 +38,4 @@ _ROWS = (
     # Towers of open_clip, timm and transformers, which --towers.image names.
     TowerSpec(name="library", build="clipmill.train.models.library_towers:image_tower"),
 )
-TOWERS = Parts("tower", group="towers", kind=TowerSpec, own={row.name: row for row in _ROWS})
+TOWERS = Parts("tower", group="towers", kind=TowerSpec, builtin={row.name: row for row in _ROWS})

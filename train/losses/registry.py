@@ -62,7 +62,7 @@ def _fault(spec: LossSpec) -> str:
     return f"has settings that --loss does not have: {', '.join(unknown)}" if unknown else ""
 
 
-LOSSES = Parts("loss", group="losses", kind=LossSpec, own={spec.name: spec for spec in _ROWS}, fault=_fault)
+LOSSES = Parts("loss", group="losses", kind=LossSpec, builtin={spec.name: spec for spec in _ROWS}, fault=_fault)
 # The settings that some loss takes and others may not.
 SETTINGS = tuple(dict.fromkeys(name for spec in _ROWS for name in spec.settings))
 
