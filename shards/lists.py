@@ -73,8 +73,8 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], planned: Collecti
 
     Args:
         dropped: Shards whose commits to remove; damaged records of shards that are not in the plan are removed as well.
-        planned: Shards of the plan. A shard of the plan that is listed without an intact commit stays listed, so that it
-            is reported until it has been made.
+        planned: Shards of the plan. A planned shard that is listed without an intact commit stays listed, so that it is
+            reported until it has been made.
 
     Returns:
         The remaining commits, by shard ID.
