@@ -63,7 +63,7 @@ class UserError(ClipmillError):
     def rename_flags(self, rename: Callable[[str], str]) -> None:
         """Replace the names of the flags in message and hint, in place."""
         names = {flag: rename(flag) for flag in self.flags}
-        # The longest name first: --loss is the begin of --loss.temperature, which is another flag.
+        # The longest name first: --loss is also a prefix of --loss.temperature.
         longest_first = "|".join(re.escape(flag) for flag in sorted(names, key=len, reverse=True))
         flags = re.compile(rf"(?:{longest_first})(?![\w-]|\.\w)" if names else r"(?!)")
         self.flags = tuple(names.values())

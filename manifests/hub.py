@@ -25,7 +25,7 @@ def hub_if_reachable() -> Iterator[None]:
         ConnectionError: the name cannot be resolved, and the cache does not have the files.
     """
     host = urlsplit(os.environ.get("HF_ENDPOINT") or _ENDPOINT).hostname or ""
-    # A proxy resolves the names itself.
+    # If there is a proxy, it resolves the names.
     has_proxy = any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
     if _OFFLINE in os.environ or has_proxy or _is_known(host):
         yield

@@ -6,7 +6,7 @@
 
 A class of settings has `Checked` as its base. Rules about several fields are in its generator `rules`. Constructing
 invalid settings raises a UserError with all mistakes. A command line that builds groups before the settings that
-contain them defers the checks, and makes them once for the whole tree.
+contain them defers the checks, and makes them once for the complete tree.
 """
 
 import math

@@ -227,7 +227,7 @@ class _Part:
             table, member = _read_rows(shard, self._column, schema)
             members.add(member)
             if len(members) > 1:
-                raise DamagedIndex(shard.index_path, f"its samples have {member}, those of other shards do not")
+                raise DamagedIndex(shard.index_path, f"its samples have {member}, the samples of other shards do not")
             tables.append(table)
             if finds_open_gops and self._column == VIDEO and not shard.packet_tables.has_closed_gops(0):
                 open_gops.add(shard.shard_id)

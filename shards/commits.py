@@ -1,6 +1,6 @@
 """Commit records: a shard exists only once it has one.
 
-Each is a small JSON file with its own checksum, and records neither times nor hosts. The records are read from one
+Each is a small JSON file with a checksum of its content, and records neither times nor hosts. The records are read from one
 table as far as it holds them (clipmill.shards.commit_table).
 """
 
@@ -64,7 +64,7 @@ class Failure:
     """A part of the shard that could not be produced."""
 
     video_id: str
-    key: str | None  # first chunk of the failed part; None when the whole video failed
+    key: str | None  # first chunk of the failed part; None when the video failed completely
     code: str
     message: str
 

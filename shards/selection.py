@@ -70,7 +70,7 @@ def selected_chunks(
         table, failed = stored_rows(data_dir, column, names)
         rows = find_chunks(table, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
         missing = np.flatnonzero(rows < 0)
-        if failed:  # a chunk that failed has unknown values, which is no reason to stop
+        if failed:  # the values of a failed chunk are unknown, which is not an error
             keys = [chunk_key(video_ids[int(video_row[row])].as_py(), int(start_ms[row])) for row in missing]
             missing = missing[[key not in failed for key in keys]]
         if len(missing):

@@ -94,7 +94,7 @@ class TableCommits(Mapping[int, Commit]):
 
 
 def open_commits(variant_dir: Path) -> tuple[TableCommits, tuple[DamagedCommit, ...]]:
-    """Open the commits of a variant by its table, or else by the records, of which some may be damaged.
+    """Open the commits of a variant by its table, or else by its records, and return the damaged records too.
 
     Raises:
         UserError: contents.json or a record uses another version of the format.

@@ -134,7 +134,7 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
         with suppress(OSError):
             status = skip.stat()
             seen.add((status.st_dev, status.st_ino))
-    # Links come last, so that a folder reachable directly and by a link is listed under its own name, whatever the
+    # Links come last, so that a folder reachable directly and by a link is listed under its direct name, whatever the
     # directory order on disk.
     pending = [(False, root)]
     while pending:

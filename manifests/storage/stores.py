@@ -220,7 +220,7 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
     if _OTHER_REGION.search(str(error)):
         region = _REGION.search(str(error))
         raise UserError(
-            f"the requests for {address} are sent to another region than the region of the bucket",
+            f"the bucket of {address} is in another region than the requests",
             hint=f"set AWS_REGION={region[1] if region else 'REGION to the region of the bucket'}",
         ) from None
     if code in _CLOCK_CODES:

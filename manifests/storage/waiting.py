@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _PATIENCE_S = 8.0
-_BYTES_PER_S = 1e6  # a connection that is as slow as this is no reason for a line
+_BYTES_PER_S = 1e6  # a line is shown only for slower connections
 _PERIOD_S = 1.0
-_LIMIT = "2 minutes"  # of `stores.py`: 90 s of attempts, the last of which may take 30 s
+_LIMIT = "2 minutes"  # in `stores.py`: attempts for 90 s, and 30 s for the last attempt
 
 _tell: Callable[[str], object] | None = None
 _pending: dict[int, tuple[float, str]] = {}  # number -> time at which a line about a request is due, and its folder

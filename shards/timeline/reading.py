@@ -147,7 +147,7 @@ def sequence_header(packet: "Packet[Stream]", *, codec: str) -> bytes:
 
 
 def decoded_shape(stream: "VideoStream", content: bytes) -> tuple[int, int, Fraction] | None:
-    """Return width, height and pixel aspect of a key packet; None if it cannot be decoded on its own."""
+    """Return width, height and pixel aspect of a key packet; None if it cannot be decoded alone."""
     import av
 
     decoder: Any = av.VideoCodecContext.create(stream.codec_context.codec.name, "r")
