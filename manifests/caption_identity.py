@@ -1,4 +1,4 @@
-"""Stable caption IDs: matching new captions with old ones.
+"""Stable caption IDs: matching new captions with old captions. Unlikely and duplicate captions of a table.
 
 A caption is identified by (video_id, begin_s, end_s, text, source); the n-th of several equal captions is matched
 with the n-th. Rows are compared by a 128-bit hash, so that millions of captions are matched by sorting integers
@@ -21,18 +21,18 @@ def caption_hashes(captions: pa.Table) -> np.ndarray:
     """Hash captions to uint64[N, 2].
 
     Args:
-        captions: columns video_id, source (dictionary-encoded), begin_s, end_s, text.
+        captions: Columns video_id, source (dictionary-encoded), begin_s, end_s, text.
     """
     captions = captions.select(["video_id", "source", "begin_s", "end_s", "text"]).unify_dictionaries()
     hashes = np.empty((captions.num_rows, _LANES), np.uint64)
-    of_value: dict[str, np.ndarray] = {}
+    value_hashes: dict[str, np.ndarray] = {}
     begin = 0
     for batch in captions.to_batches(max_chunksize=_ROWS_AT_ONCE):
         part = _hash_strings(batch["text"])
         for name in ("video_id", "source"):
-            if name not in of_value:
-                of_value[name] = _hash_strings(batch[name].dictionary)
-            _mix(part, of_value[name][batch[name].indices.to_numpy()])
+            if name not in value_hashes:
+                value_hashes[name] = _hash_strings(batch[name].dictionary)
+            _mix(part, value_hashes[name][batch[name].indices.to_numpy()])
         for name in ("begin_s", "end_s"):
             # Adding 0.0 turns -0.0 into 0.0.
             _mix(part, (batch[name].to_numpy() + 0.0).view(np.uint64)[:, None])
@@ -44,7 +44,7 @@ def caption_hashes(captions: pa.Table) -> np.ndarray:
 def assign_ids(
     hashes: np.ndarray, *, old_hashes: np.ndarray, old_ids: np.ndarray, next_id: int
 ) -> tuple[np.ndarray, int]:
-    """Assign IDs to the captions with `hashes`: that of the matching old caption, or the next free one in row order.
+    """Assign IDs to the captions with `hashes`: the ID of the matching old caption, or the next free ID in row order.
 
     Returns:
         IDs int64[N], and the next free ID after them.
@@ -139,17 +139,17 @@ _SPACE = r"[\s\p{Z}]+"
 
 
 def is_unlikely(captions: pa.Table, *, min_likelihood: float) -> np.ndarray:
-    """Return True for captions with a likelihood below `min_likelihood`, bool[N]; those without one are not."""
+    """Return True for captions with a likelihood below `min_likelihood`, bool[N]; False without a likelihood."""
     # As float32, like the column: otherwise a caption with exactly this likelihood could be below it.
     unlikely = pc.less(captions["likelihood"], pa.scalar(min_likelihood, pa.float32()))
     return np.asarray(unlikely.fill_null(False).to_numpy())
 
 
 def is_duplicate(captions: pa.Table) -> np.ndarray:
-    """Return True for captions that repeat another one of the same clip and source, bool[N].
+    """Return True for captions that repeat another caption of the same clip and source, bool[N].
 
     Texts are compared without regard to case and white space. The most likely of equal captions is not a duplicate;
-    among equally likely ones the first.
+    among equally likely captions, the first is not.
     """
     if not captions.num_rows:
         return np.zeros(0, bool)

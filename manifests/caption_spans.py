@@ -1,12 +1,12 @@
 """The captions of a manifest in the order in which training opens them, in files that are mapped into memory.
 
     caption_spans.arrow   one row per span (video, begin_s, end_s), ordered by these, with its captions: a list of
-                          (source, row, caption_id), ordered by source and row. Whole videos in each batch.
+                          (source, row, caption_id), ordered by source and row. Complete videos in each batch.
     caption_texts.arrow   the texts in the order of captions.parquet, uncompressed
 
 `video` and `row` are rows of videos.parquet and captions.parquet; `source` is a number in the order of `source_order`.
-Every write of the manifest derives both from its tables, and publishes them together (clipmill.manifests.store).
-Labels and likelihoods are in captions.parquet alone.
+Every write of the manifest derives both from its tables, and publishes them together (clipmill.manifests.write).
+Labels and likelihoods are only in captions.parquet. Every rank maps the files; the rank that computes verifies them.
 """
 
 import json
@@ -47,7 +47,7 @@ _NewArray = Callable[[int, Any], NDArray[Any]]
 
 @dataclass(frozen=True)
 class SpanBlock:
-    """Consecutive spans, those of whole videos; zero-copy views of the file.
+    """Consecutive spans of complete videos; zero-copy views of the file.
 
     Attributes:
         video: int32 [S], row of the video, ascending.
@@ -65,36 +65,36 @@ class SpanBlock:
     caption_id: NDArray[np.int64]
 
     def of_videos(self, video_row: NDArray[np.int32]) -> "SpanBlock | None":
-        """The spans of some videos, None if it has none.
+        """Return the spans of some videos; None if the block has none of them.
 
         Args:
-            video_row: for each video the row that it gets here; -1 for those that are left out.
+            video_row: New row of each video; -1 for videos to omit.
         """
         video = video_row[self.video]
-        is_own = video >= 0
-        if is_own.all():
+        is_kept = video >= 0
+        if is_kept.all():
             return replace(self, video=video)
-        if not is_own.any():
+        if not is_kept.any():
             return None
-        of_caption = np.repeat(is_own, self.counts)
-        of_span = {name: getattr(self, name)[is_own] for name in ("begin_s", "end_s", "counts")}
-        captions = {name: getattr(self, name)[of_caption] for name in ("source", "row", "caption_id")}
-        return SpanBlock(video[is_own], **of_span, **captions)
+        is_kept_caption = np.repeat(is_kept, self.counts)
+        spans = {name: getattr(self, name)[is_kept] for name in ("begin_s", "end_s", "counts")}
+        captions = {name: getattr(self, name)[is_kept_caption] for name in ("source", "row", "caption_id")}
+        return SpanBlock(video[is_kept], **spans, **captions)
 
     def each_caption(self) -> "SpanBlock":
-        """The captions, each with a span of its own."""
-        of_span = {name: np.repeat(getattr(self, name), self.counts) for name in ("video", "begin_s", "end_s")}
-        return replace(self, **of_span, counts=np.ones(len(self.source), np.int32))
+        """Return the captions with a separate span for each."""
+        spans = {name: np.repeat(getattr(self, name), self.counts) for name in ("video", "begin_s", "end_s")}
+        return replace(self, **spans, counts=np.ones(len(self.source), np.int32))
 
 
 class CaptionSpans:
-    """The captions of a table, or those stored with a manifest (clipmill.manifests.caption_spans).
+    """The captions of a table, or of the files stored with a manifest.
 
     Args:
-        spans, texts: content of the two files.
+        spans, texts: Content of the two files.
 
     Attributes:
-        mark: what arrays that are read of these captions depend on.
+        mark: Identity of the files, which arrays of these captions depend on.
     """
 
     mark: tuple[object, ...] = ()
@@ -103,19 +103,18 @@ class CaptionSpans:
         self._spans, self._texts = spans, texts
 
     def verify(self) -> None:
-        """Read both files; raises DamagedManifest if one differs from its checksum."""
+        """Read both files; raise DamagedManifest if one differs from its checksum."""
 
     @classmethod
     def of_table(cls, captions: pa.Table, video_ids: pa.Array) -> "CaptionSpans":
-        """The captions of a table with the columns of captions.parquet, in place of the stored ones; `video_ids` as in
-        videos.parquet."""
+        """Return the captions of a table with the columns of captions.parquet; `video_ids` as in videos.parquet."""
         spans, texts = pa.BufferOutputStream(), pa.BufferOutputStream()
         write_caption_spans(captions, video_ids, spans=spans, texts=texts)
         return cls(spans.getvalue(), texts.getvalue())
 
     @cached_property
     def texts(self) -> pa.ChunkedArray:
-        """The text of each row."""
+        """Text of each row."""
         return pa.ipc.open_file(self._texts).read_all()["text"]
 
     @property
@@ -134,10 +133,10 @@ class CaptionSpans:
         return facts
 
     def blocks(self, video_row: NDArray[np.int32] | None = None) -> Iterator[SpanBlock]:
-        """The spans in order.
+        """Yield the spans in order.
 
         Args:
-            video_row: for each video the row that it gets, ascending; -1 to leave it out. None keeps all as they are.
+            video_row: New row of each video, ascending; -1 to omit it. None keeps all videos as they are.
         """
         reader = pa.ipc.open_file(self._spans)
         for number in range(reader.num_record_batches):
@@ -146,18 +145,18 @@ class CaptionSpans:
             fields = {name: captions.values.field(name).to_numpy() for name in ("source", "row", "caption_id")}
             columns = {name: batch[name].to_numpy() for name in ("video", "begin_s", "end_s")}
             block = SpanBlock(**columns, counts=np.diff(captions.offsets.to_numpy()), **fields)
-            own = block if video_row is None else block.of_videos(video_row)
-            if own is not None:
-                yield own
+            selected = block if video_row is None else block.of_videos(video_row)
+            if selected is not None:
+                yield selected
 
 
 def is_of_model(source: str) -> bool:
-    """Return True for captions of a model, which training uses only if they are asked for: `captioner@1f2e3d4c`."""
+    """Return True for captions of a model, such as `captioner@1f2e3d4c`; training uses them only on request."""
     return "@" in source
 
 
 def source_order(name: str) -> tuple[bool, str]:
-    """The sort key of sources: by name, those of models last."""
+    """Return the sort key of a source: by name, models last."""
     return is_of_model(name), name
 
 
@@ -173,18 +172,23 @@ def write_caption_spans(
     """Write both files of a table of captions.
 
     Args:
-        captions: in a file, video_id and source are read as dictionaries.
-        video_ids: of videos.parquet.
-        spans, texts: path or Arrow stream of each file.
-        metadata: of their schemas.
-        scratch_folder: folder for files without a name, since the columns take 30 bytes per caption; None for memory.
+        captions: Table, or a file that reads video_id and source as dictionaries.
+        video_ids: IDs of videos.parquet.
+        spans, texts: Path or Arrow stream of each file.
+        metadata: Metadata of their schemas.
+        scratch_folder: Folder for files without a name, since the columns take 30 bytes per caption; None for memory.
 
     Raises:
-        ValueError: a caption is of another video.
+        ValueError: a caption refers to a video that is not in `video_ids`.
     """
 
     def new_array(count: int, kind: Any) -> NDArray[Any]:
-        return np.empty(count, kind) if scratch_folder is None else _in_file(scratch_folder, count, kind)
+        if scratch_folder is None:
+            return np.empty(count, kind)
+        with TemporaryFile(dir=scratch_folder) as file:
+            # Reserved, because writing to a mapped file on a full disk would kill the process.
+            os.posix_fallocate(file.fileno(), 0, max(count, 1) * np.dtype(kind).itemsize)
+            return np.frombuffer(mmap.mmap(file.fileno(), 0), kind, count=count)
 
     texts_sha256 = _write_texts(texts, captions, metadata=metadata or {})
     columns, names = _read_columns(captions, video_ids, new_array=new_array)
@@ -210,23 +214,23 @@ def _write_spans(sink: Any, columns: dict[str, NDArray[Any]], *, num_videos: int
     schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds], metadata=metadata)
     with pa.ipc.new_file(sink, schema) as writer:
         for rows in _rows_of_batches(columns["video"], num_videos=num_videos):
-            own = {name: array[rows] for name, array in columns.items()}
-            order = np.lexsort((own["source"], own["end_s"], own["begin_s"], own["video"]))
-            own = {name: array[order] for name, array in own.items()}
-            keys = (own[name] for name in ("video", "begin_s", "end_s"))
+            batch = {name: array[rows] for name, array in columns.items()}
+            order = np.lexsort((batch["source"], batch["end_s"], batch["begin_s"], batch["video"]))
+            batch = {name: array[order] for name, array in batch.items()}
+            keys = (batch[name] for name in ("video", "begin_s", "end_s"))
             is_new = np.any([np.r_[True, key[1:] != key[:-1]] for key in keys], axis=0)
             begins = np.flatnonzero(is_new)
-            items = [own["source"], rows[order], own["caption_id"]]
-            captions = pa.StructArray.from_arrays([pa.array(one) for one in items], fields=list(item))
+            items = [batch["source"], rows[order], batch["caption_id"]]
+            captions = pa.StructArray.from_arrays([pa.array(values) for values in items], fields=list(item))
             first = pa.array(np.append(begins, len(rows)).astype(np.int32))
-            arrays = [pa.array(own[name][begins]) for name in ("video", "begin_s", "end_s")]
+            arrays = [pa.array(batch[name][begins]) for name in ("video", "begin_s", "end_s")]
             writer.write_batch(pa.record_batch([*arrays, pa.ListArray.from_arrays(first, captions)], schema=schema))
 
 
 def _read_columns(
     captions: pa.Table | pq.ParquetFile, video_ids: pa.Array, *, new_array: _NewArray
 ) -> tuple[dict[str, NDArray[Any]], list[str]]:
-    """The columns that the spans are made of, by row, and the names of the sources."""
+    """Read the columns that the spans are made of, by row, and the names of the sources."""
     num_rows = captions.num_rows if isinstance(captions, pa.Table) else captions.metadata.num_rows
     kinds = {"video": np.int32, "begin_s": np.float64, "end_s": np.float64, "caption_id": np.int64, "source": np.int16}
     columns = {name: new_array(num_rows, kind) for name, kind in kinds.items()}
@@ -242,8 +246,8 @@ def _read_columns(
         if video_row.null_count:
             raise ValueError("captions refer to a video that is not in the table of videos")
         columns["video"][part] = video_row.to_numpy(zero_copy_only=False)[video.indices.to_numpy()]
-        own = [codes.setdefault(name, len(codes)) for name in source.dictionary.to_pylist()]
-        columns["source"][part] = np.array(own, np.int16)[source.indices.to_numpy()]
+        block_codes = [codes.setdefault(name, len(codes)) for name in source.dictionary.to_pylist()]
+        columns["source"][part] = np.array(block_codes, np.int16)[source.indices.to_numpy()]
     names = sorted(codes, key=source_order)
     number = np.empty(len(names), np.int16)
     number[[codes[name] for name in names]] = np.arange(len(names))
@@ -258,21 +262,14 @@ def _dictionary_column(column: pa.ChunkedArray) -> pa.DictionaryArray:
     return column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
 
 
-def _in_file(folder: Path, count: int, kind: Any) -> NDArray[Any]:
-    with TemporaryFile(dir=folder) as file:
-        # Reserved, because writing to a mapped file on a full disk would kill the process.
-        os.posix_fallocate(file.fileno(), 0, max(count, 1) * np.dtype(kind).itemsize)
-        return np.frombuffer(mmap.mmap(file.fileno(), 0), kind, count=count)
-
-
 def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArray[np.int32]]:
-    """The captions of consecutive videos, about `_BATCH` at a time, each ascending."""
-    of_video = np.zeros(num_videos, np.int64)
+    """Yield the captions of consecutive videos, about `_BATCH` at a time, each ascending."""
+    counts = np.zeros(num_videos, np.int64)
     parts = [slice(begin, begin + _READ) for begin in range(0, len(video), _READ)]
     for part in parts:
-        of_video += np.bincount(video[part], minlength=num_videos)
-    batch_of_video = ((np.cumsum(of_video) - of_video) // _BATCH).astype(np.uint16)  # which NumPy sorts by radix
-    ends = np.cumsum(np.bincount(batch_of_video, weights=of_video)).astype(np.int64)
+        counts += np.bincount(video[part], minlength=num_videos)
+    batch_of_video = ((np.cumsum(counts) - counts) // _BATCH).astype(np.uint16)  # NumPy sorts 16 bits by radix
+    ends = np.cumsum(np.bincount(batch_of_video, weights=counts)).astype(np.int64)
     begins = np.r_[0, ends][:-1]
     order, filled = np.empty(len(video), np.int32), begins.copy()
     for part in parts:
@@ -288,32 +285,36 @@ def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[N
 
 
 class StoredCaptions(CaptionSpans):
-    """The captions of a manifest as it was when they were opened; their files are verified by `verify` alone.
+    """The captions of a manifest as it was when they were opened; only `verify` verifies their files.
 
     Args:
-        paths: of MAPPED_FILES.
-        recorded: the entry of each in manifest.json.
+        paths: Paths of MAPPED_FILES.
+        recorded: Entry of each file in manifest.json.
     """
 
     def __init__(self, paths: Sequence[Path], recorded: Sequence[Mapping[str, Any]]) -> None:
         self._paths, self._recorded = paths, recorded
         stats = [path.stat() for path in paths]
-        self.mark = tuple((one.st_size, one.st_mtime_ns, one.st_ino) for one in stats)
-        self._buffers = [_map_file(path) for path in paths]
+        self.mark = tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats)
+        report_lost_pages()
+        self._buffers = []
+        for path in paths:
+            with path.open("rb") as file:
+                self._buffers.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
         super().__init__(*map(pa.py_buffer, self._buffers))
 
     def verify(self) -> None:
         for path, recorded, buffer in zip(self._paths, self._recorded, self._buffers, strict=True):
             if zlib.crc32(buffer) != recorded["crc32"]:
                 raise DamagedManifest(path, "its checksum does not match manifest.json")
-            buffer.madvise(mmap.MADV_DONTNEED)  # pages of the cache, which would count as memory of this process
+            buffer.madvise(mmap.MADV_DONTNEED)  # otherwise these pages would count as memory of this process
 
 
 def open_stored_captions(data_dir: Path) -> StoredCaptions:
-    """Map the captions of the current manifest; they stay the same if another one is written meanwhile.
+    """Map the captions of the current manifest; they stay the same if another manifest is written meanwhile.
 
     Raises:
-        UserError: there is no manifest, or a file is missing or of another length.
+        UserError: there is no manifest, or a file is missing or has another length.
     """
 
     def read(manifest: dict[str, Any]) -> StoredCaptions:
@@ -325,20 +326,14 @@ def open_stored_captions(data_dir: Path) -> StoredCaptions:
 
 
 def rows_of_split(data_dir: Path, split: str, *, video_ids: pa.Array) -> NDArray[np.int32]:
-    """For each video of the manifest its row in `video_ids`, those of a split; -1 for other videos.
+    """Return the row of each video of the manifest in `video_ids`, the videos of a split; -1 for other videos.
 
     Raises:
         UserError: these are not the videos of the split: another manifest was written meanwhile.
     """
     videos = read_videos(data_dir, columns=["video_id", "split"])
-    is_own = pc.equal(videos["split"], split)
-    if not videos["video_id"].filter(is_own).equals(pa.chunked_array([video_ids])):
+    is_member = pc.equal(videos["split"], split)
+    if not videos["video_id"].filter(is_member).equals(pa.chunked_array([video_ids])):
         raise UserError(f"the manifest of {data_dir} was replaced while it was read", hint="run the command again")
-    is_own = is_own.to_numpy()
-    return np.where(is_own, np.cumsum(is_own) - 1, -1).astype(np.int32)
-
-
-def _map_file(path: Path) -> mmap.mmap:
-    report_lost_pages()
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    is_member = is_member.to_numpy()
+    return np.where(is_member, np.cumsum(is_member) - 1, -1).astype(np.int32)

@@ -1,4 +1,13 @@
-"""Writing the caption table: a streaming merge by ID of one dataset's captions with those of the others."""
+"""Tables of captions: the streaming writer of the manifest's table, digests of captions, and tables that models write.
+
+The writer merges the captions of one dataset with the captions of the others by ID. A digest for each video lets a plan
+detect changed captions.
+
+`train caption-chunks` and `prep captions` write pseudo-captions: a Parquet file that `prep manifest captions` takes as
+a source of captions. Its schema metadata has a JSON object under METADATA_KEY: `kind`, `weights`, `weights_sha256`
+(null if unknown), `video_variant`, `settings`, and further facts that the writer knows. The source of a caption is
+`<name>@<8 hexadecimal digits>`; captions with other digits replace it.
+"""
 
 import hashlib
 import json
@@ -20,20 +29,20 @@ LABEL_PREFIX = "label_"
 _PLAIN_COLUMNS = frozenset({"caption_id", "begin_s", "end_s", "text", LIKELIHOOD.name})  # not dictionary-encoded
 # Row groups have a fixed size, so that equal tables give equal bytes.
 ROWS_PER_GROUP = 131_072
-# Selects captions by the columns caption_id, video_id and source (dictionary-encoded) of a table: bool, one per row.
+# Function that selects captions by the columns caption_id, video_id and source (dictionary-encoded): bool, one per row.
 Selection = Callable[[pa.Table], np.ndarray]
 
 
 @dataclass(frozen=True)
 class CaptionChange:
-    """What a write does to the captions of a manifest.
+    """The change that a write makes to the captions of a manifest.
 
     Attributes:
-        added: captions in the form of `write_manifest`.
-        ids: int64[N], the IDs of `added`.
-        next_id: the first ID that was never used.
-        keep: selects the previous captions that stay; None if none do.
-        keep_labels: keep the label columns of the previous captions.
+        added: Captions in the form of `write_manifest`.
+        ids: IDs of `added`, int64[N].
+        next_id: First ID that was never used.
+        keep: Selection of the previous captions that stay; None if none do.
+        keep_labels: Keep the label columns of the previous captions.
     """
 
     added: pa.Table
@@ -46,10 +55,10 @@ class CaptionChange:
 def write_caption_table(
     path: Path, change: CaptionChange, *, old_path: Path | None, metadata: dict[bytes, bytes]
 ) -> None:
-    """Publish `path`: the captions in `old_path` that stay, and those that are added, ordered by ID.
+    """Publish `path`: the captions in `old_path` that stay, and the captions that are added, ordered by ID.
 
     Args:
-        old_path: the previous table; None if there is none.
+        old_path: Previous table; None if there is none.
 
     Raises:
         UserError: a label column already exists with another type.
@@ -59,7 +68,9 @@ def write_caption_table(
     has_likelihood = _has_likelihood(captions)
     if old_path is not None and keep is not None:
         kept = kept_batches(old_path, keep)
-        has_likelihood = has_likelihood or _keeps_likelihood(old_path, keep)
+        if not has_likelihood and LIKELIHOOD.name in pq.read_schema(old_path).names:
+            columns = ["caption_id", "video_id", "source", LIKELIHOOD.name]
+            has_likelihood = any(map(_has_likelihood, kept_batches(old_path, keep, columns=columns)))
     schema = _stored_schema(old_path if change.keep_labels else None, captions.schema, has_likelihood=has_likelihood)
     with (
         publish_atomically(path) as temporary,
@@ -91,7 +102,7 @@ def kept_batches(path: Path, keep: Selection, *, columns: list[str] | None = Non
     """Iterate over the captions in a table that `keep` selects, in batches that are not empty.
 
     Args:
-        columns: columns to read, among them caption_id, video_id and source; by default all.
+        columns: Columns to read, among them caption_id, video_id and source; by default all.
     """
     with pq.ParquetFile(path, read_dictionary=["video_id", "source"], pre_buffer=False) as file:
         for batch in file.iter_batches(batch_size=ROWS_PER_GROUP, columns=columns):
@@ -102,9 +113,9 @@ def kept_batches(path: Path, keep: Selection, *, columns: list[str] | None = Non
 
 
 def caption_blocks(captions: pa.Table | pq.ParquetFile, columns: Sequence[str], *, num_rows: int) -> Iterator[pa.Table]:
-    """Some columns of all captions in order, at least `num_rows` at a time but for the last; of a file, row groups.
+    """Yield some columns of all captions in order, at least `num_rows` at a time except for the last block.
 
-    Dictionaries are unified in each block.
+    A block of a file consists of row groups. Dictionaries are unified in each block.
     """
     if isinstance(captions, pa.Table):
         for begin in range(0, captions.num_rows, num_rows):
@@ -125,18 +136,11 @@ def _has_likelihood(captions: pa.Table) -> bool:
     return name in captions.column_names and captions[name].null_count < captions.num_rows
 
 
-def _keeps_likelihood(path: Path, keep: Selection) -> bool:
-    if LIKELIHOOD.name not in pq.read_schema(path).names:
-        return False
-    columns = ["caption_id", "video_id", "source", LIKELIHOOD.name]
-    return any(map(_has_likelihood, kept_batches(path, keep, columns=columns)))
-
-
 def _stored_schema(old_path: Path | None, new: pa.Schema, *, has_likelihood: bool) -> pa.Schema:
-    """Schema of the file: columns of CAPTIONS, likelihood if any, then the labels of both tables, with plain strings.
+    """Return the schema of the file: CAPTIONS, likelihood if any, the labels of both tables; with plain strings.
 
     Args:
-        old_path: the previous table, if its labels are kept.
+        old_path: Previous table, if its labels are kept.
     """
     labels = {field.name: field for field in new if field.name.startswith(LABEL_PREFIX)}
     labels = {name: field.with_type(_plain_type(field.type)) for name, field in labels.items()}
@@ -160,6 +164,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 def _merge_rows(
     kept: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, schema: pa.Schema
 ) -> Iterator[pa.Table]:
+    """Yield the kept captions with the new ones among them, by ID, in tables of the schema."""
     order = np.argsort(ids)
     ids_in_order = ids[order]
     done = 0
@@ -190,20 +195,20 @@ def _with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def _regroup_rows(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Rechunk rows into tables of exactly ROWS_PER_GROUP rows; the last one may be shorter."""
-    waiting: list[pa.Table] = []
-    num_waiting = 0
+    """Divide rows into tables of exactly ROWS_PER_GROUP rows; the last table may be shorter."""
+    pending: list[pa.Table] = []
+    num_pending = 0
     for table in tables:
-        waiting.append(table)
-        num_waiting += table.num_rows
-        if num_waiting >= ROWS_PER_GROUP:
-            joined = pa.concat_tables(waiting)
-            full = num_waiting // ROWS_PER_GROUP * ROWS_PER_GROUP
+        pending.append(table)
+        num_pending += table.num_rows
+        if num_pending >= ROWS_PER_GROUP:
+            joined = pa.concat_tables(pending)
+            full = num_pending // ROWS_PER_GROUP * ROWS_PER_GROUP
             for begin in range(0, full, ROWS_PER_GROUP):
                 yield joined.slice(begin, ROWS_PER_GROUP).combine_chunks()
-            waiting, num_waiting = [joined.slice(full)], num_waiting - full
-    if num_waiting:
-        yield pa.concat_tables(waiting).combine_chunks()
+            pending, num_pending = [joined.slice(full)], num_pending - full
+    if num_pending:
+        yield pa.concat_tables(pending).combine_chunks()
 
 
 _ROWS_AT_ONCE = 131_072
@@ -214,10 +219,10 @@ def captions_sha256(
 ) -> list[str]:
     """Compute a digest of each video's captions, ordered by begin, end and ID: IDs, times, texts, sources and labels.
 
-    Likelihoods count for videos that have any: without one, the digest is that of a table without the column.
+    Likelihoods count for videos that have any. The digest of other videos does not depend on the column.
 
     Args:
-        captions: the columns after caption_id, N rows.
+        captions: Columns after caption_id, N rows.
         caption_ids: int64[N].
         video_rows: int[N], index of each caption's video, in [0, num_videos).
 
@@ -236,10 +241,10 @@ def captions_sha256(
         likelihood = part[LIKELIHOOD.name].chunk(0)
         has_likelihood = likelihood.is_valid().to_numpy(zero_copy_only=False)
         part = part.drop_columns([LIKELIHOOD.name])
-        streams = [_Stream.fixed(caption_ids[rows])]
+        streams = [_Stream.of_numbers(caption_ids[rows])]
         for name in part.column_names:
             streams += _streams(part[name].chunk(0))
-        optional = [_Stream.fixed(has_likelihood), *_streams(likelihood.fill_null(0))]
+        optional = [_Stream.of_numbers(has_likelihood), *_streams(likelihood.fill_null(0))]
         local = bounds[first : last + 1] - bounds[first]
         for video in np.flatnonzero(np.diff(local)):
             begin, end = int(local[video]), int(local[video + 1])
@@ -251,7 +256,7 @@ def captions_sha256(
 
 
 class TextDigest:
-    """SHA-256 over a sequence of texts, however it is divided into blocks; different sequences differ."""
+    """SHA-256 of a sequence of texts, however it is divided into blocks; different sequences have different digests."""
 
     def __init__(self) -> None:
         self._lengths, self._bytes = hashlib.sha256(), hashlib.sha256()
@@ -289,7 +294,7 @@ class _Stream:
     row_bytes: int = 0
 
     @staticmethod
-    def fixed(values: np.ndarray) -> "_Stream":
+    def of_numbers(values: np.ndarray) -> "_Stream":
         values = np.ascontiguousarray(values)
         return _Stream(values.view(np.uint8).data, row_bytes=values.itemsize)
 
@@ -305,25 +310,25 @@ def _streams(array: pa.Array) -> list[_Stream]:
         array = array.cast(array.type.value_type)
     streams = []
     if array.null_count:
-        streams.append(_Stream.fixed(array.is_null().to_numpy(zero_copy_only=False)))
+        streams.append(_Stream.of_numbers(array.is_null().to_numpy(zero_copy_only=False)))
     if pa.types.is_list(array.type):
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         values = np.ascontiguousarray(array.flatten().to_numpy(zero_copy_only=False))
         offsets = np.concatenate(([0], np.cumsum(lengths))) * values.itemsize
-        return [*streams, _Stream.fixed(lengths), _Stream(values.view(np.uint8).data, offsets=offsets)]
+        return [*streams, _Stream.of_numbers(lengths), _Stream(values.view(np.uint8).data, offsets=offsets)]
     if pa.types.is_string(array.type):
         array = pc.fill_null(array, "")
         _, offset_buffer, data = array.buffers()
         offsets = np.frombuffer(offset_buffer, np.int32)[array.offset : array.offset + len(array) + 1]
         return [
             *streams,
-            _Stream.fixed(np.diff(offsets)),
+            _Stream.of_numbers(np.diff(offsets)),
             _Stream(memoryview(data if data is not None else b""), offsets=offsets),
         ]
-    return [*streams, _Stream.fixed(pc.fill_null(array, 0).to_numpy(zero_copy_only=False))]
+    return [*streams, _Stream.of_numbers(pc.fill_null(array, 0).to_numpy(zero_copy_only=False))]
 
 
-PSEUDO_CAPTIONS = "pseudo-captions"  # kind of the tables
+PSEUDO_CAPTIONS = "pseudo-captions"  # value of `kind`
 METADATA_KEY = b"clipmill"
 SCHEMA = pa.schema(
     [
@@ -333,7 +338,7 @@ SCHEMA = pa.schema(
         ("text", pa.string()),
         ("source", pa.string()),
         ("likelihood", pa.float32()),
-        ("sample", pa.int16()),  # number of the caption among those of its clip
+        ("sample", pa.int16()),  # number of the caption among the captions of its clip
     ]
 )
 

@@ -40,10 +40,10 @@ class UserError(ClipmillError):
     """A mistake in flags, files or the environment that the user can fix.
 
     Args:
-        message: what is wrong, with the offending value.
-        hint: how to fix it; printed on its own line.
-        flags: Flags that the mistake is about, the wrong one first. Code that has to know them takes them from here,
-            never from the words.
+        message: Description of the mistake, with the offending value.
+        hint: Way to fix it, printed on a separate line.
+        flags: Flags that the mistake is about, the wrong one first. Code that has to know them reads them here, never
+            from the message.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, flags: Iterable[str] = ()) -> None:
@@ -57,12 +57,13 @@ class UserError(ClipmillError):
         return (self,)
 
     def add_hint(self, *hints: str) -> None:
-        """Append to the hint, in place: cause and traceback stay."""
+        """Append to the hint, in place, so that cause and traceback stay."""
         self._set_hint("; ".join([*filter(None, [self.hint]), *hints]) or None)
 
     def rename_flags(self, rename: Callable[[str], str]) -> None:
-        """Call the flags of the mistake by other names, in place."""
+        """Replace the names of the flags in message and hint, in place."""
         names = {flag: rename(flag) for flag in self.flags}
+        # The longest name first: --loss is also a prefix of --loss.temperature.
         longest_first = "|".join(re.escape(flag) for flag in sorted(names, key=len, reverse=True))
         flags = re.compile(rf"(?:{longest_first})(?![\w-]|\.\w)" if names else r"(?!)")
         self.flags = tuple(names.values())
@@ -89,7 +90,7 @@ class UserErrors(UserError):
         return self._errors
 
     def rename_flags(self, rename: Callable[[str], str]) -> None:
-        """Call the flags of each mistake by other names, in place."""
+        """Replace the names of the flags in each mistake, in place."""
         for error in self._errors:
             error.rename_flags(rename)
         UserErrors.__init__(self, self._errors)
@@ -101,7 +102,7 @@ class Inaccessible(ClipmillError):
     It is not an OSError, so that code that takes an OSError for a damaged or missing file does not catch it.
 
     Attributes:
-        cause: what the storage says.
+        cause: Error of the storage.
     """
 
     def __init__(self, cause: OSError) -> None:
@@ -125,8 +126,8 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
     """Run `command` and exit with the code for its outcome.
 
     Args:
-        program: name of the program, and of the extra with the packages that it needs.
-        has_daemons: exit without interpreter shutdown if interrupted, because threads in the middle of an operation
+        program: Name of the program, and of the extra with the packages that it needs.
+        has_daemons: Exit without interpreter shutdown if interrupted, because threads in the middle of an operation
             could block it for ever.
     """
     _open_closed_streams()
@@ -166,7 +167,7 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
 
 
 def _call(command: Callable[[], object], *, program: str) -> None:
-    """Call `command`; raise the cause of what is inaccessible, and a UserError for a missing package of an extra."""
+    """Call `command`; raise the cause of an Inaccessible, and a UserError for a missing package of an extra."""
     try:
         command()
     except Inaccessible as error:
@@ -178,7 +179,7 @@ def _call(command: Callable[[], object], *, program: str) -> None:
         if (extra := extra_with(module, program=program)) is None:
             raise
         raise UserError(
-            f"the Python package {module.partition('.')[0]} is not installed, which this command needs",
+            f"the Python package {module.partition('.')[0]}, which this command needs, is not installed",
             hint=f"pip install 'clipmill[{extra}]'",
         ) from error
 
@@ -220,19 +221,17 @@ def _exit_for(error: OSError) -> NoReturn:
             where = f"the local copy of {where} in $TMPDIR"
         print(f"failed: {where} cannot be written: {reason}; finished work is kept", file=sys.stderr)
     else:
-        advice = f"check the {_places_of(where)}, and run the same command again"
+        suspects = "disk or mount"
+        if "://" in where:
+            from clipmill.manifests.storage.clouds import CLOUDS
+
+            endpoints = CLOUDS[scheme].endpoints if (scheme := where.partition("://")[0].lower()) in CLOUDS else ()
+            suspects = "address and the network"
+            if endpoints:
+                suspects = f"address, the network and the endpoint ({endpoints[0]})"
+        advice = f"check the {suspects}, and run the same command again"
         print(f"failed: {where}{reason}; finished work is kept; {advice}", file=sys.stderr)
     sys.exit(EXIT_FAILED_WORK)
-
-
-def _places_of(where: str) -> str:
-    """Return where to look for the cause of an error with a file or an object."""
-    if "://" not in where:
-        return "disk or mount"
-    from clipmill.manifests.storage.clouds import CLOUDS
-
-    endpoints = CLOUDS[scheme].endpoints if (scheme := where.partition("://")[0].lower()) in CLOUDS else ()
-    return f"address, the network and the endpoint ({endpoints[0]})" if endpoints else "address and the network"
 
 
 def first_line(error: BaseException) -> str:
@@ -241,11 +240,9 @@ def first_line(error: BaseException) -> str:
     A long line loses its middle: libraries put what they did first, and the cause last.
     """
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return (
-        line
-        if len(line) <= _MAX_CHARS
-        else f"{line[:_NUM_FIRST_CHARS]} ... {line[_NUM_FIRST_CHARS + 5 - _MAX_CHARS :]}"
-    )
+    if len(line) <= _MAX_CHARS:
+        return line
+    return f"{line[:_NUM_FIRST_CHARS]} ... {line[_NUM_FIRST_CHARS + 5 - _MAX_CHARS :]}"
 
 
 def program_version() -> str:

@@ -1,4 +1,4 @@
-"""The extras of the distribution: which of them has a module that is not installed."""
+"""The extras of the distribution: the extra that installs a missing module."""
 
 import re
 from importlib.metadata import PackageNotFoundError, requires
@@ -25,8 +25,8 @@ def extra_with(module: str, *, program: str) -> str | None:
     package = module.partition(".")[0]
     distribution = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
     try:
-        found = map(_REQUIREMENT.match, requires("clipmill") or [])
+        matches = [_REQUIREMENT.match(requirement) for requirement in requires("clipmill") or []]
     except PackageNotFoundError:
         return None
-    extras = [match[2] for match in found if match is not None and match[1].lower() == distribution]
+    extras = [match[2] for match in matches if match is not None and match[1].lower() == distribution]
     return program if program in extras else next(iter(extras), None)

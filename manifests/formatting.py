@@ -1,4 +1,4 @@
-"""Sizes, durations and rates: how they are written for people, and how the values of flags are read."""
+"""Values in messages and pages: sizes, durations, rates, counts, and untrusted texts; parsing of sizes in flags."""
 
 import math
 import re
@@ -48,17 +48,17 @@ def clock(seconds: float, *, decimals: int = 0) -> str:
     """Format a time as a media player does: 0:42, 1:02:03.
 
     Args:
-        decimals: of a second, at most; trailing zeros are left out.
+        decimals: Maximum number of decimals of the seconds; trailing zeros are omitted.
     """
     minutes, rest = divmod(round(seconds, decimals), 60)
     hours, minutes = divmod(int(minutes), 60)
-    shown = f"{rest:0{decimals + 3 if decimals else 2}.{decimals}f}"
-    shown = shown.rstrip("0").rstrip(".") if decimals else shown
-    return f"{hours}:{minutes:02d}:{shown}" if hours else f"{minutes}:{shown}"
+    text = f"{rest:0{decimals + 3 if decimals else 2}.{decimals}f}"
+    text = text.rstrip("0").rstrip(".") if decimals else text
+    return f"{hours}:{minutes:02d}:{text}" if hours else f"{minutes}:{text}"
 
 
 def rate_text(per_s: float) -> str:
-    """Format how often something happens: 1,200/s, 1.5/s, 30.0/min."""
+    """Format a rate: 1,200/s, 1.5/s, 30.0/min."""
     return f"{per_s:,.0f}/s" if per_s >= 10 else f"{per_s:.1f}/s" if per_s >= 1 else f"{per_s * 60:.1f}/min"
 
 
@@ -71,7 +71,7 @@ def parse_size(text: str, *, flag: str) -> int:
     """Return the bytes of a size such as 100GB or 1.5TB (units of 1000).
 
     Raises:
-        UserError: it is not a size above 0 with a unit.
+        UserError: the text is not a size above 0 with a unit.
     """
     match = _SIZE.fullmatch(text.strip())
     size_bytes = 0 if match is None else int(Fraction(match[1]) * 1000 ** " kmgtp".index((match[2] or " ").lower()))
@@ -86,10 +86,10 @@ def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
     """Return the seconds of a length such as 15s or 500ms, exact.
 
     Args:
-        also: what else the flag takes, for the hint, such as ", or 81f for frames".
+        also: Further values that the flag takes, for the hint, such as ", or 81f for frames".
 
     Raises:
-        UserError: it is not a length above 0 with a unit.
+        UserError: the text is not a length above 0 with a unit.
     """
     match = _LENGTH.fullmatch(text)
     if match is None or Fraction(match["number"]) == 0:
@@ -103,11 +103,11 @@ def parse_bitrate(text: str, *, flag: str) -> int:
     """Return the bits per second of a bitrate such as 800k, 0.8M or 2M, as ffmpeg reads it.
 
     Raises:
-        UserError: it is not a bitrate, has no unit, or is not a whole number of bits per second.
+        UserError: the text is not a bitrate, has no unit, or is not an integral number of bits per second.
     """
     if text.isdecimal() and int(text):
-        meant = f"{int(text) // 1000}k" if int(text) >= 10_000 else f"{int(text)}k"
-        raise UserError(f'{flag} "{text}" has no unit', hint=f"write {flag} {meant} (bits per second)", flags=(flag,))
+        likely = f"{int(text) // 1000}k" if int(text) >= 10_000 else f"{int(text)}k"
+        raise UserError(f'{flag} "{text}" has no unit', hint=f"write {flag} {likely} (bits per second)", flags=(flag,))
     match = _BITRATE.fullmatch(text)
     bits = Fraction(0) if match is None else Fraction(match["number"]) * (10**6 if match["unit"] == "M" else 1000)
     if not bits or bits.denominator != 1:
@@ -118,7 +118,7 @@ def parse_bitrate(text: str, *, flag: str) -> int:
 
 
 def bitrate_text(bits_per_s: int) -> str:
-    """Return the canonical form of a bitrate: whole megabits as 2M, others in kilobits, as 800k or 1.5k."""
+    """Return the canonical form of a bitrate: integral megabits as 2M, others in kilobits, as 800k or 1.5k."""
     if bits_per_s % 10**6 == 0:
         return f"{bits_per_s // 10**6}M"
     return f"{bits_per_s // 1000}{f'.{bits_per_s % 1000:03d}'.rstrip('.0')}k"
@@ -130,7 +130,7 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = MAX_VALUE_CHARS
 
 
-# Control characters except white space, line separators, surrogates, and what overrides the writing direction. The
+# Control characters except white space, line separators, surrogates, and overrides of the writing direction. The
 # joiners of emoji and the marks of right-to-left scripts are parts of texts.
 _HIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -152,13 +152,13 @@ def quote_value(value: object) -> str:
 
 
 def escape_invisible(text: str) -> str:
-    """Return a text or a whole page with the characters that a reader would not see, or be misled by, as escapes."""
-    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Return a text or a page with invisible and misleading characters as escapes."""
+    return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def on_one_line(text: str, *, max_chars: int = MAX_LINE_CHARS) -> str:
     """Format `text` for a terminal: collapse white space, escape unprintable characters, and truncate."""
     flat = " ".join(text[: 4 * max_chars].split())
-    # An unprintable character may move the cursor, change colours or reverse the writing direction.
-    escaped = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in flat)
+    # An unprintable character may move the cursor, change colors or reverse the writing direction.
+    escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in flat)
     return escaped if len(escaped) <= max_chars else f"{escaped[: max_chars - 3]}..."

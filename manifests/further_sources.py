@@ -1,8 +1,8 @@
-"""Further sources of captions: those that `prep manifest captions` adds to videos of any dataset.
+"""Further sources of captions, which `prep manifest captions` adds to videos of any dataset.
 
 A source has a record in manifest.json: the kind of its table, the number of its captions, and the metadata of the
-models that wrote them. No dataset has captions with the name of a further source, so that the name of a caption's
-source tells where it belongs.
+models that wrote them. No dataset has captions with the name of a further source, so that the source of a caption tells
+where the caption belongs.
 """
 
 import hashlib
@@ -23,20 +23,20 @@ from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.previous import PreviousManifest, rows_of
 from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD, OWN_DIGEST
 
-# Names that `--captions.sources` can give: it has `=`, `,` and shell patterns.
+# Names that `--captions.sources` can give: its syntax uses `=`, `,` and shell patterns.
 SOURCE_CHARS = "letters, digits, '.', '-' and '_'"
 _NAME = re.compile(r"[\w.-]+")
 _VERSION = re.compile(r"(?P<name>.+)@[0-9a-f]{8}", re.DOTALL)
 
 
 def source_name(source: str) -> str:
-    """Return a source without the version of its model: `narrator` of `narrator@1f2e3d4c`."""
-    found = _VERSION.fullmatch(source)
-    return found["name"] if found else source
+    """Return a source without the version of its model: `narrator` for `narrator@1f2e3d4c`."""
+    match = _VERSION.fullmatch(source)
+    return match["name"] if match else source
 
 
 def is_source_name(source: str) -> bool:
-    """Return True if captions can be added under this name, which has no version of a model."""
+    """Return True if captions can be added under this name, which must not have a version of a model."""
     return _NAME.fullmatch(source) is not None
 
 
@@ -79,8 +79,8 @@ class FurtherCaptions:
     """The captions of all further sources of a manifest.
 
     Attributes:
-        captions: schema.CAPTIONS and schema.LIKELIHOOD, ordered by ID.
-        records: source -> its record, without the number of captions.
+        captions: Table of schema.CAPTIONS and schema.LIKELIHOOD, ordered by ID.
+        records: Source -> its record, without the number of captions.
     """
 
     captions: pa.Table
@@ -111,45 +111,45 @@ class FurtherCaptions:
         return self._select_rows(~of_sources(sources)(self.captions)) if len(self) else self
 
     def with_source(self, captions: pa.Table, *, ids: np.ndarray, records: Mapping[str, Any]) -> "FurtherCaptions":
-        """Return these captions and new ones, which are given without IDs."""
+        """Return these captions and new captions, which are given without IDs."""
         fresh = _in_schema(captions.append_column("caption_id", pa.array(ids)))
         joined = pa.concat_tables([self.captions, fresh]).unify_dictionaries()
         return FurtherCaptions(joined, {**self.records, **records})
 
     def stored_records(self) -> dict[str, Any]:
-        """Return the records for manifest.json: those of sources with captions, and the number of captions."""
+        """Return the records of sources with captions for manifest.json, with the number of captions."""
         counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(self.captions["source"]).to_pylist()}
         return {
             name: {**record, "num_captions": counts[name]} for name, record in self.records.items() if name in counts
         }
 
     def select(self, table: pa.Table) -> np.ndarray:
-        """A Selection of these captions, at least one, by ID."""
-        ids, wanted = self.captions["caption_id"].to_numpy(), table["caption_id"].to_numpy()
-        return np.asarray(ids[np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)] == wanted)
+        """Select these captions, of which there is at least one, by ID (a Selection)."""
+        ids, table_ids = self.captions["caption_id"].to_numpy(), table["caption_id"].to_numpy()
+        return np.asarray(ids[np.minimum(np.searchsorted(ids, table_ids), len(ids) - 1)] == table_ids)
 
     def added_to(self, videos: pa.Table) -> pa.Table:
         """Return a table of videos that counts these captions as well.
 
         Args:
-            videos: schema.VIDEOS and schema.OWN_DIGEST, of which the captions of datasets are counted.
+            videos: Table of schema.VIDEOS and schema.OWN_DIGEST that counts the captions of datasets.
         """
         if not len(self):
             return videos
         rows, counts = self._rows_and_counts(videos)
-        is_mine = rows >= 0
-        captions = self.captions if is_mine.all() else self.captions.filter(pa.array(is_mine))
+        is_present = rows >= 0
+        captions = self.captions if is_present.all() else self.captions.filter(pa.array(is_present))
         digests = captions_sha256(
             captions.drop_columns(["caption_id"]),
             caption_ids=captions["caption_id"].to_numpy(),
-            video_rows=rows[is_mine],
+            video_rows=rows[is_present],
             num_videos=videos.num_rows,
         )
-        own, both = videos["captions_sha256"].to_pylist(), []
-        for digest, further, count in zip(own, digests, counts.tolist(), strict=True):
-            both.append(hashlib.sha256(f"{digest} {further}".encode()).hexdigest() if count else digest)
-        kept = [digest if count else None for digest, count in zip(own, counts.tolist(), strict=True)]
-        return _with_counts(videos, counts, digests=both, own=kept)
+        dataset_digests, combined = videos["captions_sha256"].to_pylist(), []
+        for digest, further, count in zip(dataset_digests, digests, counts.tolist(), strict=True):
+            combined.append(hashlib.sha256(f"{digest} {further}".encode()).hexdigest() if count else digest)
+        kept = [digest if count else None for digest, count in zip(dataset_digests, counts.tolist(), strict=True)]
+        return _with_counts(videos, counts, digests=combined, dataset_digests=kept)
 
     def removed_from(self, videos: pa.Table) -> pa.Table:
         """Inverse of `added_to`."""
@@ -157,7 +157,7 @@ class FurtherCaptions:
             return videos
         _, counts = self._rows_and_counts(videos)
         digests = pc.coalesce(videos[OWN_DIGEST.name], videos["captions_sha256"]).to_pylist()
-        return _with_counts(videos, -counts, digests=digests, own=[None] * videos.num_rows)
+        return _with_counts(videos, -counts, digests=digests, dataset_digests=[None] * videos.num_rows)
 
     def _rows_and_counts(self, videos: pa.Table) -> tuple[np.ndarray, np.ndarray]:
         rows = rows_of(self.captions["video_id"], videos["video_id"])
@@ -178,9 +178,11 @@ def _in_schema(captions: pa.Table) -> pa.Table:
     return pa.table(columns, names=_SCHEMA.names).cast(_SCHEMA)
 
 
-def _with_counts(videos: pa.Table, counts: np.ndarray, *, digests: list[str], own: list[str | None]) -> pa.Table:
+def _with_counts(
+    videos: pa.Table, counts: np.ndarray, *, digests: list[str], dataset_digests: list[str | None]
+) -> pa.Table:
     columns = {name: videos[name] for name in videos.column_names}
     columns["num_captions"] = pa.array(videos["num_captions"].to_numpy() + counts)
     columns["captions_sha256"] = pa.array(digests, pa.string())
-    columns[OWN_DIGEST.name] = pa.array(own, OWN_DIGEST.type)
+    columns[OWN_DIGEST.name] = pa.array(dataset_digests, OWN_DIGEST.type)
     return pa.table(columns, schema=videos.schema)

@@ -1,6 +1,7 @@
-"""Help texts of both command lines, in 80 columns: `--help` shows the flags of a first run, `--help-all` shows all.
+"""The command lines of both programs: help texts in 80 columns, `--install-completion`, and checks of flag values.
 
-A command without `FIRST_RUN` flags, or with few flags, shows all of them in both, except `RARE` ones.
+`--help` shows the flags of a first run, `--help-all` shows all. A command without `FIRST_RUN` flags, or with few flags,
+shows all of them in both, except `RARE` ones.
 """
 
 import inspect
@@ -18,14 +19,15 @@ from clipmill.manifests.plugins import UnusablePart
 from clipmill.manifests.storage.mirrors import is_remote
 
 if TYPE_CHECKING:
-    from cyclopts import App, Group
+    from cyclopts import App
     from cyclopts.argument import Argument, ArgumentCollection
     from cyclopts.help import HelpEntry
 
 
+OPTIONS = Group("Options", sort_key=9)  # for flags without another group
 HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
 FIRST_RUN = "a flag that a first run needs"  # in the annotation of a flag
-RARE = "a flag that --help never shows"  # likewise
+RARE = "a flag that --help never shows"  # in the annotation of a flag
 Metadata = tuple[Any, ...]  # the annotation of a flag, without its type
 Tables = Mapping[str, Sequence[tuple[str, str]]]  # title -> rows
 
@@ -55,21 +57,22 @@ def help_text(
     """Return the help of the command that the words of a command line name.
 
     Args:
-        range_of: returns the range in the annotation of a flag for `--help-all`, such as `1 to 64`; empty if none.
-        tables_of: returns tables to show after the flags of a command.
+        range_of: Function that returns the range in the annotation of a flag for `--help-all`, such as `1 to 64`;
+            empty if there is none.
+        tables_of: Function that returns tables to show after the flags of a command.
     """
     commands, apps, _ = app.parse_commands([word for word in words if word not in HELP | {HELP_ALL}])
     command, name = apps[-1], " ".join([app.name[0], *commands])
     if command.default_command is None:
-        lines = _group_help(command, name)
+        lines = _group_lines(command, name)
     else:
         everything = HELP_ALL in words
-        found = command_help(command, name, everything=everything, range_of=range_of, tables_of=tables_of)
-        lines = _command_lines(found, name)
+        help_of_command = command_help(command, name, everything=everything, range_of=range_of, tables_of=tables_of)
+        lines = _command_lines(help_of_command, name)
     return "\n".join(lines)
 
 
-def _group_help(group: "App", name: str) -> Iterator[str]:
+def _group_lines(group: "App", name: str) -> Iterator[str]:
     yield f"Usage: {name} COMMAND"
     yield from _paragraph_lines(_paragraphs(group))
     summaries = _commands(group)
@@ -85,10 +88,11 @@ class CommandHelp:
     """The help of one command.
 
     Attributes:
-        paragraphs: a summary, then text; examples are indented.
-        tables: title -> rows of a flag and its description.
-        is_short: whether only the flags of a first run are in the tables.
-        num_all: number of all flags if some are left out, else None.
+        usage: Usage line.
+        paragraphs: Summary, then text; examples are indented.
+        tables: Title -> rows of a flag and its description.
+        is_short: True if the tables contain only the flags of a first run.
+        num_all: Number of all flags if some are omitted, else None.
     """
 
     usage: str
@@ -109,37 +113,49 @@ def command_help(
     """Return the help of a command; see `help_text`.
 
     Args:
-        name: the command, with its program.
-        everything: include the flags that a first run does not need.
+        name: Command with its program.
+        everything: Include the flags that a first run does not need.
     """
     collection = command.assemble_argument_collection(parse_docstring=True)
     arguments = collection.filter_by(show=True)
-    is_first = {one.name for one in arguments if FIRST_RUN in _metadata(one)}
-    is_usual = {one.name for one in arguments if RARE not in _metadata(one)}
-    is_short = bool(is_first) and len(is_usual) > _FEW_FLAGS and not everything
-    is_shown = is_first if is_short else is_usual
+    first_flags = {argument.name for argument in arguments if FIRST_RUN in _metadata(argument)}
+    usual_flags = {argument.name for argument in arguments if RARE not in _metadata(argument)}
+    is_short = bool(first_flags) and len(usual_flags) > _FEW_FLAGS and not everything
+    flags = first_flags if is_short else usual_flags
     rows: dict[str, Sequence[tuple[str, str]]] = {"Commands": commands} if (commands := _commands(command)) else {}
-    titles = {_group(one).name: _group(one) for one in arguments}
-    for title, panel in sorted(titles.items(), key=lambda item: _position(item[1])):
-        shown = [one for one in arguments.filter_by(group=panel) if everything or one.name in is_shown]
-        if shown:
-            rows[title] = [_row(one, is_short=is_short, range_of=range_of) for one in shown]
+    groups = {_group(argument).name: _group(argument) for argument in arguments}
+
+    def order(group: Group) -> tuple[float, str]:
+        return (group.sort_key if isinstance(group.sort_key, int | float) else 0.5, group.name)
+
+    for group in sorted(groups.values(), key=order):
+        members = [argument for argument in arguments.filter_by(group=group) if everything or argument.name in flags]
+        if members:
+            rows[group.name] = [_row(argument, is_short=is_short, range_of=range_of) for argument in members]
     rows.update(tables_of(collection))
-    usage = f"Usage: {name} {' '.join([*_in_usage(arguments), '[OPTIONS]'])}"
-    num_all = len(arguments) if not everything and len(is_shown) < len(arguments) else None
-    return CommandHelp(usage, _paragraphs(command), rows, is_short=is_short, num_all=num_all)
+
+    # The usage line names required arguments, and arguments without a flag.
+    usage = ["Usage:", name]
+    for argument in arguments:
+        entry = _entry(argument)
+        if argument.required:
+            usage.append(entry.positional_label or f"{argument.name} {entry.metavar}")
+        elif entry.positional_label:
+            usage.append(f"[{entry.positional_label}]")
+    num_all = len(arguments) if not everything and len(flags) < len(arguments) else None
+    return CommandHelp(" ".join([*usage, "[OPTIONS]"]), _paragraphs(command), rows, is_short=is_short, num_all=num_all)
 
 
-def _command_lines(found: CommandHelp, name: str) -> Iterator[str]:
-    yield found.usage
-    yield from _paragraph_lines(found.paragraphs)
-    labels = [label for rows in found.tables.values() for label, _ in rows]
-    width = _width(labels, is_short=found.is_short)
-    for title, rows in found.tables.items():
+def _command_lines(help_of_command: CommandHelp, name: str) -> Iterator[str]:
+    yield help_of_command.usage
+    yield from _paragraph_lines(help_of_command.paragraphs)
+    labels = [label for rows in help_of_command.tables.values() for label, _ in rows]
+    width = _width(labels, is_short=help_of_command.is_short)
+    for title, rows in help_of_command.tables.items():
         yield from ("", f"{title}:")
         yield from _table(rows, width=width)
-    if found.num_all is not None:
-        yield from ("", f"{name} --help-all shows all {found.num_all} flags.")
+    if help_of_command.num_all is not None:
+        yield from ("", f"{name} --help-all shows all {help_of_command.num_all} flags.")
 
 
 def _commands(group: "App") -> list[tuple[str, str]]:
@@ -179,22 +195,8 @@ def _group(argument: "Argument") -> "Group":
     return group
 
 
-def _position(group: "Group") -> tuple[float, str]:
-    return (group.sort_key if isinstance(group.sort_key, int | float) else 0.5, group.name)
-
-
 def _metadata(argument: "Argument") -> Metadata:
     return get_args(argument.field_info.annotation)[1:]
-
-
-def _in_usage(arguments: "ArgumentCollection") -> Iterator[str]:
-    """What the usage line names: required arguments, and those without a flag."""
-    for argument in arguments:
-        entry = _entry(argument)
-        if argument.required:
-            yield entry.positional_label or f"{argument.name} {entry.metavar}"
-        elif entry.positional_label:
-            yield f"[{entry.positional_label}]"
 
 
 def _row(argument: "Argument", *, is_short: bool, range_of: Callable[[Metadata], str]) -> tuple[str, str]:
@@ -225,7 +227,7 @@ def _entry(argument: "Argument") -> "HelpEntry":
 
 
 def _flag_label(entry: "HelpEntry") -> str:
-    """`--steps INT`, or `--towers.[no-]packed-text`."""
+    """Return a flag with its value: `--steps INT`, or `--towers.[no-]packed-text`."""
     name = ", ".join(entry.positive_names)
     if entry.negative_names:
         head, _, last = name.rpartition(".")
@@ -252,7 +254,7 @@ def _width(labels: Sequence[str], *, is_short: bool = False) -> int:
 
 
 def _table(rows: Sequence[tuple[str, str]], *, width: int) -> Iterator[str]:
-    """Lines of a table of two columns; a label that is wider than its column has a line of its own."""
+    """Yield the lines of a table of two columns; a label that is wider than its column has a separate line."""
     for label, words in rows:
         lines = textwrap.wrap(words, _WIDTH - width - 4, break_long_words=False, break_on_hyphens=False) or [""]
         lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
@@ -288,7 +290,7 @@ def register_completion(app: "App") -> None:
             ) from error
         words = f"completion of {app.name[0]}: {path}"
         if path.suffix != ".fish":
-            # zsh names its files so; an earlier line of ~/.zshrc may have loaded all completions that there were.
+            # Names of zsh's files begin with _. zsh reads them once, when a line of ~/.zshrc calls compinit.
             is_zsh = path.name.startswith("_")
             words += f", loaded by a line in {'~/.zshrc, which must stand before compinit' if is_zsh else '~/.bashrc'}"
         print(f"{words}; it works in new shells")
@@ -296,25 +298,23 @@ def register_completion(app: "App") -> None:
     app.command(install_completion, name="--install-completion")
 
 
-OPTIONS = Group("Options", sort_key=9)  # of flags without another group
-
-
 def check_values(_app: Any, _names: tuple[str, ...], arguments: Iterable[Any]) -> None:
-    """A cyclopts `config` for what conversion would hide.
+    """Reject values that conversion would change silently (a cyclopts `config`).
 
     Args:
-        arguments: cyclopts' argument collection, with values from flags and configuration files.
+        arguments: Argument collection of cyclopts, with values from flags and configuration files.
 
     Raises:
-        UserError: an integer flag is given a fraction, or a flag of local paths an address, of which `Path` would make
-            a local folder such as `s3:`; or the name of a group is given a value, which its first flag would take.
+        UserError: an integer flag has a fraction, which would be rounded; a flag for local paths has an address, which
+            `Path` would turn into a local folder such as `s3:`; or the name of a group has a value, which the group's
+            first flag would take.
     """
     for argument in arguments:
         values = [str(token.value) for token in argument.tokens]
         # A file whose group is empty gives it an empty value.
         if argument.children and any(values):
             raise UserError(
-                f"{argument.name} is {values[0]}, and it is a group of flags, which takes no value",
+                f"{argument.name} is {values[0]}, but it is a group of flags and takes no value",
                 hint=f"give a value to one of its flags, such as {argument.children[0].name}",
                 flags=(argument.name,),
             )
@@ -328,7 +328,7 @@ def check_values(_app: Any, _names: tuple[str, ...], arguments: Iterable[Any]) -
         is_path = Path in (argument.hint, *get_args(argument.hint)) and argument.parameter.converter is None
         if is_path and (addresses := [value for value in values if is_remote(value)]):
             raise UserError(
-                f"{argument.name} is {addresses[0]}, and takes a local path",
+                f"{argument.name} is {addresses[0]}, but it takes a local path",
                 hint="give a local path, and copy the files from or to that address",
                 flags=(argument.name,),
             )

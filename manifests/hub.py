@@ -1,7 +1,7 @@
-"""Downloads from the Hugging Face Hub where there is no network: the cache is looked in at once, without retries.
+"""Downloads from the Hugging Face Hub without a network: only the cache is used, without retries.
 
-The packages that download ask a host that does not exist for 25 s a file. They may be missing, so that nothing of them
-is imported here.
+Without this, the packages that download spend 25 s per file on a host that does not exist. They may be missing, so
+that none of them is imported here.
 """
 
 import os
@@ -19,13 +19,15 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 @contextmanager
 def hub_if_reachable() -> Iterator[None]:
-    """Context manager of a download: if the name of the Hub cannot be resolved, only its cache is looked in.
+    """Context manager of a download: if the name of the Hub cannot be resolved, only its cache is used.
 
     Raises:
-        ConnectionError: it cannot, and the cache does not have the files.
+        ConnectionError: the name cannot be resolved, and the cache does not have the files.
     """
     host = urlsplit(os.environ.get("HF_ENDPOINT") or _ENDPOINT).hostname or ""
-    if _OFFLINE in os.environ or _has_proxy() or _is_known(host):
+    # If there is a proxy, it resolves the names.
+    has_proxy = any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
+    if _OFFLINE in os.environ or has_proxy or _is_known(host):
         yield
         return
     os.environ[_OFFLINE] = "1"
@@ -41,11 +43,6 @@ def hub_if_reachable() -> Iterator[None]:
         del os.environ[_OFFLINE]
         if constants is not None:
             constants.HF_HUB_OFFLINE = before
-
-
-def _has_proxy() -> bool:
-    """Return True if requests go to a proxy, which resolves the names."""
-    return any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
 
 
 def _is_known(host: str) -> bool:

@@ -15,7 +15,7 @@ _KEY = re.compile(r"(?P<video_id>[A-Za-z0-9_-]{1,64})_(?P<start_ms>\d{9,})")
 
 
 def safe_video_id(source_id: str) -> str:
-    """Map a dataset's own ID to one that is valid in a key.
+    """Map an ID of a dataset to an ID that is valid in a key.
 
     A safe ID is returned unchanged. Any other ID keeps its readable characters, followed by the first ten hex digits of
     its SHA-256, so that different IDs never collide (`a.b` and `a/b` stay distinct).

@@ -1,10 +1,10 @@
-"""Locks between processes: the kernel's `flock`, which ends with its holder, even if that is killed.
+"""Locks between processes: the kernel's `flock`, which ends with its holder, even if the holder is killed.
 
-A lock belongs to an open file or folder: it lasts until its descriptor and all mappings made of it are closed. It
-reaches other nodes where the file system's `flock` does: NFS and Lustre have mount options that turn that off, and
-others that turn locks off. In a bucket, locks are leases (`clipmill.manifests.storage.leases`).
+A lock belongs to an open file or folder: it lasts until its descriptor and all mappings of it are closed. It reaches
+other nodes where the file system's `flock` does: NFS and Lustre have mount options that restrict it to a node, and
+options that turn locks off. In a bucket, locks are leases (`clipmill.manifests.storage.leases`).
 
-Below $TMPDIR, what is locked are folders that only their user can read (`open_private`): local copies of buckets and
+Below $TMPDIR, locks are held on folders that only their user can read (`open_private`): local copies of buckets and
 sources, and scratch space.
 """
 
@@ -21,14 +21,14 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import naming
 from clipmill.manifests.storage.mirrors import mirror_of
 
-_NUM_TRIES, _TRY_INTERVAL_S = 20, 0.1  # before a wait is worth a message
+_NUM_TRIES, _TRY_INTERVAL_S = 20, 0.1  # before a message says that a command waits
 
 
 def lock(descriptor: int, *, is_shared: bool = False, waits: bool = True) -> bool:
     """Lock an open file or folder; return False if another process holds it and this one does not wait.
 
     Args:
-        is_shared: whether others may hold the lock too, if they share it.
+        is_shared: Let others hold the lock too, if they share it.
     """
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     try:
@@ -52,10 +52,10 @@ def try_lock(path: Path, *, is_shared: bool = False) -> int | None:
 
 @contextmanager
 def hold_lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
-    """Hold the lock of a file that is there for it alone, and is made if it is missing; yield whether it is held.
+    """Hold the lock of a lock file, which is created if it is missing; yield True if the lock is held.
 
     Args:
-        waits: wait for other processes and threads; otherwise the block may run without the lock.
+        waits: Wait for other processes and threads; otherwise the block may run without the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -81,7 +81,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 class FileLock:
-    """The lock of a file in a data folder, which keeps a note of who holds it."""
+    """The lock of a file in a data folder; the file contains a note about the holder."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self._descriptor = path, descriptor
@@ -91,13 +91,13 @@ class FileLock:
         """Return the lock, or None if another process holds it.
 
         Args:
-            is_shared: see `lock`.
+            is_shared: Let others hold the lock too, if they share it.
 
         Raises:
             UserError: the folder is not writable, or its file system has no locks.
         """
-        taken = cls._opened(path)
-        return taken if taken._acquire(is_shared=is_shared, waits=False) else None
+        file_lock = cls._open(path)
+        return file_lock if file_lock._acquire(is_shared=is_shared, waits=False) else None
 
     @classmethod
     def wait(cls, path: Path, *, on_wait: Callable[[], object]) -> "FileLock":
@@ -107,22 +107,22 @@ class FileLock:
             UserError: see `take`.
         """
         for _ in range(_NUM_TRIES):
-            if (taken := cls.take(path)) is not None:
-                return taken
+            if (file_lock := cls.take(path)) is not None:
+                return file_lock
             time.sleep(_TRY_INTERVAL_S)
         on_wait()
-        awaited = cls._opened(path)
-        awaited._acquire(is_shared=False, waits=True)
-        return awaited
+        file_lock = cls._open(path)
+        file_lock._acquire(is_shared=False, waits=True)
+        return file_lock
 
     @classmethod
-    def _opened(cls, path: Path) -> "FileLock":
+    def _open(cls, path: Path) -> "FileLock":
         try:
             return cls(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
         except OSError as error:
-            what = path if path.exists() else path.parent
+            place = path if path.exists() else path.parent
             raise UserError(
-                f"{what} is not writable: {error.strerror}",
+                f"{place} is not writable: {error.strerror}",
                 hint="grant write permission (to a group: chmod g+w), or give another folder with --data",
             ) from None
 
@@ -144,7 +144,7 @@ class FileLock:
         return is_held
 
     def note(self, holder: str) -> None:
-        """Record who holds the lock."""
+        """Record the holder of the lock."""
         with naming(self.path):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, holder.encode(), 0)
@@ -172,17 +172,17 @@ def this_process() -> str:
 
 
 def private_root(purpose: str) -> Path:
-    """Return where this user's folder for a purpose is; it may not exist."""
+    """Return the path of this user's folder for a purpose; it may not exist."""
     # If $TMPDIR is unusable, gettempdir() silently returns another folder.
     return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"{purpose}-clipmill-{os.geteuid()}"
 
 
 def open_private(folder: Path) -> int:
-    """Make a private folder if it is missing, and return a descriptor of it, which can be locked.
+    """Create a private folder if it is missing, and return a descriptor of it, which can be locked.
 
     Raises:
-        PermissionError: it is a link or a file, or others have rights in it.
-        OSError: it cannot be made.
+        PermissionError: the path is a link or a file, or others have rights in the folder.
+        OSError: the folder cannot be created.
     """
     while True:
         with suppress(FileExistsError):
@@ -203,7 +203,7 @@ def open_private(folder: Path) -> int:
 
 
 def is_still_at(folder: Path, descriptor: int) -> bool:
-    """Return True if an open folder still has this name; False if it was removed, even if a new one has the name."""
+    """Return True if an open folder still has this name; False if it was removed, even if a new folder has the name."""
     try:
         return os.path.samestat(folder.lstat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,13 +1,16 @@
-"""Mapped files, and what happens when one loses its pages: the process ends with the name of the file.
+"""Mapped files: a process that loses pages of a mapped file ends with the name of the file, and maps are limited.
 
 A mapped file that another program truncates, or whose disk fails, has pages that cannot be read. The kernel then sends
-SIGBUS to the thread that touches one of them, which would end the process without a message. A handler of this signal
+SIGBUS to the thread that accesses such a page, which would end the process without a message. A handler of this signal
 finds the file by the address, reports it, and exits. It costs nothing until then; reading with `preadv` instead, which
 returns an error, takes up to 3.9 times as long for latents (benchmarks/README.md). `read_ahead` is for bytes that are
 read for the first time: there an error of the disk is an error of the call.
 
-The handler runs Python code in the middle of the access, in the thread that made it. This is possible because the
-signal arises from that access alone, and an access to mapped data holds none of the interpreter's locks.
+The handler runs Python code in the middle of the access, in the thread that made it. This is possible because only
+that access causes the signal, and an access to mapped data holds none of the interpreter's locks.
+
+The kernel allows a process 65,530 maps (`vm.max_map_count`), and a dataset may have more shards. `OPEN_MAPS` closes the
+least recently used maps beyond a limit; their owners map them again when needed.
 """
 
 import ctypes
@@ -57,10 +60,10 @@ _before: _Action | None = None
 
 
 def map_arrow_file(path: Path) -> Any:
-    """Map an Arrow file read-only; an access to a page that was lost ends the process with its name.
+    """Map an Arrow file read-only; an access to a lost page ends the process with the name of the file.
 
     Raises:
-        OSError: it cannot be mapped.
+        OSError: the file cannot be mapped.
     """
     report_lost_pages()
     return pa.memory_map(str(path))
@@ -69,11 +72,11 @@ def map_arrow_file(path: Path) -> Any:
 def map_descriptor(descriptor: int, size: int) -> memoryview:
     """Map `size` bytes of an open file read-only, for as long as the view or a part of it is in use.
 
-    The descriptor may be closed: `mmap.mmap` would keep one for each file (until Python 3.13), and a dataset may have
-    more files than a process may have open. A lock of the open file is kept by the map.
+    The descriptor may be closed: `mmap.mmap` would keep a descriptor for each file (until Python 3.13), and a dataset
+    may have more files than a process may have open. A lock of the open file is kept by the map.
 
     Raises:
-        OSError: it cannot be mapped.
+        OSError: the file cannot be mapped.
     """
     report_lost_pages()
     address = _unlocked.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
@@ -100,7 +103,7 @@ def read_ahead(content: memoryview) -> None:
 
 
 def report_lost_pages() -> None:
-    """Have this process report the file when a page of a mapped one cannot be read."""
+    """Install the handler that reports the file when a page of a mapped file cannot be read."""
     global _before
     with _lock:
         if _before is None:
@@ -117,7 +120,7 @@ def _on_bus_error(_number: int, info: int, _context: int) -> None:
         path = _file_at(ctypes.c_uint64.from_address(info + _ADDRESS_AT).value)
     finally:
         if path is None and _before is not None:
-            # Not of a file, or sent by another process: it does what it did without this handler.
+            # The signal is not about a file, or another process sent it: let the previous handler act.
             _libc.sigaction(signal.SIGBUS, ctypes.byref(_before), None)
             signal.raise_signal(signal.SIGBUS)
     if path is None:
@@ -133,7 +136,7 @@ def _on_bus_error(_number: int, info: int, _context: int) -> None:
 
 
 def _file_at(address: int) -> str | None:
-    """The file that is mapped at an address."""
+    """Return the path of the file that is mapped at an address; None if there is none."""
     with Path("/proc/self/maps").open(encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:
             begin, end = (int(word, 16) for word in line.split(" ", 1)[0].split("-"))
@@ -143,13 +146,13 @@ def _file_at(address: int) -> str | None:
     return None
 
 
-# Of the process, for all variants together. The rest is for maps that are used meanwhile (a few thousand per loader of
+# Limit of the process, for all variants together. The rest is for maps that are in use (a few thousand per loader of
 # latents), copies of remote tars (clipmill.train.data.mapped_tars) and libraries.
 MAX_OPEN_MAPS = 24_576
 
 
 class MapOwner(Protocol):
-    """Something that holds a map which can be closed."""
+    """Owner of a map that can be closed."""
 
     def close(self) -> bool:
         """Close the map; return False if it is in use. Must not wait for a lock."""
@@ -168,8 +171,8 @@ class OpenMaps:
     def __len__(self) -> int:
         return len(self._owners)
 
-    def used(self, owner: MapOwner) -> None:
-        """Note that `owner` has a map and uses it now; close others if there are too many."""
+    def note_use(self, owner: MapOwner) -> None:
+        """Note that `owner` has a map and uses it now; close other maps if there are too many."""
         key = id(owner)
         with self._lock:
             if key in self._owners:
@@ -179,8 +182,8 @@ class OpenMaps:
             num_tried = 0
             while len(self._owners) > self.limit and num_tried < len(self._owners):
                 oldest, reference = self._owners.popitem(last=False)
-                found = reference()
-                if found is not None and (found is owner or not found.close()):
+                candidate = reference()
+                if candidate is not None and (candidate is owner or not candidate.close()):
                     self._owners[oldest] = reference
                     num_tried += 1
 

@@ -1,12 +1,12 @@
-"""`Parts`: the parts of one kind by name, those of clipmill and those of other packages that are installed.
+"""`Parts`: the parts of one kind by name, of clipmill and of other installed packages; objects by their import paths.
 
-A package adds a part by an entry point in its `pyproject.toml`, whose name is that of the part (docs/plugins.md):
+A package adds a part by an entry point in its `pyproject.toml` with the name of the part (docs/plugins.md):
 
     [project.entry-points."clipmill.losses"]
     decoupled = "clipmill_example.decoupled:DECOUPLED"
 
-All names are known without importing a package; a part is imported when it is looked up. One that cannot be used stops
-only what needs it: lists of parts leave it out, and say so once on standard error.
+All names are known without importing a package; a part is imported when it is looked up. A part that cannot be used
+stops only the work that needs it: lists of parts omit it, with one warning on standard error.
 """
 
 import re
@@ -31,13 +31,13 @@ class Parts(Mapping[str, Part], Generic[Part]):
     """The parts of one kind by name, those of clipmill first.
 
     Args:
-        noun: what a part is called.
-        group: of the entry points.
-        kind: class of the parts, whose `name` is that of the entry point.
-        own: parts of clipmill, or their import paths `package.module:NAME`.
-        taken: names that no part can have besides those in `own`, such as other commands.
-        form: of a name, by default words of lower-case letters and digits that are joined by `-`.
-        fault: says what is wrong with a part of another package; empty if nothing is.
+        noun: Name of the kind in messages.
+        group: Group of the entry points.
+        kind: Class of the parts, whose `name` equals the name of the entry point.
+        builtin: Parts of clipmill, or their import paths `package.module:NAME`.
+        taken: Further names that no part can have, such as other commands.
+        form: Pattern of names, by default words of lower-case letters and digits that are joined by `-`.
+        fault: Function that returns the fault of a part of another package; empty if it has none.
     """
 
     def __init__(
@@ -46,72 +46,72 @@ class Parts(Mapping[str, Part], Generic[Part]):
         *,
         group: str,
         kind: type[Part],
-        own: Mapping[str, Part | str],
+        builtin: Mapping[str, Part | str],
         taken: Collection[str] = (),
         form: re.Pattern[str] = _WORDS,
         fault: Callable[[Part], str] = lambda _: "",
     ) -> None:
         self.noun, self._group, self._kind = noun, group, kind
-        self._own, self._loaded = dict(own), dict[str, Part]()
-        self._taken, self._form, self._fault = {*own, *taken}, form, fault
+        self._builtin, self._loaded = dict(builtin), dict[str, Part]()
+        self._taken, self._form, self._fault = {*builtin, *taken}, form, fault
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._own, *self._added_entries()]))
+        return iter(dict.fromkeys([*self._builtin, *self._added_entries()]))
 
     def __len__(self) -> int:
-        return len({*self._own, *self._added_entries()})
+        return len({*self._builtin, *self._added_entries()})
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or name in self._added_entries()
+        return name in self._builtin or name in self._added_entries()
 
     def __getitem__(self, name: str) -> Part:
         """Import a part.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: there is no part with that name.
             UnusablePart: the package that declares it cannot be imported, or declares something else.
         """
-        if name in self._own:
-            own = self._own[name]
-            part: Part = import_object(own) if isinstance(own, str) else own
+        if name in self._builtin:
+            place = self._builtin[name]
+            part: Part = import_object(place) if isinstance(place, str) else place
             return part
         entry = self._added_entries()[name]
         if entry.value not in self._loaded:
             self._loaded[entry.value] = self._load(entry)
         return self._loaded[entry.value]
 
-    def working(self) -> list[Part]:
-        """All parts but those that cannot be used, which are named on standard error."""
-        found = []
+    def list_usable(self) -> list[Part]:
+        """Return all usable parts; the others are named on standard error."""
+        parts = []
         for entry in _entries(self._group):
             if entry.name in self._taken:
                 error = self._refuse(entry, "has a name that is taken", hint="rename it in that package")
                 _say_once(_warning(error))
         for name in self:
             try:
-                found.append(self[name])
+                parts.append(self[name])
             except UnusablePart as unusable:
                 _say_once(_warning(unusable))
-        return found
+        return parts
 
-    def usable(self, name: str) -> Part | None:
-        """The part of a name; None if there is none, or none that can be used."""
+    def find_usable(self, name: str) -> Part | None:
+        """Return the part with a name; None if it does not exist, or cannot be used."""
         try:
             return self.get(name)
         except UnusablePart:
             return None
 
     def package_of(self, name: str) -> str | None:
-        """The name and version of the package that declares a part; None for one of clipmill."""
+        """Return name and version of the package that declares a part; None for a part of clipmill."""
         entry = self._added_entries().get(name)
         return None if entry is None else _package(entry)
 
-    def unknown(self, name: str, *, where: str) -> UserError:
-        """The error for a name that no part has; `where` it was given, such as a flag."""
+    def unknown_name_error(self, name: str, *, where: str) -> UserError:
+        """Return the error for a name that no part has; `where` is the place of the name, such as a flag."""
         return UserError(f"{where} is {name}", hint=f"{where} must be one of: {', '.join(self)}", flags=(where,))
 
     def _added_entries(self) -> dict[str, EntryPoint]:
-        """Entry points of other packages, by name; of those that two packages declare, the first."""
+        """Return the entry points of other packages by name. If two packages declare a name, the first one wins."""
         added: dict[str, EntryPoint] = {}
         for entry in _entries(self._group):
             if entry.name not in self._taken:
@@ -119,7 +119,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
         return added
 
     def _load(self, entry: EntryPoint) -> Part:
-        rivals = [_package(one) for one in _entries(self._group) if one.name == entry.name]
+        rivals = [_package(rival) for rival in _entries(self._group) if rival.name == entry.name]
         if len(rivals) > 1:
             raise self._refuse(entry, f"is declared by {' and by '.join(rivals)}", hint="uninstall one of them")
         if self._form.fullmatch(entry.name) is None:
@@ -143,7 +143,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
         return UnusablePart(
             f"the {self.noun} {entry.name} of the package {package} {why} "
             f'(entry point {entry.name} = "{entry.value}" of {entry.group})',
-            hint=hint or f"update or uninstall {package.partition(' ')[0]}; what does not need it works without",
+            hint=hint or f"update or uninstall {package.partition(' ')[0]}; everything else works without it",
         )
 
 
@@ -151,7 +151,7 @@ def _package(entry: EntryPoint) -> str:
     return "unknown" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
 
 
-_all_entries = cache(entry_points)  # of all installed packages, whose files are read once per process
+_all_entries = cache(entry_points)  # the files of all installed packages are read once per process
 
 
 @cache
@@ -168,7 +168,7 @@ def _warning(error: UnusablePart) -> str:
     return f"warning: {error}\nhint: {error.hint}\n"
 
 
-@cache  # by the text: each lookup raises an error of its own
+@cache  # by the text: each lookup raises a new error
 def _say_once(warning: str) -> None:
     sys.stderr.write(warning)
 
@@ -180,7 +180,7 @@ def import_object(path: str) -> Any:
 
 
 def import_late(path: str) -> Callable[..., Any]:
-    """Return a function that calls the one at `package.module:NAME`, which is imported by the first call."""
+    """Return a function that calls the function at `package.module:NAME`, which the first call imports."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         return import_object(path)(*arguments, **named)

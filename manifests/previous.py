@@ -1,7 +1,7 @@
-"""The state of the manifest before a write: the order of videos, other datasets, and caption IDs.
+"""The manifest before a write: order of videos, other datasets, caption IDs, and merging a dataset with it.
 
-Only a complete manifest is used. If its files are damaged, a write may only restore the very tables that were there:
-different caption IDs would silently change the meaning of every shard that refers to them.
+Only a complete manifest is used. If its files are damaged, a write may only restore exactly the same tables: different
+caption IDs would silently change the meaning of every shard that refers to them.
 """
 
 import hashlib
@@ -38,11 +38,11 @@ class PreviousManifest:
     """The state that a write starts from.
 
     Attributes:
-        videos: schema.VIDEOS and schema.OWN_DIGEST.
-        captions_path: the valid caption table, or None if there is none.
-        further: name -> record of each further source of captions (clipmill.manifests.further_sources).
-        damage: why the tables of an existing manifest cannot be read; all other fields are then empty.
-        fingerprint: fingerprint of that manifest, if known.
+        videos: Table of schema.VIDEOS and schema.OWN_DIGEST.
+        captions_path: Valid caption table, or None if there is none.
+        further: Name -> record of each further source of captions (clipmill.manifests.further_sources).
+        damage: Reason why the tables of an existing manifest cannot be read; all other fields are then empty.
+        fingerprint: Fingerprint of that manifest, if known.
     """
 
     videos: pa.Table = field(default_factory=VIDEOS.append(OWN_DIGEST).empty_table)
@@ -62,7 +62,7 @@ class PreviousManifest:
         if self.further:
             others += f", then `prep manifest captions` for the added sources ({', '.join(self.further)}),"
         raise UserError(
-            f"{self.damage}; this command alone cannot restore the manifest: caption IDs would change",
+            f"{self.damage}; this command cannot restore the manifest: caption IDs would change",
             hint=f"restore {self.damage.path.parent} from a backup, or remove it and run `prep manifest` again "
             f"for each dataset{others} in the same order",
         )
@@ -74,8 +74,8 @@ def read_previous(
     """Read the state before a write to the manifest in `folder`.
 
     Args:
-        manifest: content of manifest.json, or None if it is missing or damaged.
-        damage: why it cannot be read.
+        manifest: Content of manifest.json, or None if it is missing or damaged.
+        damage: Reason why it cannot be read.
     """
     if manifest is None:
         fingerprint = _common_fingerprint(folder)
@@ -83,7 +83,18 @@ def read_previous(
             damage = DamagedManifest(folder / "manifest.json", "the file is missing")
         return PreviousManifest(damage=damage, fingerprint=fingerprint)
     try:
-        return _read(folder, manifest)
+        paths = {name: table_path(folder, name, manifest=manifest) for name in TABLE_FILES}
+        videos = pq.read_table(paths[VIDEOS_FILE]).replace_schema_metadata()
+        if OWN_DIGEST.name not in videos.column_names:
+            videos = videos.append_column(OWN_DIGEST, pa.nulls(videos.num_rows, OWN_DIGEST.type))
+        return PreviousManifest(
+            videos=videos,
+            rejected=pq.read_table(paths[REJECTED_FILE]).replace_schema_metadata(),
+            captions_path=paths[CAPTIONS_FILE],
+            next_caption_id=manifest["next_caption_id"],
+            datasets=manifest["datasets"],
+            further=manifest.get(FURTHER_KEY, {}),
+        )
     except (OSError, pa.ArrowException) as error:
         damage = DamagedManifest(folder / "*.parquet", str(error))
     except DamagedManifest as error:
@@ -100,10 +111,10 @@ def read_previous(
 def stable_ids(
     previous: PreviousManifest, captions: pa.Table, *, is_replaced: Selection | None
 ) -> tuple[np.ndarray, int]:
-    """Return IDs int64[N] of `captions`, and the next free ID. Captions equal to a replaced one get its ID.
+    """Return IDs int64[N] of `captions`, and the next free ID. A caption that equals a replaced caption gets its ID.
 
     Args:
-        is_replaced: selects the captions that are replaced; None if there are none.
+        is_replaced: Selection of the captions that are replaced; None if there are none.
     """
     hashes = caption_hashes(captions)
     old_hashes, old_ids = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
@@ -118,24 +129,6 @@ def stable_ids(
         next_id=previous.next_caption_id if previous.damage is None else 0,
     )
     return ids, max(next_id, previous.next_caption_id)
-
-
-def _read(folder: Path, manifest: Mapping[str, Any]) -> PreviousManifest:
-    paths = {name: table_path(folder, name, manifest=manifest) for name in TABLE_FILES}
-    return PreviousManifest(
-        videos=_with_own_digest(pq.read_table(paths[VIDEOS_FILE]).replace_schema_metadata()),
-        rejected=pq.read_table(paths[REJECTED_FILE]).replace_schema_metadata(),
-        captions_path=paths[CAPTIONS_FILE],
-        next_caption_id=manifest["next_caption_id"],
-        datasets=manifest["datasets"],
-        further=manifest.get(FURTHER_KEY, {}),
-    )
-
-
-def _with_own_digest(videos: pa.Table) -> pa.Table:
-    if OWN_DIGEST.name in videos.column_names:
-        return videos
-    return videos.append_column(OWN_DIGEST, pa.nulls(videos.num_rows, OWN_DIGEST.type))
 
 
 def _common_fingerprint(folder: Path) -> str | None:

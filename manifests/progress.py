@@ -1,10 +1,10 @@
-"""Progress of long work on standard error: what a command is doing, from the first second.
+"""Progress of long work on standard error, from the first second.
 
 A terminal has one line, which rich draws again several times a second and erases at the end. A log gets a line as soon
-as the work has lasted half a second, then one every ten seconds, and one a minute after two minutes. Each begins with
-the time since the program began, in brackets: `[0:10] encoding: 12 of 24 chunks, 2.3x real time, 0:10 left`.
+as the work has lasted half a second, then a line every ten seconds, and a line a minute after two minutes. Each begins
+with the time since the program began, in brackets: `[0:10] encoding: 12 of 24 chunks, 2.3x real time, 0:10 left`.
 
-Only the first process of a launch speaks, by the RANK that its launcher sets.
+Only the first process of a launch, by the RANK that its launcher sets, shows progress.
 """
 
 import os
@@ -30,14 +30,14 @@ _MIN_WINDOW_S, _NUM_SEEN = 60.0, 100
 _PROGRAM_BEGIN_S = time.monotonic()  # both programs import this module at once
 _lock = RLock()
 _shown: list["Activity"] = []  # the innermost is the last
-_close: Callable[[], object]  # ends what shows them
+_close: Callable[[], object]  # ends the display
 
 
 class Activity:
-    """Context manager that shows what is being done until its block ends; an inner one hides an outer one.
+    """Context manager that shows the current work until its block ends; an inner activity hides an outer one.
 
     Args:
-        what: a participle and what is worked on, such as "looking at 1,000 videos".
+        what: Description of the work, such as "looking at 1,000 videos".
     """
 
     def __init__(self, what: str) -> None:
@@ -65,12 +65,12 @@ class Activity:
                 _close()
 
     def say(self, details: str | Callable[[], str], *, what: str | None = None, share: float | None = None) -> None:
-        """Set what is shown behind the colon.
+        """Set the details that are shown after the colon.
 
         Args:
-            details: the text, or a function that returns it at the time it is shown.
-            what: replaces the description of the work.
-            share: share of the work that is done, from 0 to 1, for the bar; None if unknown.
+            details: Text, or a function that returns it when it is shown.
+            what: New description of the work.
+            share: Share of the work that is done, from 0 to 1, for the bar; None if unknown.
         """
         self._what, self._details, self._share = what or self._what, details, share
 
@@ -78,8 +78,8 @@ class Activity:
         """Return a function of (number done, total or None) that shows them, with the rate and the time left.
 
         Args:
-            what: what is shown in place of the description of the work until all are done.
-            unit: what is counted, a singular noun.
+            what: Text in place of the description of the work until all are done.
+            unit: Singular noun for the units.
         """
         outer, pace = self._what, ProgressRate()
 
@@ -90,7 +90,7 @@ class Activity:
             pace.add(done)
             share = None if total is None else done / total
             self.say(
-                lambda: join_parts(amount_text(done, total, unit), pace.rate(), pace.left(total)),
+                lambda: join_parts(amount_text(done, total, unit), pace.rate(), pace.time_left(total)),
                 what=what,
                 share=share,
             )
@@ -98,7 +98,7 @@ class Activity:
         return show
 
     def adder(self, total: int | None, *, unit: str) -> Callable[[int], None]:
-        """Return a function that is called with how many more are done, and shows them as `counter` does."""
+        """Return a function that takes the number of newly finished units, and shows the total as `counter` does."""
         show, num_done = self.counter(self._what, unit=unit), 0
 
         def add(count: int) -> None:
@@ -109,12 +109,12 @@ class Activity:
         return add
 
     def text(self) -> str:
-        """What is shown of it."""
+        """Return the description with its details."""
         details = self._details if isinstance(self._details, str) else self._details()
         return f"{self._what}: {details}" if details else self._what
 
-    def drawn(self) -> "RenderableType":
-        """The line of a terminal."""
+    def render(self) -> "RenderableType":
+        """Return the line for a terminal."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -153,19 +153,19 @@ def join_parts(*parts: str) -> str:
 
 
 def amount_text(done: float, total: int | None, unit: str) -> str:
-    """Format how much is done of a singular noun: `12 of 24 chunks`, or `12 chunks` if the total is not known."""
-    shown = f"{done:,}" if total is None else f"{done:,} of {total:,}"
+    """Format an amount of a singular noun: `12 of 24 chunks`, or `12 chunks` if the total is not known."""
+    amount = f"{done:,}" if total is None else f"{done:,} of {total:,}"
     ending = "" if not unit or (done if total is None else total) == 1 else "s"
-    return f"{shown} {unit}{ending}".rstrip()
+    return f"{amount} {unit}{ending}".rstrip()
 
 
 class ProgressRate:
-    """How fast work proceeds: over the second half of the time so far, at least the last minute.
+    """The speed of work over the second half of the time so far, at least the last minute.
 
-    The first half holds what happens once, such as starting workers and loading a model.
+    The first half includes work that happens once, such as starting workers and loading a model.
 
     Args:
-        done: how much was done before.
+        done: Amount that was done before.
     """
 
     def __init__(self, done: float = 0.0) -> None:
@@ -173,7 +173,7 @@ class ProgressRate:
         self._seen = deque([(self._begin_s, done)])
 
     def add(self, done: float) -> None:
-        """Note how much is done now, in any unit."""
+        """Note the amount that is done now, in any unit."""
         now_s = time.monotonic()
         window_s = max(_MIN_WINDOW_S, (now_s - self._begin_s) / 2)
         if len(self._seen) > 1 and now_s - self._seen[-2][0] < window_s / _NUM_SEEN:
@@ -189,11 +189,11 @@ class ProgressRate:
         return (done - before) / (end_s - begin_s) if end_s - begin_s >= 1 else 0.0
 
     def rate(self) -> str:
-        """Return `12/s`, or nothing while it is unknown."""
+        """Return a text such as `12/s`; empty while it is unknown."""
         return rate_text(self.per_s) if self.per_s > 0 else ""
 
-    def left(self, total: float | None) -> str:
-        """Return `0:42 left`, or nothing while it is unknown."""
+    def time_left(self, total: float | None) -> str:
+        """Return a text such as `0:42 left`; empty while it is unknown."""
         end_s, done = self._seen[-1]
         if total is None or self.per_s <= 0 or done >= total:
             return ""
@@ -205,7 +205,7 @@ def _program_clock() -> str:
 
 
 def _show() -> Callable[[], object]:
-    """Begin to show the innermost activity; return what ends it."""
+    """Start to show the innermost activity; return the function that ends the display."""
     if os.environ.get("RANK", "0") != "0":
         return lambda: None
     return _show_on_terminal() if is_terminal(sys.stderr) else _show_in_log()
@@ -217,15 +217,15 @@ def _show_on_terminal() -> Callable[[], object]:
 
     console = Console(file=sys.stderr, force_terminal=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
     live = Live(
-        get_renderable=lambda: next((one.drawn() for one in _shown[-1:]), ""),
+        get_renderable=lambda: next((activity.render() for activity in _shown[-1:]), ""),
         console=console,
         refresh_per_second=1 / _REDRAW_S,
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # what is piped must not reach the terminal
+        redirect_stdout=sys.stdout.isatty(),  # piped output must not reach the terminal
     )
 
     def close() -> None:
-        with suppress(OSError, ValueError):  # the terminal may be gone
+        with suppress(OSError, ValueError):  # the terminal may have been closed
             live.stop()
 
     with suppress(OSError, ValueError):

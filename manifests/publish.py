@@ -1,6 +1,6 @@
-"""Atomic file writes: a reader sees either the old file or the complete new one.
+"""Atomic file writes: a reader sees either the old file or the complete new one. JSON records with a checksum.
 
-Every durable file of the project is written under a temporary name in its own folder, flushed to disk, and renamed. A
+Every durable file of the project is written under a temporary name in the same folder, flushed to disk, and renamed. A
 temporary name is `.tmp-<12 hex>-<name>`. If a process is killed, the name tells which file was being written, and the
 next process that holds the lock for that file removes it.
 
@@ -75,7 +75,7 @@ def remove_all(paths: Sequence[Path]) -> None:
     """Remove files of one folder or of its subfolders, if they exist, in any order; in a bucket with few requests.
 
     Raises:
-        OSError: one cannot be removed; then others may be left.
+        OSError: a file cannot be removed; then others may be left.
     """
     if paths and (mirror := mirror_of(paths[0])) is not None:
         mirror.remove(*paths)
@@ -141,16 +141,16 @@ def temporary_path(path: Path) -> Path:
 
 def target_of(name: str) -> str | None:
     """Return the final name of a file with the temporary name `name`; None if it is not a temporary name."""
-    found = _TEMPORARY.fullmatch(name)
+    match = _TEMPORARY.fullmatch(name)
     # An object is fetched to a temporary file of the temporary file that becomes a copy in a cache.
-    return (target_of(found[1]) or found[1]) if found else None
+    return (target_of(match[1]) or match[1]) if match else None
 
 
 def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda target: True) -> None:
     """Remove the temporary files in `folder`. The caller must hold the lock of their writers.
 
     Args:
-        of: predicate on the final name that selects the files of these writers.
+        of: Predicate on the final name that selects the files of these writers.
 
     Raises:
         OSError: a file cannot be removed.
@@ -163,7 +163,7 @@ def temporaries_in(folder: Path, *, of: Callable[[str], bool] = lambda target: T
     """List the temporary files in `folder`, sorted; none if the folder does not exist.
 
     Args:
-        of: as in `remove_temporaries`.
+        of: Predicate as in `remove_temporaries`.
     """
     try:
         with os.scandir(folder) as entries:
@@ -194,14 +194,14 @@ def make_folder(path: Path) -> None:
         sync(path.parent)
 
 
-CHECKSUM_KEY = "sha256"
+CHECKSUM_KEY = "sha256"  # of a checked record: the SHA-256 of its other content
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON document.
 
     Raises:
-        ValueError: it is not JSON, not valid UTF-8, or nested too deeply for the parser.
+        ValueError: the text is not JSON, not valid UTF-8, or nested too deeply for the parser.
     """
     try:
         return json.loads(text)
@@ -225,7 +225,7 @@ def read_checked_json(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read; the exception has the file name.
-        ValueError: it is a folder, the content is not a JSON object, or its checksum is missing or does not match.
+        ValueError: `path` is a folder, the content is not a JSON object, or its checksum is missing or does not match.
     """
     try:
         record = parse_json(read_record(path))

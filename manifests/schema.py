@@ -24,7 +24,7 @@ MANIFEST_FORMAT = 1
 VIDEOS = pa.schema(
     [
         pa.field("video_id", pa.string(), nullable=False),  # safe in keys, unique (clipmill.manifests.keys)
-        pa.field("source_id", pa.string(), nullable=False),  # the dataset's own id
+        pa.field("source_id", pa.string(), nullable=False),  # id in the dataset
         pa.field("path", pa.string(), nullable=False),  # absolute path or URL of the source file
         pa.field("split", pa.string(), nullable=False),  # train, val or test
         pa.field("dataset", pa.string(), nullable=False),
@@ -46,7 +46,7 @@ CAPTIONS = pa.schema(
 )
 
 # Optional columns, absent if they would be null throughout, so that manifests without such captions do not have them.
-# Of captions: mean log-probability per token (natural logarithm), of those that a model wrote.
+# Of captions that a model wrote: mean log-probability per token (natural logarithm).
 LIKELIHOOD = pa.field("likelihood", pa.float32())
 # Of videos with captions of further sources: the digest of the other captions.
 OWN_DIGEST = pa.field("own_captions_sha256", pa.string())

@@ -1,4 +1,4 @@
-"""Settings of a command: frozen dataclasses whose annotations say what each field may be, and one check of them all.
+"""Settings of a command: frozen dataclasses whose annotations declare the valid values, and one check of all fields.
 
     batch: Annotated[int, Range(1, 10**6)] = 64
     \"\"\"Batch size, over all processes.\"\"\"
@@ -6,7 +6,7 @@
 
 A class of settings has `Checked` as its base. Rules about several fields are in its generator `rules`. Constructing
 invalid settings raises a UserError with all mistakes. A command line that builds groups before the settings that
-contain them defers the checks, and makes them once for the whole tree.
+contain them defers the checks, and makes them once for the complete tree.
 """
 
 import math
@@ -24,12 +24,12 @@ _checks_are_deferred: ContextVar[bool] = ContextVar("checks_are_deferred", defau
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a number may have, or each number of a tuple; None is always one of them.
+    """The values that a number may have, or each number of a tuple; None is always allowed.
 
     Attributes:
         least, most: Bounds that belong to the range.
-        above, below: Bounds that do not.
-        hint: What to do about another value, if the bounds do not make it clear.
+        above, below: Bounds that do not belong to the range.
+        hint: Remedy for another value, if the bounds do not make it clear.
     """
 
     least: float = -math.inf
@@ -50,7 +50,7 @@ class Range:
             yield UserError(f"{flag} is {value}", hint=self.hint or f"{flag} must be {self}", flags=(flag,))
 
     def __str__(self) -> str:
-        """The range in words: `from 1 to 1,024`."""
+        """Return the range in words: `from 1 to 1,024`."""
         if math.isfinite(self.least) and math.isfinite(self.most):
             return f"from {_number(self.least)} to {_number(self.most)}"
         bounds = {
@@ -69,12 +69,12 @@ PROBABILITY = Range(0, 1)
 
 @dataclass(frozen=True)
 class GoesWith:
-    """The setting of the same group without which this one has no effect.
+    """The setting of the same group without which the annotated setting has no effect.
 
     Attributes:
         name: Name of its field.
-        values: Values with which this one has an effect; any but 0 where there are none.
-        use: What the hint offers in place of these values.
+        values: Values with which the annotated setting has an effect; if empty, any value but 0.
+        use: Text of the hint in place of these values.
     """
 
     name: str
@@ -87,11 +87,11 @@ class GoesWith:
 
 
 class Needs(GoesWith):
-    """The setting of the same group without which this one is a mistake, wherever it was given."""
+    """The setting of the same group without which the annotated setting is a mistake, wherever it was given."""
 
 
 class Checked:
-    """Base of frozen dataclasses of settings: `prefix` of its flags, checks of its fields, rules about several."""
+    """Base of frozen dataclasses of settings: `prefix` of the flags, checks of single fields, rules about several."""
 
     prefix: ClassVar[str] = ""
 
@@ -100,21 +100,21 @@ class Checked:
             refuse(mistakes(self))
 
     def rules(self) -> Iterator[UserError]:
-        """Yield the mistakes that are about several fields. Each field by itself is in its range."""
+        """Yield the mistakes that are about several fields. Each single field is already in its range."""
         return iter(())
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield the flags that were typed and have no effect, except for the ones that `GoesWith` finds."""
+        """Yield errors for flags that were typed and have no effect, except for flags that `GoesWith` finds."""
         return iter(())
 
     @classmethod
     def flag(cls, name: str) -> str:
-        """The flag of a field."""
+        """Return the flag of a field."""
         return "--" + f"{cls.prefix}.{name}".lstrip(".").replace("_", "-")
 
 
 class Annotations(NamedTuple):
-    """The annotations of a field; of nested annotations, the outer one counts."""
+    """The annotations of a field; of nested annotations, the outermost counts."""
 
     name: str
     default: Any
@@ -124,7 +124,7 @@ class Annotations(NamedTuple):
 
 
 def annotations_of(settings: Checked) -> tuple[Annotations, ...]:
-    """The annotations of the fields of settings, in their order."""
+    """Return the annotations of the fields of settings, in their order."""
     kind: Any = type(settings)
     return _annotations_of(kind)
 
@@ -135,10 +135,10 @@ def _annotations_of(kind: Any) -> tuple[Annotations, ...]:
     for field in fields(kind):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         known: dict[str, Any] = {}
-        for one in getattr(hints[field.name], "__metadata__", ()):
-            name = "range" if isinstance(one, Range) else "needs" if isinstance(one, Needs) else "goes_with"
-            if isinstance(one, Range | GoesWith):
-                known[name] = one
+        for annotation in getattr(hints[field.name], "__metadata__", ()):
+            is_range, is_need = isinstance(annotation, Range), isinstance(annotation, Needs)
+            if isinstance(annotation, Range | GoesWith):
+                known["range" if is_range else "needs" if is_need else "goes_with"] = annotation
         annotations.append(
             Annotations(field.name, default, known.get("range"), known.get("goes_with"), known.get("needs"))
         )
@@ -146,32 +146,32 @@ def _annotations_of(kind: Any) -> tuple[Annotations, ...]:
 
 
 def mistakes(settings: Checked) -> list[UserError]:
-    """Every mistake in the settings and their groups."""
+    """Return all mistakes in the settings and their groups."""
     return _examine(settings)[0]
 
 
 def _examine(settings: Checked) -> tuple[list[UserError], Any]:
-    """The mistakes, and the settings with defaults in place of values out of range, so that rules get valid values."""
+    """Return the mistakes, and the settings with defaults for values out of range, so that rules get valid values."""
     errors: list[UserError] = []
     valid: dict[str, object] = {}
     for field in annotations_of(settings):
         value, flag = getattr(settings, field.name), settings.flag(field.name)
         if isinstance(value, Checked):
-            of_group, group = _examine(value)
-            errors += of_group
-            valid |= {field.name: group} if of_group else {}
+            group_errors, group = _examine(value)
+            errors += group_errors
+            valid |= {field.name: group} if group_errors else {}
         elif field.range is not None and not field.range.holds(value):
             errors += field.range.mistakes(flag, value)
             valid[field.name] = field.default
         elif field.needs is not None and value != field.default:
-            beside = getattr(settings, field.needs.name)
-            if not field.needs.holds(beside):
+            other_value = getattr(settings, field.needs.name)
+            if not field.needs.holds(other_value):
                 other = settings.flag(field.needs.name)
                 use = field.needs.use or " or ".join(map(str, field.needs.values))
                 errors.append(
                     UserError(
-                        f"{flag} {value} does nothing with {other} {beside}",
-                        hint=f"use {other} {use}, or leave it out",
+                        f"{flag} {value} does nothing with {other} {other_value}",
+                        hint=f"use {other} {use}, or omit it",
                         flags=(flag, other),
                     )
                 )
@@ -183,7 +183,7 @@ def _examine(settings: Checked) -> tuple[list[UserError], Any]:
 
 
 def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterator[UserError]:
-    """Yield the flags that were typed and have no effect beside the other settings.
+    """Yield errors for flags that were typed and have no effect with the other settings.
 
     Settings from files are accepted: flags may leave some values of a preset or of a run without effect. Flags that
     give the default are accepted too.
@@ -197,18 +197,18 @@ def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterato
             yield from flags_without_effect(value, typed)
         if goes_with is None or flag not in typed or value == field.default:
             continue
-        other, beside = settings.flag(goes_with.name), getattr(settings, goes_with.name)
-        if not goes_with.holds(beside):
+        other, other_value = settings.flag(goes_with.name), getattr(settings, goes_with.name)
+        if not goes_with.holds(other_value):
             use = goes_with.use or " or ".join(map(str, goes_with.values))
-            state = "not given" if beside is None else beside
+            state = "not given" if other_value is None else other_value
             yield without_effect(flag, typed, f"{other} is {state}", use=f"{other} {use}".strip())
     yield from settings.without_effect(typed)
 
 
 def without_effect(flag: str, typed: Mapping[str, str], why: str, *, use: str) -> UserError:
-    """The error for a flag that was typed and has no effect."""
+    """Return the error for a flag that was typed and has no effect."""
     return UserError(
-        f"{flag} is {typed[flag]}, which has no effect: {why}", hint=f"leave it out, or use {use}", flags=(flag,)
+        f"{flag} is {typed[flag]}, which has no effect: {why}", hint=f"omit it, or use {use}", flags=(flag,)
     )
 
 

@@ -1,8 +1,9 @@
-"""Reading and writing the manifest of a data folder; clipmill.manifests.schema defines its tables.
+"""Reading the manifest of a data folder: which table files are current, and their checksums.
 
-A write replaces one dataset and keeps the others. The result depends only on the given rows and the last complete
-manifest: remains of an interrupted write are never read. Publishing manifest.json makes the new tables valid
-(clipmill.manifests.store); each table carries the fingerprint of the whole manifest.
+clipmill.manifests.schema defines the tables, clipmill.manifests.write writes them. A write replaces one dataset and
+keeps the others. The result depends only on the given rows and the last complete manifest: remains of an interrupted
+write are never read. The new tables are staged beside the old ones; publishing manifest.json makes them valid. Each
+table carries the fingerprint of the manifest.
 """
 
 import errno
@@ -72,7 +73,7 @@ def open_captions(data_dir: Path, *, coded: Sequence[str] = ()) -> pq.ParquetFil
     The open table stays unchanged if a new manifest is written meanwhile.
 
     Args:
-        coded: columns to read as dictionaries.
+        coded: Columns to read as dictionaries.
 
     Raises:
         UserError: see `read_videos`.
@@ -136,7 +137,7 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
 
 
 def num_captions_of(data_dir: Path) -> int:
-    """Return the number of captions in the manifest according to its entries, without those of further sources."""
+    """Return the number of captions of datasets according to the manifest's entries, without further sources."""
     return sum(int(entry.get("num_captions", 0)) for entry in read_manifest(data_dir).get("datasets", {}).values())
 
 
@@ -159,6 +160,8 @@ def _read(
     coded: Sequence[str] = (),
     columns: Sequence[str] | None = None,
 ) -> pa.Table:
+    """Read a table completely, without its metadata."""
+
     def read(manifest: dict[str, Any]) -> pa.Table:
         with _open(data_dir, name, schema, manifest, coded) as file:
             table = file.read(columns=columns)  # one chunk per row group, while `read_table` returns many
@@ -170,13 +173,14 @@ def _read(
 def _open(
     data_dir: Path, name: str, schema: pa.Schema, manifest: Mapping[str, Any], coded: Sequence[str] = ()
 ) -> pq.ParquetFile:
+    """Open a table after verifying that it belongs to the manifest and has the columns of its schema."""
     path = table_path(manifest_dir(data_dir), name, manifest=manifest)
     file = pq.ParquetFile(path, read_dictionary=list(coded))
     try:
-        found = file.schema_arrow
-        if (found.metadata or {}).get(FINGERPRINT_KEY, b"").decode("ascii", "replace") != manifest["fingerprint"]:
+        stored = file.schema_arrow
+        if (stored.metadata or {}).get(FINGERPRINT_KEY, b"").decode("ascii", "replace") != manifest["fingerprint"]:
             raise DamagedManifest(path, f"it does not belong to {MANIFEST_FILE}: a write was interrupted")
-        missing = [field.name for field in schema if field.name not in found.names]
+        missing = [field.name for field in schema if field.name not in stored.names]
         if missing:
             raise DamagedManifest(path, f"column {missing[0]} is missing")
         require_numbers(path, num_rows=file.metadata.num_rows)
@@ -231,13 +235,13 @@ def is_table_file(name: str) -> bool:
 
 
 def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None) -> None:
-    """Refuse a table that is too large for row numbers and offsets of 32 bits.
+    """Reject a table that is too large for row numbers and offsets of 32 bits.
 
     Args:
-        videos: its columns, if it is the table of videos, whose columns are also used as a whole.
+        videos: The table of videos, if it is that table: its columns are also used as single arrays.
 
     Raises:
-        UserError: it has too many rows, or too long texts.
+        UserError: the table has too many rows, or too long texts.
     """
     if num_rows > MAX_ROWS:
         raise UserError(f"{path} would have {num_rows:,} rows, but at most {MAX_ROWS:,} are supported", hint=_TOO_LARGE)
@@ -271,7 +275,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def promote(folder: Path, *, fingerprint: str) -> None:
-    """Rename the staged tables of a write to their plain names, and remove those of killed writes."""
+    """Rename the staged tables of a write to their plain names, and remove the staged tables of killed writes."""
     for name in (*TABLE_FILES, *MAPPED_FILES):
         rename(staged_path(folder, name, fingerprint=fingerprint), folder / name)
     for path in folder.iterdir():
@@ -283,11 +287,11 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_chec
     """Return the path of the valid table `name`, after verifying its size and checksum against manifest.json.
 
     Args:
-        manifest: content of manifest.json.
-        has_checksum: False to verify the size alone.
+        manifest: Content of manifest.json.
+        has_checksum: False to verify only the size.
 
     Raises:
-        DamagedManifest: the file is missing, or not the one described by `manifest`.
+        DamagedManifest: the file is missing, or is not the file that `manifest` records.
         OSError: the file cannot be read.
     """
     # Check the staged name first: a file is renamed from it to the plain name, never back.
@@ -308,9 +312,6 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_chec
     return path
 
 
-_PACKAGE = Path(__file__).resolve().parent
-
-
 def check_data_dir(data_dir: Path, *, videos: "Place | None" = None) -> None:
     """Reject a data folder that would mix with the program's source or with the source videos.
 
@@ -320,19 +321,21 @@ def check_data_dir(data_dir: Path, *, videos: "Place | None" = None) -> None:
     """
     if (mirror := mirror_of(data_dir)) is not None:
         if isinstance(videos, str) and videos.rstrip("/") == mirror.address.rstrip("/"):
-            raise _is_both(videos)
+            raise _same_folder_error(videos)
         mirror.is_empty  # noqa: B018 - lists the bucket, before any work begins
         return
     resolved = resolved_folder(data_dir)
     if resolved.exists() and not resolved.is_dir():
         raise UserError(f"the data folder {data_dir} is a file", hint="give a folder with --data")
-    if _is_source_tree(resolved) or any(_is_package_of_tree(folder) for folder in (resolved, *resolved.parents)):
+    # `<tree>/shards` is a package of clipmill, `<tree>/data` is not.
+    packages = [folder for folder in (resolved, *resolved.parents) if (folder / "__init__.py").exists()]
+    if _is_source_tree(resolved) or any(_is_source_tree(folder.parent) for folder in packages):
         raise UserError(
             f"the data folder {data_dir} is inside the source code of clipmill",
             hint="give another folder with --data or $CLIPMILL_DATA",
         )
     if isinstance(videos, Path) and resolved == resolved_folder(videos):
-        raise _is_both(data_dir)
+        raise _same_folder_error(data_dir)
 
 
 def address_of(data_dir: Path) -> "Place":
@@ -341,7 +344,7 @@ def address_of(data_dir: Path) -> "Place":
     return data_dir if mirror is None else mirror.address
 
 
-def _is_both(place: "Place") -> UserError:
+def _same_folder_error(place: "Place") -> UserError:
     return UserError(
         f"{place} is both the data folder and the folder of the videos", hint="give a separate data folder with --data"
     )
@@ -351,7 +354,7 @@ def resolved_folder(folder: Path) -> Path:
     """Resolve symbolic links in `folder`, which need not exist, and verify that it is accessible.
 
     Raises:
-        UserError: it is not: a loop of links, a name that is too long, or a parent folder without permission.
+        UserError: it is not accessible: a loop of links, a name that is too long, or a parent without permission.
     """
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -365,9 +368,4 @@ def resolved_folder(folder: Path) -> Path:
 
 
 def _is_source_tree(folder: Path) -> bool:
-    return folder == _PACKAGE.parent or (folder / "manifests" / "schema.py").exists()
-
-
-def _is_package_of_tree(folder: Path) -> bool:
-    """Return True if `folder` is one of clipmill's packages (`<tree>/shards` is one, `<tree>/data` is not)."""
-    return (folder / "__init__.py").exists() and _is_source_tree(folder.parent)
+    return folder == Path(__file__).resolve().parents[1] or (folder / "manifests" / "schema.py").exists()

@@ -1,4 +1,4 @@
-"""Mistakes in command lines and files of settings as both programs report them: cyclopts' errors as user errors."""
+"""Errors for mistakes in command lines and files of settings: cyclopts' errors as user errors, for both programs."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _VALUES_ONLY = "--"
 _SIZES = ("short-side", "size-px", "size")
-# Name of a setting in other programs -> its flags here; the first one that the command has is suggested.
+# Name of a setting in other programs -> its flags here; the first flag that the command has is suggested.
 _CALLED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "accum-freq": ("microbatch",),
     "batch-size": ("batch",),
@@ -63,7 +63,7 @@ def usage_error(error: "CycloptsError", app: "App", words: Sequence[str]) -> Use
     """Return the error for a command line that cyclopts refuses; the hint names the help of its command.
 
     Args:
-        words: the command line.
+        words: Words of the command line.
     """
     commands, apps, _ = app.parse_commands(words)
     command = " ".join([app.name[0], *commands])
@@ -74,17 +74,20 @@ def usage_error(error: "CycloptsError", app: "App", words: Sequence[str]) -> Use
 
 
 def usage_message(error: "CycloptsError") -> str:
-    """Return what is wrong, on one line."""
+    """Return the description of a mistake, on one line."""
     from cyclopts import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         several = "s" if len(error.unused_tokens) > 1 else ""
         return f"unexpected argument{several}: {on_one_line(', '.join(error.unused_tokens))}"
     if isinstance(error, UnknownOptionError):
-        if error.token.source != "cli":
-            return _unknown_key(error)
-        flag = _called_here(error) or _most_similar(error)
-        return f"unknown option: {on_one_line(_word(error))}" + (f". Did you mean --{flag}?" if flag else "")
+        called, word = _called_here(error), _word(error)
+        if error.token.source != "cli":  # a key of a file
+            near = [called] if called else get_close_matches(word.replace("_", "-"), _flags(error), n=1)
+            question = f"; did you mean {near[0]}?" if near else ""
+            return f"unknown key {on_one_line(word)} in {error.token.source}{question}"
+        near = [called] if called else get_close_matches(_flag_word(error), _flags(error), n=1, cutoff=_CUTOFF)
+        return f"unknown option: {on_one_line(word)}" + (f". Did you mean --{near[0]}?" if near else "")
     if isinstance(error, MissingArgumentError) and error.argument is not None and error.keyword is None:
         name = error.argument.name
         return f"{name.lstrip('-').upper() if error.argument.index is not None else name} is required"
@@ -92,24 +95,10 @@ def usage_message(error: "CycloptsError") -> str:
     return message[:1].lower() + message[1:]
 
 
-def _unknown_key(error: "UnknownOptionError") -> str:
-    """Return the message for a key of a file that is not a setting, with the one that is most like it."""
-    key = _word(error)
-    called = _called_here(error)
-    near = [called] if called else get_close_matches(key.replace("_", "-"), _flags(error), n=1)
-    return f"unknown key {on_one_line(key)} in {error.token.source}" + (f"; did you mean {near[0]}?" if near else "")
-
-
 def _called_here(error: "UnknownOptionError") -> str | None:
     """Return the flag, without dashes, for the setting that other programs call by the unknown name; None if none."""
     flags = _flags(error)
     return next((flag for flag in _CALLED_ELSEWHERE.get(_flag_word(error), ()) if flag in flags), None)
-
-
-def _most_similar(error: "UnknownOptionError") -> str | None:
-    """Return the flag, without dashes, that the unknown flag may misspell; None if no flag is similar."""
-    flags = _flags(error)
-    return next(iter(get_close_matches(_flag_word(error), flags, n=1, cutoff=_CUTOFF)), None)
 
 
 def _flag_word(error: "UnknownOptionError") -> str:
@@ -128,7 +117,7 @@ def _word(error: "UnknownOptionError") -> str:
 
 
 def _hints(error: "CycloptsError", command: str, words: Sequence[str]) -> Iterator[str]:
-    """Yield the unit of a flag that other programs count otherwise, and how to give a value that begins with a dash."""
+    """Yield the unit of a flag that other programs count in another unit, and the syntax of a value with a dash."""
     from cyclopts import MissingArgumentError, UnknownOptionError
 
     if isinstance(error, UnknownOptionError) and error.token.source == "cli":
@@ -138,7 +127,7 @@ def _hints(error: "CycloptsError", command: str, words: Sequence[str]) -> Iterat
         elif _VALUES_ONLY in words and word in words[words.index(_VALUES_ONLY) :]:
             yield f"words after {_VALUES_ONLY} are values: put the flags before it"
         elif _is_dashed(word):
-            yield f"a value that begins with - is given after --, behind all flags: {command} ... -- {word}"
+            yield f"a value that begins with - is given after -- and all flags: {command} ... -- {word}"
     elif isinstance(error, MissingArgumentError) and error.argument is not None:
         for flag, word in pairwise(words):
             if flag in error.argument.names and _is_dashed(word):

@@ -1,9 +1,12 @@
-"""Writing a dataset into the tables of the manifest."""
+"""Writes of the manifest: a dataset, or captions of further sources, in place of their previous rows.
+
+Every write ends with `publish_manifest`, which publishes all tables at once.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -55,11 +58,9 @@ from clipmill.manifests.store import (
     staged_path,
 )
 
-MANIFEST_FOLDER = "manifest"
-_MAX_REMOVED = 1 / 3  # of the videos of a dataset; more look like a mistake
+FURTHER = "further captions"  # in the column `dataset` of rejected rows; the rows of the last command are kept
+_MAX_REMOVED = 1 / 3  # share of the videos of a dataset; a larger share is probably a mistake
 _MAX_NAMED = 3
-_T = TypeVar("_T")
-_CODED = ["video_id", "source"]
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,15 @@ class WriteResult:
     """A dataset's entry in the manifest after a write.
 
     Attributes:
-        num_rejected: number of rejected files and rows by reason.
-        num_files_rejected: how many of them are files; the others are rows of files.
-        num_captions_removed: captions of the dataset that were in the manifest before and no longer are.
-        num_videos_removed: videos of the dataset that were in the manifest before and no longer are.
-        num_splits_changed: videos of the dataset that were in the manifest before in another split.
-        num_further_kept: captions of further sources in the manifest.
-        num_further_removed: captions of further sources that were removed with their videos.
-        splits: number of videos and of captions of the dataset, by split.
+        num_captions_lost: Captions without a video.
+        num_rejected: Number of rejected files and rows by reason.
+        num_files_rejected: Number of files among them; the others are rows of files.
+        num_captions_removed: Captions of the dataset that were in the manifest before and no longer are.
+        num_videos_removed: Videos of the dataset that were in the manifest before and no longer are.
+        num_splits_changed: Videos of the dataset that were in the manifest before in another split.
+        num_further_kept: Captions of further sources in the manifest.
+        num_further_removed: Captions of further sources that were removed with their videos.
+        splits: Number of videos and of captions of the dataset, by split.
     """
 
     folder: Path
@@ -107,19 +109,19 @@ def write_manifest(
     """Replace the rows of `dataset` in the manifest; other datasets are unchanged.
 
     Known videos keep their rows, new ones are appended. Known captions keep their IDs. Captions of further sources stay
-    as long as their videos. A video whose ID already belongs
-    to another dataset is rejected together with its captions.
+    as long as their videos. A video whose ID already belongs to another dataset is rejected together with its captions.
 
     Args:
-        videos: video_id, source_id, path, split, one row per video (the other columns are computed here).
-        captions: video_id, begin_s, end_s, text, source, and optionally likelihood and label_ columns (IDs are assigned
-            here).
-        rejected: schema.REJECTED.
-        may_remove: whether more than a third of the dataset's videos may leave the manifest.
+        videos: Columns video_id, source_id, path, split, one row per video (the other columns are computed here).
+        captions: Columns video_id, begin_s, end_s, text, source, and optionally likelihood and label_ columns (IDs are
+            assigned here).
+        rejected: Table of schema.REJECTED.
+        num_captions_lost: Number of captions that the adapter could not use, because they have no video.
+        may_remove: Allow more than a third of the dataset's videos to leave the manifest.
 
     Raises:
-        UserError: the previous manifest is damaged, captions have the source or labels of others, or too many videos
-            would leave the manifest.
+        UserError: the previous manifest is damaged, captions have the source of other captions or other types of
+            labels, or too many videos would leave the manifest.
     """
     folder = manifest_dir(data_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +150,7 @@ def write_manifest(
     further = all_further.of_videos(pa.chunked_array([*other_ids.chunks, *new["video_id"].chunks], pa.string()))
     removed = own_ids.filter(pc.invert(pc.is_in(own_ids, value_set=videos["video_id"].combine_chunks())))
     if not may_remove and len(removed) > _MAX_REMOVED * len(own_ids):
-        raise _too_many(removed.to_pylist(), len(own_ids), dataset, num_further=len(all_further) - len(further))
+        raise _removal_error(removed.to_pylist(), len(own_ids), dataset, num_further=len(all_further) - len(further))
     all_videos = replace_dataset(old.videos, further.added_to(new), dataset=dataset)
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], dataset))
     reasons = {entry["values"]: entry["counts"] for entry in pc.value_counts(rejected["reason"]).to_pylist()}
@@ -180,6 +182,11 @@ def write_manifest(
             further=further.stored_records(),
         ),
     )
+    # Number of videos and of captions by split.
+    coded = videos["split"].combine_chunks().dictionary_encode()
+    codes, names = coded.indices.to_numpy(), coded.dictionary.to_pylist()
+    counts = (np.bincount(part, minlength=len(names)).tolist() for part in (codes, codes[video_rows]))
+    splits = dict(zip(names, zip(*counts, strict=True), strict=True))
     num_added = int((ids >= old.next_caption_id).sum())
     num_before = int(old.datasets.get(dataset, {}).get("num_captions", 0))
     num_kept = len(own_ids) - len(removed)
@@ -198,11 +205,12 @@ def write_manifest(
         num_captions_removed=max(0, num_before - (captions.num_rows - num_added)),
         num_further_kept=len(further),
         num_further_removed=len(all_further) - len(further),
-        splits=_splits(videos, video_rows),
+        splits=dict(sorted(splits.items(), key=lambda entry: -entry[1][0])),
     )
 
 
-def _too_many(removed: list[str], num_before: int, dataset: str, *, num_further: int) -> UserError:
+def _removal_error(removed: list[str], num_before: int, dataset: str, *, num_further: int) -> UserError:
+    """Return the error for a write that would remove too many videos."""
     more = f", and {len(removed) - _MAX_NAMED:,} more" if len(removed) > _MAX_NAMED else ""
     captions = f", and {count_noun(num_further, 'caption')} of added sources with them" if num_further else ""
     return UserError(
@@ -211,16 +219,6 @@ def _too_many(removed: list[str], num_before: int, dataset: str, *, num_further:
         hint="check that the folder and the tables are the right ones; the manifest was not changed. If the videos are "
         "gone or renamed on purpose, add --yes; their chunks stay on disk until prep gc",
     )
-
-
-def _splits(videos: pa.Table, video_rows: np.ndarray) -> dict[str, tuple[int, int]]:
-    """Return the number of videos and of captions by split; `video_rows` int64[N]: the video of each caption."""
-    coded = videos["split"].combine_chunks().dictionary_encode()
-    codes = coded.indices.to_numpy()
-    names = coded.dictionary.to_pylist()
-    num_videos, num_captions = (np.bincount(found, minlength=len(names)) for found in (codes, codes[video_rows]))
-    counts = zip(names, zip(num_videos.tolist(), num_captions.tolist(), strict=True), strict=True)
-    return dict(sorted(counts, key=lambda entry: -entry[1][0]))
 
 
 def previous_manifest(data_dir: Path) -> PreviousManifest:
@@ -239,10 +237,10 @@ class NewManifest:
     """A manifest that takes the place of the previous one.
 
     Attributes:
-        videos: schema.VIDEOS and schema.OWN_DIGEST.
-        rejected: schema.REJECTED.
-        captions: those of the previous manifest that stay, and those that are added.
-        datasets, further: the records of the datasets and of the further sources, by name.
+        videos: Table of schema.VIDEOS and schema.OWN_DIGEST.
+        rejected: Table of schema.REJECTED.
+        captions: Captions of the previous manifest that stay, and captions that are added.
+        datasets, further: Records of the datasets and of the further sources, by name.
     """
 
     videos: pa.Table
@@ -256,7 +254,7 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
     """Publish a manifest in `folder`.
 
     Raises:
-        UserError: the previous manifest is damaged and this is another one, or labels have another type.
+        UserError: the previous manifest is damaged and this manifest is different, or labels have another type.
     """
     videos, rejected = new.videos, new.rejected
     if videos[OWN_DIGEST.name].null_count == videos.num_rows:
@@ -296,19 +294,16 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
         csv.write_csv(counted_from_1, temporary)
 
 
-# In the column `dataset` of rejected rows; the rows of the last command are kept.
-FURTHER = "further captions"
-
-
 @dataclass(frozen=True)
 class FurtherResult:
-    """The result of a write.
+    """The result of a write of further captions.
 
     Attributes:
-        num_captions: source -> number of its captions.
-        num_added: source -> number of captions that were not in the manifest.
-        num_removed: source -> number of its earlier captions that are not in the tables.
-        num_stale: earlier version of a source -> number of its captions, which were replaced.
+        folder: Folder of the manifest.
+        num_captions: Source -> number of its captions.
+        num_added: Source -> number of captions that were not in the manifest.
+        num_removed: Source -> number of its earlier captions that are not in the tables.
+        num_stale: Earlier version of a source -> number of its captions, which were replaced.
     """
 
     folder: Path
@@ -321,14 +316,14 @@ class FurtherResult:
 def write_further_captions(
     data_dir: Path, captions: pa.Table, rejected: pa.Table, *, records: Mapping[str, Mapping[str, Any]]
 ) -> FurtherResult:
-    """Add captions to videos in the manifest. They replace those of the same sources, and of their earlier versions.
+    """Add captions to videos in the manifest, in place of captions of the same sources and of their earlier versions.
 
     Captions that were in the manifest keep their IDs; all other captions of the manifest are unchanged.
 
     Args:
-        captions: video_id, begin_s, end_s, text, source and likelihood (IDs are assigned here).
-        rejected: schema.REJECTED.
-        records: source -> {"kind", "models"} of each source in `captions`.
+        captions: Columns video_id, begin_s, end_s, text, source and likelihood (IDs are assigned here).
+        rejected: Table of schema.REJECTED.
+        records: Source -> {"kind", "models"} of each source in `captions`.
 
     Raises:
         UserError: there is no manifest, it is damaged, or a source has the name of other captions.
@@ -337,13 +332,20 @@ def write_further_captions(
     before = _counts(old.captions_path)
     for source, record in records.items():
         _require_free(source, str(record["kind"]), before=before, further=old.further)
-    _require_one_version(records)
+    versions: dict[tuple[str, str], str] = {}
+    for source, record in records.items():
+        other = versions.setdefault((source_name(source), str(record["kind"])), source)
+        if other != source:
+            raise UserError(
+                f"the tables have captions of two versions of a model: {other} and {source}",
+                hint="give the tables of the newer version, or another name with --source",
+            )
     kinds = {source_name(source): record["kind"] for source, record in records.items()}
     replaced = {name for name, record in old.further.items() if kinds.get(source_name(name)) == record["kind"]}
 
     ids = _publish(data_dir, old, captions, rejected, records=records, replaced=replaced)
     is_new = ids >= old.next_caption_id
-    num_captions, num_added = (_by_source(captions.filter(pa.array(mask))) for mask in (ids >= 0, is_new))
+    num_captions, num_added = (_count_by_source(captions.filter(pa.array(mask))) for mask in (ids >= 0, is_new))
     return FurtherResult(
         folder=manifest_dir(data_dir),
         num_captions=num_captions,
@@ -369,15 +371,15 @@ def remove_further_sources(data_dir: Path, names: Collection[str]) -> dict[str, 
     old = _sound_manifest(data_dir)
     removed: set[str] = set()
     for name in names:
-        found = {name} if name in old.further else {source for source in old.further if source_name(source) == name}
-        if not found:
-            is_own = name in _counts(old.captions_path)
-            what = "is the source of a dataset, whose captions are those of its tables" if is_own else "is not there"
+        sources = {name} if name in old.further else {source for source in old.further if source_name(source) == name}
+        if not sources:
+            is_of_dataset = name in _counts(old.captions_path)
+            reason = "belongs to a dataset, whose captions come from its tables" if is_of_dataset else "does not exist"
             raise UserError(
-                f"the source {quote_value(name)} {what}",
+                f"the source {quote_value(name)} {reason}",
                 hint=f"sources that can be removed: {', '.join(old.further) or 'none'}",
             )
-        removed |= found
+        removed |= sources
     counts = {name: int(old.further[name]["num_captions"]) for name in sorted(removed)}
     nothing = FurtherCaptions.read(old).captions.slice(0, 0).drop_columns(["caption_id"])
     _publish(data_dir, old, nothing, REJECTED.empty_table(), records={}, replaced=removed)
@@ -401,7 +403,7 @@ def _publish(
     records: Mapping[str, Mapping[str, Any]],
     replaced: Collection[str],
 ) -> np.ndarray:
-    """Put captions in the place of those of the sources `replaced`; return their IDs, int64[N]."""
+    """Replace the captions of the sources `replaced` by new captions; return the new IDs, int64[N]."""
     is_replaced = of_sources(replaced)
     ids, next_id = stable_ids(old, captions, is_replaced=is_replaced if replaced else None)
     further = FurtherCaptions.read(old)
@@ -431,20 +433,9 @@ def _require_free(source: str, kind: str, *, before: Mapping[str, int], further:
         )
     if source in before and source not in further:
         raise UserError(
-            f"the source {source!r} is that of {count_noun(before[source], 'caption')} of a dataset in the manifest",
+            f"a dataset in the manifest has {count_noun(before[source], 'caption')} with the source {source!r}",
             hint="give the new captions another name with --source",
         )
-
-
-def _require_one_version(records: Mapping[str, Mapping[str, Any]]) -> None:
-    found: dict[tuple[str, str], str] = {}
-    for source, record in records.items():
-        other = found.setdefault((source_name(source), str(record["kind"])), source)
-        if other != source:
-            raise UserError(
-                f"the tables have captions of two versions of a model: {other} and {source}",
-                hint="give the tables of the newer one, or another name with --source",
-            )
 
 
 def _counts(captions_path: Path | None) -> dict[str, int]:
@@ -454,6 +445,6 @@ def _counts(captions_path: Path | None) -> dict[str, int]:
         return source_counts(file)
 
 
-def _by_source(captions: pa.Table) -> dict[str, int]:
+def _count_by_source(captions: pa.Table) -> dict[str, int]:
     entries = pc.value_counts(captions["source"]).to_pylist()
     return dict(sorted((entry["values"], entry["counts"]) for entry in entries))

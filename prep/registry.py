@@ -18,8 +18,8 @@ COLUMNS = Parts(
     "column",
     group="columns",
     kind=ColumnSpec,
-    own={name: f"clipmill.prep.{name}.column:COLUMN" for name in SUMMARIES},
-    # Names of other commands of `prep`, and of folders of a data folder.
+    builtin={name: f"clipmill.prep.{name}.column:COLUMN" for name in SUMMARIES},
+    # Other commands of `prep`, and folders of a data folder.
     taken=(
         "advise",
         "chunk",
@@ -40,7 +40,7 @@ COLUMNS = Parts(
 
 def columns() -> tuple[ColumnSpec, ...]:
     """Return all columns; the one made from the source videos comes first."""
-    return tuple(COLUMNS.working())
+    return tuple(COLUMNS.list_usable())
 
 
 def column_named(name: str) -> ColumnSpec:

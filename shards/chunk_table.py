@@ -1,9 +1,13 @@
-"""The merged tables of `video`, `latents`, `text` and columns with fields of other packages: what opening them needs.
+"""The merged tables of `video`, `latents`, `text`, `captions` and columns of other packages; moments of their chunks.
 
 A table has a part for each folder of shards (clipmill.shards.format): `chunks.arrow` in that folder, made of the
 indexes of its up to 1,000 shards, in the order of shards and rows. A part depends on nothing but the commits of its
 shards, so that a run writes only the parts in which something has changed, and reads only the indexes that are new.
 Where a part is missing or stale, readers take the indexes of its shards.
+
+`Moments` numbers moments, each a row of a list of videos and a time, so that they are sorted and searched as integers.
+The numbers are dense: row times range plus time. 10^9 videos of up to 100 days fit into 64 bits. Moments that do not
+fit are refused, because two of them could have the same number.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -47,10 +51,10 @@ class ChunkRows:
     """The samples of a variant.
 
     Attributes:
-        table: one row per sample, in the order of shards and rows; one chunk per part. All chunks of `video_id` have
+        table: One row per sample, in the order of shards and rows; one chunk per part. All chunks of `video_id` have
             the same dictionary, in which an id may occur several times.
-        member: extension of the member that the columns `offset`, `size` and `crc32` are of.
-        open_gops: video: shards whose first chunk cannot be decoded from single packets; None if this is unknown,
+        member: Extension of the member that the columns `offset`, `size` and `crc32` locate.
+        open_gops: Shards of `video` whose first chunk cannot be decoded from single packets; None if this is unknown,
             because indexes were read.
     """
 
@@ -58,7 +62,7 @@ class ChunkRows:
     member: str
     open_gops: frozenset[int] | None
 
-    def coded(self, name: str) -> tuple[pa.Array, NDArray[np.int32]]:
+    def dictionary_codes(self, name: str) -> tuple[pa.Array, NDArray[np.int32]]:
         """Return the dictionary of a column of texts, and the code of each row."""
         chunks = self.table[name].chunks
         codes = [np.empty(0, np.int32), *(chunk.indices.to_numpy() for chunk in chunks)]
@@ -69,34 +73,34 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
     """Return the samples of a variant from its merged table, verified, and from its indexes where it is not current.
 
     Args:
-        columns: columns of `table`; None for all.
+        columns: Columns of `table`; None for all.
 
     Raises:
         DamagedTable: a part differs from its checksums.
-        DamagedIndex: an index is not the committed one, or not one of this column.
+        DamagedIndex: an index is not the committed one, or is not an index of this column.
         OSError: a file cannot be read.
         UserError: the package of the column declares fields that its samples lack.
     """
     tables, members, open_gops = [], set[str](), set[int]()
     is_known = True
     for part in _parts(variant):
-        found = part.current()
-        is_known &= found is not None
-        table = part.made(old=None, finds_open_gops=False) if found is None else found
+        current = part.open_current()
+        is_known &= current is not None
+        table = part.build(old=None, finds_open_gops=False) if current is None else current
         members.add(_metadata(table, _MEMBER_KEY).decode())
         open_gops.update(_numbers(table, _OPEN_GOPS_KEY))
         names = list(table.column_names if columns is None else columns)
-        tables.append((table if found is None else verify_columns(table, part.path, columns=names)).select(names))
+        tables.append((table if current is None else verify_columns(table, part.path, columns=names)).select(names))
     if len(members) > 1:
         raise DamagedTable(variant.directory / CHUNKS_FILE, f"its samples have {' and '.join(sorted(members))}")
     return ChunkRows(_join_tables(tables), members.pop() if members else "", frozenset(open_gops) if is_known else None)
 
 
 def chunk_table_problem(variant: Variant) -> str | None:
-    """Return why the table of a variant is damaged; None if it is not, is missing or stale, which costs only time."""
+    """Return why the table of a variant is damaged; None if it is intact, or only missing or stale."""
     try:
         for part in _parts(variant):
-            if (table := part.current()) is not None:
+            if (table := part.open_current()) is not None:
                 verify_columns(table, part.path)
     except (DamagedTable, OSError) as error:
         return str(error)
@@ -109,10 +113,10 @@ def has_chunk_table(column: str) -> bool:
 
 
 def update_chunk_table(variant: Variant, *, column: str) -> bool:
-    """Write the parts of the merged table of a variant that are not up to date; return whether there were any.
+    """Write the parts of the merged table of a variant that are not up to date; return True if there were any.
 
     Raises:
-        UserError: an index cannot be read. The variant then lacks a part, or has one that readers recognise as stale.
+        UserError: an index cannot be read. The variant then has a missing part, or one that readers recognise as stale.
     """
     if not has_chunk_table(column) or variant.damaged:
         return False
@@ -126,7 +130,7 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
     current = {part.path for part in parts}
     for folder in folders_in(variant.directory) if parts else ():
         if (path := folder / CHUNKS_FILE) not in current and path.is_file():
-            remove(path)  # of shards that no longer exist
+            remove(path)  # its shards no longer exist
     return bool(stale)
 
 
@@ -137,9 +141,9 @@ def missing_parts(variant: Variant) -> list[str]:
 
 
 def shards_to_merge(variant: Variant) -> list[CommittedShard]:
-    """Return the shards whose indexes `update_chunk_table` reads: those that the table lacks or has otherwise."""
+    """Return the shards whose indexes `update_chunk_table` reads, because the table has no rows of these indexes."""
     stale = [part for part in _parts(variant) if not part.is_intact()]
-    return [variant.shard(shard_id) for part in stale for shard_id in part.changed(part.previous())]
+    return [variant.shard(shard_id) for part in stale for shard_id in part.changed_shards(part.open_previous())]
 
 
 def chunk_table_metadata(
@@ -148,13 +152,13 @@ def chunk_table_metadata(
     """Return the metadata of the schema of a part.
 
     Args:
-        index_sha256: of each of its shards (hex), by shard ID.
+        index_sha256: SHA-256 of the index (hex) of each of its shards, by shard ID.
     """
     return {
         _FORMAT_KEY: str(FORMAT_VERSION).encode(),
         _MEMBER_KEY: member.encode(),
         _SHARDS_KEY: ",".join(map(str, index_sha256)).encode(),
-        _INDEXES_KEY: "".join(one[:_MARK_DIGITS] for one in index_sha256.values()).encode(),
+        _INDEXES_KEY: "".join(sha256[:_MARK_DIGITS] for sha256 in index_sha256.values()).encode(),
         _OPEN_GOPS_KEY: ",".join(map(str, sorted(open_gops))).encode(),
     }
 
@@ -164,12 +168,12 @@ class _Part:
 
     def __init__(self, variant: Variant, path: Path, commits: TableCommits) -> None:
         self.path = path
-        self.index_sha256 = commits.index_sha256()  # of its shards
+        self.index_sha256 = commits.index_sha256()  # by shard ID
         self._variant, self._commits = variant, commits
         self._column = variant.directory.parent.name
 
-    def current(self) -> pa.Table | None:
-        """Map the file; None if it is missing, or of other commits. Raises DamagedTable if it is not a table."""
+    def open_current(self) -> pa.Table | None:
+        """Map the file; return None if it is missing or stale. Raise DamagedTable if it is not a table."""
         try:
             table = open_merged_table(self.path)
         except FileNotFoundError:
@@ -177,17 +181,17 @@ class _Part:
         return table if self._is_current(table.schema) else None
 
     def is_intact(self) -> bool:
-        """Return True if the file is up to date and undamaged; of one that is only in a bucket, the schema is read."""
+        """Return True if the file is up to date and undamaged. If it is only in a bucket, only its schema is read."""
         try:
             if is_away(self.path):
-                return self._is_current(read_away_schema(self.path))  # `prep verify` reads it
-            table = self.current()
+                return self._is_current(read_away_schema(self.path))  # `prep verify` reads the rows
+            table = self.open_current()
             return table is not None and len(verify_columns(table, self.path)) >= 0
         except (DamagedTable, OSError):
             return False
 
-    def previous(self) -> pa.Table | None:
-        """Map the file, verified, whatever commits it is of; None if there is none in this format."""
+    def open_previous(self) -> pa.Table | None:
+        """Map the file and verify it, even if it is stale; return None if it is unusable or has another format."""
         try:
             table = verify_columns(open_merged_table(self.path), self.path)
         except (DamagedTable, OSError):
@@ -195,22 +199,24 @@ class _Part:
         is_format = _metadata(table, _FORMAT_KEY) == str(FORMAT_VERSION).encode()
         return table if is_format and not field_differences(self._column, table.schema) else None
 
-    def changed(self, old: pa.Table | None) -> list[int]:
+    def changed_shards(self, old: pa.Table | None) -> list[int]:
         """Return the shards whose rows `old` lacks, or has from another index."""
         ids = [] if old is None else _numbers(old, _SHARDS_KEY)
-        text = "" if old is None else _metadata(old, _INDEXES_KEY).decode()
-        made_of = {one: text[at * _MARK_DIGITS : (at + 1) * _MARK_DIGITS] for at, one in enumerate(ids)}
-        return [one for one, sha256 in self.index_sha256.items() if made_of.get(one) != sha256[:_MARK_DIGITS]]
+        marks = "" if old is None else _metadata(old, _INDEXES_KEY).decode()
+        mark_of = {shard_id: marks[at * _MARK_DIGITS : (at + 1) * _MARK_DIGITS] for at, shard_id in enumerate(ids)}
+        current = ((shard_id, sha256[:_MARK_DIGITS]) for shard_id, sha256 in self.index_sha256.items())
+        return [shard_id for shard_id, mark in current if mark_of.get(shard_id) != mark]
 
-    def made(self, *, old: pa.Table | None, finds_open_gops: bool) -> pa.Table:
+    def build(self, *, old: pa.Table | None, finds_open_gops: bool) -> pa.Table:
         """Return the rows, with the metadata of the schema; rows of unchanged shards are taken from `old`.
 
         Raises:
-            DamagedIndex: an index is not the committed one, or not one of this column.
+            DamagedIndex: an index is not the committed one, or is not an index of this column.
         """
-        changed = self.changed(old)
+        changed = self.changed_shards(old)
         kept = self.index_sha256.keys() - set(changed)
-        schema = _schema(self._column)
+        # Texts are plain while the table is made, and get one dictionary at the end.
+        schema = pa.schema({"video_id": _TEXT, **_merged_fields(self._column), **_OF_MEMBER, **_PLACE})
         tables, open_gops, members = [schema.empty_table()], set[int](), set[str]()
         if old is not None and kept:
             mask = np.isin(old["shard"].to_numpy(), np.fromiter(kept, np.int64))
@@ -218,10 +224,10 @@ class _Part:
             members.add(_metadata(old, _MEMBER_KEY).decode())
             open_gops |= kept.intersection(_numbers(old, _OPEN_GOPS_KEY))
         for shard in map(self._variant.shard, changed):
-            table, member = _rows_of(shard, self._column, schema)
+            table, member = _read_rows(shard, self._column, schema)
             members.add(member)
             if len(members) > 1:
-                raise DamagedIndex(shard.index_path, f"its samples have {member}, those of other shards do not")
+                raise DamagedIndex(shard.index_path, f"its samples have {member}, the samples of other shards do not")
             tables.append(table)
             if finds_open_gops and self._column == VIDEO and not shard.packet_tables.has_closed_gops(0):
                 open_gops.add(shard.shard_id)
@@ -239,7 +245,7 @@ class _Part:
 
     def write(self) -> None:
         """Write the file."""
-        table = self.made(old=self.previous(), finds_open_gops=True)
+        table = self.build(old=self.open_previous(), finds_open_gops=True)
         make_folder(self.path.parent)
         write_merged_table(self.path, table, commits=self._commits, metadata=table.schema.metadata)
 
@@ -254,20 +260,15 @@ def _parts(variant: Variant) -> list[_Part]:
     return [part for part in parts if part.index_sha256]
 
 
-def _schema(column: str) -> pa.Schema:
-    """The columns of a table while it is made, with plain texts."""
-    return pa.schema({"video_id": _TEXT, **_merged_fields(column), **_OF_MEMBER, **_PLACE})
-
-
 def _merged_fields(column: str) -> Mapping[str, pa.DataType]:
-    """The fields of an index that the table has too."""
+    """Return the fields of an index that the table has too."""
     if column not in COLUMNS:
         return {"start_ms": pa.int64(), **COLUMN_FIELDS[column].fields}
     types = {field.name: field.type for field in INDEX_FIELDS[column]}
     return {name: types[name] for name in COLUMNS[column].merged}
 
 
-def _rows_of(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[pa.Table, str]:
+def _read_rows(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[pa.Table, str]:
     """Return the rows of a shard, and the extension of their member."""
     index = shard.index
     if differences := field_differences(column, index.schema):
@@ -278,17 +279,17 @@ def _rows_of(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[pa.
             f"earlier version differ, increase `schema` in its ColumnSpec, and run prep {column}",
         )
     known = COLUMNS[column].members if column in COLUMNS else extensions_of(index)
-    member = next((one for one in known if f"{one}_offset" in index.column_names), None)
-    wanted = {"video_id", *_merged_fields(column)}
-    if member is None or (missing := wanted.difference(index.column_names)):
-        what = f"member {known[0]}" if member is None else ", ".join(sorted(missing))
-        raise DamagedIndex(shard.index_path, f"not an index of {column}: it has no {what}")
+    member = next((extension for extension in known if f"{extension}_offset" in index.column_names), None)
+    names = {"video_id", *_merged_fields(column)}
+    if member is None or (missing := names.difference(index.column_names)):
+        lacks = f"member {known[0]}" if member is None else ", ".join(sorted(missing))
+        raise DamagedIndex(shard.index_path, f"not an index of {column}: it has no {lacks}")
     rows = np.arange(index.num_rows, dtype=np.int32)
     renamed = index.rename_columns([name.removeprefix(f"{member}_") for name in index.column_names])
     table = renamed.append_column("shard", pa.array(np.full(len(rows), shard.shard_id, np.int32)))
     table = table.append_column("row", pa.array(rows)).select(schema.names)
     try:
-        # Taken, which copies: a view would keep the index mapped.
+        # `take` copies: a view would keep the index mapped.
         return table.take(pa.array(rows)).cast(schema), member
     except pa.ArrowException as error:
         raise DamagedIndex(shard.index_path, f"not an index of {column}: {error}") from error
@@ -304,18 +305,18 @@ def _join_tables(tables: Sequence[pa.Table]) -> pa.Table:
         first = np.cumsum([0, *(len(chunk.dictionary) for chunk in chunks)])
         entries = pa.concat_arrays([chunk.dictionary for chunk in chunks])
         codes = [chunk.indices.to_numpy() + np.int32(at) for chunk, at in zip(chunks, first, strict=False)]
-        coded = pa.chunked_array([pa.DictionaryArray.from_arrays(pa.array(one), entries) for one in codes])
-        joined = joined.set_column(joined.column_names.index("video_id"), "video_id", coded)
+        video_ids = pa.chunked_array([pa.DictionaryArray.from_arrays(pa.array(part), entries) for part in codes])
+        joined = joined.set_column(joined.column_names.index("video_id"), "video_id", video_ids)
     return joined.unify_dictionaries() if "dtype" in joined.column_names else joined
 
 
 def _metadata(table: pa.Table, key: bytes) -> bytes:
-    found: bytes = (table.schema.metadata or {}).get(key, b"")
-    return found
+    value: bytes = (table.schema.metadata or {}).get(key, b"")
+    return value
 
 
 def _numbers(table: pa.Table, key: bytes) -> list[int]:
-    return [int(one) for one in _metadata(table, key).split(b",") if one]
+    return [int(digits) for digits in _metadata(table, key).split(b",") if digits]
 
 
 _MAX = 2**63 - 1
@@ -323,11 +324,11 @@ _MAX = 2**63 - 1
 
 @dataclass(frozen=True)
 class Moments:
-    """The numbering of some moments, and of any others among them.
+    """The numbering of some moments, which also places any other moment among them.
 
     Attributes:
-        num_rows: number of rows up to the last one with a moment.
-        low, high: the first and the last time, in the unit of the times.
+        num_rows: Number of rows up to the last row with a moment.
+        low, high: First and last time, in the unit of the times.
     """
 
     num_rows: int
@@ -339,30 +340,30 @@ class Moments:
         """Return the numbering of the moments (row, time), for each array of times; row -1 stands for no video.
 
         Raises:
-            UserError: there are more videos, or longer ones, than 64 bits can number.
+            UserError: the videos are too many, or too long, for numbers of 64 bits.
         """
         if not len(rows):
             return cls(0, 0, 0)
-        low, high = min(int(one.min()) for one in times), max(int(one.max()) for one in times)
-        found = cls(int(rows.max()) + 1, low, high)
-        if (found.num_rows + 1) * found.span > _MAX:
+        low, high = min(int(array.min()) for array in times), max(int(array.max()) for array in times)
+        moments = cls(int(rows.max()) + 1, low, high)
+        if (moments.num_rows + 1) * moments.span > _MAX:
             raise UserError(
-                f"{found.num_rows:,} videos with times from {found.low:,} to {found.high:,} are too many to be told "
+                f"{moments.num_rows:,} videos with times from {low:,} to {high:,} are too many to be told "
                 "apart by 64 bits",
                 hint="look for chunks at impossible times, or divide the videos among several data folders",
             )
-        return found
+        return moments
 
     @property
     def span(self) -> int:
-        """Numbers of a row: its times, and one on each side for those before and after."""
+        """Number of numbers of a row: its times, and one on each side for earlier and later times."""
         return self.high - self.low + 3
 
     def numbers(self, rows: NDArray[np.integer], times: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the numbers of any moments, int64.
 
-        A row after the last one, and a time outside the range, have numbers that no moment has, at the right place
-        among those of the moments.
+        A row after the last row, and a time outside the range, have numbers that no moment has, at the right place
+        among the numbers of the moments.
         """
         row = np.minimum(rows.astype(np.int64), self.num_rows)
         return row * self.span + (np.clip(times, self.low - 1, self.high + 1) - (self.low - 1))

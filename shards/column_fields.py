@@ -18,10 +18,10 @@ class ColumnFields:
     """The fields of a column of chunks.
 
     Attributes:
-        name: of the column.
-        fields: columns of its index rows, with their Arrow types: numbers, strings or bools, null where unknown. The
-            name of each begins with that of the column and `_`. An index row also has `video_id` and `start_ms` of its
-            chunk.
+        name: Name of the column.
+        fields: Columns of its index rows, with their Arrow types: numbers, strings or bools, null where unknown. The
+            name of each field begins with the column's name and `_`. An index row also has `video_id` and `start_ms` of
+            its chunk.
     """
 
     name: str
@@ -30,13 +30,13 @@ class ColumnFields:
     def __post_init__(self) -> None:
         for name, kind in self.fields.items():
             if not name.startswith(f"{self.name}_") or COLUMN_NAME.fullmatch(name) is None:
-                raise ValueError(f"the field {name!r} of {self.name} is not named {self.name}_ and a word")
+                raise ValueError(f"the name of the field {name!r} does not begin with {self.name}_ and a word")
             if not (is_number(kind) or pa.types.is_string(kind) or pa.types.is_boolean(kind)):
                 raise ValueError(f"the field {name} is {kind}, not a number, a string or a bool")
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Whether an Arrow type is one of numbers."""
+    """Return True if values of an Arrow type are numbers."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
@@ -45,11 +45,13 @@ def _fault(fields: ColumnFields) -> str:
     return "" if is_declared("columns", fields.name) else problem
 
 
-COLUMN_FIELDS = Parts("fields of the column", group="fields", kind=ColumnFields, own={}, form=COLUMN_NAME, fault=_fault)
+COLUMN_FIELDS = Parts(
+    "fields of the column", group="fields", kind=ColumnFields, builtin={}, form=COLUMN_NAME, fault=_fault
+)
 
 
 def field_differences(column: str, schema: pa.Schema) -> list[str]:
-    """Return which fields that a package declares for a column are missing in a schema, or have another type there."""
+    """Return the fields that a package declares for a column and that a schema lacks, or has with another type."""
     types = {field.name: field.type for field in schema}
     declared = {} if column in COLUMNS else COLUMN_FIELDS[column].fields
     return [

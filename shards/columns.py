@@ -19,10 +19,10 @@ class StoredColumn:
     """A column as all programs know it.
 
     Attributes:
-        command: the command of `prep` that makes it.
-        needs: flags that the command needs, with placeholders for values.
-        members: possible extensions of the member that the merged table locates; () without such a table.
-        merged: fields of the index that the merged table has besides `video_id`.
+        command: Command of `prep` that makes the column.
+        needs: Flags that the command needs, with placeholders for values.
+        members: Possible extensions of the member that the merged table locates; () without such a table.
+        merged: Fields of the index that the merged table has besides `video_id`.
     """
 
     name: str

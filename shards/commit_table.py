@@ -14,6 +14,9 @@ has confirmed the table.
 A record that is damaged in place, as by a failing disk, leaves its folder as it is, and readers do not need it.
 `prep verify` reads every record, and touches the folder of a damaged one. Plans and status read the records that are
 newer than the table (clipmill.shards.verify).
+
+contents.json lists the committed shards, with checksums of the variant's other small files. A missing commit record
+cannot be noticed from the remaining records; readers compare the records with this list instead.
 """
 
 import hashlib
@@ -110,7 +113,7 @@ SCHEMA = pa.schema(
         pa.field("column", pa.string(), nullable=False),
         pa.field("split", pa.string(), nullable=False),
         pa.field("plan_fingerprint", pa.string(), nullable=False),
-        # Those of the commit's files; null if every sample failed.
+        # Of the commit's files; null if every sample failed.
         pa.field("tar", pa.string()),
         pa.field("tar_bytes", pa.int64()),
         pa.field("tar_sha256", pa.string()),
@@ -153,7 +156,7 @@ def open_commit_table(variant_dir: Path, *, sha256: str | None) -> CommitTable |
     """Map the table of a variant and verify its bytes; None if it is missing, damaged, or not the one that is expected.
 
     Args:
-        sha256: the checksum that contents.json records (hex), or None if it records none.
+        sha256: Checksum that contents.json records (hex), or None if it records none.
     """
     if sha256 is None:
         return None
@@ -175,7 +178,7 @@ def open_commit_table(variant_dir: Path, *, sha256: str | None) -> CommitTable |
 
 
 def commit_folders(variant_dir: Path) -> dict[str, int]:
-    """Return the modification time in ns of each folder of commits by its name; that of `commits/` itself is empty.
+    """Return the modification time in ns of each folder of commits by its name; the name of `commits/` is empty.
 
     Raises:
         FileNotFoundError: the variant has no folder of commits.
@@ -194,10 +197,10 @@ def confirm(variant_dir: Path, *, sha256: str, folders: Mapping[str, int], excep
     In a copy of a variant without its records, as of a remote one, empty folders can be confirmed in the same way.
 
     Args:
-        sha256: of the table (hex), which has been published and recorded.
-        folders: modification times in ns from before the records were read, by the folders' names. A folder that has
+        sha256: SHA-256 of the table (hex), which has been published and recorded.
+        folders: Modification times in ns from before the records were read, by the folders' names. A folder that has
             changed since is not confirmed.
-        except_for: folders that are not confirmed.
+        except_for: Folders that are not confirmed.
     """
     date_ns = date_of(sha256)
     for name, seen_ns in folders.items():

@@ -1,6 +1,6 @@
 """Commit records: a shard exists only once it has one.
 
-Each is a small JSON file with its own checksum, and records neither times nor hosts. The records are read from one
+Each is a small JSON file with a checksum of its content, and records neither times nor hosts. The records are read from one
 table as far as it holds them (clipmill.shards.commit_table).
 """
 
@@ -55,7 +55,7 @@ class ShardFiles:
 
     @property
     def size_bytes(self) -> int:
-        """Size of both."""
+        """Size of tar and index."""
         return self.tar_bytes + self.index_bytes
 
 
@@ -64,7 +64,7 @@ class Failure:
     """A part of the shard that could not be produced."""
 
     video_id: str
-    key: str | None  # first chunk of the failed part; None when the whole video failed
+    key: str | None  # first chunk of the failed part; None when the video failed completely
     code: str
     message: str
 
@@ -82,7 +82,7 @@ class Commit:
 
     @property
     def size_bytes(self) -> int:
-        """Size of its files."""
+        """Size of tar and index; 0 without files."""
         return 0 if self.files is None else self.files.size_bytes
 
 
@@ -91,10 +91,11 @@ class Records:
     """All commit records of a variant, and where they were read.
 
     Attributes:
-        commits: the intact ones by shard ID, ascending.
-        folders: modification time in ns of each folder of commits, from before its records were read.
-        table: the variant's table of commits; None if there is none that counts.
-        from_table: names of the folders whose records were read from the table.
+        commits: Intact commits by shard ID, ascending.
+        damaged: Errors for the damaged and missing records.
+        folders: Modification time in ns of each folder of commits, from before its records were read.
+        table: Table of commits of the variant; None if there is none that counts.
+        from_table: Names of the folders whose records were read from the table.
     """
 
     commits: dict[int, Commit]
@@ -116,12 +117,13 @@ class Records:
             return {}
         rows = self.table.rows.filter(pc.is_valid(self.table.rows["seconds"]))
         columns = (rows[name].to_pylist() for name in ("shard_id", "index_sha256", "seconds"))
-        found = {}
+        seconds_of = {}
         for shard_id, index_sha256, seconds in zip(*columns, strict=True):
             commit = self.commits.get(shard_id)
+            # A shard that was made again since the table was written has another index.
             if commit is not None and commit.files is not None and commit.files.index_sha256 == index_sha256:
-                found[shard_id] = seconds
-        return found
+                seconds_of[shard_id] = seconds
+        return seconds_of
 
     def rows(self, *, seconds: Mapping[int, float]) -> pa.Table:
         """Return the table of these commits (commit_table.SCHEMA), in one chunk; `seconds` as in `seconds()`."""
@@ -143,7 +145,7 @@ class Records:
         return pa.table(columns, schema=SCHEMA)
 
 
-_FILE_FIELDS = tuple(one.name for one in fields(ShardFiles))
+_FILE_FIELDS = tuple(file_field.name for file_field in fields(ShardFiles))
 
 
 def commit_path(variant_dir: Path, shard_id: int) -> Path:
@@ -199,15 +201,10 @@ def read_commit(path: Path) -> Commit:
         raise DamagedCommit(path, f"it is the commit record of shard {commit.shard_id}")
     if commit.files is not None:
         for name in (commit.files.tar, commit.files.index):
-            if not _is_file_of(commit.shard_id, name):
+            base = Path(name).name
+            if shard_id_of(base) != commit.shard_id or name != in_folder(commit.shard_id, base):
                 raise DamagedCommit(path, f"{name!r} is not a file of shard {commit.shard_id}")
     return commit
-
-
-def _is_file_of(shard_id: int, name: str) -> bool:
-    """Return True if a tar or an index is in its place."""
-    base = Path(name).name
-    return shard_id_of(base) == shard_id and name == in_folder(shard_id, base)
 
 
 def read_commits(variant_dir: Path) -> Records:
@@ -221,15 +218,16 @@ def read_commits(variant_dir: Path) -> Records:
     from clipmill.shards.commit_table import listed_contents
 
     contents = listed_contents(variant_dir)
-    found = _records(variant_dir, table_sha256=contents.files.get(COMMIT_TABLE_FILE))
-    known = found.commits.keys() | {damaged.shard_id for damaged in found.damaged}
+    records = _read_records(variant_dir, table_sha256=contents.files.get(COMMIT_TABLE_FILE))
+    known = records.commits.keys() | {damaged.shard_id for damaged in records.damaged}
     missing = contents.shard_ids - known
     if missing:
         # A run that finishes meanwhile removes unwanted shards from contents.json before it deletes their records.
         missing &= listed_contents(variant_dir).shard_ids
-        gone = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing)
-        return replace(found, damaged=tuple(sorted((*found.damaged, *gone), key=lambda damaged: damaged.shard_id)))
-    return found
+        lost = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing)
+        damaged = sorted((*records.damaged, *lost), key=lambda damaged: damaged.shard_id)
+        return replace(records, damaged=tuple(damaged))
+    return records
 
 
 def read_commits_of(variant_dir: Path, shard_ids: Iterable[int]) -> dict[int, Commit]:
@@ -245,7 +243,7 @@ def read_commits_of(variant_dir: Path, shard_ids: Iterable[int]) -> dict[int, Co
     return commits
 
 
-def _records(variant_dir: Path, *, table_sha256: str | None) -> Records:
+def _read_records(variant_dir: Path, *, table_sha256: str | None) -> Records:
     """Read the records, from the table as far as it holds them, without comparing them with contents.json."""
     from clipmill.shards.commit_table import commit_folders, date_of, open_commit_table
 
@@ -255,47 +253,45 @@ def _records(variant_dir: Path, *, table_sha256: str | None) -> Records:
         return Records({})
     table = open_commit_table(variant_dir, sha256=table_sha256)
     from_table = frozenset(name for name in folders if table is not None and folders[name] == date_of(table.sha256))
-    found: dict[int, Commit | DamagedCommit] = {}
+    records: dict[int, Commit | DamagedCommit] = {}
     if table is not None and from_table:
-        of_table = commits_in(table.rows)
-        found |= {number: one for number, one in of_table.items() if folder_of(number) in from_table}
+        table_commits = commits_in(table.rows)
+        records |= {number: commit for number, commit in table_commits.items() if folder_of(number) in from_table}
     for name in folders.keys() - from_table:
-        found |= _read_folder(variant_dir / COMMITS_FOLDER, name)
-    commits = {number: one for number, one in sorted(found.items()) if isinstance(one, Commit)}
-    damaged = tuple(one for _, one in sorted(found.items()) if isinstance(one, DamagedCommit))
+        records |= _read_folder(variant_dir / COMMITS_FOLDER, name)
+    commits = {number: record for number, record in sorted(records.items()) if isinstance(record, Commit)}
+    damaged = tuple(record for _, record in sorted(records.items()) if isinstance(record, DamagedCommit))
     return Records(commits, damaged, folders, table, from_table)
 
 
 def _read_folder(root: Path, name_of_folder: str) -> dict[int, Commit | DamagedCommit]:
     """Read the records of the shards that belong in one folder, by shard ID."""
     folder = root / name_of_folder
-    found: dict[int, Commit | DamagedCommit] = {}
+    records: dict[int, Commit | DamagedCommit] = {}
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries)
     except FileNotFoundError:  # removed since it was listed
-        return found
+        return records
     for name in names:
         match = _COMMIT_FILE.fullmatch(name)
         if match is None or folder_of(int(match[1])) != name_of_folder:
             continue
         try:
-            found[int(match[1])] = read_commit(folder / name)
+            records[int(match[1])] = read_commit(folder / name)
         except DamagedCommit as error:
-            found[int(match[1])] = error
-    return found
+            records[int(match[1])] = error
+    return records
 
 
 def commits_in(rows: pa.Table) -> dict[int, Commit]:
     """Return the commits in rows of a table, by shard ID."""
-    columns = (rows[name].to_pylist() for name in _COMMIT_FIELDS)
+    names = ("column", "shard_id", "split", "plan_fingerprint", "failures")
+    columns = zip(*(rows[name].to_pylist() for name in names), strict=True)
     files = zip(*(rows[name].to_pylist() for name in _FILE_FIELDS), strict=True)
-    found = {}
-    for (column, shard_id, split, fingerprint, failed), of_files in zip(zip(*columns, strict=True), files, strict=True):
+    commits = {}
+    for (column, shard_id, split, fingerprint, failed), values in zip(columns, files, strict=True):
         failures = tuple(Failure(**failure) for failure in json.loads(failed)) if failed is not None else ()
-        stored = None if of_files[0] is None else ShardFiles(*of_files)
-        found[shard_id] = Commit(column, shard_id, split, fingerprint, stored, failures)
-    return found
-
-
-_COMMIT_FIELDS = ("column", "shard_id", "split", "plan_fingerprint", "failures")
+        stored = None if values[0] is None else ShardFiles(*values)
+        commits[shard_id] = Commit(column, shard_id, split, fingerprint, stored, failures)
+    return commits

@@ -18,7 +18,7 @@ from clipmill.shards.format import DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
 _COMPRESSED = re.compile(r"\.(tgz|tar\.\w+)$")
 _MAX_NAMED = 5  # tars in a hint
 
-# The variants that this process reads in place of the current ones: data folder -> column -> name.
+# Variants that this process reads in place of the current ones: data folder -> column -> name.
 _chosen: dict[Path, Mapping[str, str]] = {}
 
 
@@ -67,29 +67,29 @@ def is_data_folder(place: Path) -> bool:
 
 def not_a_data_folder(place: Path) -> UserError:
     """Return the error for an existing file or folder that is not a data folder; the hint fits what it holds."""
-    what = f"{place} is not a data folder: it has no video shards, and no manifest"
+    message = f"{place} is not a data folder: it has no video shards, and no manifest"
     if not place.is_dir():
-        what = f"{place} is a file, not a data folder"
+        message = f"{place} is a file, not a data folder"
     tars = sorted(path.name for path in place.glob("*.tar")) if place.is_dir() else []
     folder = place if place.is_dir() else place.parent
-    if around := next((parent for parent in place.parents if is_data_folder(parent)), None):
-        return UserError(what, hint=f"it belongs to the data folder {around}: name that one")
-    if inside := next((path for path in sorted(folder.iterdir()) if path.is_dir() and is_data_folder(path)), None):
-        return UserError(what, hint=f"name a data folder, such as {inside}")
+    if outer := next((parent for parent in place.parents if is_data_folder(parent)), None):
+        return UserError(message, hint=f"it belongs to the data folder {outer}: give that folder")
+    if inner := next((path for path in sorted(folder.iterdir()) if path.is_dir() and is_data_folder(path)), None):
+        return UserError(message, hint=f"give a data folder, such as {inner}")
     if tars:
         them = "them" if len(tars) > 1 else "it"
-        hint = f"to train on its {count_noun(len(tars), 'tar')}, name {them}: '{_pattern_of(place, tars)}'"
-        return UserError(what, hint=hint)
+        hint = f"to train on its {count_noun(len(tars), 'tar')}, name {them}: '{_tar_pattern(place, tars)}'"
+        return UserError(message, hint=hint)
     if _COMPRESSED.search(place.name):
-        return UserError(what, hint="decompress it, and name the tar: training reads tars as they are")
+        return UserError(message, hint="decompress it, and give the tar: training reads uncompressed tars")
     return UserError(
-        what,
+        message,
         hint=f"if {'it' if place.is_dir() else 'its folder'} has videos, make a data folder of them: "
         f"prep manifest folder {shlex.quote(str(folder))} --data DATA; then {how_to_make(VIDEO, 'DATA')}",
     )
 
 
-def _pattern_of(folder: Path, names: list[str]) -> str:
+def _tar_pattern(folder: Path, names: list[str]) -> str:
     """Return the pattern of tars that training takes: numbers as a range, other names as a list."""
     if len(names) == 1:
         return f"{folder}/{names[0]}"
@@ -99,8 +99,8 @@ def _pattern_of(folder: Path, names: list[str]) -> str:
     are_numbers = all(number.isdecimal() and len(number) == len(numbers[0]) for number in numbers)
     if are_numbers and int(numbers[-1]) - int(numbers[0]) == len(numbers) - 1:
         return f"{folder}/{prefix}{{{numbers[0]}..{numbers[-1]}}}.tar"
-    shown = [*stems[:_MAX_NAMED], *(["..."] if len(stems) > _MAX_NAMED else [])]
-    return f"{folder}/{{{','.join(shown)}}}.tar"
+    listed = [*stems[:_MAX_NAMED], *(["..."] if len(stems) > _MAX_NAMED else [])]
+    return f"{folder}/{{{','.join(listed)}}}.tar"
 
 
 def list_variants(data_dir: Path, column: str) -> list[str]:
@@ -128,9 +128,9 @@ def reading_variants(chosen: Mapping[Path, Mapping[str, str]]) -> Iterator[None]
 
 
 def current_variant(data_dir: Path, column: str) -> str | None:
-    """Return the name of the current variant of `column`, or of the one that this process reads in its place.
+    """Return the name of the current variant of `column`, or of the variant that this process reads in its place.
 
-    It is None if the column has no variant.
+    The name is None if the column has no variant.
 
     Raises:
         UserError: dataset.json is damaged or uses another format.
@@ -142,7 +142,7 @@ def current_variant(data_dir: Path, column: str) -> str | None:
 
 
 def unfinished_variant(data_dir: Path, column: str) -> str | None:
-    """Return the name of the variant that the last run of `column` has begun beside the current one, and not finished.
+    """Return the name of the variant that the last run of `column` began beside the current one, and did not finish.
 
     Raises:
         UserError: dataset.json is damaged or uses another format.
@@ -171,33 +171,28 @@ def begin_variant(data_dir: Path, column: str, variant: str) -> None:
     except DamagedDataset:
         entry = {}
     current = entry.get("current") or variant
-    wanted = {"current": current} if current == variant else {"current": current, "making": variant}
-    if entry != wanted:
-        _record(data_dir, column, wanted)
+    new_entry = {"current": current} if current == variant else {"current": current, "making": variant}
+    if entry != new_entry:
+        _record(data_dir, column, new_entry)
 
 
 def _record(data_dir: Path, column: str, entry: dict[str, str]) -> None:
     with folder_lock(data_dir):  # concurrent commands for different columns must not overwrite each other's entry
         try:
             dataset = _read(data_dir)
-        except DamagedDataset as damage:
-            dataset = _rebuilt(data_dir, own=column, damage=damage)
+        except DamagedDataset:
+            # It can be derived from the folders if each of the other columns has only one variant.
+            dataset = {"clipmill_format": FORMAT_VERSION, "columns": {}}
+            extensions = (path.parent.parent.name for path in data_dir.glob(f"*/*/{RECIPE_FILE}"))
+            for other in dict.fromkeys([*COLUMNS, *sorted(extensions)]):
+                variants = list_variants(data_dir, other) if other != column else []
+                if len(variants) > 1:
+                    raise
+                if variants:
+                    dataset["columns"][other] = {"current": variants[0]}
         if dataset["columns"].get(column) != entry:
             dataset["columns"][column] = entry
             publish_checked_json(data_dir / DATASET_FILE, dataset)
-
-
-def _rebuilt(data_dir: Path, *, own: str, damage: DamagedDataset) -> dict[str, Any]:
-    """Reconstruct a damaged dataset.json, which is possible if each column other than `own` has only one variant."""
-    columns = {}
-    others = (path.parent.parent.name for path in data_dir.glob(f"*/*/{RECIPE_FILE}"))  # columns added by extensions
-    for column in dict.fromkeys([*COLUMNS, *sorted(others)]):
-        variants = list_variants(data_dir, column) if column != own else []
-        if len(variants) > 1:
-            raise damage
-        if variants:
-            columns[column] = {"current": variants[0]}
-    return {"clipmill_format": FORMAT_VERSION, "columns": columns}
 
 
 def _read(data_dir: Path) -> dict[str, Any]:

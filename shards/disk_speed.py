@@ -1,7 +1,7 @@
 """The meter of disks and buckets: `prep advise`, `train doctor`, `train bench` and `train quickstart` measure with it.
 
-Reads from the page cache say nothing about a disk, so the pages of a file are dropped first (posix_fadvise). Whether
-that worked is found out by reads that must not block (RWF_NOWAIT).
+Reads from the page cache say nothing about a disk, so the pages of a file are dropped first (posix_fadvise). Reads that
+must not block (RWF_NOWAIT) show if that worked.
 """
 
 import math
@@ -29,8 +29,9 @@ class ReadSpeed:
     """Speed of some reads.
 
     Attributes:
-        bytes_per_s: of all threads together.
-        read_s, slow_read_s: median and 95th percentile of the time of a read.
+        bytes_per_s: Bytes per second, all threads together.
+        read_s, slow_read_s: Median and 95th percentile of the time of a read, in seconds.
+        num_reads: Number of reads.
     """
 
     bytes_per_s: float
@@ -42,10 +43,10 @@ class ReadSpeed:
 def read_speed(
     reads: Sequence[Read], *, num_threads: int = 1, seconds: float = _READING_S, repeats: bool = False
 ) -> ReadSpeed:
-    """Measure the speed of `reads`, taken in order by some threads until `seconds` have passed; the first one counts.
+    """Measure the speed of `reads`, taken in order by some threads until `seconds` have passed, but at least one read.
 
     Args:
-        repeats: begin again after the last one.
+        repeats: Start again after the last read.
 
     Raises:
         OSError, Damaged: something cannot be read.
@@ -69,7 +70,7 @@ def read_speed(
     with ThreadPoolExecutor(num_threads) as pool:
         for running in [pool.submit(read_on) for _ in range(num_threads)]:
             running.result()
-    # Of a single thread without what it does between two reads.
+    # For a single thread, the time between two reads does not count.
     wall_s, ranked = sum(taken_s) if num_threads == 1 else time.perf_counter() - began_s, sorted(taken_s)
     return ReadSpeed(
         bytes_per_s=sum(sizes) / wall_s,
@@ -93,8 +94,10 @@ class DiskSpeed:
     """Speed of a disk, measured on one file.
 
     Attributes:
-        piece_ms: median time of random reads of 64 KiB, as a data loader reads packets.
-        cached: reads came from the page cache; None if the kernel does not tell.
+        read_bytes_per_s: Speed of sequential reads.
+        piece_ms: Median time of random reads of 64 KiB, as a data loader reads packets.
+        cached: True if reads came from the page cache; None if the kernel does not tell.
+        write_bytes_per_s: Speed of writes; None if they were not measured.
     """
 
     read_bytes_per_s: float
@@ -104,10 +107,10 @@ class DiskSpeed:
 
 
 def speed_of_file(file: int) -> DiskSpeed | None:
-    """Measure a disk by reading up to 48 MB of an open file, in at most 4 s; None if the file is too small.
+    """Measure a disk by reading up to 48 MB of an open file, in at most 4 s; return None if the file is too small.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     size = min(os.fstat(file).st_size, _NUM_BLOCKS * _BLOCK)
     if size < 2 * _PIECE:
@@ -127,7 +130,7 @@ def speed_of_folder(folder: Path) -> DiskSpeed:
     """Measure a disk by a file of up to 48 MB, which is written, flushed, read and removed, in at most 6 s.
 
     Raises:
-        OSError: no file can be written there.
+        OSError: no file can be written in the folder.
     """
     block = random.Random(0).randbytes(_BLOCK)  # zeros might be compressed or not written
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -136,9 +139,9 @@ def speed_of_folder(folder: Path) -> DiskSpeed:
             num_bytes += file.write(block)
         os.fsync(file.fileno())
         write_bytes_per_s = num_bytes / (time.perf_counter() - begin_s)
-        found = speed_of_file(file.fileno())
-    assert found is not None  # at least one block was written
-    return DiskSpeed(**{**vars(found), "write_bytes_per_s": write_bytes_per_s})
+        speed = speed_of_file(file.fileno())
+    assert speed is not None  # at least one block was written
+    return DiskSpeed(**{**vars(speed), "write_bytes_per_s": write_bytes_per_s})
 
 
 def _read(file: int, size: int, offset: int) -> int:
@@ -146,7 +149,7 @@ def _read(file: int, size: int, offset: int) -> int:
 
 
 def _is_cached(file: int, size: int) -> bool | None:
-    """Whether most of a file is in the page cache; None if the kernel does not tell."""
+    """Return True if most of a file is in the page cache; None if the kernel does not tell."""
     places = range(0, size - 4096, max(4096, size // 32))
     num_cached = 0
     for place in places:

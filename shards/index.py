@@ -42,7 +42,7 @@ class IndexBuilder:
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
         self._names = set(schema.names)
-        self._waiting: list[dict[str, Any]] = []
+        self._pending: list[dict[str, Any]] = []
         self._batches: list[pa.RecordBatch] = []
 
     def append(self, row: dict[str, Any]) -> None:
@@ -56,8 +56,8 @@ class IndexBuilder:
         for field in self._schema:
             if row[field.name] is None and not field.nullable:
                 raise ValueError(f"index row of {row['key']!r}: {field.name} is missing")
-        self._waiting.append(row)
-        if len(self._waiting) >= _ROWS_PER_BATCH:
+        self._pending.append(row)
+        if len(self._pending) >= _ROWS_PER_BATCH:
             self._convert()
 
     def table(self) -> pa.Table:
@@ -66,9 +66,9 @@ class IndexBuilder:
         return pa.Table.from_batches(self._batches, schema=self._schema).combine_chunks()
 
     def _convert(self) -> None:
-        if self._waiting:
-            self._batches.append(pa.RecordBatch.from_pylist(self._waiting, schema=self._schema))
-            self._waiting = []
+        if self._pending:
+            self._batches.append(pa.RecordBatch.from_pylist(self._pending, schema=self._schema))
+            self._pending = []
 
 
 def index_bytes(table: pa.Table) -> bytes:
@@ -83,7 +83,7 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
     """Memory-map the index at `path`. Its columns are zero-copy views of the file, with one chunk each.
 
     Args:
-        columns: columns to open; the others are neither validated nor read from disk. None opens all of them.
+        columns: Columns to open; the others are neither validated nor read from disk. None opens all of them.
 
     Raises:
         DamagedIndex: the file is not an index of this format, or its structure is broken. Changed values in an
@@ -95,8 +95,8 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, pa.Buffer]:
-    """Return `open_index`, and the content of the file, of which the columns are views."""
-    from clipmill.manifests.mapped_files import map_arrow_file  # not by writers
+    """Return the table of `open_index`, and the content of the file, which the columns are views of."""
+    from clipmill.manifests.mapped_files import map_arrow_file  # writers do not need it
 
     try:
         # By now the path is known to open without blocking and to be a regular file, so Arrow may open it by name.
@@ -107,8 +107,8 @@ def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> t
         finally:
             os.close(descriptor)
         table = pa.ipc.open_file(content).read_all()
-        used = table if columns is None else table.select(list(columns))
-        used.validate(full=True)
+        selected = table if columns is None else table.select(list(columns))
+        selected.validate(full=True)
     except (FileNotFoundError, TimeoutError):
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
@@ -118,13 +118,13 @@ def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> t
     if version != str(FORMAT_VERSION).encode():
         raise DamagedIndex(path, f"format {version!r}, expected {FORMAT_VERSION}")
     extensions = extensions_of(table)
-    own = 1 + 3 * len(extensions)
-    expected = index_schema(extensions, fields=list(table.schema)[own:])
+    # The column's fields stand behind the key and the three columns of each member.
+    expected = index_schema(extensions, fields=list(table.schema)[1 + 3 * len(extensions) :])
     if not table.schema.equals(expected):
         raise DamagedIndex(path, f"columns {table.schema.names} do not match extensions {','.join(extensions)}")
     if table.num_rows == 0 or any(column.num_chunks != 1 for column in table.columns):
         raise DamagedIndex(path, "expected one batch with at least one row")
-    return used, content
+    return selected, content
 
 
 def index_seconds(path: Path) -> float:

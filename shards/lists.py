@@ -65,26 +65,26 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
             remove(path)
 
 
-def finish_run(variant_dir: Path, *, dropped: Collection[int], wanted: Collection[int]) -> dict[int, Commit]:
-    """Finish a run: remove commits that are no longer wanted; write shard lists, table of commits and contents.json.
+def finish_run(variant_dir: Path, *, dropped: Collection[int], planned: Collection[int]) -> dict[int, Commit]:
+    """Finish a run: remove commits that are no longer planned; write shard lists, table of commits and contents.json.
 
     Being killed between any two steps leaves nothing that looks like damage: a shard is removed from contents.json
     before its commit is, and a shard list is valid if it is the recorded one or the one derived from the commits.
 
     Args:
-        dropped: shards whose commits to remove; damaged records of shards that are not in the plan are removed as well.
-        wanted: shards of the plan. A shard of the plan that is listed without an intact commit stays listed, so that it
-            is reported until it has been made.
+        dropped: Shards whose commits to remove; damaged records of shards that are not in the plan are removed as well.
+        planned: Shards of the plan. A planned shard that is listed without an intact commit stays listed, so that it is
+            reported until it has been made.
 
     Returns:
-        the remaining commits, by shard ID.
+        The remaining commits, by shard ID.
     """
     before = _recorded_contents(variant_dir)
     records = read_commits(variant_dir)
     unsound = {damaged.shard_id for damaged in records.damaged}
-    dropped = {*dropped, *unsound.difference(wanted)}
+    dropped = {*dropped, *unsound.difference(planned)}
     commits = {shard_id: commit for shard_id, commit in records.commits.items() if shard_id not in dropped}
-    shard_ids = frozenset(commits.keys() | unsound.intersection(wanted))
+    shard_ids = frozenset(commits.keys() | unsound.intersection(planned))
     if before is not None and before.shard_ids - shard_ids:
         write_contents(variant_dir, Contents(before.shard_ids & shard_ids, before.files))
     folders = dict(records.folders)
@@ -111,10 +111,10 @@ def _folder_name(path: Path) -> str:
 
 
 def _write_table(variant_dir: Path, records: Records, commits: dict[int, Commit]) -> str:
-    """Publish the table of `commits`, unless it is there, and return its SHA-256.
+    """Publish the table of `commits`, unless it is up to date, and return its SHA-256.
 
     Args:
-        records: the commits before some of them were dropped.
+        records: Commits before some of them were dropped.
     """
     if records.table is not None and records.is_table_current and len(commits) == len(records.commits):
         return records.table.sha256
@@ -126,7 +126,7 @@ def _write_table(variant_dir: Path, records: Records, commits: dict[int, Commit]
     seconds = records.seconds()
     for shard_id, commit in commits.items():
         if commit.files is not None and shard_id not in seconds:
-            with suppress(Damaged, OSError):  # unknown, until the shard has been made again
+            with suppress(Damaged, OSError):  # unknown until the shard has been made again
                 seconds[shard_id] = index_seconds(variant_dir / commit.files.index)
     content = table_bytes(replace(records, commits=commits).rows(seconds=seconds))
     publish_bytes(variant_dir / COMMIT_TABLE_FILE, content)
@@ -142,25 +142,25 @@ def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[Dama
     if recorded is None:
         return []
     current = shard_lists(commits)
-    found = []
+    damaged = []
     for name in sorted((recorded.files.keys() - {RECIPE_FILE, COMMIT_TABLE_FILE}) | current.keys()):
         try:
             content = read_record(variant_dir / name)
         except IsADirectoryError as error:
-            found.append(DamagedContents(variant_dir / name, error.strerror or str(error)))
+            damaged.append(DamagedContents(variant_dir / name, error.strerror or str(error)))
             continue
         except FileNotFoundError:
             # A split may have lost its last shard; an interrupted run may not have written a new split's list yet.
             if name in current and name in recorded.files:
-                found.append(DamagedContents(variant_dir / name, "the shard list is missing"))
+                damaged.append(DamagedContents(variant_dir / name, "the shard list is missing"))
             continue
         if recorded.files.get(name) != file_sha256(content) and current.get(name) != content:
-            found.append(DamagedContents(variant_dir / name, "the shard list differs from what was written"))
+            damaged.append(DamagedContents(variant_dir / name, "the shard list differs from what was written"))
     table_sha256 = recorded.files.get(COMMIT_TABLE_FILE)
     if table_sha256 is not None and open_commit_table(variant_dir, sha256=table_sha256) is None:
         message = "the table of commits is missing or differs from what was written"
-        found.append(DamagedContents(variant_dir / COMMIT_TABLE_FILE, message))
-    return found
+        damaged.append(DamagedContents(variant_dir / COMMIT_TABLE_FILE, message))
+    return damaged
 
 
 def _recorded_contents(variant_dir: Path) -> Contents | None:

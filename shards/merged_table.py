@@ -2,11 +2,11 @@
 
 The file has a single batch, so that every column is one array and all processes of a machine share its pages. The
 schema's metadata has a digest of the commits that the table was made of, so that a table of other commits is recognised
-as stale. Readers verify what they use: the metadata of each column has the CRC-32 of its values, and the schema that of
-itself, so that names, types and these checksums are covered too. Tables are derived from the indexes: one that is
-missing, stale or damaged is made again, and never a reason to lose data.
+as stale. Readers verify the columns that they use: the metadata of each column has the CRC-32 of its values, and the
+metadata of the schema has the CRC-32 of the schema, which covers names, types and these checksums. Tables are derived
+from the indexes: a table that is missing, stale or damaged is made again, and never a reason to lose data.
 
-clipmill.shards.format says which columns the table of each column has.
+clipmill.shards.format defines the columns of each table.
 """
 
 import os
@@ -47,7 +47,7 @@ def write_merged_table(path: Path, table: pa.Table, *, commits: TableCommits, me
     """Publish `table`, whose columns have one chunk each, as the merged table of `commits`.
 
     Args:
-        metadata: further metadata of the schema.
+        metadata: Further metadata of the schema.
     """
     fields = [field.with_metadata({_CRC_KEY: _crc32(table[field.name])}) for field in table.schema]
     schema = pa.schema(fields, metadata={**metadata, _DIGEST_KEY: commits.digest})
@@ -61,8 +61,8 @@ def open_merged_table(path: Path) -> pa.Table:
     """Map a merged table and verify its schema. The columns are zero-copy views of the file, with one chunk each.
 
     Raises:
-        FileNotFoundError: there is no table.
-        DamagedTable: it is not a readable table, or its schema differs from its checksum.
+        FileNotFoundError: the table does not exist.
+        DamagedTable: the file is not a readable table, or its schema differs from its checksum.
     """
     try:
         descriptor = open_regular(path)
@@ -86,18 +86,20 @@ def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | No
     """Return some columns of a table (None: all) after comparing them with their checksums.
 
     Raises:
-        DamagedTable: it lacks a column, or one differs from its checksum.
+        DamagedTable: the table lacks a column, or a column differs from its checksum.
     """
     try:
-        used = table.select(table.column_names if columns is None else sorted(columns))
-        used.validate(full=True)
+        selected = table.select(table.column_names if columns is None else sorted(columns))
+        selected.validate(full=True)
     except (pa.ArrowException, ValueError, KeyError) as error:
         raise _unreadable_error(path, error) from error
-    changed = [field.name for field in used.schema if not _matches(used[field.name], field)]
+    changed = [
+        field.name for field in selected.schema if _crc32(selected[field.name]) != (field.metadata or {}).get(_CRC_KEY)
+    ]
     if changed:
         differ = "differs from its checksum" if len(changed) == 1 else "differ from their checksums"
         raise DamagedTable(path, f"{', '.join(changed)} {differ}")
-    return used
+    return selected
 
 
 def is_table_of(table: pa.Table | pa.Schema, commits: TableCommits) -> bool:
@@ -109,11 +111,12 @@ def is_table_of(table: pa.Table | pa.Schema, commits: TableCommits) -> bool:
 def read_away_schema(path: Path) -> pa.Schema:
     """Read the schema of a merged table that is only in a bucket, without its rows.
 
-    An Arrow file begins with 8 bytes of a mark, and the schema: 4 bytes of another mark, and its size in 4 bytes.
+    An Arrow file begins with a mark of 8 bytes, another mark of 4 bytes, the size of the schema in 4 bytes, and the
+    schema.
 
     Raises:
-        DamagedTable: the file does not begin so, or the schema differs from its checksum.
-        OSError: it cannot be read.
+        DamagedTable: the file does not begin like an Arrow file, or the schema differs from its checksum.
+        OSError: the file cannot be read.
     """
     try:
         size = int.from_bytes(read_range(path, len(_FILE_MARK) + 4, 4), "little", signed=True)
@@ -127,17 +130,13 @@ def read_away_schema(path: Path) -> pa.Schema:
 
 
 def merged_mark(variant_dir: Path, commits: TableCommits) -> tuple[object, ...]:
-    """Return what arrays that are read of a variant depend on: its commits, and the file of its merged table."""
+    """Return the identity of all that arrays of a variant depend on: its commits, and the file of its merged table."""
     try:
-        found = (variant_dir / CHUNKS_FILE).stat()
-        file: tuple[int, ...] | None = (found.st_size, found.st_mtime_ns, found.st_ino)
+        status = (variant_dir / CHUNKS_FILE).stat()
+        file: tuple[int, ...] | None = (status.st_size, status.st_mtime_ns, status.st_ino)
     except OSError:
         file = None
     return variant_dir.name, commits.digest, file
-
-
-def _matches(column: pa.ChunkedArray, field: pa.Field) -> bool:
-    return _crc32(column) == (field.metadata or {}).get(_CRC_KEY)
 
 
 def _require_schema(schema: pa.Schema, path: Path) -> None:
@@ -147,14 +146,14 @@ def _require_schema(schema: pa.Schema, path: Path) -> None:
 
 
 def _schema_crc32(schema: pa.Schema) -> bytes:
-    """CRC-32 (hex) of all fields and metadata of a schema but the entry of this checksum."""
-    fields = [(one.name, str(one.type), one.nullable, sorted((one.metadata or {}).items())) for one in schema]
+    """Return the CRC-32 (hex) of all fields and metadata of a schema, without the entry of this checksum."""
+    fields = [(field.name, str(field.type), field.nullable, sorted((field.metadata or {}).items())) for field in schema]
     others = sorted(item for item in (schema.metadata or {}).items() if item[0] != _SCHEMA_CRC_KEY)
     return f"{zlib.crc32(repr((fields, others)).encode()):08x}".encode()
 
 
 def _crc32(column: pa.ChunkedArray) -> bytes:
-    """CRC-32 (hex) of a column of one chunk, dictionary included, block by block."""
+    """Return the CRC-32 (hex) of a column of one chunk, dictionary included, computed block by block."""
     crc = 0
     for chunk in column.chunks:
         for part in [chunk.indices, chunk.dictionary] if pa.types.is_dictionary(chunk.type) else [chunk]:

@@ -52,16 +52,16 @@ def load_npy(payload: bytes) -> np.ndarray | None:
 
 
 def compress_frame(payload: bytes) -> bytes:
-    """One Zstandard frame."""
+    """Compress `payload` to one Zstandard frame."""
     packed: bytes = pa.Codec("zstd", compression_level=3).compress(payload, asbytes=True)
     return packed
 
 
 def decompress_frame(packed: bytes | memoryview, *, size_bytes: int) -> bytes:
-    """The `size_bytes` that `compress_frame` was given.
+    """Return the payload that `compress_frame` was given, of `size_bytes` bytes.
 
     Raises:
-        ValueError: they are damaged, or of another size.
+        ValueError: the frame is damaged, or its payload has another size.
     """
     try:
         payload: bytes = pa.decompress(packed, decompressed_size=size_bytes, codec="zstd", asbytes=True)

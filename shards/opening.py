@@ -1,11 +1,16 @@
-"""Opening files with a time limit: on a dead network mount `open` blocks and cannot be interrupted.
+"""Opening files that cannot be trusted: damaged ones, ones on a dead mount, and containers that lead to other files.
 
-Each `open` runs in its own daemon thread. A thread that does not return in time is abandoned, so that neither its
-caller nor interpreter shutdown waits for it. While it is blocked, further calls for its path fail at once, and a folder
-with `_MAX_BLOCKED` blocked threads fails as a whole. The number of abandoned threads is thus bounded by the number of
-folders.
+On a dead network mount `open` blocks and cannot be interrupted. Each `open` therefore runs in a daemon thread. A thread
+that does not return in time is abandoned, so that neither its caller nor interpreter shutdown waits for it. While it is
+blocked, further calls for its path fail at once, and a folder with `_MAX_BLOCKED` blocked threads fails as a unit. The
+number of abandoned threads is thus bounded by the number of folders.
 
-`scan` reads a file once: its SHA-256, and the CRC-32 of ranges of it, in constant memory.
+`scan` reads a file once, in constant memory, and returns its SHA-256 and the CRC-32 of some ranges.
+
+libav guesses the format of a video from the first bytes, whatever the file name, and many of its formats open other
+resources: playlists (HLS, DASH, concat scripts) read local files and URLs, and session descriptions (SDP) wait for
+network packets. Every call that opens a video therefore passes the formats (`CONTAINERS`) and the protocols that it
+allows.
 """
 
 import errno
@@ -23,13 +28,23 @@ from clipmill.manifests.errors import ClipmillError
 from clipmill.manifests.publish import require_regular
 from clipmill.manifests.storage.mirrors import mirror_of
 
+# Allowed formats, by libav's names, for its option `format_whitelist`.
+CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,ivf,gif,mxf,wtv,rm,dv"
+# Allowed protocols, for libav's option `protocol_whitelist`.
+FILE_PROTOCOLS = "file,pipe"
+NO_PROTOCOLS = ""  # for a video in memory
+
+OPEN_LIMIT_S = 60.0  # shorter than a data loader's timeout for a sample
+_MAX_BLOCKED = 4  # limit of blocked threads per folder
+_PIECE_BYTES = 1 << 20
+
 
 class Damaged(ClipmillError):
     """A file of the shard set cannot be trusted.
 
     Args:
-        path: the file.
-        why: short description of the damage.
+        path: Path of the file.
+        why: Short description of the damage.
     """
 
     def __init__(self, path: Path, why: str) -> None:
@@ -58,10 +73,6 @@ class DamagedIndex(Damaged):
 class DamagedTar(Damaged):
     """A tar is shorter than its index records."""
 
-
-_PIECE_BYTES = 1 << 20
-OPEN_LIMIT_S = 60.0  # shorter than a data loader's timeout for a sample
-_MAX_BLOCKED = 4  # limit of blocked threads per folder
 
 _lock = threading.Lock()
 _blocked: set[Path] = set()
@@ -124,9 +135,10 @@ def _not_answering(path: Path) -> TimeoutError:
 
 
 def _open(path: Path, opening: _Opening) -> None:
+    """Open `path` in a thread; close it again if the caller has given up."""
     try:
         descriptor = _open_now(path)
-    except Exception as error:  # noqa: BLE001 - handed to the caller, whose it is
+    except Exception as error:  # noqa: BLE001 - the caller raises it
         descriptor, opening.error = None, error
     with _lock:
         _blocked.discard(path)
@@ -154,7 +166,7 @@ def _open_now(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Scan:
-    """The checksums found by one pass."""
+    """The checksums of a file, from one pass over it."""
 
     size_bytes: int
     sha256: str
@@ -178,6 +190,7 @@ def scan(path: Path, *, ranges: Iterable[tuple[int, int]] = ()) -> Scan:
 
 
 def _take(file: BinaryIO, size: int, *, digest: "hashlib._Hash", with_crc32: bool = False) -> tuple[int, int]:
+    """Read `size` bytes, or fewer at the end of the file; return their number and CRC-32."""
     remaining, crc32 = size, 0
     while remaining > 0:
         piece = file.read(min(remaining, _PIECE_BYTES))
@@ -188,10 +201,3 @@ def _take(file: BinaryIO, size: int, *, digest: "hashlib._Hash", with_crc32: boo
             crc32 = zlib.crc32(piece, crc32)
         remaining -= len(piece)
     return size - remaining, crc32
-
-
-# Format names of libav, for its option `format_whitelist`.
-CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,ivf,gif,mxf,wtv,rm,dv"
-# For libav's option `protocol_whitelist`.
-FILE_PROTOCOLS = "file,pipe"
-NO_PROTOCOLS = ""  # for a video in memory

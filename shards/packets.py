@@ -1,4 +1,4 @@
-"""The packet tables of a shard as arrays: which bytes of a chunk to feed to a decoder to get given frames."""
+"""Packet tables of a shard as arrays: the bytes of a chunk that a decoder needs for given frames."""
 
 from array import array
 from bisect import bisect_right
@@ -23,8 +23,8 @@ class PacketTable:
     """The packets of one chunk in decode order; each array has one entry per packet.
 
     Attributes:
-        offset, size: byte range of the packet in the mp4 payload.
-        frame: presentation index of the frame in the packet.
+        offset, size: Byte range of the packet in the mp4 payload.
+        frame: Presentation index of the frame in the packet.
         flags: PACKET_KEY and PACKET_REFERENCE of clipmill.shards.format.
         crc32: CRC-32 of the packet's bytes.
     """
@@ -50,8 +50,7 @@ class PacketTable:
     def needed_for(self, frames: Iterable[int]) -> list[int]:
         """Return the packets that `frames` of a chunk with closed GOPs need: ascending positions in decode order.
 
-        For each frame these are the reference packets from its GOP's keyframe up to the frame's own packet, and that
-        packet.
+        A frame needs the packet that contains it, and the reference packets before that one, from its GOP's keyframe.
 
         Raises:
             ValueError: a frame is not in the table, or no keyframe packet precedes it.
@@ -59,11 +58,11 @@ class PacketTable:
         # Plain lists: for a few hundred packets, the overhead of NumPy calls exceeds the cost of a Python loop.
         frame_of = self.frame.tolist()
         position_of = dict(zip(frame_of, range(len(frame_of)), strict=True))
-        wanted = sorted(set(frames))
-        for frame in wanted:
+        distinct = sorted(set(frames))
+        for frame in distinct:
             if frame not in position_of or (len(position_of) < len(frame_of) and frame_of.count(frame) > 1):
                 raise ValueError(f"frame {frame} occurs {frame_of.count(frame)} times in the packet table")
-        positions = sorted([position_of[frame] for frame in wanted])
+        positions = sorted([position_of[frame] for frame in distinct])
         keys, flags = self.keys.tolist(), self.flags.tobytes()
         needed: list[int] = []
         begin = 0
@@ -82,12 +81,12 @@ class PacketTable:
 class PacketTables:
     """The packet tables of all chunks of one index, with each chunk's decoding parameters.
 
-    Thousands are open at once, so an object holds the bytes of the index, where its columns begin, and little else:
+    Thousands are open at once, so an object holds the bytes of the index, the offsets of its columns, and little else:
     about 1 kB in place of the 27 kB that Arrow takes for the columns.
 
     Args:
-        index: a table whose columns are views of `content`.
-        content: the bytes of the index, which are kept.
+        index: Table whose columns are views of `content`.
+        content: Bytes of the index, which are kept.
     """
 
     def __init__(self, index: pa.Table, content: pa.Buffer) -> None:
@@ -104,7 +103,7 @@ class PacketTables:
         begins = [column.ctypes.data - content.address if len(column) else 0 for column in columns]
         self._begins = array("q", begins)  # of the columns, in bytes from the beginning of the content
         streams = list(zip(index["codec"].to_pylist(), index["extradata"].to_pylist(), strict=True))
-        # One or two: a shard's chunks are encoded with one recipe, and most shards have the same.
+        # One or two streams: a shard's chunks are encoded with one recipe, which most shards have in common.
         self._streams = _share_streams(tuple(dict.fromkeys(streams)))
         number_of = {stream: number for number, stream in enumerate(self._streams)}
         numbers = bytes(number_of[stream] for stream in streams) if len(number_of) < 256 else None
@@ -141,10 +140,10 @@ class PacketTables:
 
 
 def _closed_rows(first: NDArray[np.int32], *, flags: NDArray[np.uint8], frame: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """`PacketTable.has_closed_gops` of every chunk, vectorized: one call per chunk would be far slower.
+    """Return `PacketTable.has_closed_gops` of every chunk, vectorized: one call per chunk would be far slower.
 
     Args:
-        first: [chunks + 1], where the packets of each chunk begin.
+        first: [chunks + 1], first packet of each chunk, and the number of packets.
     """
     has_packets = first[1:] > first[:-1]
     row_begins = first[:-1][has_packets]
@@ -152,14 +151,13 @@ def _closed_rows(first: NDArray[np.int32], *, flags: NDArray[np.uint8], frame: N
     begins = begins[(begins >= first[0]) & (begins < first[-1])]
     closed = np.zeros(len(has_packets), np.bool_)
     if len(row_begins):
-        is_whole = (flags[begins] & PACKET_KEY != 0) & (
-            np.minimum.reduceat(frame[: first[-1]], begins) == frame[begins]
-        )
-        closed[has_packets] = np.logical_and.reduceat(is_whole, np.searchsorted(begins, row_begins))
+        begins_with_key = flags[begins] & PACKET_KEY != 0
+        is_closed = begins_with_key & (np.minimum.reduceat(frame[: first[-1]], begins) == frame[begins])
+        closed[has_packets] = np.logical_and.reduceat(is_closed, np.searchsorted(begins, row_begins))
     return closed
 
 
 @lru_cache(maxsize=1024)
 def _share_streams(streams: tuple[tuple[str, bytes], ...]) -> tuple[tuple[str, bytes], ...]:
-    """Equal streams as one object."""
+    """Return one object for equal streams."""
     return streams

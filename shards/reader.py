@@ -28,13 +28,13 @@ from clipmill.shards.packets import PacketTables
 from clipmill.shards.table_commits import open_commits
 from clipmill.shards.tars import LocalTars, TarBytes, TarFiles
 
-# Number of opened shards that a variant keeps, 2.5 kB each. Those opened first are dropped first, with their maps.
+# Number of opened shards that a variant keeps, 2.5 kB each. The shards that were opened first are dropped first.
 MAX_KEPT_SHARDS = 4096
 _RECIPE_HINT = "run the command that created the variant again with the same settings to rewrite it"
 
 
 class CommittedShard:
-    """One committed shard. Thread-safe. Its index is mapped when needed, and unmapped if too many are (open_maps)."""
+    """One committed shard. Thread-safe. Its index is mapped when needed, and unmapped if too many are (OPEN_MAPS)."""
 
     def __init__(
         self, directory: Path, *, commit: Commit, files: ShardFiles, tars: TarBytes, verified: dict[int, int]
@@ -47,11 +47,11 @@ class CommittedShard:
         self.tar_bytes, self.tar_sha256 = files.tar_bytes, files.tar_sha256
         self._tars = tars
         # One lock per shard: up to Python 3.11, `cached_property` has one per class, and a shard whose files do not
-        # respond would block all others. It is used only for what opens no file.
+        # respond would block all others. `cached_property` is used only where no file is opened.
         self._lock = threading.Lock()
         self._index: pa.Table | None = None
         self._packet_tables: PacketTables | None = None
-        # The identity of the file that was verified, by shard ID: of a variant, it outlives the shard's object.
+        # Identity of the verified file by shard ID. It belongs to the variant and outlives this object.
         self._verified = verified
 
     @cached_property
@@ -85,7 +85,7 @@ class CommittedShard:
                 if index is None:
                     self.require_committed_index()
                     index = self._index = open_index(self.index_path)
-        OPEN_MAPS.used(self)
+        OPEN_MAPS.note_use(self)
         return index
 
     def close(self) -> bool:
@@ -99,18 +99,18 @@ class CommittedShard:
         """The packet tables of a `video` shard, after the index has been verified; raises as `index` does."""
         tables = self._packet_tables
         if tables is not None:
-            OPEN_MAPS.used(self)
+            OPEN_MAPS.note_use(self)
             return tables
         with open_lock(self._lock, self.index_path):
             tables = self._packet_tables
             if tables is None:
                 self.require_committed_index()  # before it is mapped: a damaged copy of a remote one is replaced
                 tables = self._packet_tables = PacketTables(*open_index_content(self.index_path))
-        OPEN_MAPS.used(self)
+        OPEN_MAPS.note_use(self)
         return tables
 
     def require_committed_index(self) -> None:
-        """Verify the index file against its commit: read the whole file, once as long as it stays the same file.
+        """Verify the index file against its commit: read it completely, once as long as it stays the same file.
 
         Raises:
             DamagedIndex: the index is not the committed file.
@@ -154,9 +154,9 @@ class CommittedShard:
 
 
 def _identity(path: Path) -> int:
-    with os.fdopen(open_regular(path), "rb") as file:  # which fetches it from a bucket
-        found = os.fstat(file.fileno())
-    return hash((found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+    with os.fdopen(open_regular(path), "rb") as file:  # this fetches the file from a bucket
+        status = os.fstat(file.fileno())
+    return hash((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
 
 def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
@@ -174,13 +174,12 @@ class Variant:
     """A snapshot of one variant of one column: the commits at the time of opening.
 
     Args:
-        tars: reads bytes of the tars; None if the tars are in the same folder as the indexes.
+        tars: Reader of the tars' bytes; None if the tars are in the same folder as the indexes.
     """
 
     def __init__(self, directory: Path, *, tars: TarBytes | None = None) -> None:
         self.directory = directory
-        # The damaged are records whose shards are unreadable.
-        self.commits, self.damaged = open_commits(directory)
+        self.commits, self.damaged = open_commits(directory)  # shards with a damaged record are unreadable
         self.contents_damage: DamagedContents | None = None
         self._file_sha256: Mapping[str, str] = {}
         try:
@@ -215,7 +214,7 @@ class Variant:
             )
         return cls(directory, tars=tars)
 
-    def whole(self) -> "Variant":
+    def require_complete(self) -> "Variant":
         """Return self if it can be read: it has commits, and none of them is damaged or missing.
 
         Raises:
@@ -261,28 +260,28 @@ class Variant:
     def shards(self, split: str | None = None) -> list[CommittedShard]:
         """Return the committed shards ordered by shard ID, of one split or of all splits."""
         commits = (commit for commit in self.commits.values() if commit.files is not None)
-        return [self._shard(commit) for commit in commits if split is None or commit.split == split]
+        return [self._open_shard(commit) for commit in commits if split is None or commit.split == split]
 
     def shard(self, shard_id: int) -> CommittedShard:
         """Return a committed shard; raise KeyError if there is none with this ID."""
-        found = self._opened.get(shard_id)
-        if found is None:
-            found = self._shard(self.commits[shard_id])
+        shard = self._opened.get(shard_id)
+        if shard is None:
+            shard = self._open_shard(self.commits[shard_id])
         while len(self._opened) > MAX_KEPT_SHARDS:
             with suppress(StopIteration, RuntimeError):  # another thread has just changed it
                 self._opened.pop(next(iter(self._opened)), None)
-        return found
+        return shard
 
-    def _shard(self, commit: Commit) -> CommittedShard:
-        found = self._opened.get(commit.shard_id)
-        if found is None:
+    def _open_shard(self, commit: Commit) -> CommittedShard:
+        shard = self._opened.get(commit.shard_id)
+        if shard is None:
             if commit.files is None:
                 raise KeyError(commit.shard_id)
-            found = CommittedShard(
+            shard = CommittedShard(
                 self.directory, commit=commit, files=commit.files, tars=self._tars, verified=self._verified
             )
-        # Of two threads that open a shard, both get the same one.
-        return self._opened.setdefault(commit.shard_id, found)
+        # Two threads that open a shard at once get the same object.
+        return self._opened.setdefault(commit.shard_id, shard)
 
     @cached_property
     def tar_files(self) -> TarFiles:
@@ -299,7 +298,7 @@ class Variant:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in them, from the commits."""
+        """Number of samples in the committed shards, from the commits."""
         return self.tar_files.num_samples
 
     def find(self, key: str) -> tuple[CommittedShard, int]:
@@ -308,7 +307,6 @@ class Variant:
         Raises:
             KeyError: no committed shard contains the key.
         """
-
         with self._lock:
             if self._lookup is None:
                 shards = self.shards()
@@ -338,13 +336,9 @@ class KeyLookup:
 
     def find(self, key: str) -> tuple[int, int]:
         """Find the index (its number) and row of `key` by bisection; raise KeyError if it is missing."""
-        low = bisect_left(self._keys, key, key=_text)
+        low = bisect_left(self._keys, key, key=lambda scalar: str(scalar.as_py()))
         if low == len(self._keys) or self._keys[low].as_py() != key:
             raise KeyError(key)
         position = int(self._positions[low])
         number = bisect_right(self._first_rows, position) - 1
         return number, position - self._first_rows[number]
-
-
-def _text(scalar: pa.Scalar) -> str:
-    return str(scalar.as_py())

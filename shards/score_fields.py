@@ -1,4 +1,4 @@
-"""The scores of a chunk, one row each: what is stored, what it means, and how it is shown (docs/columns.md).
+"""The scores of a chunk, one row each: type, meaning, and presentation (docs/columns.md).
 
 A score that is added here becomes a field of the index and of the member, a name of `--where`, a section of the page of
 `prep inspect --column scores --html`, and a range that `prep verify --deep` checks. `score_chunk` in
@@ -18,13 +18,14 @@ class Score:
     """A value that is known of most chunks; null where unknown.
 
     Attributes:
-        kind: number, or list of numbers, which is a detail that no expression can use.
-        meaning: what the value is, with its unit.
-        title: heading of its distribution; empty if a distribution would say nothing.
-        most: upper bound; the lower bound of each number is 0.
-        is_brief: shown with the other facts of a chunk on its card.
-        order: how cards that it sorts are described; empty if they are not sorted by it, and their page does not show
-            its distribution.
+        name: Name of the field.
+        kind: Type: a number, or a list of numbers, which is a detail that no expression can use.
+        meaning: Meaning of the value, with its unit.
+        title: Heading of its distribution; empty if a distribution would say nothing.
+        most: Upper bound; the lower bound of each number is 0.
+        is_brief: Show the value with the other facts of a chunk on its card.
+        order: Name of the order of cards by this value; empty if cards are not sorted by it, and their page does not
+            show its distribution.
     """
 
     name: str
@@ -37,12 +38,12 @@ class Score:
 
     @property
     def is_number(self) -> bool:
-        """Whether a chunk has one value, and not a list."""
+        """True if a chunk has a single value, not a list."""
         return not pa.types.is_list(self.kind)
 
     @property
     def is_count(self) -> bool:
-        """Whether the values are whole numbers."""
+        """True if the values are integers."""
         return pa.types.is_integer(self.kind)
 
     @property
@@ -60,8 +61,8 @@ SCORES = (
         is_brief=True,
         order="most motion first",
     ),
-    Score("camera_motion", pa.float32(), "the part of it that one similarity transform explains", "Camera motion"),
-    Score("object_motion", pa.float32(), "the rest of it", "Object motion"),
+    Score("camera_motion", pa.float32(), "part of motion that one similarity transform explains", "Camera motion"),
+    Score("object_motion", pa.float32(), "the remaining motion", "Object motion"),
     Score("sharpness", pa.float32(), "variance of the Laplacian of the luma", "Sharpness", is_brief=True),
     Score("brightness", pa.float32(), "mean luma, 0 to 1", "Brightness", most=1.0, is_brief=True),
     Score("black", pa.float32(), "share of the time", "Black", most=1.0),

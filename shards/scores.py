@@ -1,11 +1,22 @@
-"""The scores of all chunks in one table, `<data>/scores/<variant>/chunks.arrow`, which `prep scores` writes at its end.
+"""The scores of all chunks in one table, which chunks look alike, and leakage between splits.
 
-It is an Arrow IPC file of one batch, ordered by video (as in the manifest) and start; readers map it into memory.
-Columns: SCORES_FIELDS without `chunk_fingerprint`, `video_id` as a dictionary whose codes ascend; `duplicate_of`, the
-row of the first chunk of an earlier video that looks alike, or -1; `has_look_alike`, whether any chunk of another video
-does (clipmill.shards.scores). A chunk whose scores could not be computed has a row of unknown values.
+The table is `<data>/scores/<variant>/chunks.arrow`, which `prep scores` writes at its end: an Arrow IPC file of one
+batch, ordered by video (as in the manifest) and start; readers map it into memory. Columns: SCORES_FIELDS without
+`chunk_fingerprint`, `video_id` as a dictionary whose codes ascend; `duplicate_of`, the row of the first chunk of an
+earlier video that looks alike, or -1; `has_look_alike`, true if any chunk of another video looks alike. A chunk whose
+scores could not be computed has a row of unknown values. clipmill.shards.merged_table defines how readers recognise a
+stale or damaged file.
 
-clipmill.shards.merged_table defines how readers recognise a stale or damaged file.
+Two chunks look alike if their perceptual hashes differ in few bits. Two 64-bit hashes that differ in at most 4 bits
+agree in at least two of six bands of 10 or 11 bits (pigeonhole). For each of the 15 pairs of bands, hashes are sorted
+by these two bands, and only hashes with equal bands are compared. A picture without content, such as a black frame, one
+color or a gradient, looks like nothing (`is_comparable`). ImageHash's phash compares 64 frequencies with their median,
+so that about half of the bits are set in the hash of a picture with content; without content nearly all frequencies are
+zero, and so are nearly all bits (0 for black, 1 for any other color). Hashes with fewer than 24 or more than 40 bits
+set are omitted. Chunks of one video do not count: neighbors in a static shot look alike, and each has its captions.
+
+Leakage is computed from this table and the splits of the manifest, for the chunks that look like a chunk of another
+video.
 """
 
 import shlex
@@ -75,7 +86,8 @@ def write_score_table(variant: Variant, rows: pa.Table) -> Path:
     with_content = is_comparable(hashes)
     comparable, hashes = comparable[with_content], hashes[with_content]
     duplicate_of, has_look_alike = np.full(len(rows), -1), np.zeros(len(rows), bool)
-    first, has_look_alike[comparable] = first_look_alikes(hashes, video=_codes(rows)[comparable])
+    video = rows["video_id"].chunk(0).indices.to_numpy() if len(rows) else np.empty(0, np.int32)
+    first, has_look_alike[comparable] = first_look_alikes(hashes, video=video[comparable])
     duplicate_of[comparable] = np.where(first >= 0, comparable[first], -1)
     rows = rows.append_column("duplicate_of", pa.array(duplicate_of))
     rows = rows.append_column("has_look_alike", pa.array(has_look_alike)).cast(_SCHEMA)
@@ -88,13 +100,13 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
     """Open the merged table of the current variant of `scores`.
 
     Args:
-        columns: columns to open and verify; None for all.
+        columns: Columns to open and verify; None for all.
 
     Raises:
-        UserError: there are no scores, they are of another variant of `video`, or the table is missing, of other
-            commits, or damaged.
+        UserError: there are no scores, they were made from another variant of `video`, or the table is missing, stale
+            or damaged.
     """
-    variant = Variant.open(data_dir, column=SCORES).whole()
+    variant = Variant.open(data_dir, column=SCORES).require_complete()
     require_current_chunks(variant, data_dir)
     hint = f"run {how_to_make(SCORES, data_dir)}"
     path = variant.directory / CHUNKS_FILE
@@ -139,8 +151,8 @@ def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa
     """Read and verify columns of a table.
 
     Raises:
-        FileNotFoundError: there is no table.
-        UserError: it is damaged.
+        FileNotFoundError: the table does not exist.
+        UserError: the table is damaged.
     """
     try:
         return verify_columns(open_merged_table(path), path, columns=columns)
@@ -151,7 +163,7 @@ def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa
 
 
 def _read_rows(variant: Variant) -> pa.Table:
-    """The rows of all indexes, and rows of unknown values for the chunks that failed."""
+    """Read the rows of all indexes, and add rows of unknown values for the chunks that failed."""
     tables = [_ROWS.empty_table()]
     for shard in variant.shards():
         try:
@@ -176,22 +188,16 @@ def _read_rows(variant: Variant) -> pa.Table:
 def _order_rows(rows: pa.Table, *, data_dir: Path) -> pa.Table:
     """Order rows by video and start, in one chunk; videos that are not in the manifest come last."""
     coded = rows["video_id"].dictionary_encode().combine_chunks()
-    found = coded.dictionary
-    number = pc.index_in(found, value_set=read_videos(data_dir)["video_id"].combine_chunks())
-    by_number = pc.sort_indices(
-        pa.table({"number": number, "id": found}), [("number", "ascending"), ("id", "ascending")]
-    )
-    rank = np.empty(len(found), np.int32)
-    rank[by_number.to_numpy()] = np.arange(len(found), dtype=np.int32)
+    ids = coded.dictionary
+    number = pc.index_in(ids, value_set=read_videos(data_dir)["video_id"].combine_chunks())
+    by_number = pc.sort_indices(pa.table({"number": number, "id": ids}), [("number", "ascending"), ("id", "ascending")])
+    rank = np.empty(len(ids), np.int32)
+    rank[by_number.to_numpy()] = np.arange(len(ids), dtype=np.int32)
     codes = rank[coded.indices.to_numpy()]
     order = pa.array(np.lexsort((rows["start_ms"].to_numpy(), codes)))
-    video_id = pa.DictionaryArray.from_arrays(pa.array(codes).take(order), found.take(by_number))
+    video_id = pa.DictionaryArray.from_arrays(pa.array(codes).take(order), ids.take(by_number))
     ordered = rows.drop_columns("video_id").take(order).combine_chunks()
     return ordered.add_column(0, "video_id", video_id)
-
-
-def _codes(rows: pa.Table) -> np.ndarray:
-    return rows["video_id"].chunk(0).indices.to_numpy() if len(rows) else np.empty(0, np.int32)
 
 
 MAX_DISTANCE = 4
@@ -201,15 +207,15 @@ _NONE = np.iinfo(np.int64).max
 
 
 def is_comparable(phash: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """bool [N], True for hashes of pictures with content."""
+    """Return bool [N], True for hashes of pictures with content."""
     bits = np.bitwise_count(phash)
     return (bits >= MIN_BITS) & (bits <= MAX_BITS)
 
 
 def pairs_alike(hashes: NDArray[np.uint64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """Yield blocks of pairs (i, j) of distinct hashes within MAX_DISTANCE; a pair may come up to 15 times."""
-    for one, other in combinations(_BANDS, 2):
-        key = _bits(hashes, *one) << np.uint32(other[1]) | _bits(hashes, *other)
+    for band, other in combinations(_BANDS, 2):
+        key = _bits(hashes, *band) << np.uint32(other[1]) | _bits(hashes, *other)
         order = np.argsort(key, kind="stable")
         key, in_order = key[order], hashes[order]
         # Number of further hashes in the bucket of each.
@@ -231,21 +237,22 @@ def _bits(hashes: NDArray[np.uint64], first: int, count: int) -> NDArray[np.uint
 def first_look_alikes(
     phash: NDArray[np.uint64], *, video: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The first row of an earlier video that looks like each row, and whether any row of another video does.
+    """Find the rows of other videos that look like each row.
 
     Args:
-        phash: uint64 [N] of comparable pictures.
-        video: [N], ascending.
+        phash: uint64 [N], hashes of comparable pictures.
+        video: [N], video of each picture, ascending.
 
     Returns:
-        int64 [N], -1 if there is none; bool [N].
+        int64 [N], the first row of an earlier video that looks alike, or -1.
+        bool [N], True if any row of another video looks alike.
     """
     hashes, first, group = np.unique(phash, return_index=True, return_inverse=True)
     last = np.empty(len(hashes), np.int64)
     last[group] = np.arange(len(phash))  # the last value written stays
     nearest_first, nearest_last = first.copy(), last.copy()
-    for one, other in pairs_alike(hashes):
-        for a, b in ((one, other), (other, one)):
+    for left, right in pairs_alike(hashes):
+        for a, b in ((left, right), (right, left)):
             np.minimum.at(nearest_first, a, first[b])
             np.maximum.at(nearest_last, a, last[b])
     of_row = nearest_first[group]
@@ -255,19 +262,19 @@ def first_look_alikes(
 
 
 def first_of_each_part(phash: NDArray[np.uint64], part: NDArray[np.integer], *, num_parts: int) -> NDArray[np.int64]:
-    """For each row and each part the first row of that part that looks alike: int64 [N, num_parts], -1 without any.
+    """Return the first row of each part that looks like each row: int64 [N, num_parts], -1 without any.
 
     Args:
-        phash: uint64 [N] of comparable pictures.
-        part: [N], of each row, 0 to num_parts - 1.
+        phash: uint64 [N], hashes of comparable pictures.
+        part: [N], part of each row, 0 to num_parts - 1.
     """
     hashes, group = np.unique(phash, return_inverse=True)
     first = np.full((len(hashes), num_parts), _NONE)
     np.minimum.at(first, (group, part), np.arange(len(phash)))
     nearest = first.copy()
-    for one, other in pairs_alike(hashes):
-        np.minimum.at(nearest, one, first[other])
-        np.minimum.at(nearest, other, first[one])
+    for left, right in pairs_alike(hashes):
+        np.minimum.at(nearest, left, first[right])
+        np.minimum.at(nearest, right, first[left])
     return np.where(nearest == _NONE, -1, nearest)[group]
 
 
@@ -291,10 +298,10 @@ class Leakage:
     """Pairs of chunks of different splits that look alike.
 
     Attributes:
-        counts: (split, other split) -> number of chunks of the first that look like a chunk of the second; `train`
-            comes second.
-        pairs: the first of them, at most MAX_PAIRS of each.
-        unknown_because: why there are no scores to tell by, or None.
+        counts: (split, other split) -> number of chunks of the first split that look like a chunk of the second;
+            `train` comes second.
+        pairs: First pairs, at most MAX_PAIRS for each entry of `counts`.
+        unknown_because: Reason why no scores can be used, or None.
     """
 
     counts: dict[tuple[str, str], int]
@@ -317,15 +324,15 @@ class Leakage:
             lines.append(
                 f"leakage   {count_noun(count, 'chunk')} of split {split} {verb} like a chunk of split {other}"
             )
-            mine = [pair for pair in self.pairs if (pair.split, pair.other_split) == (split, other)]
-            lines += [f"          {pair.key} looks like {pair.other_key}" for pair in mine[:_MAX_SHOWN]]
+            pairs = [pair for pair in self.pairs if (pair.split, pair.other_split) == (split, other)]
+            lines += [f"          {pair.key} looks like {pair.other_key}" for pair in pairs[:_MAX_SHOWN]]
             if count > _MAX_SHOWN:
                 lines.append(f"          ... and {count - _MAX_SHOWN:,} more (--json)")
         return lines
 
 
 def find_leakage(data_dir: Path) -> Leakage | None:
-    """Find the pairs; None if the data folder has no scores.
+    """Find the pairs of look-alikes; return None if the data folder has no scores.
 
     Raises:
         UserError: a record of the data folder is damaged.
@@ -350,7 +357,7 @@ def find_leakage(data_dir: Path) -> Leakage | None:
 
 
 def keys_alike(data_dir: Path, *, split: str, other_split: str) -> set[str]:
-    """Keys of the chunks of a split that look like a chunk of another one.
+    """Return the keys of the chunks of a split that look like a chunk of another split.
 
     Raises:
         UserError: there are no scores, or they cannot be used.
@@ -364,15 +371,15 @@ def keys_alike(data_dir: Path, *, split: str, other_split: str) -> set[str]:
 
 
 def _look_alikes(data_dir: Path) -> tuple[pa.Table, NDArray[np.integer], list[str]]:
-    """The chunks that look like one of another video, the split of each as an index, and the splits they have."""
+    """Return the chunks that look like a chunk of another video, their splits as indices, and the names of splits."""
     table = open_scores(data_dir, columns=["video_id", "start_ms", "phash", "has_look_alike"]).table
     table = table.filter(table["has_look_alike"])
     videos = read_videos(data_dir)
     rows = pc.index_in(table["video_id"].cast(pa.string()), value_set=videos["video_id"].combine_chunks())
     known = pc.is_valid(rows)
     table, split = table.filter(known), videos["split"].take(rows.filter(known))
-    found = set(split.unique().to_pylist())
-    names = [*(name for name in _FIRST if name in found), *sorted(found.difference(_FIRST))]
+    present = set(split.unique().to_pylist())
+    names = [*(name for name in _FIRST if name in present), *sorted(present.difference(_FIRST))]
     return table, np.asarray(pc.index_in(split, value_set=pa.array(names, pa.string()))), names
 
 

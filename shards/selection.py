@@ -1,4 +1,10 @@
-"""Evaluates a `--where` on the chunks and the captions of a data folder."""
+"""Selection of chunks and captions of a data folder by a `--where`.
+
+Labels are columns `label_NAME` of the manifest's captions, compared as texts. A label holds for the times of its
+caption. A caption with labels is selected by its labels. A caption without labels is selected by the labels of every
+labelled caption that covers its times, because the manifest stores labels that captions of the same times repeat only
+once. A chunk is selected by the labels of every labelled caption that it overlaps.
+"""
 
 import shlex
 from collections.abc import Collection, Mapping
@@ -32,37 +38,40 @@ _OF_CAPTIONS = ("text", "source", "likelihood")
 def selected_chunks(
     where: Where, data_dir: Path, *, video_ids: pa.Array, video_row: NDArray[np.integer], start_ms: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """bool [chunks], True for those that `where` selects.
+    """Return bool [chunks], True for the chunks that `where` selects.
 
     Args:
-        where: conditions on chunks and videos.
-        video_ids: distinct ids of videos.
-        video_row: [chunks], the video of each, as an index of `video_ids`.
-        start_ms: [chunks], its start.
+        where: Conditions on chunks and videos.
+        video_ids: Distinct ids of videos.
+        video_row: [chunks], the video of each chunk, as an index of `video_ids`.
+        start_ms: [chunks], start of each chunk.
 
     Raises:
-        UserError: it uses scores or another column, and there are none, or some of these chunks have none.
+        UserError: `where` uses scores or another column that does not exist, or that lacks some of these chunks.
     """
     fields = where.columns | ({"duration_s"} if where.labels else set())
-    columns = _of_videos(fields, data_dir, video_ids=video_ids, video_row=video_row)
+    columns = _video_columns(fields, data_dir, video_ids=video_ids, video_row=video_row)
     columns["start_ms"] = pa.array(start_ms)
-    if of_chunks := fields.intersection(_OF_CHUNKS):
-        chunks = _with_duration(_rows_of(Variant.open(data_dir).whole(), [*_TIMES, "width", "height"]))
+    if chunk_names := fields.intersection(_OF_CHUNKS):
+        chunks = _read_rows(Variant.open(data_dir).require_complete(), [*_TIMES, "width", "height"])
+        num_frames, fps_num, fps_den = (chunks[name].to_numpy() for name in _TIMES)
+        duration_s = num_frames.astype(np.int64) * fps_den / fps_num
+        chunks = chunks.append_column("duration_s", pa.array(duration_s))
         rows = find_chunks(chunks, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
         if num_missing := int((rows < 0).sum()):
             raise UserError(
-                f"--where uses {', '.join(sorted(of_chunks))} of chunks, and {count_noun(num_missing, 'chunk')} of "
+                f"--where uses {', '.join(sorted(chunk_names))} of chunks, and {count_noun(num_missing, 'chunk')} of "
                 f"{len(rows):,} are not in the current variant of video",
                 hint=f"see prep status --data {shlex.quote(str(data_dir))}",
                 flags=("--where",),
             )
-        columns |= {name: _take_rows(chunks[name], rows) for name in of_chunks}
+        columns |= {name: _take_rows(chunks[name], rows) for name in chunk_names}
     for column, names in where.stored_in.items():
         table, failed = stored_rows(data_dir, column, names)
         rows = find_chunks(table, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
         missing = np.flatnonzero(rows < 0)
-        if failed:  # the values of those are unknown
-            keys = [chunk_key(video_ids[int(video_row[one])].as_py(), int(start_ms[one])) for one in missing]
+        if failed:  # the values of a failed chunk are unknown, which is not an error
+            keys = [chunk_key(video_ids[int(video_row[row])].as_py(), int(start_ms[row])) for row in missing]
             missing = missing[[key not in failed for key in keys]]
         if len(missing):
             raise UserError(
@@ -89,12 +98,12 @@ def _mask_of_pairs(
     part: NDArray[np.int64],
     caption: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """bool [parts], True where the conditions hold with the labels of one of the part's labelled captions.
+    """Return bool [parts], True where the conditions hold with the labels of any of the part's labelled captions.
 
     Args:
-        columns: The other fields of each part.
+        columns: Other fields of each part.
         labelled: Captions with labels as texts.
-        part: int64 [pairs], the parts that have a labelled caption, and those that have none.
+        part: int64 [pairs], every part at least once, with or without a labelled caption.
         caption: int64 [pairs], the row of the caption in `labelled`; -1 for none.
     """
     others = pa.table(dict(columns))
@@ -106,17 +115,17 @@ def _mask_of_pairs(
 
 
 def stored_rows(data_dir: Path, column: str, names: Collection[str]) -> tuple[pa.Table, frozenset[str]]:
-    """`video_id`, `start_ms` and these fields of a column of chunks, and the keys of those that failed and have no row.
+    """Read `video_id`, `start_ms` and these fields of a column of chunks, and the keys of failed chunks.
 
     Raises:
-        UserError: the column cannot be read, or is of another variant of `video`.
+        UserError: the column cannot be read, or was made from another variant of `video`.
     """
     if column == SCORES:
         return open_scores(data_dir, columns={"video_id", "start_ms", *names}).table, frozenset()
-    variant = Variant.open(data_dir, column=column).whole()
+    variant = Variant.open(data_dir, column=column).require_complete()
     require_current_chunks(variant, data_dir)
     failures = (failure for commit in variant.commits.values() for failure in commit.failures)
-    return _rows_of(variant, sorted(names)), frozenset(failure.key for failure in failures if failure.key)
+    return _read_rows(variant, sorted(names)), frozenset(failure.key for failure in failures if failure.key)
 
 
 def selected_captions(
@@ -129,20 +138,20 @@ def selected_captions(
     video_row: NDArray[np.integer],
     labelled: pa.Table | None,
 ) -> NDArray[np.bool_]:
-    """bool [rows], True for the captions that `where` selects.
+    """Return bool [rows], True for the captions that `where` selects.
 
     Args:
-        where: conditions on captions and their videos.
-        captions: of the manifest; without a column `likelihood`, all likelihoods are unknown.
-        rows: the captions to look at.
-        video_ids: distinct ids of videos.
-        video_row: [rows], the video of each, as an index of `video_ids`.
-        labelled: captions with the labels of `where` (`labelled_captions`).
+        where: Conditions on captions and their videos.
+        captions: Captions of the manifest; without a column `likelihood`, all likelihoods are unknown.
+        rows: Row numbers of the captions to select from.
+        video_ids: Distinct ids of videos.
+        video_row: [rows], the video of each caption, as an index of `video_ids`.
+        labelled: Captions with the labels of `where` (`labelled_captions`).
     """
-    columns = _of_videos(where.columns, data_dir, video_ids=video_ids, video_row=video_row)
+    columns = _video_columns(where.columns, data_dir, video_ids=video_ids, video_row=video_row)
     for name in where.columns.intersection(_OF_CAPTIONS):
-        has = name in captions.schema.names
-        columns[name] = captions[name].take(pa.array(rows)) if has else pa.nulls(len(rows), pa.float32())
+        has_column = name in captions.schema.names
+        columns[name] = captions[name].take(pa.array(rows)) if has_column else pa.nulls(len(rows), pa.float32())
     if labelled is None:
         return where.mask(pa.table(columns))
 
@@ -157,19 +166,16 @@ def selected_captions(
 
 
 def labelled_captions(where: Where | None, data_dir: Path) -> pa.Table | None:
-    """The captions that have labels of conditions on captions; None if there are no such conditions.
+    """Read the captions with a label that `where` uses; return None if it uses no label.
 
     Raises:
         UserError: the captions have no such label.
     """
-    if where is None or not where.labels:
-        return None
-
-    return read_labelled(data_dir, where.labels)
+    return read_labelled(data_dir, where.labels) if where is not None and where.labels else None
 
 
 def caption_columns(where: Where | None, schema: pa.Schema) -> list[str]:
-    """The columns of the manifest's captions that `selected_captions` needs."""
+    """Return the columns of the manifest's captions that `selected_captions` needs."""
     if where is None:
         return []
     fields = where.columns | ({"begin_s", "end_s"} if where.labels else set())
@@ -177,7 +183,7 @@ def caption_columns(where: Where | None, schema: pa.Schema) -> list[str]:
 
 
 def empty_selection_error(where: Where, *, what: str) -> UserError:
-    """The error for an expression that selects none of `what`."""
+    """Return the error for an expression that selects none of `what`."""
     return UserError(
         f"--where '{where.text}' selects none of {what}",
         hint="use a weaker condition or a larger --share, or leave these data out",
@@ -185,13 +191,13 @@ def empty_selection_error(where: Where, *, what: str) -> UserError:
     )
 
 
-def _of_videos(
-    wanted: Collection[str], data_dir: Path, *, video_ids: pa.Array, video_row: NDArray[np.integer]
+def _video_columns(
+    fields: Collection[str], data_dir: Path, *, video_ids: pa.Array, video_row: NDArray[np.integer]
 ) -> dict[str, pa.Array | pa.ChunkedArray]:
-    """Columns of videos, one entry per chunk or caption."""
+    """Return the columns of videos among `fields`, one entry per chunk or caption."""
     codes = pa.array(video_row, pa.int32())
     columns: dict[str, pa.Array | pa.ChunkedArray] = {"video_id": pa.DictionaryArray.from_arrays(codes, video_ids)}
-    if names := [name for name in _OF_VIDEOS if name in wanted]:
+    if names := [name for name in _OF_VIDEOS if name in fields]:
         videos = read_videos(data_dir)
         rows = pc.index_in(video_ids, value_set=videos["video_id"].combine_chunks())
         for name in names:
@@ -201,28 +207,23 @@ def _of_videos(
     return columns
 
 
-def _rows_of(variant: Variant, names: Collection[str]) -> pa.Table:
-    """`video_id` (a dictionary), `start_ms` and these fields of the chunks of a variant."""
+def _read_rows(variant: Variant, names: Collection[str]) -> pa.Table:
+    """Read `video_id` (a dictionary), `start_ms` and these fields of the chunks of a variant."""
     column = variant.directory.parent.name
     try:
         rows = read_chunk_rows(variant, columns=["video_id", "start_ms", *names])
     except (Damaged, OSError) as error:
         hint = how_to_repair(column, what="the table or the shard")
         raise UserError(str(error), hint=hint) from error
-    entries, codes = rows.coded("video_id")
+    entries, codes = rows.dictionary_codes("video_id")
     coded = pa.DictionaryArray.from_arrays(pa.array(codes), entries)
     return rows.table.set_column(0, "video_id", coded)
-
-
-def _with_duration(chunks: pa.Table) -> pa.Table:
-    num_frames, fps_num, fps_den = (chunks[name].to_numpy() for name in _TIMES)
-    return chunks.append_column("duration_s", pa.array(num_frames.astype(np.int64) * fps_den / fps_num))
 
 
 def find_chunks(
     table: pa.Table, *, video_ids: pa.Array, video_row: NDArray[np.integer], start_ms: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The row of each chunk in a table with `video_id` (a dictionary) and `start_ms`; -1 if it has none."""
+    """Return the row of each chunk in a table with `video_id` (a dictionary) and `start_ms`; -1 if it is missing."""
     if not len(table):
         return np.full(len(video_row), -1)
     coded = table["video_id"].chunk(0)
@@ -232,23 +233,23 @@ def find_chunks(
     keys = moments.numbers(table_row, table_ms)
     is_sorted = bool((keys[1:] > keys[:-1]).all())
     order = None if is_sorted else np.argsort(keys, kind="stable")
-    wanted = moments.numbers(video_row, start_ms)
-    found = np.searchsorted(keys, wanted, sorter=order)
-    found = np.minimum(found, len(keys) - 1)
-    rows = found if order is None else order[found]
-    return np.where(keys[rows] == wanted, rows, -1)
+    chunk_keys = moments.numbers(video_row, start_ms)
+    positions = np.minimum(np.searchsorted(keys, chunk_keys, sorter=order), len(keys) - 1)
+    rows = positions if order is None else order[positions]
+    return np.where(keys[rows] == chunk_keys, rows, -1)
 
 
 def _take_rows(column: pa.ChunkedArray, rows: NDArray[np.int64]) -> pa.Array | pa.ChunkedArray:
-    is_whole = len(rows) == len(column) and bool((np.diff(rows) == 1).all())
-    return column if is_whole else column.take(pa.array(rows, mask=rows < 0))
+    # The usual selection asks for all chunks in order, which needs no copy.
+    is_complete = len(rows) == len(column) and bool((np.diff(rows) == 1).all())
+    return column if is_complete else column.take(pa.array(rows, mask=rows < 0))
 
 
 _SPAN = ("begin_s", "end_s")
 
 
 class Spans(NamedTuple):
-    """Parts of videos: the number of the video of each, and its times, float64 [N]."""
+    """Parts of videos: the row of each part's video, and its times, float64 [N]."""
 
     video_row: NDArray[np.integer]
     begin_s: NDArray[np.float64]
@@ -256,10 +257,10 @@ class Spans(NamedTuple):
 
 
 def read_labelled(data_dir: Path, names: Collection[str] | None = None) -> pa.Table:
-    """Read the captions that have one of some labels: `video_id`, `begin_s`, `end_s` and the labels as texts.
+    """Read the captions that have any of some labels: `video_id`, `begin_s`, `end_s` and the labels as texts.
 
     Args:
-        names: The labels; None for all that are not lists.
+        names: Names of labels; None for all labels that are not lists.
 
     Raises:
         UserError: the captions have no such label, or can have several values of it.
@@ -271,7 +272,7 @@ def read_labelled(data_dir: Path, names: Collection[str] | None = None) -> pa.Ta
             problem = "can have several values of" if unknown[0] in fields else "have no column"
             raise UserError(
                 f"--where uses {unknown[0]}, and the captions of {data_dir} {problem} {unknown[0]}",
-                hint=f"labels there: {', '.join(known) or 'none'}",
+                hint=f"available labels: {', '.join(known) or 'none'}",
                 flags=("--where",),
             )
         labels = known if names is None else sorted(names)
@@ -297,7 +298,7 @@ def label_texts(captions: pa.Table, names: Collection[str]) -> pa.Table:
 
 
 def has_labels(captions: pa.Table, names: Collection[str]) -> NDArray[np.bool_]:
-    """bool [captions], True for each caption that has one of these labels."""
+    """Return bool [captions], True for each caption that has any of these labels."""
     has_label = np.zeros(len(captions), bool)
     for name in names:
         has_label |= captions[name].is_valid().to_numpy()
@@ -312,16 +313,16 @@ def match_labels(
     Args:
         labelled: Captions (`read_labelled`).
         video_ids: IDs of the videos of `spans`.
-        covering: Take only captions that cover the whole part.
+        covering: Take only captions that cover the part completely.
 
     Returns:
-        part: int64 [M], each part as often as it has a labelled caption, and once if it has none.
-        caption: int64 [M], the row of that caption in `labelled`; -1 for none.
+        part: int64 [M], each part once per labelled caption, and once if it has none.
+        caption: int64 [M], row of the caption in `labelled`; -1 for none.
     """
     video_of_caption = pc.fill_null(pc.index_in(labelled["video_id"].cast(pa.string()), value_set=video_ids), -1)
     begins_s, ends_s = (labelled[name].to_numpy() for name in _SPAN)
-    caption_order, caption_of_video = _by_video(video_of_caption.to_numpy(), len(video_ids))
-    part_order, part_of_video = _by_video(np.asarray(spans.video_row), len(video_ids))
+    caption_order, caption_of_video = _order_by_video(video_of_caption.to_numpy(), len(video_ids))
+    part_order, part_of_video = _order_by_video(np.asarray(spans.video_row), len(video_ids))
     part, caption = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for video in np.flatnonzero((np.diff(caption_of_video) > 0) & (np.diff(part_of_video) > 0)):
         parts = part_order[part_of_video[video] : part_of_video[video + 1]]
@@ -339,7 +340,7 @@ def match_labels(
     return np.concatenate([matched, without]), np.concatenate([*caption, np.full(len(without), -1)])
 
 
-def _by_video(video_row: NDArray[np.integer], num_videos: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows ordered by video, and where the rows of each video begin; rows of no video (-1) are left out."""
+def _order_by_video(video_row: NDArray[np.integer], num_videos: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return rows ordered by video, and the first position of each video; rows without a video (-1) are omitted."""
     order = np.argsort(video_row, kind="stable")
     return order, np.searchsorted(video_row[order], np.arange(num_videos + 1))

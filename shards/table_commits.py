@@ -1,6 +1,6 @@
 """The commits of a variant as rows of a table, each created when it is asked for.
 
-The table is commits.arrow (clipmill.shards.commit_table), or where that is not current, made of the records.
+The table is commits.arrow (clipmill.shards.commit_table), or is made of the records if commits.arrow is not current.
 
 Training opens a few shards at a time: with tens of thousands of them, an object for each commit in every rank would
 take more memory than everything else that opening needs.
@@ -45,21 +45,20 @@ class TableCommits(Mapping[int, Commit]):
         return len(self._shard_ids)
 
     def items(self) -> ItemsView[int, Commit]:
-        return self._made().items()
+        return self._all_commits().items()
 
     def values(self) -> ValuesView[Commit]:
-        return self._made().values()
+        return self._all_commits().values()
 
-    def _made(self) -> dict[int, Commit]:
+    def _all_commits(self) -> dict[int, Commit]:
         if self._all is None:
             self._all = commits_in(self.rows)
         return self._all
 
     def folders(self) -> set[str]:
-        """Return the names of the folders of their records."""
-        return {
-            folder_of(first) for first in np.unique(self._shard_ids // SHARDS_PER_FOLDER * SHARDS_PER_FOLDER).tolist()
-        }
+        """Return the names of the folders that hold the records of these commits."""
+        first_ids = np.unique(self._shard_ids // SHARDS_PER_FOLDER * SHARDS_PER_FOLDER)
+        return {folder_of(first_id) for first_id in first_ids.tolist()}
 
     def with_files(self) -> pa.Table:
         """Return the rows of the commits that have files, without making commits."""
@@ -67,11 +66,11 @@ class TableCommits(Mapping[int, Commit]):
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest (hex) of what a merged table depends on: shard IDs, SHA-256 of indexes, and the keys of failures."""
+        """Digest (hex) of all that a merged table depends on: shard IDs, SHA-256 of indexes, keys of failures."""
         digest = hashlib.sha256()
         columns = (self.rows[name].to_pylist() for name in ("shard_id", "index_sha256", "failures"))
         for shard_id, index_sha256, failures in zip(*columns, strict=True):
-            failed = [one["key"] for one in json.loads(failures)] if failures else []
+            failed = [failure["key"] for failure in json.loads(failures)] if failures else []
             digest.update(f"{shard_id} {index_sha256} {failed}\n".encode())
         return digest.hexdigest().encode()
 
@@ -95,10 +94,10 @@ class TableCommits(Mapping[int, Commit]):
 
 
 def open_commits(variant_dir: Path) -> tuple[TableCommits, tuple[DamagedCommit, ...]]:
-    """Open the commits of a variant by its table, or else by the records, of which some may be damaged.
+    """Open the commits of a variant by its table, or else by its records, and return the damaged records too.
 
     Raises:
-        UserError: contents.json or a record is of another version of the format.
+        UserError: contents.json or a record uses another version of the format.
     """
     commits = open_table_commits(variant_dir)
     if commits is not None:
@@ -111,7 +110,7 @@ def open_table_commits(variant_dir: Path) -> TableCommits | None:
     """Open the commits of a variant, if its table holds all that contents.json lists and no record has changed.
 
     Raises:
-        UserError: contents.json is of another version of the format.
+        UserError: contents.json uses another version of the format.
     """
     contents = listed_contents(variant_dir)
     table = open_commit_table(variant_dir, sha256=contents.files.get(COMMIT_TABLE_FILE))

@@ -1,4 +1,4 @@
-"""The tars of a variant, and byte ranges of them: the local implementation, and `TarBytes` for other storage."""
+"""Byte ranges of a variant's tars: the interface `TarBytes`, and its implementation for local files."""
 
 import os
 import threading
@@ -21,7 +21,7 @@ class TarBytes(Protocol):
     """Random access to the bytes of tars. Implementations must be thread-safe.
 
     Attributes:
-        gap_bytes: gaps shorter than this between two ranges are cheaper to read than to skip.
+        gap_bytes: Length of a gap between two ranges below which reading it is cheaper than skipping it.
     """
 
     gap_bytes: int
@@ -47,8 +47,8 @@ class TarBytes(Protocol):
         """Make sure that the index of a tar is at the path `index`, with this size and digest.
 
         Raises:
-            Inaccessible: a bucket does not give it.
-            OSError: it cannot be written, or is another file.
+            Inaccessible: the bucket does not provide the index.
+            OSError: the index cannot be written, or is another file.
         """
         ...
 
@@ -64,7 +64,7 @@ class _OpenTar:
 
 
 class LocalTars:
-    """`TarBytes` of local or mounted file systems. The `_MAX_OPEN_TARS` most recently used ones stay open.
+    """`TarBytes` for local or mounted file systems. The `_MAX_OPEN_TARS` most recently used tars stay open.
 
     Opening a tar blocks only the threads that read from it, for at most `clipmill.shards.opening.OPEN_LIMIT_S` seconds.
     """
@@ -95,27 +95,27 @@ class LocalTars:
         return [self.read(path, offset, size) for offset, size in ranges]
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
-        """The index is there, or opening it reports what is wrong."""
+        """Do nothing: a local index exists, or opening it reports the problem."""
 
     def _open(self, path: Path) -> _OpenTar:
         with self._lock:
-            tar = self._opened(path)
+            tar = self._find_open(path)
             lock = self._locks.setdefault(path, threading.Lock())
         if tar is not None:
             return tar
         with open_lock(lock, path):
             with self._lock:
-                tar = self._opened(path)
+                tar = self._find_open(path)
             if tar is None:
                 tar = _OpenTar(open_regular(path))
                 with self._lock:
                     self._tars[path] = tar
                     if len(self._tars) > _MAX_OPEN_TARS:
                         self._tars.popitem(last=False)
-                    self._locks.pop(path, None)  # those who wait for it find the tar open
+                    self._locks.pop(path, None)  # threads that wait for the lock will find the tar open
             return tar
 
-    def _opened(self, path: Path) -> _OpenTar | None:
+    def _find_open(self, path: Path) -> _OpenTar | None:
         tar = self._tars.get(path)
         if tar is not None:
             self._tars.move_to_end(path)
@@ -127,9 +127,10 @@ class TarFiles:
     """The tars of a variant; one entry of each array per tar, ascending by shard ID.
 
     Attributes:
-        names: paths in the folder of the variant.
-        sizes: bytes, as committed.
-        num_samples: of all of them.
+        directory: Folder of the variant.
+        names: Paths in the folder of the variant.
+        sizes: Sizes in bytes, as committed.
+        num_samples: Number of samples in all tars.
     """
 
     directory: Path

@@ -1,4 +1,8 @@
-"""Verification of a shard against its commit: a deep check that reads every byte, and a quick one based on `stat`."""
+"""Verification of shards against their commits, and recovery of samples from damaged or outdated shards.
+
+`verify_shard` reads every byte. `quick_problems` checks all shards of a variant by listing its folders; only files that
+have changed are opened. `readable_rows` recovers only samples that are proven to be unchanged.
+"""
 
 import os
 import tarfile
@@ -46,7 +50,7 @@ class Code(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem; `key` is the affected sample, if it concerns a single one."""
+    """A problem of a shard; `key` is the affected sample if the problem concerns a single sample."""
 
     shard_id: int
     key: str | None
@@ -56,7 +60,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _File:
-    """The expected state of one file according to its commit, and the codes of its possible problems."""
+    """The expected state of a file according to its commit, and the codes of its possible problems."""
 
     name: str
     size_bytes: int
@@ -72,10 +76,10 @@ def damaged_commit(error: DamagedCommit) -> Problem:
 
 
 def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:
-    """Read the whole shard and compare it with its commit. An empty list means that the shard is intact.
+    """Read the complete shard and compare it with its commit. An empty list means that the shard is intact.
 
     Damage to payloads and headers is reported by key. Damage that has no key (to padding, or to a tar whose index is
-    damaged too) is reported for the whole tar.
+    damaged too) is reported for the tar.
     """
     if commit.files is None:
         return []
@@ -169,8 +173,8 @@ def _check_index(variant_dir: Path, *, shard_id: int, files: ShardFiles) -> tupl
         return [Problem(shard_id, None, Code.INDEX_FORMAT, message)], None
     energon_index = variant_dir / files.energon_index
     with local_copy(energon_index):
-        is_right = energon_index.exists() and read_record(energon_index) == energon_index_bytes(table)
-    if not is_right:
+        is_correct = energon_index.exists() and read_record(energon_index) == energon_index_bytes(table)
+    if not is_correct:
         message = f"{energon_index.name} is missing or does not match the index"
         return [Problem(shard_id, None, Code.ENERGON_INDEX, message)], table
     return [], table
@@ -183,16 +187,21 @@ def _check_tar(variant_dir: Path, *, shard_id: int, files: ShardFiles, table: pa
     problems = [] if problem is None else [problem]
     if problem is not None and problem.code == Code.TAR_MISSING:
         return problems
-    if table is not None and (key := _first_out_of_order(table)) is not None:
-        problems.append(Problem(shard_id, key, Code.MEMBER_ORDER, f"{key}: its members are not in order"))
-        table = None
+    if table is not None:
+        offsets = member_columns(table, "offset").ravel()
+        ends = offsets + member_columns(table, "size").ravel()
+        overlaps = np.flatnonzero(offsets[1:] < ends[:-1])
+        if len(overlaps):
+            key = table.column("key")[(int(overlaps[0]) + 1) // len(extensions_of(table))].as_py()
+            problems.append(Problem(shard_id, key, Code.MEMBER_ORDER, f"{key}: its members are not in order"))
+            table = None
     if table is None:
-        found = scan(path)
+        tar_scan = scan(path)
     else:
         offsets, sizes, crc32s = (member_columns(table, kind) for kind in ("offset", "size", "crc32"))
-        found = scan(path, ranges=zip(offsets.ravel().tolist(), sizes.ravel().tolist(), strict=True))
+        tar_scan = scan(path, ranges=zip(offsets.ravel().tolist(), sizes.ravel().tolist(), strict=True))
         is_wrong = np.array(
-            [crc32 != wanted for crc32, wanted in zip(found.crc32s, crc32s.ravel().tolist(), strict=True)]
+            [crc32 != expected for crc32, expected in zip(tar_scan.crc32s, crc32s.ravel().tolist(), strict=True)]
         ).reshape(crc32s.shape)
         for row in np.flatnonzero(is_wrong.any(axis=1)).tolist():
             key = table.column("key")[row].as_py()
@@ -201,7 +210,7 @@ def _check_tar(variant_dir: Path, *, shard_id: int, files: ShardFiles, table: pa
             )
             problems.append(Problem(shard_id, key, Code.MEMBER_CHECKSUM, f"{key}: damaged or truncated: {names}"))
         problems += _check_entries(path, shard_id=shard_id, table=table)
-    if not problems and found.sha256 != tar.sha256:
+    if not problems and tar_scan.sha256 != tar.sha256:
         message = f"{tar.name} differs from the commit"
         if table is not None:
             message += " in its padding; all headers and payloads are intact"
@@ -209,39 +218,29 @@ def _check_tar(variant_dir: Path, *, shard_id: int, files: ShardFiles, table: pa
     return problems
 
 
-def _first_out_of_order(table: pa.Table) -> str | None:
-    offsets = member_columns(table, "offset").ravel()
-    ends = offsets + member_columns(table, "size").ravel()
-    wrong = np.flatnonzero(offsets[1:] < ends[:-1])
-    if not len(wrong):
-        return None
-    key: str = table.column("key")[(int(wrong[0]) + 1) // len(extensions_of(table))].as_py()
-    return key
-
-
 def _check_entries(path: Path, *, shard_id: int, table: pa.Table) -> list[Problem]:
     """Walk the headers of the tar and report the first one that is not in the index."""
     keys = table.column("key").to_pylist()
     names = (f"{key}.{extension}" for key in keys for extension in extensions_of(table))
     offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))
-    num_right = 0
+    num_correct = 0
     reason = "damaged header"
     try:
         with tarfile.open(path, "r:") as tar:
-            for info, wanted in zip_longest(tar, zip(names, offsets, sizes, strict=True)):
+            for info, expected in zip_longest(tar, zip(names, offsets, sizes, strict=True)):
                 if info is None:
                     break
-                tar.members.clear()  # type: ignore[attr-defined]
-                if wanted is None or (info.name, info.offset_data, info.size) != wanted or not info.isreg():
+                tar.members.clear()  # type: ignore[attr-defined] # tarfile keeps an object for each entry
+                if expected is None or (info.name, info.offset_data, info.size) != expected or not info.isreg():
                     reason = f"found {info.name!r} with {info.size} bytes"
                     break
-                num_right += 1
+                num_correct += 1
             else:
                 return []
     except tarfile.TarError as error:
         reason = str(error)
-    key = keys[num_right // len(extensions_of(table))] if num_right < len(offsets) else None
-    message = f"{path.name}: entry {num_right} ({key or 'after the last sample'}): {reason}"
+    key = keys[num_correct // len(extensions_of(table))] if num_correct < len(offsets) else None
+    message = f"{path.name}: entry {num_correct} ({key or 'after the last sample'}): {reason}"
     return [Problem(shard_id, key, Code.TAR_ENTRIES_DIFFER, message)]
 
 
@@ -252,8 +251,7 @@ States = dict[str, tuple[int, int]]  # file name -> size in bytes, modification 
 
 
 def quick_problems(variant_dir: Path, commits: Iterable[Commit]) -> dict[int, list[Problem]]:
-    """Return what `clipmill.shards.verify.quick_check` finds for the shards of a variant, by the IDs of those with
-    problems.
+    """Return the problems that `quick_check` finds in the shards of a variant, by shard ID; intact shards are omitted.
 
     In addition, a commit record that is newer than the table of commits is read and compared with the commit.
     """
@@ -262,24 +260,25 @@ def quick_problems(variant_dir: Path, commits: Iterable[Commit]) -> dict[int, li
         place = folder_of(commit.shard_id) if commit.files is None else commit.files.tar.rpartition("/")[0]
         folders.setdefault(place, []).append(commit)
     written_ns = table_written_ns(variant_dir)
-    listed = any(len(of_folder) >= _MIN_LISTED for of_folder in folders.values())
-    of_first = _states(variant_dir / COMMITS_FOLDER) if listed else {}
+    is_large = any(len(members) >= _MIN_LISTED for members in folders.values())
+    first_records = _states(variant_dir / COMMITS_FOLDER) if is_large else {}
 
     def check(folder: str) -> dict[int, list[Problem]]:
-        of_folder = folders[folder]
-        if len(of_folder) < _MIN_LISTED:
-            return {commit.shard_id: _check_one(variant_dir, commit, written_ns) for commit in of_folder}
+        members = folders[folder]
+        if len(members) < _MIN_LISTED:
+            return {commit.shard_id: _check_commit(variant_dir, commit, written_ns) for commit in members}
         files = _states(variant_dir / folder)
-        records = of_first | _states(variant_dir / COMMITS_FOLDER / folder) if folder else of_first
+        records = first_records | _states(variant_dir / COMMITS_FOLDER / folder) if folder else first_records
         return {
-            commit.shard_id: _check_one(variant_dir, commit, written_ns)
-            for commit in of_folder
+            commit.shard_id: _check_commit(variant_dir, commit, written_ns)
+            for commit in members
             if not _is_unchanged(commit, files=files, records=records, written_ns=written_ns)
         }
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        found = {number: problems for part in pool.map(check, folders) for number, problems in part.items() if problems}
-    return dict(sorted(found.items()))
+        parts = list(pool.map(check, folders))
+    problems_of = {shard_id: problems for part in parts for shard_id, problems in part.items() if problems}
+    return dict(sorted(problems_of.items()))
 
 
 def check_record(variant_dir: Path, commit: Commit) -> list[Problem]:
@@ -296,7 +295,7 @@ def check_record(variant_dir: Path, commit: Commit) -> list[Problem]:
     return [] if is_same else [damaged_commit(DamagedCommit(path, f"it differs from {COMMIT_TABLE_FILE}"))]
 
 
-def _check_one(variant_dir: Path, commit: Commit, written_ns: int | None) -> list[Problem]:
+def _check_commit(variant_dir: Path, commit: Commit, written_ns: int | None) -> list[Problem]:
     path = commit_path(variant_dir, commit.shard_id)
     try:
         is_newer = written_ns is not None and path.stat().st_mtime_ns > written_ns
@@ -330,7 +329,7 @@ def _states(folder: Path) -> States:
     states: States = {}
     try:
         with os.scandir(folder) as entries:
-            # In the order in which disks store the states, which is not that of the listing.
+            # Disks store the states in the order of the inodes, and list the entries in another order.
             for entry in sorted(entries, key=os.DirEntry.inode):
                 try:
                     state = entry.stat()
@@ -338,24 +337,24 @@ def _states(folder: Path) -> States:
                     continue
                 states[entry.name] = state.st_size, state.st_mtime_ns
     except OSError:
-        pass  # every file is looked up by itself, which names the problem
+        pass  # then every file is looked up separately, which names the problem
     return states
 
 
 _INDEX_ENDING = ".index.arrow"
-Wanted = tuple[str, Collection[str]]  # a text column of the index, and the values of the wanted rows
+RowFilter = tuple[str, Collection[str]]  # a text column of the index, and its values in the rows to read
 
 
 @dataclass(frozen=True)
 class SalvagedSample:
-    """A sample whose bytes match the committed ones."""
+    """A sample whose bytes are the committed bytes."""
 
     key: str
     members: dict[str, bytes]  # extension -> payload, in member order
     fields: dict[str, Any] | None  # column-specific index fields; None if the index is lost
 
 
-def readable_rows(variant_dir: Path, commit: Commit, *, wanted: Wanted | None = None) -> Iterator[SalvagedSample]:
+def readable_rows(variant_dir: Path, commit: Commit, *, rows: RowFilter | None = None) -> Iterator[SalvagedSample]:
     """Yield the intact samples of a shard in order, one in memory at a time.
 
     If the committed index is available, a sample is intact when the CRC-32 of each of its members matches. Without it,
@@ -363,31 +362,35 @@ def readable_rows(variant_dir: Path, commit: Commit, *, wanted: Wanted | None = 
     reduce the number of samples and raise no exception.
 
     Args:
-        wanted: rows to read; all of them if the index is lost.
+        rows: Rows to read; all rows if the index is lost.
     """
     if commit.files is None:
         return
-    tar = variant_dir / commit.files.tar
-    table = _committed_index(variant_dir, files=commit.files)
+    tar, index = variant_dir / commit.files.tar, variant_dir / commit.files.index
+    table = None
+    if _has_sha256(index, sha256=commit.files.index_sha256):
+        with suppress(DamagedIndex, OSError):
+            table = open_index(index)
     with suppress(FileNotFoundError), local_copy(tar):
         if table is not None:
-            yield from _rows_of_index(tar, table=table, wanted=wanted)
+            yield from _read_indexed_samples(tar, table=table, rows=rows)
         elif _has_sha256(tar, sha256=commit.files.tar_sha256):
-            yield from _rows_of_tar(tar)
+            yield from _read_all_samples(tar)
 
 
 def uncommitted_tars(variant_dir: Path, commits: Iterable[Commit]) -> list[Path]:
     """List the tars of a variant, with an index beside them, that none of its commits names, sorted.
 
-    They are those of earlier commits, or of commits that are lost. `prep gc` removes them.
+    Such tars belong to earlier commits, or to commits that are lost. `prep gc` removes them.
     """
-    named = {commit.files.tar for commit in commits if commit.files is not None}
-    found = []
+    committed = {commit.files.tar for commit in commits if commit.files is not None}
+    uncommitted = []
     for folder in (variant_dir, *folders_in(variant_dir)):
         names = {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()
-        tars = (folder / name.replace(_INDEX_ENDING, ".tar") for name in names if name.endswith(_INDEX_ENDING))
-        found += [tar for tar in tars if tar.name in names and tar.relative_to(variant_dir).as_posix() not in named]
-    return sorted(found)
+        tars = [folder / name.replace(_INDEX_ENDING, ".tar") for name in names if name.endswith(_INDEX_ENDING)]
+        tars = [tar for tar in tars if tar.name in names]
+        uncommitted += [tar for tar in tars if tar.relative_to(variant_dir).as_posix() not in committed]
+    return sorted(uncommitted)
 
 
 def index_of(tar: Path) -> Path:
@@ -395,13 +398,13 @@ def index_of(tar: Path) -> Path:
     return tar.with_suffix(_INDEX_ENDING)
 
 
-def uncommitted_samples(tar: Path, *, wanted: Wanted) -> Iterator[SalvagedSample]:
-    """Yield samples of a tar of `uncommitted_tars`, of which each member has the CRC-32 that the index beside it names.
+def uncommitted_samples(tar: Path, *, rows: RowFilter) -> Iterator[SalvagedSample]:
+    """Yield the samples of a tar of `uncommitted_tars` whose members have the CRC-32 in the index beside the tar.
 
-    No checksum covers the index itself: only `members` are proven to be unchanged, not the key.
+    No checksum covers the index: only `members` are proven to be unchanged, not the key.
     """
     with suppress(DamagedIndex, OSError):
-        yield from _rows_of_index(tar, table=open_index(index_of(tar)), wanted=wanted)
+        yield from _read_indexed_samples(tar, table=open_index(index_of(tar)), rows=rows)
 
 
 def _has_sha256(path: Path, *, sha256: str) -> bool:
@@ -411,23 +414,14 @@ def _has_sha256(path: Path, *, sha256: str) -> bool:
         return False
 
 
-def _committed_index(variant_dir: Path, *, files: ShardFiles) -> pa.Table | None:
-    path = variant_dir / files.index
-    if not _has_sha256(path, sha256=files.index_sha256):
-        return None
-    try:
-        return open_index(path)
-    except (DamagedIndex, OSError):
-        return None
-
-
-def _rows_of_index(tar: Path, *, table: pa.Table, wanted: Wanted | None) -> Iterator[SalvagedSample]:
-    if wanted is not None:
-        column, values = wanted
+def _read_indexed_samples(tar: Path, *, table: pa.Table, rows: RowFilter | None) -> Iterator[SalvagedSample]:
+    """Yield the samples of an index whose members have the recorded CRC-32."""
+    if rows is not None:
+        column, values = rows
         table = table.filter(pc.is_in(table[column], value_set=pa.array(sorted(values), pa.string())))
     extensions = extensions_of(table)
     kinds = (member_columns(table, kind).tolist() for kind in ("offset", "size", "crc32"))
-    own_fields = table.column_names[1 + 3 * len(extensions) :]
+    column_fields = table.column_names[1 + 3 * len(extensions) :]
     try:
         file = tar.open("rb", buffering=0)
     except OSError:
@@ -436,16 +430,20 @@ def _rows_of_index(tar: Path, *, table: pa.Table, wanted: Wanted | None) -> Iter
         for row, ranges in enumerate(zip(*kinds, strict=True)):
             members: dict[str, bytes] = {}
             for extension, offset, size, crc32 in zip(extensions, *ranges, strict=True):
-                payload = _read(file.fileno(), offset=offset, size=size)
+                try:
+                    payload = os.pread(file.fileno(), size, offset)
+                except OSError:
+                    break
                 if len(payload) != size or zlib.crc32(payload) != crc32:
                     break
                 members[extension] = payload
             else:
-                fields = {name: table.column(name)[row].as_py() for name in own_fields}
+                fields = {name: table.column(name)[row].as_py() for name in column_fields}
                 yield SalvagedSample(table.column("key")[row].as_py(), members, fields)
 
 
-def _rows_of_tar(path: Path) -> Iterator[SalvagedSample]:
+def _read_all_samples(path: Path) -> Iterator[SalvagedSample]:
+    """Yield the samples of an intact tar whose index is lost."""
     try:
         with tarfile.open(path, "r:") as tar:
             for key, group in groupby(tar, key=lambda info: info.name.partition(".")[0]):
@@ -458,10 +456,3 @@ def _rows_of_tar(path: Path) -> Iterator[SalvagedSample]:
                 yield SalvagedSample(key, members, None)
     except (tarfile.TarError, OSError):
         return
-
-
-def _read(descriptor: int, *, offset: int, size: int) -> bytes:
-    try:
-        return os.pread(descriptor, size, offset)
-    except OSError:
-        return b""

@@ -1,4 +1,13 @@
-"""`--where`: which chunks and captions to use, by an SQL expression on their fields. Its language: `expressions`."""
+"""`--where`: selection of chunks and captions by an SQL expression on their fields, and the language of it.
+
+An expression is a pure function of the fields of one row: comparisons, `and`, `or`, `not`, `in`, `between`, `is null`,
+`like`, arithmetic, `case`, and the functions in `FUNCTIONS`. DuckDB parses it, and a node of the parse tree that is not
+known to be one of these is an error: the text may come from a file of settings or a checkpoint of someone else.
+
+A condition that is unknown (null) does not hold, and neither does its negation. A comparison with a literal is made in
+the precision of the column: `motion <= 0.2` holds for a stored float32 of 0.2. Arithmetic is in float64; a division by
+zero is unknown. Numbers, texts and conditions are not converted into each other, unlike elsewhere in SQL.
+"""
 
 import difflib
 import json
@@ -41,11 +50,11 @@ _A = {"number": "a number", "text": "a text", "condition": "a condition", "unkno
 _KINDS: dict[str, Kind] = {"VARCHAR": "text", "BOOLEAN": "condition", '"NULL"': "unknown"}  # other types are numbers
 _TYPES: dict[Kind, str] = {"number": "double", "text": "varchar", "condition": "boolean"}
 
-_BEFORE, _AFTER = "select (\n", "\n)"  # on lines of their own, which a comment does not swallow
+_BEFORE, _AFTER = "select (\n", "\n)"  # on separate lines, so that a comment in the text does not swallow them
 _SHOWN_CHARS = 200
 _MAX_DIGITS = 38  # of DuckDB's decimals
 _WITH_EXPONENT = re.compile(r"[0-9._]+[eE][+-]?[0-9]{1,2}")  # a number that DuckDB reads as a float64
-_Node = dict[str, Any]  # of DuckDB's parse tree, as `json_serialize_sql` gives it
+_Node = dict[str, Any]  # of DuckDB's parse tree, as `json_serialize_sql` returns it
 
 
 @dataclass(frozen=True)
@@ -53,9 +62,9 @@ class Condition:
     """A part of an expression.
 
     Attributes:
-        text: in canonical form, which parses to the same condition.
-        sql: what is evaluated.
-        names: the fields in it.
+        text: Canonical form, which parses to the same condition.
+        sql: Expression to evaluate.
+        names: Fields in it.
     """
 
     text: str
@@ -64,7 +73,7 @@ class Condition:
 
 
 def connect() -> "duckdb.DuckDBPyConnection":
-    """Return a connection to an empty database in memory; what is registered with it is its own.
+    """Return a connection to an empty database in memory, with separate names of registered tables.
 
     It has no access to files, the network, extensions or Python's variables.
     """
@@ -73,7 +82,7 @@ def connect() -> "duckdb.DuckDBPyConnection":
 
 @cache
 def _database(process: int) -> "duckdb.DuckDBPyConnection":
-    """The database of a process: opening it takes 10 ms, and its locks must not be shared with forked processes."""
+    """Open the database of a process: it takes 10 ms, and its locks must not be shared with forked processes."""
     import duckdb  # 65 MB, which only a selection needs
 
     return duckdb.connect(
@@ -95,11 +104,11 @@ def parse_conditions(text: str, *, fields: Mapping[str, Kind], flag: str) -> lis
     """Parse an expression into the conditions that it joins by `and`.
 
     Args:
-        fields: the names that it may use.
-        flag: what the text was given to, for messages.
+        fields: Names that it may use.
+        flag: Flag with the text, for messages.
 
     Raises:
-        UserError: it is not a condition; the message has the position, and the nearest name for one that is unknown.
+        UserError: the text is not a condition; the message has the position, and the nearest name for an unknown name.
     """
     if len(text) > MAX_CHARS:
         raise UserError(f"{flag} has {len(text):,} characters", hint=f"use {MAX_CHARS:,} or fewer", flags=(flag,))
@@ -110,13 +119,13 @@ def parse_conditions(text: str, *, fields: Mapping[str, Kind], flag: str) -> lis
 
 
 def expression_error(text: str, problem: str, *, flag: str, hint: str | None = None) -> UserError:
-    """The error for an expression that cannot be parsed or evaluated."""
-    shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} ..."
-    return UserError(f"{flag} '{shown}': {problem.partition(chr(10))[0]}", hint=hint or EXAMPLE, flags=(flag,))
+    """Return the error for an expression that cannot be parsed or evaluated."""
+    excerpt = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} ..."
+    return UserError(f"{flag} '{excerpt}': {problem.partition(chr(10))[0]}", hint=hint or EXAMPLE, flags=(flag,))
 
 
 class _Parser:
-    """Parses one expression, and checks the nodes of its parse tree."""
+    """Parser of one expression, which checks the nodes of its parse tree."""
 
     def __init__(
         self, database: "duckdb.DuckDBPyConnection", text: str, *, fields: Mapping[str, Kind], flag: str
@@ -135,12 +144,15 @@ class _Parser:
         texts = [self._sql(part) for part in parts]
         for node in _nodes(root):
             self._set_precision(node)
-        return [
-            Condition(text, self._sql(part), frozenset(_names(part))) for text, part in zip(texts, parts, strict=True)
-        ]
+        conditions = []
+        for text, part in zip(texts, parts, strict=True):
+            references = (node for node in _nodes(part) if node["class"] == "COLUMN_REF")
+            names = frozenset(node["column_names"][0].lower() for node in references)
+            conditions.append(Condition(text, self._sql(part), names))
+        return conditions
 
     def _parse(self, expression: str) -> _Node:
-        """The parse tree of an expression."""
+        """Return the parse tree of an expression."""
         import duckdb
 
         try:
@@ -161,7 +173,7 @@ class _Parser:
         return root
 
     def _check(self, node: _Node) -> None:
-        """Refuse a node that is not known to be a pure function of the fields of a row."""
+        """Reject a node that is not known to be a pure function of the fields of a row."""
         place = node["query_location"]
         if node["class"] not in _CLASSES or (node["class"] == "OPERATOR" and node["type"] not in _OPERATORS):
             self._fail(f"{node['type'].lower().replace('_', ' ')} is not part of the language", place)
@@ -184,32 +196,35 @@ class _Parser:
             )
 
     def _check_kinds(self, root: _Node) -> None:
-        """Refuse what SQL would convert: a number as a condition, and a text as a number."""
-        conditions, alike = [root], []
+        """Reject conversions that SQL would make: of a number to a condition, and of a text to a number."""
+        conditions, comparisons = [root], []
         for node in _nodes(root):
             if node["class"] == "CONJUNCTION" or node["type"] == "OPERATOR_NOT":
                 conditions += node["children"]
             elif node["class"] == "CASE":
                 conditions += [check["when_expr"] for check in node["case_checks"]]
             elif node["class"] in ("COMPARISON", "BETWEEN") or node["type"] in _MEMBERSHIPS:
-                alike.append(_operands(node))
-        kinds = self._kinds([*conditions, *(one for group in alike for one in group)])
+                operands = [node[name] for name in ("left", "right", "input", "lower", "upper") if name in node]
+                comparisons.append([*operands, *node.get("children", ())])
+        kinds = self._kinds([*conditions, *(operand for operands in comparisons for operand in operands)])
         for node in conditions:
             if (kind := kinds[id(node)]) != "condition":
-                shown = self._sql(node)
-                hint = f"compare it, for example {shown} > 0" if kind == "number" else None
-                self._fail(f"{shown} is {_A[kind]}, where a condition is needed", node["query_location"], hint=hint)
-        for first, *others in alike:
+                sql = self._sql(node)
+                hint = f"compare it, for example {sql} > 0" if kind == "number" else None
+                self._fail(f"{sql} is {_A[kind]}, where a condition is needed", node["query_location"], hint=hint)
+        for first, *others in comparisons:
+            first_kind = kinds[id(first)]
             for other in others:
-                if (one := kinds[id(first)]) != (kind := kinds[id(other)]):
+                if first_kind != (kind := kinds[id(other)]):
+                    first_text = f"{self._sql(first)} is {_A[first_kind]}"
                     self._fail(
-                        f"{self._sql(first)} is {_A[one]}, and {self._sql(other)} {_A[kind]}: they cannot be compared",
+                        f"{first_text}, and {self._sql(other)} {_A[kind]}: they cannot be compared",
                         other["query_location"],
                         hint="compare numbers with numbers, texts with 'texts'; unknown values: NAME is null",
                     )
 
     def _kinds(self, nodes: list[_Node]) -> dict[int, Kind]:
-        """The kind of each node, by its id; DuckDB binds functions to their arguments for it."""
+        """Return the kind of each node by its id, for which DuckDB binds functions to their arguments."""
         import duckdb
 
         (argument,) = self._typeof["arguments"]
@@ -222,7 +237,7 @@ class _Parser:
         return {id(node): _KINDS.get(name, "number") for node, name in zip(nodes, types, strict=True)}
 
     def _set_precision(self, node: _Node) -> None:
-        """Make arithmetic one in float64, and comparisons with literals one in the precision of the column."""
+        """Let arithmetic use float64, and comparisons with literals the precision of the column."""
         if node["class"] == "CONSTANT" and node["literal"]["kind"] == "NUMERIC":
             text = node["literal"]["text"]
             if _WITH_EXPONENT.fullmatch(text) and len(digits := f"{Decimal(text):f}") <= _MAX_DIGITS:
@@ -233,12 +248,12 @@ class _Parser:
                     argument["expression"] = {**self._cast, "child": argument["expression"]}
 
     def _select(self, *nodes: _Node) -> _Node:
-        """The parse tree of a statement that selects `nodes` and does nothing else."""
+        """Return the parse tree of a statement that selects `nodes` and does nothing else."""
         (statement,) = self._plain["statements"]
         return {**self._plain, "statements": [{**statement, "node": {**statement["node"], "select_list": [*nodes]}}]}
 
     def _sql(self, *nodes: _Node) -> str:
-        """Nodes in canonical form, in parentheses where they need them."""
+        """Return nodes in canonical form, in parentheses where they need them."""
         (sql,) = self._row("select json_deserialize_sql(?)", json.dumps(self._select(*nodes)))
         return str(sql).removeprefix("SELECT ")
 
@@ -246,7 +261,7 @@ class _Parser:
         return self._database.execute(query, values).fetchone() or ()
 
     def _fail(self, problem: str, place: int | None = None, *, hint: str | None = None) -> NoReturn:
-        # DuckDB counts bytes; nodes that it adds have no place.
+        # DuckDB counts bytes, and the nodes that it adds have no position.
         if place is not None and len(_BEFORE) <= place < 1 << 63:
             before = f"{_BEFORE}{self._text}".encode()[:place].decode(errors="ignore")
             number = len(before) - len(_BEFORE)
@@ -257,7 +272,7 @@ class _Parser:
 
 
 def _nodes(tree: object) -> Iterator[_Node]:
-    """All expressions in a part of a parse tree, the outermost first."""
+    """Yield all expressions in a part of a parse tree, the outermost first."""
     if isinstance(tree, dict):
         if "class" in tree:
             yield tree
@@ -265,16 +280,6 @@ def _nodes(tree: object) -> Iterator[_Node]:
     if isinstance(tree, list):
         for part in tree:
             yield from _nodes(part)
-
-
-def _operands(node: _Node) -> list[_Node]:
-    """The expressions that a node compares."""
-    named = [node[name] for name in ("left", "right", "input", "lower", "upper") if name in node]
-    return [*named, *node.get("children", ())]
-
-
-def _names(tree: _Node) -> Iterator[str]:
-    return (node["column_names"][0].lower() for node in _nodes(tree) if node["class"] == "COLUMN_REF")
 
 
 _FLAG = "--where"
@@ -285,9 +290,14 @@ _LABEL = re.compile(rf"\b{LABEL_PREFIX}\w+")
 
 @dataclass(frozen=True)
 class Field:
-    """A name of the language; `column` is the column of a table that its values come from, by `sql`.
+    """A name of the language.
 
-    `stored_in` is the column of the data folder whose rows have it, for those that `prep chunk` does not make.
+    Attributes:
+        kind: Kind of its values.
+        level: Subject that has the value.
+        column: Column of the table that the values come from.
+        sql: Expression that computes the values; empty if they are the column's.
+        stored_in: Column of the data folder whose rows have it; empty if `prep chunk` makes it.
     """
 
     kind: Kind
@@ -317,25 +327,20 @@ FIELDS: dict[str, Field] = {
 
 @cache
 def known_fields() -> dict[str, Field]:
-    """All names of the language: `FIELDS`, and those of the columns of installed packages."""
-    of_columns = {
-        name: Field(_kind_of(kind), "chunk", name, stored_in=column.name)
-        for column in COLUMN_FIELDS.working()
-        for name, kind in column.fields.items()
-    }
-    return FIELDS | {name: field for name, field in of_columns.items() if name not in FIELDS}
+    """Return all names of the language: `FIELDS`, and the fields of the columns of installed packages."""
+    fields = dict(FIELDS)
+    for column in COLUMN_FIELDS.list_usable():
+        for name, arrow_type in column.fields.items():
+            kind: Kind = "text" if pa.types.is_string(arrow_type) else "condition"
+            kind = "number" if is_number(arrow_type) else kind
+            fields.setdefault(name, Field(kind, "chunk", name, stored_in=column.name))
+    return fields
 
 
 def _fields_of(names: Iterable[str]) -> dict[str, Field]:
-    """The fields of these names; the fields of labels depend on the data folder (`clipmill.shards.selection`)."""
+    """Return the fields of these names; the fields of labels depend on the data folder (clipmill.shards.selection)."""
     known = known_fields()
     return {name: known[name] if name in known else Field("text", "label", name) for name in names}
-
-
-def _kind_of(kind: pa.DataType) -> Kind:
-    if is_number(kind):
-        return "number"
-    return "text" if pa.types.is_string(kind) else "condition"
 
 
 @dataclass(frozen=True)
@@ -343,7 +348,8 @@ class Where:
     """A parsed expression: conditions that must all hold.
 
     Attributes:
-        text: the expression as it was written; a part of one is in canonical form.
+        text: Expression as it was written; a part of an expression is in canonical form.
+        conditions: Its conditions.
     """
 
     text: str
@@ -351,41 +357,41 @@ class Where:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names in it."""
+        """Names in the expression."""
         return frozenset[str]().union(*(condition.names for condition in self.conditions))
 
     @property
     def columns(self) -> frozenset[str]:
-        """The columns that `mask` needs."""
+        """Columns that `mask` needs."""
         return frozenset(field.column for field in _fields_of(self.names).values())
 
     @property
     def labels(self) -> frozenset[str]:
-        """The labels among them."""
+        """Labels among the names."""
         return frozenset(name for name, field in _fields_of(self.names).items() if field.level == "label")
 
     @property
     def stored_in(self) -> dict[str, set[str]]:
-        """The columns of the data folder that it needs besides `video`, such as `scores`, and what it needs of each."""
-        found: dict[str, set[str]] = {}
+        """Columns of the data folder that are needed besides `video`, such as `scores`, with the needed fields."""
+        fields: dict[str, set[str]] = {}
         for field in _fields_of(sorted(self.names)).values():
             if field.stored_in:
-                found.setdefault(field.stored_in, set()).add(field.column)
-        return found
+                fields.setdefault(field.stored_in, set()).add(field.column)
+        return fields
 
     def mask(self, table: pa.Table) -> NDArray[np.bool_]:
-        """bool [rows], True where all conditions hold; one that is unknown does not.
+        """Return bool [rows], True where all conditions hold; an unknown condition does not hold.
 
         Args:
-            table: has at least `columns`.
+            table: Table with at least `columns`.
 
         Raises:
-            UserError: it cannot be evaluated, for example because a number exceeds the range of its type.
+            UserError: a condition cannot be evaluated, for example because a number exceeds the range of its type.
         """
         import duckdb
 
-        used = _fields_of(sorted(self.names))
-        fields = ", ".join(f'{field.sql or field.column} as "{name}"' for name, field in used.items())
+        fields_of_names = _fields_of(sorted(self.names))
+        fields = ", ".join(f'{field.sql or field.column} as "{name}"' for name, field in fields_of_names.items())
         conditions = " and ".join(condition.sql for condition in self.conditions)
         with connect() as database:
             database.register("rows", table.select(sorted(self.columns) or table.column_names[:1]))
@@ -397,16 +403,16 @@ class Where:
         return np.asarray(selected, bool)
 
     def by_level(self, *, labels_of: Level = "caption") -> "tuple[Where | None, Where | None]":
-        """The conditions on chunks and videos, and those on captions and their videos; None if there are none.
+        """Return the conditions on chunks and videos, and the conditions on captions; None if there are none.
 
         Args:
             labels_of: Subject of conditions on labels: captions or chunks.
 
         Raises:
-            UserError: one condition is on a chunk and on a caption, and belongs to neither.
+            UserError: a condition is on both a chunk and a caption, and belongs to neither.
         """
-        of_chunks: list[Condition] = []
-        of_captions: list[Condition] = []
+        on_chunks: list[Condition] = []
+        on_captions: list[Condition] = []
         for condition in self.conditions:
             names: dict[Level, list[str]] = {}
             for name, field in _fields_of(sorted(condition.names)).items():
@@ -415,14 +421,14 @@ class Where:
                 raise UserError(
                     f"{_FLAG}: {condition.text} is one condition on fields of chunks ({', '.join(names['chunk'])}) "
                     f"and of captions ({', '.join(names['caption'])})",
-                    hint="write conditions on chunks and conditions on captions apart, and join them by `and`",
+                    hint="write separate conditions on chunks and on captions, and join them by `and`",
                     flags=(_FLAG,),
                 )
-            (of_captions if "caption" in names else of_chunks).append(condition)
-        return self._part(of_chunks), self._part(of_captions)
+            (on_captions if "caption" in names else on_chunks).append(condition)
+        return self._part(on_chunks), self._part(on_captions)
 
     def require(self, levels: Collection[Level], *, because: str) -> None:
-        """Raise a UserError if it uses names of other levels than `levels`."""
+        """Raise a UserError if the expression uses names of other levels than `levels`."""
         fields = _fields_of(self.names)
         if other := sorted(name for name in self.names if fields[name].level not in levels):
             known = ", ".join(name for name, field in known_fields().items() if field.level in levels)
@@ -441,7 +447,7 @@ def parse_where(text: str) -> Where:
     """Parse an expression.
 
     Raises:
-        UserError: it is not one; the message has the position, and the nearest name for one that is unknown.
+        UserError: it is not an expression; the message has the position, and the nearest name for an unknown name.
     """
     if not isinstance(text, str):
         raise UserError(

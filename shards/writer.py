@@ -51,16 +51,16 @@ def require_extension(extension: str) -> None:
 
 
 class ShardWriter:
-    """Writes one shard. A context manager that leaves no files behind unless `publish` succeeds.
+    """Writer of one shard: a context manager that leaves no files behind unless `publish` succeeds.
 
     Memory holds one sample and the index, never the tar.
 
     Args:
-        variant_dir: the variant's folder. It is never created here: if it is missing, the data folder is not the
+        variant_dir: Folder of the variant. It is never created here: if it is missing, the data folder is not the
             expected one.
         shard_id: ID of the shard.
-        extensions: members of every sample, in order.
-        fields: column-specific index fields (`clipmill.shards.format.VIDEO_FIELDS` for `video`).
+        extensions: Members of every sample, in order.
+        fields: Column-specific index fields (`clipmill.shards.format.VIDEO_FIELDS` for `video`).
     """
 
     def __init__(
@@ -126,7 +126,9 @@ class ShardWriter:
         self._keys.add(sample.key)
         self._end = end
         for extension, payload in sample.members.items():
-            self._file.write(_header(f"{sample.key}.{extension}", size_bytes=len(payload)))
+            header = tarfile.TarInfo(f"{sample.key}.{extension}")  # mtime, uid and gid 0, no owner names, mode 0644
+            header.size = len(payload)
+            self._file.write(header.tobuf(format=tarfile.USTAR_FORMAT, encoding="ascii", errors="strict"))
             self._file.write(payload)
             self._file.write(bytes(-len(payload) % BLOCK_BYTES))
 
@@ -134,7 +136,7 @@ class ShardWriter:
         """Verify the tar by reading it again, then rename tar and indexes to their final names.
 
         Args:
-            fingerprint: fingerprint of the shard's content (hex); its first 8 digits are part of the names.
+            fingerprint: Fingerprint of the shard's content (hex); its first 8 digits are part of the names.
 
         Raises:
             ValueError: the shard is empty, or `fingerprint` is invalid.
@@ -148,7 +150,7 @@ class ShardWriter:
         self._file.write(bytes(-(self._end + 2 * BLOCK_BYTES) % tarfile.RECORDSIZE + 2 * BLOCK_BYTES))
         self._file.close()
         table = self._index.table()
-        found = self._read_again(table)
+        tar = self._read_again(table)
         index = index_bytes(table)
         with (
             publish_atomically(self._directory / name.index) as index_temporary,
@@ -163,8 +165,8 @@ class ShardWriter:
             sync(self._temporary.parent)
         return ShardFiles(
             tar=name.tar,
-            tar_bytes=found.size_bytes,
-            tar_sha256=found.sha256,
+            tar_bytes=tar.size_bytes,
+            tar_sha256=tar.sha256,
             index=name.index,
             index_bytes=len(index),
             index_sha256=hashlib.sha256(index).hexdigest(),
@@ -194,25 +196,20 @@ class ShardWriter:
                     )
 
     def _read_again(self, table: pa.Table) -> Scan:
+        """Read the tar, and compare the payloads with the checksums from before they were written."""
         offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))
-        found = scan(self._temporary, ranges=zip(offsets, sizes, strict=True))
-        wanted = member_columns(table, "crc32").ravel().tolist()
-        for number, (crc32, crc32_wanted) in enumerate(zip(found.crc32s, wanted, strict=True)):
-            if crc32 != crc32_wanted:
+        tar = scan(self._temporary, ranges=zip(offsets, sizes, strict=True))
+        expected_crc32s = member_columns(table, "crc32").ravel().tolist()
+        for number, (crc32, expected) in enumerate(zip(tar.crc32s, expected_crc32s, strict=True)):
+            if crc32 != expected:
                 key = table.column("key")[number // len(self._extensions)].as_py()
                 raise OSError(
-                    errno.EIO, f"{key}: bytes read back differ from those written", os.fspath(self._temporary)
+                    errno.EIO, f"{key}: the bytes read back differ from the bytes written", os.fspath(self._temporary)
                 )
-        return found
-
-
-def _header(name: str, *, size_bytes: int) -> bytes:
-    info = tarfile.TarInfo(name)  # mtime, uid and gid 0, no owner names, mode 0644, regular file
-    info.size = size_bytes
-    return info.tobuf(format=tarfile.USTAR_FORMAT, encoding="ascii", errors="strict")
+        return tar
 
 
 def _write_and_read_again(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     if path.read_bytes() != content:
-        raise OSError(errno.EIO, "bytes read back differ from those written", os.fspath(path))
+        raise OSError(errno.EIO, "the bytes read back differ from the bytes written", os.fspath(path))

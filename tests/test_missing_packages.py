@@ -84,5 +84,5 @@ def test_a_command_without_its_extra_says_what_to_install(
     lines = [line for line in ran.stderr.splitlines() if not line.startswith("[")]
     assert len(lines) == 3 * len(commands), ran.stderr
     for error, hint, status in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
-        assert re.fullmatch(r"error: the Python package \w+ is not installed, which this command needs", error)
+        assert re.fullmatch(r"error: the Python package \w+, which this command needs, is not installed", error)
         assert hint == f"hint: pip install 'clipmill[{program}]'" and status == "2"

@@ -33,9 +33,9 @@ def test_a_part_that_cannot_be_used_is_named_with_its_package_and_stops_nothing_
         with pytest.raises(UnusablePart, match=said) as error:
             LOSSES["odd-one"]
         assert "of the package odd 1.0" in str(error.value) and f'odd-one = "{path}"' in str(error.value)
-        assert "odd-one" not in {loss.name for loss in LOSSES.working()}
+        assert "odd-one" not in {loss.name for loss in LOSSES.list_usable()}
         assert LOSSES["infonce"].load().__module__.startswith("clipmill.")
-        LOSSES.working()
+        LOSSES.list_usable()
         warned = capsys.readouterr().err
         assert warned.count(said) == 1, "each lookup warned"
         assert "infonce of the package odd 1.0 has a name that is taken" in warned
@@ -75,7 +75,7 @@ def test_fields_without_a_column_are_refused_by_name(tmp_path: Path, capsys: pyt
     (tmp_path / "odd_fields.py").write_text("from clipmill_example.brightness import FIELDS\n")
     declare(tmp_path, "odd", {"fields": {"brightness": "odd_fields:FIELDS"}})
     with installed_here(tmp_path):
-        assert COLUMN_FIELDS.working() == []
+        assert COLUMN_FIELDS.list_usable() == []
     warned = capsys.readouterr().err
     assert "odd 1.0 belong to no column: no entry point of clipmill.columns is named brightness" in warned
 

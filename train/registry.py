@@ -16,7 +16,7 @@ TASKS = Parts(
     "task",
     group="tasks",
     kind=TaskSpec,
-    own={
+    builtin={
         "dual-encoder": "clipmill.train.tasks.dual_encoder.spec:TASK",
         "classify": "clipmill.train.tasks.classify.spec:TASK",
         "mae": "clipmill.train.tasks.mae.spec:TASK",
@@ -33,8 +33,8 @@ def task_names() -> tuple[str, ...]:
 
 
 def tasks() -> tuple[TaskSpec, ...]:
-    """Return all tasks whose packages can be imported."""
-    return tuple(TASKS.working())
+    """All tasks that can be used."""
+    return tuple(TASKS.list_usable())
 
 
 def find_task(name: str) -> TaskSpec:

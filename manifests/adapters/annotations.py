@@ -1,4 +1,7 @@
-"""Opening annotation files, with I/O errors that name the file."""
+"""Annotation files: opening, numbered rows of CSV and JSON Lines, values of cells, names of splits, rejected rows.
+
+Errors of reading name the file. Malformed rows are yielded as faults, never skipped.
+"""
 
 import codecs
 import csv
@@ -23,7 +26,7 @@ _MAX_PART_BYTES = 1 << 20  # of a line, which may be as long as the file
 
 @contextmanager
 def open_annotations(path: Path, mode: str = "r", **options: Any) -> Iterator[IO[Any]]:
-    """`path.open(mode, **options)` that raises UserError if opening or reading fails.
+    """Open `path`, like `path.open(mode, **options)`; raise UserError if opening or reading fails.
 
     Only regular files are accepted: an adapter may read a file twice, which a pipe does not allow, and opening a named
     pipe blocks until another process writes to it.
@@ -38,7 +41,7 @@ def open_annotations(path: Path, mode: str = "r", **options: Any) -> Iterator[IO
 
 
 def require_file(path: Path) -> None:
-    """Raise UserError unless `path` is a regular file or missing, which opening it says."""
+    """Raise UserError unless `path` is a regular file, or missing, which opening it reports."""
     with reading(path):
         try:
             kind = stat_kind(path.stat().st_mode)
@@ -60,7 +63,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
-    """Return the error for a file that is not UTF-8. It names the line, for which the file is read again."""
+    """Return the error for a file that is not UTF-8. The file is read again to name the line."""
     line_number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
     with suppress(UnicodeDecodeError), open_annotations(path, "rb") as file:
         while part := file.readline(_MAX_PART_BYTES):
@@ -78,7 +81,7 @@ def stat_kind(mode: int) -> str | None:
 
 
 LONGEST_S = 1e7  # 115 days; a later time is a mistake, such as another unit
-# Lines are read whole, so a file without line ends, such as a sparse file of zeros, must not exhaust the memory.
+# Lines are read completely, so a file without line ends, such as a sparse file of zeros, must not exhaust the memory.
 _MAX_LINE_CHARS = 1 << 26
 _UTF8 = "utf-8-sig"
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
@@ -121,11 +124,11 @@ def read_csv(path: Path, *, required: Sequence[str], separator: str = ",") -> It
 
 
 def csv_rows(lines: Iterable[str], *, path: Path, separator: str = ",") -> Iterator[list[str]]:
-    """Iterate over the cells of each row of a CSV file, blank lines left out.
+    """Iterate over the cells of each row of a CSV file, without blank lines.
 
     Raises:
-        UserError: a cell is longer than csv allows, or between quotation marks that are followed by further text, or
-            are not closed in its line, nor at the end of a cell of a later line: it would swallow the rows between.
+        UserError: a cell is longer than csv allows; or text follows its closing quotation mark; or that mark is
+            missing in its line, so that the cell would include later rows.
     """
     reader = csv.reader(lines, delimiter=separator, strict=True)
     while True:
@@ -150,7 +153,7 @@ def csv_rows(lines: Iterable[str], *, path: Path, separator: str = ",") -> Itera
 
 
 def require_once(columns: Sequence[str], *, path: Path) -> None:
-    """Raise UserError if two columns of a table have the same name: it is unclear which one is meant."""
+    """Raise UserError if two columns of a table have the same name, which would be ambiguous."""
     twice = [name for name, count in Counter(columns).items() if count > 1]
     if twice:
         raise UserError(
@@ -197,7 +200,7 @@ def require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def text_lines(path: Path, *, encoding: str = _UTF8) -> Iterator[str]:
-    """Iterate over the lines of a file: of UTF-8, with or without a byte order mark, or of another encoding.
+    """Iterate over the lines of a file in UTF-8, with or without a byte order mark, or in another encoding.
 
     Raises:
         UserError: the file cannot be read, or has another encoding; the message includes the line number.
@@ -219,8 +222,9 @@ def text_lines(path: Path, *, encoding: str = _UTF8) -> Iterator[str]:
 
 
 def seconds(value: object, *, default: float) -> float:
-    """Convert a cell to seconds, a finite number; an empty cell gives `default`. A time may be written as a clock shows
-    it: 00:01:02.5, or 1:02 for a minute and two seconds.
+    """Convert a cell to seconds, a finite number; an empty cell gives `default`.
+
+    A time may also have the format of a clock: 00:01:02.5, or 1:02 for a minute and two seconds.
 
     Raises:
         ValueError: the value is neither, infinite, or not representable as a float.
@@ -231,7 +235,12 @@ def seconds(value: object, *, default: float) -> float:
         raise ValueError(f"{quote_value(value)} is not a number of seconds")
     clock = _CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
     try:
-        number = float(value) if clock is None else _of_clock(*clock.groups())
+        if clock is None:
+            number = float(value)
+        else:
+            hours, minutes, rest = clock[1], int(clock[2]), float(clock[3].replace(",", "."))
+            is_valid = rest < 60 and (minutes < 60 or hours is None)
+            number = int(hours or 0) * 3600 + minutes * 60 + rest if is_valid else nan
     except (ValueError, OverflowError):
         number = nan
     if not isfinite(number):
@@ -239,15 +248,8 @@ def seconds(value: object, *, default: float) -> float:
     return number
 
 
-def _of_clock(hours: str | None, minutes: str, seconds: str) -> float:
-    rest = float(seconds.replace(",", "."))
-    if (int(minutes) >= 60 and hours is not None) or rest >= 60:
-        return nan
-    return int(hours or 0) * 3600 + int(minutes) * 60 + rest
-
-
 def interval_fault(begin_s: float, end_s: float) -> str | None:
-    """Describe what is wrong with a caption's times, or return None. An end of +inf means the end of the video."""
+    """Describe the fault of a caption's times, or return None. An end of +inf means the end of the video."""
     if not isfinite(begin_s) or begin_s < 0:
         return f"begin_s is {begin_s}, expected a number of seconds, 0 or more"
     if not end_s > begin_s:
@@ -298,14 +300,17 @@ def split_in_file_name(file_name: str) -> str:
 
 
 def split_of_list(path: Path, *, example: str) -> str:
-    """The split that the name of a list of test or training videos has; UserError if it has none.
+    """Return the split in the name of a list of test or training videos.
 
     Args:
-        example: the published name of such a list.
+        example: Published name of such a list.
+
+    Raises:
+        UserError: the name contains no split.
     """
     if not any(word in _NAMES for word in _WORD.findall(path.name.lower())):
         raise UserError(
-            f"the name of {path} does not say of which split its videos are",
+            f"the name of {path} does not contain the split of its videos",
             hint=f"rename it, with test, val or train as a word, such as {example}",
         )
     return split_in_file_name(path.name)
@@ -318,7 +323,7 @@ def split_of_folders(relative_path: str) -> str:
 
 
 class Reason(StrEnum):
-    """One code per reason; the comments are the descriptions in the README."""
+    """Codes of the reasons for rejecting a row, in rejected.parquet and manifest.json; docs describe them likewise."""
 
     MISSING_FILE = "missing_file"  # annotated, but there is no such video; one row per video, with the lost captions
     MISSING_CHUNK = "missing_chunk"  # a model's caption of a chunk that no longer exists
@@ -338,13 +343,13 @@ class Reason(StrEnum):
     BAD_LABEL = "bad_label"
     NO_INTERVAL = "no_interval"  # a timestamp that the interval rule cannot expand
     UNSURE = "unsure"  # the annotator marked it as unsure
-    LEFT_OUT = "left_out"  # of a video that a list leaves out; one row per video, with the captions
+    LEFT_OUT = "left_out"  # a list omits the video; one row per video, with the lost captions
     REDACTED = "redacted"  # withheld by the dataset
     MALFORMED_ROW = "malformed_row"  # not in the format documented by the dataset
 
 
 class Unusable(Exception):
-    """Why a row cannot be used."""
+    """A row cannot be used, for a reason."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(reason, detail)

@@ -1,8 +1,12 @@
 """The columns of caption tables, found by the names that are common for them.
 
 Names count in English, German, French and Spanish and in any case: `Video`, `file name` and `Datei` are all `video`.
-docs/datasets.md lists them. Every difference from the documented form is reported, and a table is refused if it says
-more about times than was understood.
+docs/datasets.md lists them. Every difference from the documented form is reported, and a table is rejected if it seems
+to have times that are not understood.
+
+Times are in seconds, milliseconds or frames, with an end or a duration. A time in seconds is preferred to the same time
+in milliseconds, and milliseconds are preferred to frames. Frames count from 0 and need a column `fps`, since the videos
+are not opened when a table is read.
 """
 
 import re
@@ -17,7 +21,7 @@ from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import on_one_line, quote_value
 
-# An end and a start with a duration are the same if they differ by no more: tables have rounded times.
+# Tolerance between an end, and a start plus a duration: tables have rounded times.
 _ROUNDING_S = 0.1
 _EDGES: Mapping[str, Sequence[str]] = {
     "begin": ("start", "begintime", "starttime"),
@@ -48,65 +52,54 @@ OTHER_TIMES: Mapping[str, Sequence[str]] = {
 
 
 def superfluous_columns(names: Collection[str]) -> set[str]:
-    """Return the columns that are not needed: the same time is there in a preferred unit, no time is in frames, or a
-    duration has no start, as that of a video.
+    """Return the columns that are not needed.
+
+    A column is not needed if the same time exists in a preferred unit, if it is the frame rate and no time is in
+    frames, or if it is a duration without a start, which is the duration of the video.
     """
-    left: set[str] = set()
+    unneeded: set[str] = set()
     for edge in _EDGES:
         given = [name for unit in ("s", *_UNITS) if (name := f"{edge}_{unit}") in names]
         is_alone = edge == "duration" and not any(name.startswith("begin_") for name in names)
-        left.update(given if is_alone else given[1:])
-    return left if any(f"{edge}_frame" in set(names) - left for edge in _EDGES) else {*left, "fps"}
-
-
-def require_frame_rate(columns: Mapping[str, str], *, path: Path) -> None:
-    """Raise UserError if times are in frames and there is no frame rate.
-
-    Args:
-        columns: name in the header -> column.
-    """
-    frames = [on_one_line(cell) for cell, name in columns.items() if name.endswith("_frame")]
-    if frames and "fps" not in columns.values():
-        raise UserError(
-            f"{path}: {' and '.join(frames)} cannot be converted to seconds without the frame rate",
-            hint="add a column fps with the frame rate of each row's video, or begin_s and end_s in seconds",
-        )
+        unneeded.update(given if is_alone else given[1:])
+    return unneeded if any(f"{edge}_frame" in set(names) - unneeded for edge in _EDGES) else {*unneeded, "fps"}
 
 
 def require_known_times(ignored: Sequence[str], *, columns: Collection[str], path: Path) -> None:
-    """Raise UserError if a column that is not read seems to have the times that the others lack: the captions would be
-    of whole videos, or extend to their ends.
+    """Raise UserError if an ignored column seems to have the times that the other columns lack.
+
+    Without them, the captions would apply to complete videos, or extend to the ends of the videos.
 
     Args:
-        ignored: names in the header that are no column.
+        ignored: Names in the header that are not columns.
     """
     edges = {name.partition("_")[0] for name in columns}
     has_begin, has_end = "begin" in edges, not edges.isdisjoint(("end", "duration"))
-    wanted = (frozenset() if has_begin else _BEGIN_WORDS) | (frozenset() if has_end else _END_WORDS)
-    wanted |= frozenset() if has_begin and has_end else _BOTH_WORDS
+    words = (frozenset() if has_begin else _BEGIN_WORDS) | (frozenset() if has_end else _END_WORDS)
+    words |= frozenset() if has_begin and has_end else _BOTH_WORDS
     names = frozenset() if has_begin and has_end else _BOTH_NAMES
     unknown = [
         on_one_line(cell)
         for cell in ignored
-        if cell.strip().lower() in names or not wanted.isdisjoint(word.lower() for word in _WORD.findall(cell))
+        if cell.strip().lower() in names or not words.isdisjoint(word.lower() for word in _WORD.findall(cell))
     ]
     if unknown:
-        what = "extend to the ends of their videos" if has_begin else "be of whole videos"
+        effect = "extend to the ends of their videos" if has_begin else "apply to complete videos"
         raise UserError(
-            f"{path}: the times in {' and '.join(unknown)} are not understood, and the captions would {what}",
+            f"{path}: the times in {' and '.join(unknown)} are not understood, and the captions would {effect}",
             hint="name the columns begin_s and end_s or duration_s, in seconds or as a clock shows them (begin_ms for "
             "milliseconds, begin_frame with fps for frames); remove columns that have no times of the captions",
         )
 
 
 def column_meaning(name: str) -> str:
-    """Return what a column is read as, for notes."""
+    """Return the column with its unit, for notes."""
     edge, _, unit = name.partition("_")
     return f"{edge}_s, from {_WORDS[unit]}" if unit in _WORDS else name
 
 
 def times_of(values: Mapping[str, Any]) -> tuple[float, float]:
-    """Return start and end of a row in seconds; a row without times is about a whole video, from 0 to +inf.
+    """Return start and end of a row in seconds; a row without times applies to a complete video, from 0 to +inf.
 
     Raises:
         Unusable: a time cannot be converted, end and duration differ, or a frame rate is not a positive number.
@@ -119,7 +112,7 @@ def times_of(values: Mapping[str, Any]) -> tuple[float, float]:
         raise Unusable(
             Reason.BAD_TIME,
             f"it ends at {end_s:g} s, but at {begin_s + duration_s:g} s by its duration; remove the column of the "
-            "duration if it is that of the video",
+            "duration if it has the duration of the video",
         )
     return begin_s, begin_s + duration_s if end_s is None else end_s
 
@@ -132,7 +125,11 @@ def _time_s(values: Mapping[str, Any], edge: str) -> float | None:
         try:
             if unit == "s":
                 return seconds(value, default=0.0)
-            per_s = 1000.0 if unit == "ms" else _rate(values.get("fps"))
+            per_s: float | None = 1000.0
+            if unit == "frame":
+                rate = values.get("fps")
+                ratio = _RATIO.fullmatch(rate.strip()) if isinstance(rate, str) else None  # 30000/1001
+                per_s = _number(rate) if ratio is None else int(ratio[1]) / (int(ratio[2]) or inf)
             if per_s is None or per_s <= 0:
                 fault = f"fps is {quote_value(values.get('fps'))}, expected a frame rate such as 25 or 30000/1001"
                 raise Unusable(Reason.BAD_FPS, fault)
@@ -141,14 +138,6 @@ def _time_s(values: Mapping[str, Any], edge: str) -> float | None:
         except ValueError as error:
             raise Unusable(Reason.BAD_TIME, str(error)) from None
     return None
-
-
-def _rate(value: object) -> float | None:
-    """A frame rate, which may be written as a fraction: 30000/1001."""
-    ratio = _RATIO.fullmatch(value.strip()) if isinstance(value, str) else None
-    if ratio is None:
-        return _number(value)
-    return int(ratio[1]) / int(ratio[2]) if int(ratio[2]) else None
 
 
 def _number(value: object) -> float | None:
@@ -162,7 +151,7 @@ def _number(value: object) -> float | None:
 
 
 CLASS = f"{LABEL_PREFIX}class"
-# Names of a column besides its own, compared without case, spaces, punctuation and accents.
+# Further names of a column, compared without case, spaces, punctuation and accents.
 NAMES: Mapping[str, Sequence[str]] = {
     "video": ("videoid", "videoname", "videopath", "videofile", "file", "filename", "filepath", "path", "clip"),
     "text": ("caption", "captions", "sentence", "description", "narration", "transcript", "utterance"),
@@ -185,8 +174,8 @@ NAMES: Mapping[str, Sequence[str]] = {
     "split": ("subset", "partition"),
     CLASS: ("label", "class"),
 }
-# Names that count only where a table has none of the others for the column: German, French and Spanish names, and those
-# of instructions in data sets of robots.
+# Names that count only if a table has no other name for the column: German, French and Spanish names, and names of
+# instructions in datasets of robots.
 SECONDARY_NAMES: Mapping[str, Sequence[str]] = {
     "video": ("datei", "dateiname", "dateipfad", "pfad", "fichier", "nomdufichier", "chemin", "archivo", "ruta"),
     "text": (
@@ -206,21 +195,21 @@ _ELAN_FORMAT = re.compile(r" - (?:hh:mm:ss\.ms|ss\.msec)$")  # of a time, in the
 def columns_of(header: Sequence[str]) -> dict[str, str]:
     """Return the name in the header -> the documented column, one of `OTHER_TIMES` or a label, for known columns.
 
-    Times in other units than those that are taken are left out.
+    Times are omitted if the same time exists in a preferred unit.
     """
     plain = {cell: _strip_name(cell) for cell in header}
     names = {**NAMES, **OTHER_TIMES}
-    found: dict[str, str] = {}
+    columns: dict[str, str] = {}
     for tier in ({name: ("".join(name.split("_")),) for name in names}, names, SECONDARY_NAMES):
-        known = {alias: name for name, aliases in tier.items() if name not in found.values() for alias in aliases}
-        found |= {cell: known[name] for cell, name in plain.items() if cell not in found and name in known}
-    labels = {cell: _LABEL.fullmatch(cell.strip()) for cell in header if cell not in found}
-    found |= {
+        known = {alias: name for name, aliases in tier.items() if name not in columns.values() for alias in aliases}
+        columns |= {cell: known[name] for cell, name in plain.items() if cell not in columns and name in known}
+    labels = {cell: _LABEL.fullmatch(cell.strip()) for cell in header if cell not in columns}
+    columns |= {
         cell: LABEL_PREFIX + re.sub(r"\W+", "_", match[1].strip().lower())
         for cell, match in labels.items()
         if match is not None
     }
-    return {cell: name for cell, name in found.items() if name not in superfluous_columns(set(found.values()))}
+    return {cell: name for cell, name in columns.items() if name not in superfluous_columns(set(columns.values()))}
 
 
 def _strip_name(cell: str) -> str:
@@ -228,11 +217,11 @@ def _strip_name(cell: str) -> str:
 
 
 def take_columns(header: Sequence[str], *, path: Path, note: Callable[[str], None]) -> dict[str, str]:
-    """Return `columns_of(header)`, and note what differs from the documented names.
+    """Return `columns_of(header)`, and note differences from the documented names.
 
     Raises:
-        UserError: two columns have the same name, or could both be the same; times are in frames of unknown length, or
-            in columns that are not understood.
+        UserError: two columns have the same name, or the same meaning; times are in frames without a frame rate, or in
+            columns that are not understood.
     """
     require_once([cell for cell in header if cell], path=path)
     columns = columns_of(header)
@@ -242,7 +231,12 @@ def take_columns(header: Sequence[str], *, path: Path, note: Callable[[str], Non
             raise UserError(
                 f"{path}: {' and '.join(cells)} could both be the column {name}", hint=f"rename one of them to {name}"
             )
-    require_frame_rate(columns, path=path)
+    frames = [on_one_line(cell) for cell, name in columns.items() if name.endswith("_frame")]
+    if frames and "fps" not in columns.values():
+        raise UserError(
+            f"{path}: {' and '.join(frames)} cannot be converted to seconds without the frame rate",
+            hint="add a column fps with the frame rate of each row's video, or begin_s and end_s in seconds",
+        )
     ignored = [cell for cell in header if cell.strip() and cell not in columns]
     require_known_times(ignored, columns=columns.values(), path=path)
     if unused := [on_one_line(cell) for cell in ignored if _strip_name(cell) in _DURATIONS]:
@@ -262,6 +256,6 @@ def take_columns(header: Sequence[str], *, path: Path, note: Callable[[str], Non
 
 
 def missing_columns(names: Collection[str], required: Sequence[str]) -> list[str]:
-    """Return the required columns that a table lacks; labels stand in for a text."""
+    """Return the required columns that a table lacks; a label can replace the text."""
     has_label = any(name.startswith(LABEL_PREFIX) for name in names)
     return [name for name in required if name not in names and not (name == "text" and has_label)]

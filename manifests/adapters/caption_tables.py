@@ -1,7 +1,9 @@
 """Tables of captions of any kind: text with a header and separated cells, JSON, or Parquet.
 
-All of them have the same columns (`column_names`) and cells (`caption_rows`). The schema metadata of a Parquet file may
-have the model that wrote the captions (clipmill.manifests.caption_table).
+All of them have the same columns (`caption_columns`), and each row is checked and converted to a `CaptionRow`. A cell
+may have several captions: a list in JSON or Parquet, or a list as Python, NumPy or JSON write it in a cell of text,
+such as ['a dog runs', "it's a cat"]. The schema metadata of a Parquet file may have the model that wrote the captions
+(clipmill.manifests.caption_table).
 """
 
 import ast
@@ -40,7 +42,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import on_one_line, quote_value
 from clipmill.manifests.publish import parse_json
 
-CLASS_SOURCE = "class"  # of captions that are the names of classes
+CLASS_SOURCE = "class"  # source of captions that are the names of classes
 _STRING = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 # Items are separated by commas, or by white space as NumPy writes arrays.
 _LIST = re.compile(rf"\[\s*{_STRING}(?:[\s,]+{_STRING})*[\s,]*\]", re.DOTALL)
@@ -53,12 +55,12 @@ class CaptionRow(NamedTuple):
     """A row of a table of captions.
 
     Attributes:
-        number: 0-based, without the header.
-        video: as it is written; None if it is missing or not a text.
-        texts: its captions; None for a missing one.
-        source: None if the row has none.
-        labels: label_ column -> class, of those that the row has.
-        fault: why the row cannot be used; the other fields but number and video are then empty.
+        number: Row number, 0-based, without the header.
+        video: Name of the video as it is written; None if it is missing or not a text.
+        texts: Captions; None for a missing caption.
+        source: Source; None if the row has none.
+        labels: label_ column -> class, for the labels that the row has.
+        fault: Reason why the row cannot be used; all fields but number and video are then empty.
     """
 
     number: int
@@ -107,7 +109,7 @@ def texts_of(value: object) -> tuple[str | None, ...]:
     """Return the captions of a cell.
 
     Raises:
-        Unusable: it is neither a text nor a list of texts, or it begins like such a list and is not one.
+        Unusable: the value is neither a text nor a list of texts, or begins like such a list but is not one.
     """
     if isinstance(value, str) and _LIST_BEGIN.match(stripped := value.strip()):
         value = _parse_list(stripped)
@@ -131,8 +133,8 @@ def is_in_brackets(text: str | None) -> bool:
 
 def _parse_list(cell: str) -> list[Any]:
     try:
-        found = json.loads(cell)
-        return found if isinstance(found, list) else [found]
+        items = json.loads(cell)
+        return items if isinstance(items, list) else [items]
     except (ValueError, RecursionError):
         pass
     if _LIST.fullmatch(cell) is not None:
@@ -154,7 +156,7 @@ def _labels(values: Mapping[str, Any]) -> dict[str, str]:
             raise Unusable(Reason.BAD_LABEL, f"{name} is {quote_value(value)}, expected one class, a name or a number")
         label = str(value).strip()
         if label:
-            # JSON has a true of its own, Python writes True, and spreadsheets TRUE: all of them are one class.
+            # JSON writes true, Python True, and spreadsheets TRUE: all of them are one class.
             labels[name] = label.lower() if label.lower() in _BOOLEANS else label
     return labels
 
@@ -200,9 +202,9 @@ class Batch:
     """Captions of a table.
 
     Attributes:
-        numbers: int64[N], the row of each, 0-based, excluding a header.
-        rows: schema COLUMNS; video, text, source and likelihood may be null, and values have not been validated.
-        faults: rows that have no captions.
+        numbers: Row number of each caption, int64[N], 0-based, excluding a header.
+        rows: Table of COLUMNS; video, text, source and likelihood may be null, and values have not been validated.
+        faults: Rows that have no captions.
     """
 
     numbers: np.ndarray
@@ -215,7 +217,9 @@ class OpenTable:
     """A table of captions.
 
     Attributes:
-        model: metadata of the model that wrote it; None if it has none.
+        path: Path of the table.
+        model: Metadata of the model that wrote it; None if it has none.
+        batches: Iterator over its captions.
     """
 
     path: Path
@@ -229,12 +233,12 @@ def read_caption_rows(
     """Iterate over the rows of a table of captions.
 
     Args:
-        note: called with each thing about the table that differs from its documented form.
-        required: columns that a table with a header must have; a label stands in for a text.
+        note: Function that is called for each difference from the documented form.
+        required: Columns that a table with a header must have; a label can replace the text.
 
     Raises:
-        UserError: the file is not such a table, lacks a column, has two that could both be the same, or times that are
-            not understood.
+        UserError: the file is not such a table, lacks a column, has two columns with the same meaning, or times that
+            are not understood.
     """
     is_noted = False
     for row in map(caption_row, _named_rows(path, note=note, required=required)):
@@ -248,16 +252,16 @@ def label_columns(path: Path, *, required: Sequence[str]) -> list[str]:
     """Return the label columns of a table, in alphabetical order.
 
     Args:
-        required: see `read_caption_rows`.
+        required: As in `read_caption_rows`.
 
     Raises:
-        UserError: as `read_caption_rows`.
+        UserError: see `read_caption_rows`.
     """
     names = dict[str, None]()
-    for row in _named_rows(path, note=_ignore_note, required=required):
+    for row in _named_rows(path, note=lambda _: None, required=required):
         names |= dict.fromkeys(row.values)
         if path.suffix.lower() not in (*LINE_SUFFIXES, JSON_SUFFIX) and row.fault is None:
-            break  # the columns of all rows
+            break  # all rows have the same columns
     return sorted(name for name in names if name.startswith(LABEL_PREFIX))
 
 
@@ -267,27 +271,23 @@ def open_caption_table(path: Path, *, note: Callable[[str], None], source: str |
     Labels and splits belong to a dataset: they are not read, which is noted.
 
     Args:
-        note: see `read_caption_rows`.
-        source: the source of all captions, in place of the column. Captions without one have the name of the file.
+        note: As in `read_caption_rows`.
+        source: Source of all captions, in place of the column. Captions without a source have the name of the file.
 
     Raises:
         UserError: the file cannot be read, has another format, or lacks a column; `batches` raises it as well.
     """
     require_file(path)
     model = _model(path) if path.suffix.lower() == _PARQUET_SUFFIX else None
-    # What a model wrote has a column more than is read, which nobody has to know.
-    return OpenTable(path, model, _batches(path, note=note if model is None else _ignore_note, source=source))
-
-
-def _ignore_note(_: str) -> None:
-    """Ignore a note."""
+    # A table that a model wrote has one column more than is read, which is not worth a note.
+    return OpenTable(path, model, _batches(path, note=note if model is None else lambda _: None, source=source))
 
 
 def source_of_file(path: Path) -> str:
     """Return the source of captions whose table has none: the name of the file, without its extension.
 
     Raises:
-        UserError: it has no character that a source can have.
+        UserError: the name has no character that a source can have.
     """
     name = re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")
     if not name:
@@ -350,15 +350,15 @@ def _batches(path: Path, *, note: Callable[[str], None], source: str | None) -> 
     for row in read_caption_rows(path, note=note):
         if not is_noted and (row.labels or row.split):
             is_noted = True
-            note(f"{path.name}: splits and labels are not read here, but by `prep manifest folder --captions`")
+            note(f"{path.name}: splits and labels are ignored; `prep manifest folder --captions` reads them")
         if row.fault is not None:
             faults.append(Fault(row.number, row.video, row.fault))
-        elif (of_row := source or row.source) is None and name_of_file is None:
-            of_row = name_of_file = source_of_file(path)
+        elif (row_source := source or row.source) is None and name_of_file is None:
+            row_source = name_of_file = source_of_file(path)
             note(f"{path.name}: captions without a source have the source {name_of_file}; --source gives another")
         for text in row.texts:
             numbers.append(row.number)
-            cells = (row.video, row.begin_s, row.end_s, text, of_row or name_of_file, row.likelihood)
+            cells = (row.video, row.begin_s, row.end_s, text, row_source or name_of_file, row.likelihood)
             for column, cell in zip(columns.values(), cells, strict=True):
                 column.append(cell)
         if len(numbers) + len(faults) >= ROWS_PER_CHUNK:
@@ -380,7 +380,7 @@ def _model(path: Path) -> dict[str, Any] | None:
         ) from error
     if not isinstance(model, dict) or model.get("kind") != PSEUDO_CAPTIONS:
         raise UserError(
-            f"the metadata {METADATA_KEY.decode()} of {path} is not that of {PSEUDO_CAPTIONS}: {quote_value(model)}",
+            f"the metadata {METADATA_KEY.decode()} of {path} is not of {PSEUDO_CAPTIONS}: {quote_value(model)}",
             hint="give a table of captions",
         )
     return model

@@ -1,17 +1,23 @@
-"""MSR-VTT (Xu et al. 2016): clips of 10 to 30 s, each with about twenty captions for the whole clip and one category.
+"""Short clips with several captions each: MSR-VTT and VATEX.
 
-The official files (train_val_videodatainfo.json, test_videodatainfo.json; MSRVTT_data.json has the same form) hold
+*MSR-VTT* (Xu et al. 2016) has clips of 10 to 30 s, each with about twenty captions for the complete clip and one
+category. The official files (train_val_videodatainfo.json, test_videodatainfo.json; MSRVTT_data.json has the same form)
+hold
 
     {"videos": [{"video_id": "video0", "category": 9, "split": "train", ...}, ...],
      "sentences": [{"video_id": "video0", "caption": "..."}, ...]}
 
-and the videos are files `<video_id>.<extension>`. They are cut already: `start time` and `end time` refer to the videos
+and the videos are files `<video_id>.<extension>`. They are already cut: `start time` and `end time` refer to the videos
 that they were cut from.
 
 CSVs replace these splits. MSRVTT_JSFUSION_test.csv (Yu et al. 2018), with the columns video_id and sentence, holds the
 1,000 test videos of the split 1k-A, each with its only caption. MSRVTT_train.9k.csv and MSRVTT_train.7k.csv, with the
-column video_id, list the training videos, whose captions are those of the JSON file. The split is derived from the name
-of the CSV, which must have one. Captions and videos that the CSVs leave out are not read.
+column video_id, list the training videos, whose captions are in the JSON file. The split is derived from the name of
+the CSV, which must contain a split. Captions and videos that the CSVs omit are not read.
+
+*VATEX* (Wang et al. 2019) has clips of 10 s, each with ten English captions for the complete clip. An annotation file
+is a list of {"videoID": "<id>_<begin>_<end>", "enCap": [...], "chCap": [...]}; the videos are files
+`<videoID>.<extension>`. Only the English captions are read. The split is derived from the name of the annotation file.
 """
 
 from collections.abc import Sequence
@@ -28,7 +34,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.storage.urls import Place
 
-SOURCE = "human"
+SOURCE, VATEX_SOURCE = "human", "human-en"
 LABELS = {"label_category": pa.int32()}
 _TEST_LIST = "MSRVTT_JSFUSION_test.csv"
 _MAX_CATEGORY = 2**31 - 1
@@ -59,21 +65,21 @@ class _Info:
 def read_msrvtt(
     directory: Place, *, annotations: Sequence[Path], dataset: str = "msrvtt", skip: Place | None = None
 ) -> Reading:
-    """Read MSR-VTT with its official splits, or with those of CSVs.
+    """Read MSR-VTT with its official splits, or with the splits of CSVs.
 
     Raises:
         UserError: no videos are found, an annotation file cannot be read or has another form, the name of a CSV has no
             split, or a CSV lists videos without the JSON file that has their captions, or the reverse.
     """
-    builder, wanted = begin_reading(dataset, directory, skip=skip, labels=LABELS)
+    builder, videos = begin_reading(dataset, directory, skip=skip, labels=LABELS)
     for path in annotations:
         builder.begin_annotations(path)
     tables = [path for path in annotations if path.suffix.lower() == ".csv"]
     infos = [_read_info(builder, path) for path in annotations if path not in tables]
     categories = {name: video.category for info in infos for name, video in info.videos.items()}
-    listed = _add_tables(builder, wanted, tables, categories=categories)
+    listed = _add_tables(builder, videos, tables, categories=categories)
     if tables and infos and not listed:
-        hint = f"add the CSV of the training videos (MSRVTT_train.9k.csv), or leave out {infos[0].path.name}"
+        hint = f"add the CSV of the training videos (MSRVTT_train.9k.csv), or omit {infos[0].path.name}"
         raise UserError(f"none of the CSVs lists videos whose captions are in {infos[0].path}", hint=hint)
     if listed and not infos:
         hint = "add the JSON file that has their captions"
@@ -86,7 +92,7 @@ def read_msrvtt(
                 detail = f"not an object with a video_id: {quote_value(entry)}"
                 builder.reject(Reason.MALFORMED_ROW, file=str(info.path), row=row, detail=detail)
             elif not tables or video_id in listed:
-                _add_sentence(builder, wanted, info, entry, row=row, listed=listed.get(video_id), unseen=unseen)
+                _add_sentence(builder, videos, info, entry, row=row, listed=listed.get(video_id), unseen=unseen)
     for video_id, (path, number) in unseen.items():
         detail = "no sentence of the JSON files is about it"
         builder.reject(Reason.EMPTY_CAPTION, file=str(path), row=number, source_id=video_id, detail=detail)
@@ -121,9 +127,9 @@ def _video_of(entry: dict[str, Any]) -> _Video:
 
 
 def _add_tables(
-    builder: ReadingBuilder, wanted: WantedVideos, tables: Sequence[Path], *, categories: dict[str, int | None]
+    builder: ReadingBuilder, videos: WantedVideos, tables: Sequence[Path], *, categories: dict[str, int | None]
 ) -> dict[str, tuple[Path, int]]:
-    """Add the captions in the CSVs; return file and row of the videos that are listed without one."""
+    """Add the captions in the CSVs; return file and row of the videos that are listed without a caption."""
     listed: dict[str, tuple[Path, int]] = {}
     paired = set()
     for path in tables:
@@ -136,7 +142,7 @@ def _add_tables(
                 listed.setdefault(video_id, (path, row.number))
             else:
                 paired.add(video_id)
-                video = wanted.number(video_id, split=split, file=path, row=row.number)
+                video = videos.number(video_id, split=split, file=path, row=row.number)
                 if video is not None:
                     labels = {"label_category": categories.get(video_id)}
                     origin = Origin(path, SOURCE, row.number)
@@ -150,7 +156,7 @@ def _add_tables(
 
 def _add_sentence(
     builder: ReadingBuilder,
-    wanted: WantedVideos,
+    videos: WantedVideos,
     info: _Info,
     entry: dict[str, Any],
     *,
@@ -165,7 +171,7 @@ def _add_sentence(
         builder.lose_captions(video_id, file=info.path, reason=facts.reason, why=facts.why)
         return
     split = facts.split if listed is None else split_of_list(listed[0], example=_TEST_LIST)
-    video = wanted.number(video_id, split=split, file=info.path, row=row)
+    video = videos.number(video_id, split=split, file=info.path, row=row)
     if video is None:
         return
     if is_first and listed is not None:
@@ -173,9 +179,6 @@ def _add_sentence(
     labels = {"label_category": facts.category}
     origin = Origin(info.path, SOURCE, row, field="caption")
     builder.add_caption(video, entry.get("caption"), origin, labels=labels)
-
-
-VATEX_SOURCE = "human-en"
 
 
 def read_vatex(
@@ -186,24 +189,24 @@ def read_vatex(
     Raises:
         UserError: no videos are found, or an annotation file cannot be read.
     """
-    builder, wanted = begin_reading(dataset, directory, skip=skip)
+    builder, videos = begin_reading(dataset, directory, skip=skip)
     for path in annotations:
         builder.begin_annotations(path)
         split = split_in_file_name(path.name)
         for row, entry in enumerate(array_items(path)):
-            _add_vatex_video(builder, wanted, entry, path=path, row=row, split=split)
+            _add_vatex_video(builder, videos, entry, path=path, row=row, split=split)
     return builder.build()
 
 
 def _add_vatex_video(
-    builder: ReadingBuilder, wanted: WantedVideos, entry: object, *, path: Path, row: int, split: str
+    builder: ReadingBuilder, videos: WantedVideos, entry: object, *, path: Path, row: int, split: str
 ) -> None:
     texts = entry.get("enCap", []) if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(texts, list):
         detail = "expected an object with a list enCap"
         builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
         return
-    video = wanted.number(entry.get("videoID"), split=split, file=path, row=row, num_captions=len(texts))
+    video = videos.number(entry.get("videoID"), split=split, file=path, row=row, num_captions=len(texts))
     if video is None:
         return
     origin = Origin(path, VATEX_SOURCE, row)

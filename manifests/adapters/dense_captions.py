@@ -1,12 +1,26 @@
-"""ActivityNet Captions (Krishna et al. 2017): sentences with times that together describe a video.
+"""Sentences with times in longer videos: ActivityNet Captions and DiDeMo.
 
+*ActivityNet Captions* (Krishna et al. 2017) has sentences with times that together tell the content of a video.
 train.json, val_1.json and val_2.json hold {"v_<id>": {"duration": 82.73, "timestamps": [[0.83, 19.86], ...],
 "sentences": ["...", ...]}, ...}. Each sentence becomes one caption with its times; their order in the file is the order
 of their caption IDs, so that the paragraph can be put together again. The videos are files `v_<id>.<extension>` or
 `<id>.<extension>`. The split is derived from the file name.
 
-val_1.json and val_2.json describe the same videos, by different annotators: their sources are `human` and `human-2`.
-A sentence whose interval begins after the video's end is rejected; one that ends later is kept as it is.
+val_1.json and val_2.json caption the same videos, by different annotators: their sources are `human` and `human-2`. A
+sentence whose interval begins after the video's end is rejected; a sentence that only ends later is kept as it is.
+
+*DiDeMo* (Hendricks et al. 2017) has captions of moments in the first 30 s of videos. train_data.json, val_data.json and
+test_data.json are lists of {"video": "<name>.mov", "description": "...", "num_segments": 6, "times": [[1, 1], [1, 2],
+...]}. A video has five or six segments of 5 s, and `times` are the first and last segment of the moment as each
+annotator marked it. The caption has the interval that most annotators marked; if several are equally frequent, the
+first in the list. Every moment was marked by four annotators or more. An interval that ends with the last segment ends
+there, or with the video if that is shorter.
+
+Some videos (3 % of val and test) are annotated under two names that differ in the extension only. Both are the same
+video, so its ID is the name without the extension. The file is `<name>.mov`, `<name>.mov.mp4` (as the official download
+script names it), or `<name>` with any extension. Text files (train_list.txt, val_list.txt, test_list.txt of retrieval
+code) list the names, with the extension, of the videos to read; a split without such a list is read completely. The
+split is derived from the name of the file.
 """
 
 from collections import Counter
@@ -33,16 +47,16 @@ def read_activitynet(
     Raises:
         UserError: no videos are found, or an annotation file cannot be read.
     """
-    builder, wanted = begin_reading(dataset, directory, skip=skip)
+    builder, videos = begin_reading(dataset, directory, skip=skip)
     for path in annotations:
         builder.begin_annotations(path)
         for row, (source_id, entry) in enumerate(object_items(path)):
-            _add_video(builder, wanted, source_id, entry, path=path, row=row)
+            _add_video(builder, videos, source_id, entry, path=path, row=row)
     return builder.build()
 
 
 def _add_video(
-    builder: ReadingBuilder, wanted: WantedVideos, source_id: str, entry: Any, *, path: Path, row: int
+    builder: ReadingBuilder, videos: WantedVideos, source_id: str, entry: Any, *, path: Path, row: int
 ) -> None:
     sentences, timestamps = (
         (entry.get("sentences"), entry.get("timestamps")) if isinstance(entry, dict) else (None, None)
@@ -51,7 +65,7 @@ def _add_video(
         detail = "not an object with the lists timestamps and sentences, of equal length"
         builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, source_id=source_id, detail=detail)
         return
-    video = wanted.number(
+    video = videos.number(
         source_id,
         split=split_in_file_name(path.name),
         file=path,
@@ -65,20 +79,16 @@ def _add_video(
     origin = Origin(path, source, row)
     for text, interval in zip(sentences, timestamps, strict=True):
         try:
-            begin_s, end_s = _times(interval, duration_s=seconds(entry.get("duration"), default=inf))
+            duration_s = seconds(entry.get("duration"), default=inf)
+            if not isinstance(interval, list) or len(interval) != 2 or any(time in (None, "") for time in interval):
+                raise ValueError(f"its times are {quote_value(interval)}, not a start and an end")
+            begin_s, end_s = (seconds(time, default=inf) for time in interval)
+            if begin_s >= duration_s:
+                raise ValueError(f"begins at {begin_s} s, after the end of the video at {duration_s} s")
         except ValueError as error:
             builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=source_id, detail=str(error))
         else:
             builder.add_caption(video, text, origin, begin_s=begin_s, end_s=end_s)
-
-
-def _times(interval: object, *, duration_s: float) -> tuple[float, float]:
-    if not isinstance(interval, list) or len(interval) != 2 or any(time is None or time == "" for time in interval):
-        raise ValueError(f"its times are {quote_value(interval)}, not a start and an end")
-    begin_s, end_s = (seconds(time, default=inf) for time in interval)
-    if begin_s >= duration_s:
-        raise ValueError(f"begins at {begin_s} s, after the end of the video at {duration_s} s")
-    return begin_s, end_s
 
 
 SEGMENT_S = 5.0
@@ -93,7 +103,7 @@ def read_didemo(
     Raises:
         UserError: no videos are found, or an annotation file cannot be read.
     """
-    builder, wanted = begin_reading(dataset, directory, skip=skip)
+    builder, videos = begin_reading(dataset, directory, skip=skip)
     lists: dict[str, dict[str, Path]] = {}
     for path in annotations:
         builder.begin_annotations(path)
@@ -105,7 +115,7 @@ def read_didemo(
             continue
         split = split_in_file_name(path.name)
         for row, entry in enumerate(array_items(path)):
-            _add_moments(builder, wanted, entry, path=path, row=row, split=split, listed=lists.get(split))
+            _add_moments(builder, videos, entry, path=path, row=row, split=split, listed=lists.get(split))
     return builder.build()
 
 
@@ -119,7 +129,7 @@ def moment_of(times: object, *, num_segments: object = _MAX_SEGMENTS) -> tuple[f
         raise ValueError(f"num_segments is {quote_value(num_segments)}, not a number from 1 to {_MAX_SEGMENTS}")
     if not isinstance(times, list) or not times or not all(_is_interval(pair, num_segments) for pair in times):
         raise ValueError(f"times are {quote_value(times)}, not pairs of segments from 0 to {num_segments - 1}")
-    # Of equally frequent elements, most_common returns the one that it met first.
+    # If elements are equally frequent, most_common returns the first one in the list.
     ((first, last), _) = Counter((first, last) for first, last in times).most_common(1)[0]
     return first * SEGMENT_S, (last + 1) * SEGMENT_S
 
@@ -132,7 +142,7 @@ def _is_interval(pair: Any, num_segments: int) -> bool:
 
 def _add_moments(
     builder: ReadingBuilder,
-    wanted: WantedVideos,
+    videos: WantedVideos,
     entry: object,
     *,
     path: Path,
@@ -148,7 +158,7 @@ def _add_moments(
     if listed is not None and name not in listed:
         return
     source_id = name.rpartition(".")[0] or name
-    video = wanted.number(source_id, split=split, file=path, row=row, file_names=(name, source_id))
+    video = videos.number(source_id, split=split, file=path, row=row, file_names=(name, source_id))
     if video is None:
         return
     try:

@@ -11,14 +11,19 @@ downloaded or not, so that captions do not shift when more of the dataset is dow
 As in EgoVLP, narrations tagged #unsure are rejected, and all other tags stay in the text (`#C C opens the door`).
 
 The files have no splits, so all their videos belong to train, unless `ego4d.json`, the metadata of the videos, is given
-too: it has a split for each group of benchmarks (`split_em`, `split_av`, `split_fho`, ...). A video that is in a test
-split is in test, one in a validation split or in several (`multi`) in val: so no training video is one of a benchmark's
-evaluation, as in EgoVLP's selection.
+too: it has a split for each group of benchmarks (`split_em`, `split_av`, `split_fho`, ...). A video in a test split
+belongs to test, a video in a validation split or in several splits (`multi`) to val. No training video is therefore
+used in the evaluation of a benchmark, as in EgoVLP's selection.
 
 A pickled list holds (video, begin in seconds, end in seconds, narration or list of narrations), with exact intervals.
 Lists of LaViLa's narrator append the scores of the narrations, which are ignored. Split and source come from the file
 name: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, and their captions with the same interval
 belong to the same clip.
+
+EgoVLP's `egoclip.csv`, separated by tabs, has a pair of clip and text in each row: `video_uid`, `clip_start`,
+`clip_end` in seconds, `clip_text`. They are training pairs, their source is `egoclip`, and a start before 0 becomes 0.
+The clips of `egomcq.json` (clipmill.manifests.adapters.egomcq) are captions of the split val with the source `egomcq`,
+one for each span. A text file lists videos to omit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,74 +71,69 @@ def read_ego4d(
     """Read Ego4D narrations from JSON and pickle files.
 
     Args:
-        annotations: files of narrations, `ego4d.json` for their splits, and files of EgoVLP.
+        annotations: Files of narrations, `ego4d.json` for their splits, and files of EgoVLP.
 
     Raises:
         UserError: no videos are found, or an annotation file cannot be read.
     """
-    builder, wanted = begin_reading(dataset, directory, skip=skip)
-    unwanted = [path for path in annotations if path.suffix.lower() == ".txt"]
-    for path in unwanted:
-        leave_out(builder, wanted, path=path)
-    annotations = [path for path in annotations if path not in unwanted]
+    builder, videos = begin_reading(dataset, directory, skip=skip)
+    omissions = [path for path in annotations if path.suffix.lower() == ".txt"]
+    for path in omissions:
+        leave_out(builder, videos, path=path)
+    annotations = [path for path in annotations if path not in omissions]
     jsons = [path for path in annotations if path.suffix.lower() == ".json"]
     questions = [path for path in jsons if has_questions(path)]
     lists = {path: splits for path in jsons if path not in questions and (splits := _splits(path))}
-    splits = {video: split for of_list in lists.values() for video, split in of_list.items()}
+    splits = {video: split for splits_of_list in lists.values() for video, split in splits_of_list.items()}
     for path in annotations:
         builder.begin_annotations(path)
         match path.suffix.lower():
             case ".json" if path in lists:
                 pass
             case ".json" if path in questions:
-                add_questions(builder, wanted, path=path)
+                add_questions(builder, videos, path=path)
             case ".json":
-                _add_narrations(builder, wanted, path=path, splits=splits)
+                _add_narrations(builder, videos, path=path, splits=splits)
             case ".pkl" | ".pickle":
-                _add_pickled_list(builder, wanted, path=path, splits=splits)
+                _add_pickled_list(builder, videos, path=path, splits=splits)
             case ".csv":
-                add_pairs(builder, wanted, path=path)
+                add_pairs(builder, videos, path=path)
             case _:
                 raise UserError(
                     f"{path} is not a .json, .pkl, .csv or .txt file",
                     hint="give all_narrations_redacted.json, narration.json, egoclip.csv or a pickled list; ego4d.json "
-                    "for splits, egomcq.json for questions, a .txt list of videos to leave out",
+                    "for splits, egomcq.json for questions, a .txt list of videos to omit",
                 )
     if lists and set(annotations) == set(lists):
         raise UserError(
             f"{' and '.join(map(str, lists))} has splits, but no narrations",
             hint="give all_narrations_redacted.json or narration.json too",
         )
-    _note_splits(builder, lists, splits)
-    return builder.build()
-
-
-def _note_splits(builder: ReadingBuilder, lists: Mapping[Path, Mapping[str, str]], splits: Mapping[str, str]) -> None:
-    """Count the videos that the lists have, and note how many they do not."""
-    for path, of_list in lists.items():
+    for path, splits_of_list in lists.items():
         for video in builder.source_ids():
-            if video in of_list:
+            if video in splits_of_list:
                 builder.use_row(path)
     if lists and (num_others := sum(video not in splits for video in builder.source_ids())):
         builder.note(
             f"{count_noun(num_others, 'video')} without a split in {' and '.join(path.name for path in lists)}"
         )
+    return builder.build()
 
 
 def _splits(path: Path) -> dict[str, str]:
     """Return the split of each video in `ego4d.json`; nothing for another file."""
-    found: dict[str, str] = {}
+    splits: dict[str, str] = {}
     for key, entry in object_items(path, inside="videos"):
         if key == "videos" and isinstance(entry, dict) and isinstance(entry.get("video_uid"), str):
             given = {value for name, value in entry.items() if name.startswith("split_") and isinstance(value, str)}
             is_val = not given.isdisjoint((VAL, "multi"))
-            found[entry["video_uid"]] = TEST if TEST in given else VAL if is_val else TRAIN
-        elif found or _is_video(entry):
-            break  # what follows is long and of no use
-    return found
+            splits[entry["video_uid"]] = TEST if TEST in given else VAL if is_val else TRAIN
+        elif splits or _is_video(entry):
+            break  # the rest is long and not needed
+    return splits
 
 
-def _add_narrations(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
+def _add_narrations(builder: ReadingBuilder, videos: WantedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
     # The file is read twice, because alpha is known only at its end and keeping the narrations in memory would cost
     # more.
     alpha_s = _mean_beta_s(path)
@@ -147,7 +147,7 @@ def _add_narrations(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path
         narrations = _passes(entry)
         num_captions = sum(len(rows) for rows in narrations.values())
         split = splits.get(source_id, TRAIN)
-        video = wanted.number(source_id, split=split, file=path, row=None, num_captions=num_captions)
+        video = videos.number(source_id, split=split, file=path, row=None, num_captions=num_captions)
         if video is None:
             continue
         if not num_captions and entry.get("status") == REDACTED_STATUS:
@@ -203,8 +203,8 @@ def _passes(entry: dict[str, Any]) -> dict[str, list[Any]]:
             name = numbers.setdefault(annotator, f"narration_pass_{len(numbers) + 1}")
             passes.setdefault(name, []).append(row)
         return passes
-    of_passes = {name: of_pass for name in PASSES if isinstance(of_pass := entry.get(name), dict)}
-    return {name: rows for name, of_pass in of_passes.items() if isinstance(rows := of_pass.get("narrations"), list)}
+    passes = {name: content for name in PASSES if isinstance(content := entry.get(name), dict)}
+    return {name: rows for name, content in passes.items() if isinstance(rows := content.get("narrations"), list)}
 
 
 def _field(row: Any, *names: str) -> Any:
@@ -261,7 +261,7 @@ def _fault(narration: Any, time_s: float, *, half_s: float | None) -> tuple[Reas
     return None, ""
 
 
-def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
+def _add_pickled_list(builder: ReadingBuilder, videos: WantedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
     # A file name that is not valid Unicode cannot be stored as a source.
     source = escape_unencodable(path.stem)
     rows = load_plain_pickle(path)
@@ -278,8 +278,8 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
             continue
         source_id, begin_s, end_s, narration = entry[:4]
         texts = narration if isinstance(narration, list | tuple) else [narration]
-        of_video = splits.get(source_id, split) if isinstance(source_id, str) else split
-        video = wanted.number(source_id, split=of_video, file=path, row=row, num_captions=len(texts))
+        video_split = splits.get(source_id, split) if isinstance(source_id, str) else split
+        video = videos.number(source_id, split=video_split, file=path, row=row, num_captions=len(texts))
         if video is None:
             continue
         if not (_is_time(begin_s) and _is_time(end_s)):
@@ -300,7 +300,7 @@ EGOCLIP = "egoclip"
 _COLUMNS = ("video_uid", "clip_start", "clip_end", "clip_text")
 
 
-def add_questions(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:
+def add_questions(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> None:
     """Add each clip of the questions of `egomcq.json` once, with its text."""
     seen: set[Clip] = set()
     for row, question in enumerate(read_questions(path)):
@@ -311,18 +311,18 @@ def add_questions(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) 
             if clip in seen:
                 continue
             seen.add(clip)
-            video = wanted.number(clip.source_id, split=VAL, file=path, row=row)
+            video = videos.number(clip.source_id, split=VAL, file=path, row=row)
             if video is not None:
                 builder.add_caption(video, text, Origin(path, EGOMCQ, row), begin_s=clip.begin_s, end_s=clip.end_s)
 
 
-def add_pairs(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:
+def add_pairs(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> None:
     """Add the training pairs of `egoclip.csv`."""
     for row in read_csv(path, required=_COLUMNS, separator="\t"):
         if row.fault is not None:
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row.number, detail=row.fault)
             continue
-        video = wanted.number(row.values["video_uid"], split=TRAIN, file=path, row=row.number)
+        video = videos.number(row.values["video_uid"], split=TRAIN, file=path, row=row.number)
         if video is None:
             continue
         try:
@@ -335,14 +335,14 @@ def add_pairs(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> N
         builder.add_caption(video, row.values["clip_text"], origin, begin_s=clip.begin_s, end_s=clip.end_s)
 
 
-def leave_out(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:
-    """Leave out the videos of a list, an ID in each line.
+def leave_out(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> None:
+    """Omit the videos of a list, an ID in each line.
 
     Raises:
         UserError: the file cannot be read, or is empty.
     """
     names = {line.strip() for line in text_lines(path) if line.strip()}
     if not names:
-        raise UserError(f"{path} lists no video to leave out", hint="write the ID of a video in each line")
-    wanted.leave_out(names, why=f"listed in {path.name}")
-    builder.note(f"{count_noun(len(names), 'video')} to leave out, listed in {path.name}")
+        raise UserError(f"{path} lists no video to omit", hint="write the ID of a video in each line")
+    videos.leave_out(names, why=f"listed in {path.name}")
+    builder.note(f"{count_noun(len(names), 'video')} to omit, listed in {path.name}")

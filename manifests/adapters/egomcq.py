@@ -6,8 +6,8 @@ written for (`answer`):
     {"0": {"query": {"clip_text": ...}, "answer": 3, "types": 1,
            "choices": {"0": {"video_uid": ..., "clip_start": ..., "clip_end": ..., "clip_text": ...}, ...}}, ...}
 
-A question is of the kind intra if all its clips are of one video, else inter. `types` is not read: in the public code
-its comment and its metric have opposite meanings.
+A question is of the kind intra if all its clips belong to one video, else inter. `types` is not read: in the public
+code, the comment on it and its metric have opposite meanings.
 """
 
 from collections.abc import Iterator
@@ -37,8 +37,8 @@ class Question:
     """A question of EgoMCQ: which of the clips does the text describe?
 
     Attributes:
-        texts: of the choices.
-        answer: index of the right choice.
+        texts: Texts of the choices.
+        answer: Index of the right choice.
     """
 
     number: int
@@ -49,18 +49,18 @@ class Question:
 
     @property
     def is_intra(self) -> bool:
-        """Whether all choices are of one video."""
-        return len({one.source_id for one in self.choices}) == 1
+        """True if all choices belong to one video."""
+        return len({clip.source_id for clip in self.choices}) == 1
 
 
 def has_questions(path: Path) -> bool:
-    """Whether a JSON file is EgoMCQ's, by its first entry."""
+    """Return True if a JSON file is a file of EgoMCQ, by its first entry."""
     first = next(object_items(path), ("", None))[1]
     return isinstance(first, dict) and "choices" in first and "query" in first
 
 
 def read_questions(path: Path) -> Iterator[Question | str]:
-    """Questions in the order of the file; for a malformed one, what is wrong with it.
+    """Yield the questions in the order of the file; for a malformed question, a description of its fault.
 
     Raises:
         UserError: the file cannot be read, or is not a JSON object.
@@ -68,8 +68,8 @@ def read_questions(path: Path) -> Iterator[Question | str]:
     for number, (key, entry) in enumerate(object_items(path)):
         try:
             keys = list(entry["choices"])
-            clips = [clip_of(one) for one in entry["choices"].values()]
-            texts = tuple(str(one["clip_text"]) for one in entry["choices"].values())
+            clips = [clip_of(choice) for choice in entry["choices"].values()]
+            texts = tuple(str(choice["clip_text"]) for choice in entry["choices"].values())
             text, answer = entry["query"]["clip_text"], keys.index(str(entry["answer"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             yield f"question {quote_value(key)}: {error!r}"
@@ -78,7 +78,11 @@ def read_questions(path: Path) -> Iterator[Question | str]:
 
 
 def clip_of(values: dict[str, Any]) -> Clip:
-    """The clip of a choice, or of a row of EgoClip; a begin before 0 becomes 0. Raises ValueError for other times."""
+    """Return the clip of a choice, or of a row of EgoClip; a start before 0 becomes 0.
+
+    Raises:
+        ValueError: the times are invalid.
+    """
     begin_s, end_s = (seconds(values[name], default=nan) for name in ("clip_start", "clip_end"))
     begin_s = max(begin_s, 0.0)
     if fault := interval_fault(begin_s, end_s):

@@ -35,21 +35,28 @@ def read_epic_kitchens(
     """Read EPIC-KITCHENS-100.
 
     Raises:
-        UserError: no videos are found, an annotation file cannot be read, lacks a column, is one of EPIC-KITCHENS-55,
+        UserError: no videos are found, an annotation file cannot be read, lacks a column, belongs to EPIC-KITCHENS-55,
             or has no split in its name.
     """
-    builder, wanted = begin_reading(dataset, directory, skip=skip, labels=LABELS)
+    builder, videos = begin_reading(dataset, directory, skip=skip, labels=LABELS)
     narrations = _Narrations(builder)
     for path in annotations:
         builder.begin_annotations(path)
-        split = _split_of(path)
+        if path.suffix.lower() in (".pkl", ".pickle"):
+            raise UserError(f"{path} is a pickle", hint=f"give the CSV with the same content, {path.stem}.csv")
+        split = split_of_list(path, example="EPIC_100_train.csv")
         for row in read_csv(path, required=_COLUMNS):
-            _require_ek100(row, path=path)
+            if "uid" in row.values and "narration_id" not in row.values:
+                raise UserError(
+                    f"{path} is a list of EPIC-KITCHENS-55, which has other classes: it has a column uid and no "
+                    "narration_id",
+                    hint="give the lists of EPIC-KITCHENS-100, such as EPIC_100_train.csv",
+                )
             if narrations.is_new(row, path=path, split=split):
-                _add_row(builder, wanted, row, path=path, split=split)
+                _add_row(builder, videos, row, path=path, split=split)
     if narrations.num_repeated:
-        what = "was" if narrations.num_repeated == 1 else "were"
-        builder.note(f"{count_noun(narrations.num_repeated, 'repeated narration')} {what} read once")
+        verb = "was" if narrations.num_repeated == 1 else "were"
+        builder.note(f"{count_noun(narrations.num_repeated, 'repeated narration')} {verb} read once")
     return builder.build()
 
 
@@ -65,20 +72,6 @@ def seconds_of_timestamp(text: str) -> float:
     return int(match[1]) * 3600 + int(match[2]) * 60 + float(match[3])
 
 
-def _split_of(path: Path) -> str:
-    if path.suffix.lower() in (".pkl", ".pickle"):
-        raise UserError(f"{path} is a pickle", hint=f"give the CSV with the same content, {path.stem}.csv")
-    return split_of_list(path, example="EPIC_100_train.csv")
-
-
-def _require_ek100(row: Row, *, path: Path) -> None:
-    if "uid" in row.values and "narration_id" not in row.values:
-        raise UserError(
-            f"{path} is a list of EPIC-KITCHENS-55, whose classes are others: it has a column uid and no narration_id",
-            hint="give the lists of EPIC-KITCHENS-100, such as EPIC_100_train.csv",
-        )
-
-
 class _Narrations:
     """The narrations read so far, by narration_id, which a list need not have."""
 
@@ -90,7 +83,8 @@ class _Narrations:
     def is_new(self, row: Row, *, path: Path, split: str) -> bool:
         """Return False if the narration was read before, in which case it has been counted or rejected.
 
-        A narration that two lists have in different splits is new: its video decides which one is rejected.
+        A narration that two lists have in different splits is new: the split of its video decides which row is
+        rejected.
         """
         narration_id = row.values.get("narration_id")
         if not narration_id:
@@ -115,12 +109,12 @@ class _Narrations:
         return False
 
 
-def _add_row(builder: ReadingBuilder, wanted: WantedVideos, row: Row, *, path: Path, split: str) -> None:
+def _add_row(builder: ReadingBuilder, videos: WantedVideos, row: Row, *, path: Path, split: str) -> None:
     cells = row.values
     if row.fault is not None:
         builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row.number, detail=row.fault)
         return
-    video = wanted.number(cells["video_id"], split=split, file=path, row=row.number)
+    video = videos.number(cells["video_id"], split=split, file=path, row=row.number)
     if video is None:
         return
     reason = Reason.BAD_TIME
@@ -148,8 +142,8 @@ def _labels(cells: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_number(cells: dict[str, Any], column: str) -> int:
-    # pandas writes the whole numbers of a column with empty cells as 3.0.
+    # pandas writes the integers of a column with empty cells as 3.0.
     match = re.fullmatch(r"\s*(\d{1,9})(?:\.0+)?\s*", cells[column])
     if match is None:
-        raise ValueError(f"{column} is {cells[column]!r}, expected a whole number from 0")
+        raise ValueError(f"{column} is {cells[column]!r}, expected an integer from 0")
     return int(match[1])

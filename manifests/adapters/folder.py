@@ -1,18 +1,20 @@
 """A folder of videos, with an optional table of captions (text, JSON or Parquet; see `caption_tables`).
 
 Every video file is a video; its ID is the relative path without the extension, or with it if files differ only in their
-extension (`file_ids`). The table's columns are `video` (relative path, file name, or either without the extension; a
-name without extension that matches several files refers to the one with this ID; a name that matches none may differ
-from one file's in separators and case) and `text`, and optionally `begin_s`, `end_s` or `duration_s` (without times a
-caption applies to the whole video: 0 to +inf), `source`, `likelihood`, `split` (of the video) and labels, of the video
-or of the times. The split of a video defaults to the one that a parent folder is named after, otherwise to train. A row
-with labels may have no text: its caption is then the name of its class, with the source `class`.
+extension (`file_ids`). The table has these columns:
 
-Subtitles and the output of speech recognition beside the videos are read if asked for (`beside`).
+- `video`: relative path, file name, or either without the extension. A name without extension that matches several
+  files refers to the file with this ID; a name without a match may differ from a file's name in separators and case.
+- `text`. A row with labels may have no text: its caption is then the name of its class, with the source `class`.
+- Optionally `begin_s`, `end_s` or `duration_s` (without times a caption applies to the complete video: 0 to +inf),
+  `source`, `likelihood`, `split` (of the video) and labels, of the video or of the times.
 
-The folder may be in a bucket (`s3://bucket/videos`). The files of a web server cannot be listed: its videos are those
-that the table names, by URLs or by paths below the URL of the folder. The same holds without a folder. Such a table may
-also have rows without a text, for videos without captions.
+The split of a video defaults to the split in the name of a parent folder, otherwise to train. Subtitles and the output
+of speech recognition beside the videos are read on request (`subtitles`).
+
+The folder may be in a bucket (`s3://bucket/videos`). The files of a web server cannot be listed: the table names its
+videos, by URLs or by paths below the URL of the folder. The same holds without a folder. Such a table may also have
+rows without a text, for videos without captions.
 """
 
 from collections import Counter
@@ -55,10 +57,11 @@ def read_folder(
     """Read a folder of videos.
 
     Args:
-        directory: path of a folder, URL of a folder, or None if the table has URLs.
-        subtitles: read the subtitles beside the videos.
-        skip: a subfolder to ignore (the data folder).
-        known: source ID -> file name of this dataset's videos in the manifest, which keep their IDs.
+        directory: Path of a folder, URL of a folder, or None if the table has URLs.
+        captions: Table of captions.
+        subtitles: Read the subtitles beside the videos.
+        skip: Subfolder to ignore (the data folder).
+        known: Source ID -> file name of this dataset's videos in the manifest, which keep their IDs.
 
     Raises:
         UserError: no videos are found, the files cannot be listed, or the caption table cannot be read.
@@ -74,7 +77,9 @@ def read_folder(
         if base is not None:
             split_url(base)  # raises UserError if it cannot be served
         assert captions is not None
-        names = distinct_names(row.video for row in read_caption_rows(captions, required=required, note=_ignore_note))
+        # The table is read again for its captions, with the same notes.
+        rows = read_caption_rows(captions, required=required, note=lambda _: None)
+        names = distinct_names(row.video for row in rows)
         scan = builder.use_scan(named_videos(names, base=base))
     elif directory is None:
         raise UserError("VIDEOS is required", hint="give a folder, or --captions and a table with URLs of videos")
@@ -99,17 +104,13 @@ def read_folder(
     return builder.build()
 
 
-def _ignore_note(_: str) -> None:
-    """Ignore a note: the table is read again for its captions, with the same notes."""
-
-
 class _Videos:
-    """Finds the videos that the rows of a table name.
+    """Lookup of the videos that the rows of a table name.
 
     Args:
-        owners: ID -> the file that has it, for IDs that no extension tells apart.
+        owners: ID -> file with this ID, for IDs without an extension.
         base: URL of the folder on a web server, or None.
-        is_named: whether the table names the videos, by URLs.
+        is_named: True if the table names the videos by URLs.
     """
 
     def __init__(
@@ -118,8 +119,8 @@ class _Videos:
         self._lookup, self._loose = VideoLookup(list(files)), LooseLookup([] if is_named else files)
         self._owners, self._base, self._is_named = owners, base, is_named
         self._names = NearestName(files)
-        self._nearest: dict[str, str] = {}  # name in the table -> what to say
-        self.taken: dict[str, str] = {}  # name in the table -> the file that it refers to, written otherwise
+        self._nearest: dict[str, str] = {}  # name in the table -> part of a message
+        self.inexact: dict[str, str] = {}  # name in the table -> file that it refers to, with another spelling
 
     def find(self, name: str) -> VideoFile | None:
         """Return the file that a row refers to by `name`; None if there is none.
@@ -127,17 +128,24 @@ class _Videos:
         Raises:
             Unusable: several files match, or the name is a URL that cannot be served.
         """
-        meant = _resolve_name(name, base=self._base, is_named=self._is_named)
-        file = _find(meant, lookup=self._lookup, owners=self._owners)
+        resolved = name
+        if self._is_named or is_remote(name):
+            try:
+                resolved = normal_url(name.strip(), base=self._base)
+            except UserError as error:
+                raise Unusable(Reason.MALFORMED_ROW, str(error)) from None
+            except ValueError as error:
+                raise Unusable(Reason.MALFORMED_ROW, f"{quote_value(name)}: {error}") from None
+        file = _find(resolved, lookup=self._lookup, owners=self._owners)
         if file is None and (file := _find(name, lookup=self._loose, owners=self._owners)) is not None:
-            self.taken[name] = file.relative
+            self.inexact[name] = file.relative
         return file
 
     def why_missing(self, name: str) -> str:
-        """Say that no file has this name, with the nearest one."""
+        """Return the message that no file has this name, with the nearest name."""
         if name not in self._nearest:
-            found = self._names.find(name)
-            self._nearest[name] = "" if found is None else f", the nearest is {found}"
+            nearest = self._names.find(name)
+            self._nearest[name] = "" if nearest is None else f", the nearest is {nearest}"
         return f"no matching video file{self._nearest[name]}"
 
 
@@ -154,7 +162,7 @@ def _add_captions(
     """Add the captions of a table.
 
     Args:
-        required: columns that it must have; without `text`, it names the videos, and a row needs none.
+        required: Columns that it must have; without `text`, it names the videos, and a row needs no text.
         base: URL of the folder on a web server, or None.
     """
     builder.begin_annotations(table)
@@ -195,22 +203,20 @@ def _add_captions(
     if num_classes:
         builder.note(
             f"{table.name}: {count_noun(num_classes, 'row')} with labels and without a text: the captions are "
-            "the names "
-            f"of the classes, with the source {CLASS_SOURCE}"
+            f"the names of the classes, with the source {CLASS_SOURCE}"
         )
-    if videos.taken:
-        written, meant = next(iter(videos.taken.items()))
+    if videos.inexact:
+        name, path = next(iter(videos.inexact.items()))
+        names = count_noun(len(videos.inexact), "name")
         builder.note(
-            f"{table.name}: {count_noun(len(videos.taken), 'name')} of videos matched although separators or "
-            "case differ,"
-            f' such as "{written}" for "{meant}"'
+            f'{table.name}: {names} of videos matched although separators or case differ, such as "{name}" for "{path}"'
         )
 
 
 def _add_row(
     builder: ReadingBuilder, video: int, row: CaptionRow, origin: Origin, *, labelled: set[tuple[object, ...]]
 ) -> None:
-    """Add the captions of a row. Labels of the same times count once, however many captions have them."""
+    """Add the captions of a row. Labels of the same times count once, for the first caption."""
     for text in row.texts:
         times = {"begin_s": row.begin_s, "end_s": row.end_s}
         key = (video, *times.values(), *sorted(row.labels.items()))
@@ -219,20 +225,8 @@ def _add_row(
             labelled.add(key)
 
 
-def _resolve_name(name: str, *, base: str | None, is_named: bool) -> str:
-    """Return the URL that a row means, or a name of a file as it is; Unusable if the URL cannot be served."""
-    if not is_named and not is_remote(name):
-        return name
-    try:
-        return normal_url(name.strip(), base=base)
-    except UserError as error:
-        raise Unusable(Reason.MALFORMED_ROW, str(error)) from None
-    except ValueError as error:
-        raise Unusable(Reason.MALFORMED_ROW, f"{quote_value(name)}: {error}") from None
-
-
 def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, VideoFile]) -> VideoFile | None:
-    """Look up a file; of several that differ only in their extension, `name` refers to the one with this ID."""
+    """Look up a file; if files differ only in their extension, `name` refers to the file with this ID."""
     try:
         return lookup.find(name)
     except Ambiguous as error:
@@ -262,9 +256,13 @@ def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[st
     removed. An ID is therefore never transferred to another existing file, and does not depend on the order of files.
 
     Args:
-        known: source ID -> file name, without folders, of this dataset's videos in the manifest.
+        known: Source ID -> file name, without folders, of this dataset's videos in the manifest.
     """
-    ids: list[str | None] = [_kept_id(file, known) if known else None for file in files]
+    ids: list[str | None] = []
+    for file in files:
+        name = PurePosixPath(file.relative)
+        candidates = (file.source_id, file.relative, f"{file.relative}{name.suffix}") if known else ()
+        ids.append(next((source_id for source_id in candidates if known.get(source_id) == name.name), None))
     taken = {source_id for source_id in ids if source_id is not None}
     claims = Counter(file.source_id for file in files)
     for row, file in enumerate(files):
@@ -278,9 +276,3 @@ def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[st
         taken.add(source_id)
         ids[row] = source_id
     return [source_id for source_id in ids if source_id is not None]
-
-
-def _kept_id(file: VideoFile, known: Mapping[str, str]) -> str | None:
-    name = PurePosixPath(file.relative)
-    candidates = (file.source_id, file.relative, f"{file.relative}{name.suffix}")
-    return next((source_id for source_id in candidates if known.get(source_id) == name.name), None)

@@ -1,13 +1,13 @@
 """Captions from tables for videos that are in the manifest already.
 
-A table names a video by its video_id, or as a caption table of `folder` does: by the dataset's own ID, the path or the
-file name.
+A table names a video by its video_id, or like a caption table of `folder`: by the dataset's ID, the path or the file
+name.
 """
 
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -34,11 +34,11 @@ _SCHEMA = pa.schema([field for field in CAPTIONS if field.name != "caption_id"])
 
 @dataclass(frozen=True)
 class FurtherReading:
-    """What was read from tables.
+    """The content of caption tables.
 
     Attributes:
-        reading: the captions, with likelihood, and rejected rows; it has no videos.
-        records: source -> {"kind", "models": metadata of the models that wrote it}.
+        reading: Captions, with likelihood, and rejected rows; it has no videos.
+        records: Source -> {"kind", "models": metadata of the models that wrote it}.
     """
 
     reading: Reading
@@ -47,12 +47,12 @@ class FurtherReading:
 
 @dataclass(frozen=True)
 class Limits:
-    """What captions must be within.
+    """Limits for the times of captions.
 
     Attributes:
-        ends_s: end of each video in seconds, +inf if unknown; captions that begin later are rejected.
-        has_chunk: whether there is a chunk at these times; captions that a model wrote describe chunks, and are
-            rejected if there is none. None if unknown.
+        ends_s: End of each video in seconds, +inf if unknown; captions that begin later are rejected.
+        has_chunk: Function that returns True where a chunk exists at some times. Captions that a model wrote belong to
+            chunks, and are rejected without a chunk. None if unknown.
     """
 
     ends_s: np.ndarray
@@ -65,12 +65,13 @@ def read_caption_tables(
     """Read tables of captions for `videos` (schema.VIDEOS).
 
     Args:
-        dataset: value of the column `dataset` of rejected rows.
-        source: the source of all captions, in place of the column.
+        dataset: Value of the column `dataset` of rejected rows.
+        source: Source of all captions, in place of the column.
+        limits: Limits for the times of captions.
 
     Raises:
-        UserError: a table cannot be read or lacks a column, two have the same content, or tables of different models
-            have the same source.
+        UserError: a table cannot be read or lacks a column, two tables have the same content, or tables of different
+            models have the same source.
     """
     _require_different(tables)
     reader = _Reader(_Videos(videos), dataset=dataset, limits=limits or Limits(np.full(len(videos), inf)))
@@ -81,13 +82,13 @@ def read_caption_tables(
 
 def _require_different(tables: Sequence[Path]) -> None:
     """Raise UserError if two tables have the same content: every caption would count twice."""
-    of_size: dict[int, list[Path]] = {}
+    paths_of_size: dict[int, list[Path]] = {}
     for path in tables:
         with reading(path):
             status = path.stat()
-        if stat_kind(status.st_mode) is None:  # others are refused when they are opened
-            of_size.setdefault(status.st_size, []).append(path)
-    for paths in of_size.values():
+        if stat_kind(status.st_mode) is None:  # others are rejected when they are opened
+            paths_of_size.setdefault(status.st_size, []).append(path)
+    for paths in paths_of_size.values():
         first: dict[bytes, Path] = {}
         for path in paths if len(paths) > 1 else ():
             with reading(path), path.open("rb") as file:
@@ -101,7 +102,7 @@ def _require_different(tables: Sequence[Path]) -> None:
 
 
 class _Videos:
-    """Finds videos of the manifest by the names in caption tables."""
+    """Lookup of videos of the manifest by the names in caption tables."""
 
     def __init__(self, videos: pa.Table) -> None:
         self.ids: pa.Array = videos["video_id"].combine_chunks()
@@ -128,17 +129,21 @@ class _Videos:
         if not self._lookups:
             paths = [place_of(path) for path in self._videos["path"].to_pylist()]
             self._row_of_path = {path: row for row, path in enumerate(paths)}
-            names = [
-                _relative_name(source_id, suffix=place_name(path).suffix)
-                for source_id, path in zip(self._videos["source_id"].to_pylist(), paths, strict=True)
-            ]
+            # A source ID may or may not have the extension of the file.
+            names = []
+            for source_id, path in zip(self._videos["source_id"].to_pylist(), paths, strict=True):
+                suffix = place_name(path).suffix
+                names.append(source_id if PurePosixPath(source_id).suffix == suffix else f"{source_id}{suffix}")
             # The ID of a dataset may differ from the name of the file.
             self._lookups = tuple(
                 VideoLookup(list(map(VideoFile, paths, relative)))
                 for relative in (names, [place_name(path).name for path in paths])
             )
         file = self._find(name)
-        if file is None and self._is_gone(name) and (file := self._find(PurePosixPath(name).name)) is not None:
+        # A table from another machine has absolute paths of files that do not exist. Path.exists raises an error for a
+        # name that is too long.
+        is_missing = PurePosixPath(name).is_absolute() and not os.path.exists(name)  # noqa: PTH110
+        if file is None and is_missing and (file := self._find(PurePosixPath(name).name)) is not None:
             self.moved[name] = str(file.path)
         if file is None:
             return -1
@@ -148,17 +153,12 @@ class _Videos:
             if other != name and not self.moved.keys().isdisjoint((name, other)):
                 raise UserError(
                     f"{other} and {name} both have the file name of {file.path}, and it is unclear which is this video",
-                    hint="write its video_id in the column video, and remove the rows of the other one",
+                    hint="write its video_id in the column video, and remove the rows of the other path",
                 )
         return row
 
     def _find(self, name: str) -> VideoFile | None:
         return next((file for lookup in self._lookups if (file := lookup.find(name)) is not None), None)
-
-    def _is_gone(self, name: str) -> bool:
-        """Return True for the absolute path of a file that does not exist: the table may come from elsewhere."""
-        # Path.exists raises an error for a name that is too long.
-        return PurePosixPath(name).is_absolute() and not os.path.exists(name)  # noqa: PTH110
 
 
 class _Reader:
@@ -178,30 +178,35 @@ class _Reader:
             for fault in batch.faults:
                 why, file = fault.why, str(table.path)
                 self._builder.reject(why.reason, file=file, row=fault.row, source_id=fault.video, detail=why.detail)
-            used = self._usable_rows(table, batch)
-            if len(used.rows):
-                self._parts.append(_captions(used, self._videos.ids))
-                self._num_used[table.path] += len(used.rows)
-                self._add_records(table, pc.unique(used.rows["source"]).to_pylist())
+            videos, rows = self._usable_rows(table, batch)
+            if len(rows):
+                columns = {
+                    "video_id": pa.DictionaryArray.from_arrays(pa.array(videos, pa.int32()), self._videos.ids),
+                    "begin_s": rows["begin_s"],
+                    "end_s": rows["end_s"],
+                    "text": pc.utf8_trim_whitespace(rows["text"]),
+                    "source": rows["source"].combine_chunks().dictionary_encode(),
+                    "likelihood": rows["likelihood"].cast(pa.float32()),
+                }
+                self._parts.append(pa.table(columns).cast(_SCHEMA))
+                self._num_used[table.path] += len(rows)
+                self._add_records(table, pc.unique(rows["source"]).to_pylist())
 
     def result(self) -> FurtherReading:
         if moved := self._videos.moved:
             first, path = next(iter(moved.items()))
             paths = count_noun(len(moved), "path")
             self._builder.note(f"{paths} in the tables not found, videos matched by file name: {first} is {path}")
-        other = self._builder.build()
-        found = Reading(
-            videos=other.videos,
+        further_reading = replace(
+            self._builder.build(),
             captions=pa.concat_tables(self._parts).unify_dictionaries(),
-            rejected=other.rejected,
-            num_captions_lost=other.num_captions_lost,
             num_rows_used={escape_unencodable(str(path)): count for path, count in self._num_used.items()},
-            notes=other.notes,
             example_file=self._videos.ids[0].as_py() if len(self._videos.ids) else None,
         )
-        return FurtherReading(found, self._records)
+        return FurtherReading(further_reading, self._records)
 
-    def _usable_rows(self, table: OpenTable, batch: Batch) -> "_Used":
+    def _usable_rows(self, table: OpenTable, batch: Batch) -> tuple[np.ndarray, pa.Table]:
+        """Return the rows of the videos of usable captions, int64[N], and the captions; reject the others."""
         rows = batch.rows.combine_chunks()
         begin_s, end_s = rows["begin_s"].to_numpy(), rows["end_s"].to_numpy()
         likelihood = rows["likelihood"].fill_null(0.0).to_numpy()
@@ -242,27 +247,27 @@ class _Reader:
         )
         if table.model is not None and self._limits.has_chunk is not None:
             kept = np.flatnonzero(is_usable)
-            is_gone = np.zeros(len(rows), bool)
-            is_gone[kept] = ~self._limits.has_chunk(videos[kept], begin_s[kept], end_s[kept])
+            lacks_chunk = np.zeros(len(rows), bool)
+            lacks_chunk[kept] = ~self._limits.has_chunk(videos[kept], begin_s[kept], end_s[kept])
             reject(
-                is_gone,
+                lacks_chunk,
                 Reason.MISSING_CHUNK,
                 lambda index: f"the video has no chunk between {begin_s[index]} s and {end_s[index]} s",
             )
         kept = np.flatnonzero(is_usable)
-        return _Used(videos[kept], rows.take(pa.array(kept)))
+        return videos[kept], rows.take(pa.array(kept))
 
     def _find_others(self, table: OpenTable, batch: Batch, videos: np.ndarray, unknown: np.ndarray) -> None:
         """Look up the rows `unknown` by other names, and set their elements of `videos`."""
-        found: dict[str, int | Ambiguous] = {}
+        video_of_name: dict[str, int | Ambiguous] = {}
         for index in unknown.tolist():
             name = batch.rows["video"][index].as_py()
-            if name not in found:
+            if name not in video_of_name:
                 try:
-                    found[name] = self._videos.row_named(name)
+                    video_of_name[name] = self._videos.row_named(name)
                 except Ambiguous as error:
-                    found[name] = error
-            video = found[name]
+                    video_of_name[name] = error
+            video = video_of_name[name]
             if isinstance(video, Ambiguous):
                 number = int(batch.numbers[index])
                 self._builder.reject(
@@ -279,42 +284,16 @@ class _Reader:
         for source in sources:
             record = self._records.setdefault(source, {"kind": kind, "models": [model] if model else []})
             models = record["models"]
-            weights = [one.get("weights_sha256") for one in models]
+            weights = [known.get("weights_sha256") for known in models]
             if record["kind"] != kind or (models and model.get("weights_sha256") not in weights):
                 raise UserError(
                     f"{table.path} has captions of the source {source!r}, but an earlier table has captions of another "
                     "model under this name",
-                    hint="add the tables one after another, each with its own --source",
+                    hint="add the tables one after another, each with a different --source",
                 )
             if model and model not in models:
                 models.append(model)
 
 
-@dataclass(frozen=True)
-class _Used:
-    """Usable rows; `videos` int64[N] are the rows of their videos."""
-
-    videos: np.ndarray
-    rows: pa.Table
-
-
-def _captions(used: _Used, ids: pa.Array) -> pa.Table:
-    """Return captions in the schema of a manifest, without IDs."""
-    columns = {
-        "video_id": pa.DictionaryArray.from_arrays(pa.array(used.videos, pa.int32()), ids),
-        "begin_s": used.rows["begin_s"],
-        "end_s": used.rows["end_s"],
-        "text": pc.utf8_trim_whitespace(used.rows["text"]),
-        "source": used.rows["source"].combine_chunks().dictionary_encode(),
-        "likelihood": used.rows["likelihood"].cast(pa.float32()),
-    }
-    return pa.table(columns).cast(_SCHEMA)
-
-
 def _is_blank(column: pa.ChunkedArray) -> np.ndarray:
     return np.asarray(pc.equal(pc.utf8_trim_whitespace(column.fill_null("")), "").to_numpy())
-
-
-def _relative_name(source_id: str, *, suffix: str) -> str:
-    """Return a file's name relative to its dataset, which the source ID may have without the extension."""
-    return source_id if PurePosixPath(source_id).suffix == suffix else f"{source_id}{suffix}"

@@ -1,7 +1,7 @@
 """Incremental reading of large JSON files, one entry at a time.
 
 The standard library's decoder parses a sliding window of the file that always contains the current entry. This is
-as fast as reading the whole file, and needs memory for the largest entry only.
+as fast as reading the file at once, and needs memory only for the largest entry.
 """
 
 import json
@@ -22,7 +22,7 @@ def array_items(path: Path, *, hook: ObjectHook | None = None) -> Iterator[Any]:
     """Iterate over the items of a file that contains one JSON array.
 
     Args:
-        hook: `object_pairs_hook` of the parser; a ValueError of it is an error of the file.
+        hook: `object_pairs_hook` of the parser; a ValueError that it raises is an error of the file.
 
     Raises:
         UserError: the file cannot be read, or is not a JSON array; the message includes the line number.
@@ -36,13 +36,13 @@ def array_items(path: Path, *, hook: ObjectHook | None = None) -> Iterator[Any]:
 
 
 def object_items(path: Path, *, inside: str | None = None, hook: ObjectHook | None = None) -> Iterator[tuple[str, Any]]:
-    """Iterate over the (key, value) pairs of a JSON object; what is under the key `inside` is iterated over as well.
+    """Iterate over the (key, value) pairs of a JSON object; iterate over the value of the key `inside` as well.
 
     A file `{"version": 1, "videos": {"a": ..., "b": ...}}`, read with inside="videos", yields the keys version, a and
     b; with a list in place of the object, it yields version, and videos for each item.
 
     Args:
-        hook: see `array_items`.
+        hook: As in `array_items`.
 
     Raises:
         UserError: the file cannot be read, or is not a JSON object; the message includes the line number.

@@ -1,7 +1,7 @@
-"""Kinetics (Kay et al. 2017) and similar lists: one class per clip.
+"""Clips with one class each: Kinetics (Kay et al. 2017) and similar lists, and Something-Something v2.
 
-A list is the published CSV with the columns label, youtube_id, time_start, time_end, split, whose videos are
-`<youtube_id>_<start as 6 digits>_<end as 6 digits>.<extension>` (trimmed: the label applies to the whole file) or
+*Kinetics.* A list is the published CSV with the columns label, youtube_id, time_start, time_end, split. Its videos are
+`<youtube_id>_<start as 6 digits>_<end as 6 digits>.<extension>` (trimmed: the label applies to the complete file) or
 `<youtube_id>.<extension>` (untrimmed: it applies from time_start to time_end). A list without a header has lines such
 as
 
@@ -15,6 +15,14 @@ interpretation of a line whose file exists is used. Published lists begin paths 
 `your_path/` (VideoMAE V2) or `dataset_root/` (AVION): it is removed, with as many of the folders after it as are not
 found. The class is also the text of the caption. It is taken from the list unchanged, as a name or a number, so a
 dataset should not mix lists of numbers with lists of names.
+
+*Something-Something v2* (Goyal et al. 2017) has clips of one of 174 actions with objects. train.json and
+validation.json are lists of {"id": "78687", "label": "holding a cup next to a box", "template": "Holding [something]
+next to [something]", "placeholders": ["a cup", "a box"]}, with or without the prefix `something-something-v2-` in the
+file name. The caption is `label`; the class is the template without its brackets, as in labels.json. The videos are
+files `<id>.webm`. The split is derived from the file name. test.json lists videos without labels; test-answers.csv has
+their classes in lines `<id>;<class>`, which are also their captions, with the source `class`. If labels.json is given,
+other classes than its keys are rejected.
 """
 
 import re
@@ -48,7 +56,8 @@ from clipmill.manifests.adapters.video_files import VIDEO_SUFFIXES, Ambiguous, V
 from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.storage.urls import Place
 
-SOURCE = "class"
+CLASS_SOURCE = "class"
+TEMPLATE_SOURCE = "human"
 LABELS = {"label_class": pa.string()}
 _COLUMNS = ["label", "youtube_id"]
 _TWO_NUMBERS = re.compile(r"(?P<count>\d{1,9})[ ,\t]+(?P<label>-?\d{1,9})")
@@ -78,19 +87,19 @@ def read_kinetics(
     builder = ReadingBuilder(dataset, labels=LABELS)
     files = builder.find_videos(lists[0].parent if videos is None else videos, skip=skip)
     lookup = VideoLookup(files)
-    wanted = WantedVideos(builder, lookup, files)
+    clips = WantedVideos(builder, lookup, files)
     for path in lists:
         builder.begin_annotations(path)
         first_line = next(text_lines(path), "")
         if all(name in first_line.strip().split(",") for name in _COLUMNS):
             for row in read_csv(path, required=_COLUMNS):
-                _add_row(builder, wanted, row, lookup=lookup, path=path)
+                _add_row(builder, clips, row, lookup=lookup, path=path)
         else:
-            _add_plain_list(builder, wanted, lookup=lookup, path=path)
+            _add_plain_list(builder, clips, lookup=lookup, path=path)
     return builder.build()
 
 
-def _add_row(builder: ReadingBuilder, wanted: WantedVideos, row: Row, *, lookup: VideoLookup, path: Path) -> None:
+def _add_row(builder: ReadingBuilder, clips: WantedVideos, row: Row, *, lookup: VideoLookup, path: Path) -> None:
     cells = row.values
     if row.fault is not None:
         builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row.number, detail=row.fault)
@@ -111,13 +120,13 @@ def _add_row(builder: ReadingBuilder, wanted: WantedVideos, row: Row, *, lookup:
         return
     if trimmed:
         begin_s, end_s = 0.0, inf
-    video = wanted.number(source_id, split=split, file=path, row=row.number)
+    video = clips.number(source_id, split=split, file=path, row=row.number)
     if video is not None:
         _add_class(builder, video, cells["label"], path=path, row=row.number, begin_s=begin_s, end_s=end_s)
 
 
 def _file_id(youtube_id: str, *, begin_s: float, end_s: float, lookup: VideoLookup) -> tuple[str, bool]:
-    """Return the name of a clip's file, and whether the file is trimmed to the clip."""
+    """Return the name of a clip's file, and True if the file is trimmed to the clip."""
     if not youtube_id.strip() or end_s == inf:
         return youtube_id, False
     if not (isfinite(begin_s) and isfinite(end_s)):
@@ -130,7 +139,7 @@ def _file_id(youtube_id: str, *, begin_s: float, end_s: float, lookup: VideoLook
     return (youtube_id, False) if untrimmed else (trimmed_id, True)
 
 
-def _add_plain_list(builder: ReadingBuilder, wanted: WantedVideos, *, lookup: VideoLookup, path: Path) -> None:
+def _add_plain_list(builder: ReadingBuilder, clips: WantedVideos, *, lookup: VideoLookup, path: Path) -> None:
     split = split_in_file_name(path.name)
     is_pretraining = any(line.rstrip().endswith(f" {_NO_LABEL}") for line in text_lines(path))
     for row, line in enumerate(line.strip() for line in text_lines(path)):
@@ -141,30 +150,34 @@ def _add_plain_list(builder: ReadingBuilder, wanted: WantedVideos, *, lookup: Vi
             detail = f"expected `path label` or `path,label`, found {line:.80}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
             continue
-        read = next((one for one in readings if _exists(one.name, lookup)), None) or _most_likely(readings)
-        if read.fault is not None:
-            builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, source_id=read.name, detail=read.fault)
+        # The interpretation whose file exists, else the first one with the name of a video file.
+        existing = (reading for reading in readings if _exists(reading.name, lookup))
+        plausible = (reading for reading in readings if PurePosixPath(reading.name).suffix.lower() in VIDEO_SUFFIXES)
+        reading = next(existing, None) or next(plausible, readings[0])
+        if reading.fault is not None:
+            builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, source_id=reading.name, detail=reading.fault)
             continue
-        video = wanted.number(read.name, split=split, file=path, row=row, num_captions=int(read.label is not None))
+        has_label = reading.label is not None
+        video = clips.number(reading.name, split=split, file=path, row=row, num_captions=int(has_label))
         if video is None:
             continue
-        if read.label is None:
+        if reading.label is None:
             builder.use_row(path)
         else:
-            _add_class(builder, video, read.label, path=path, row=row, begin_s=0.0, end_s=inf)
+            _add_class(builder, video, reading.label, path=path, row=row, begin_s=0.0, end_s=inf)
 
 
 def _readings(line: str, *, lookup: VideoLookup, is_pretraining: bool) -> list[_Line]:
     """Return the ways to split a line into path and label, the most likely first."""
-    found = []
+    pairs = []
     if line.startswith('"'):
-        found.append(line[1:].partition('"')[::2])
+        pairs.append(line[1:].partition('"')[::2])
     # A label may contain spaces if a comma precedes it, and rarely contains a comma.
-    found += [line.rpartition(separator)[::2] for separator in (",", " ", "\t") if separator in line]
+    pairs += [line.rpartition(separator)[::2] for separator in (",", " ", "\t") if separator in line]
     if (numbers := _NUMBERS_LAST.fullmatch(line)) is not None:
-        found.append((numbers["name"], numbers["numbers"]))
-    found += [line.partition(",")[::2]] if line.count(",") > 1 else []
-    stripped = [(name.strip().strip('"'), label.strip(" ,\t").strip('"')) for name, label in found]
+        pairs.append((numbers["name"], numbers["numbers"]))
+    pairs += [line.partition(",")[::2]] if line.count(",") > 1 else []
+    stripped = [(name.strip().strip('"'), label.strip(" ,\t").strip('"')) for name, label in pairs]
     return [
         _read(_without_placeholder(name, lookup), label, is_pretraining=is_pretraining)
         for name, label in stripped
@@ -178,7 +191,7 @@ def _without_placeholder(name: str, lookup: VideoLookup) -> str:
         return name
     parts = name.removeprefix(prefix).split("/")
     shortened = ["/".join(parts[first:]) for first in range(len(parts))]
-    return next((one for one in shortened if _exists(one, lookup)), shortened[0])
+    return next((path for path in shortened if _exists(path, lookup)), shortened[0])
 
 
 def _read(name: str, label: str, *, is_pretraining: bool) -> _Line:
@@ -198,12 +211,6 @@ def _read(name: str, label: str, *, is_pretraining: bool) -> _Line:
     return _Line(name, label)
 
 
-def _most_likely(readings: list[_Line]) -> _Line:
-    """Return the interpretation that names a video file, given that none of the files exists."""
-    named = (one for one in readings if PurePosixPath(one.name).suffix.lower() in VIDEO_SUFFIXES)
-    return next(named, readings[0])
-
-
 def _exists(name: str, lookup: VideoLookup) -> bool:
     try:
         return lookup.find(name) is not None
@@ -215,11 +222,9 @@ def _add_class(
     builder: ReadingBuilder, video: int, label: str, *, path: Path, row: int, begin_s: float, end_s: float
 ) -> None:
     labels = {"label_class": label}
-    builder.add_caption(video, label, Origin(path, SOURCE, row), begin_s=begin_s, end_s=end_s, labels=labels)
+    builder.add_caption(video, label, Origin(path, CLASS_SOURCE, row), begin_s=begin_s, end_s=end_s, labels=labels)
 
 
-TEMPLATE_SOURCE = "human"
-CLASS_SOURCE = "class"
 _WITHOUT_BRACKETS = str.maketrans("", "", "[]")
 
 
@@ -231,7 +236,7 @@ def read_something_something(
     Raises:
         UserError: no videos are found, or an annotation file cannot be read.
     """
-    builder, wanted = begin_reading(dataset, directory, skip=skip, labels=LABELS)
+    builder, clips = begin_reading(dataset, directory, skip=skip, labels=LABELS)
     tables = [path for path in annotations if path.stem.lower().endswith("labels")]
     classes = {name for path in tables for name, _ in object_items(path)} if tables else None
     for path in annotations:
@@ -240,7 +245,7 @@ def read_something_something(
         builder.begin_annotations(path)
         split = split_in_file_name(path.name)
         for row, entry in enumerate(_template_entries(path)):
-            _add_template(builder, wanted, entry, path=path, row=row, split=split, classes=classes)
+            _add_template(builder, clips, entry, path=path, row=row, split=split, classes=classes)
     return builder.build()
 
 
@@ -256,7 +261,7 @@ def _template_entries(path: Path) -> Iterator[Any]:
 
 def _add_template(
     builder: ReadingBuilder,
-    wanted: WantedVideos,
+    clips: WantedVideos,
     entry: object,
     *,
     path: Path,
@@ -268,7 +273,7 @@ def _add_template(
         builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=f"not an object: {quote_value(entry)}")
         return
     is_labelled = "label" in entry or "template" in entry
-    video = wanted.number(entry.get("id"), split=split, file=path, row=row, num_captions=int(is_labelled))
+    video = clips.number(entry.get("id"), split=split, file=path, row=row, num_captions=int(is_labelled))
     if video is None:
         return
     if not is_labelled:

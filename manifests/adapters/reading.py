@@ -1,4 +1,9 @@
-"""The output of an adapter, and a builder that collects it without one Python object per row."""
+"""The output of an adapter, and the builder that collects it.
+
+`ReadingBuilder` collects rows without one Python object for each. `WantedVideos` looks up the videos that annotations
+name, each once. Annotation files by URL are copied to a temporary folder while an adapter reads them
+(`read_with_local_tables`).
+"""
 
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -62,12 +67,13 @@ _VIDEO_FIELDS = pa.schema([VIDEOS.field(name) for name in ("video_id", "source_i
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a caption was read.
+    """The place where a caption was read.
 
     Attributes:
-        source: what made the caption, as the manifest names it.
-        row: its row or entry in the file, or None.
-        field: has the text in the file.
+        file: Annotation file.
+        source: Source of the caption, as the manifest names it.
+        row: Row or entry in the file, or None.
+        field: Name of the field with the text.
     """
 
     file: Place
@@ -81,15 +87,15 @@ class Reading:
     """The videos and captions that an adapter read from one dataset.
 
     Attributes:
-        videos: schema.VIDEOS without the columns that depend on captions (num_captions, captions_sha256).
-        captions: schema.CAPTIONS without caption_id, plus likelihood if any has one, and label_ columns; video_id's
-            dictionary is videos.video_id.
-        rejected: schema.REJECTED.
-        num_captions_lost: number of captions of unavailable videos.
-        num_rows_used: annotation file -> number of its rows that became captions, or videos without captions; contains
+        videos: Table of schema.VIDEOS without the columns that depend on captions (num_captions, captions_sha256).
+        captions: Table of schema.CAPTIONS without caption_id, plus likelihood if any has one, and label_ columns; the
+            dictionary of video_id is videos.video_id.
+        rejected: Table of schema.REJECTED.
+        num_captions_lost: Number of captions of unavailable videos.
+        num_rows_used: Annotation file -> number of its rows that became captions, or videos without captions; contains
             all given files.
-        example_file: name of one of the video files, relative to their folder.
-        notes: what the user should know about what was read, one sentence each.
+        example_file: Name of one of the video files, relative to their folder.
+        notes: Notes for the user about the reading, one sentence each.
     """
 
     videos: pa.Table
@@ -102,7 +108,7 @@ class Reading:
 
 
 class ReadingBuilder:
-    """Collects videos, captions and rejected rows of one dataset; `build` returns the Reading."""
+    """Collector of videos, captions and rejected rows of one dataset; `build` returns the Reading."""
 
     def __init__(self, dataset: str, *, labels: Mapping[str, pa.DataType] | None = None) -> None:
         self._dataset = dataset
@@ -124,11 +130,11 @@ class ReadingBuilder:
         self._notes: list[str] = []
 
     def find_videos(self, directory: Place, *, skip: Place | None = None) -> list[VideoFile]:
-        """Find videos under `directory`, by `scan_videos` or `scan_bucket`; unlistable folders are rejected."""
+        """Find videos under `directory`, by `scan_videos` or `scan_bucket`; reject folders that cannot be listed."""
         return self.scan(directory, skip=skip).files
 
     def scan(self, directory: Place, *, skip: Place | None = None, beside: frozenset[str] = frozenset()) -> Scan:
-        """Like `find_videos`, but also find files with the extensions `beside`."""
+        """Find videos, like `find_videos`, and files with the extensions `beside`."""
         if isinstance(directory, str):
             return self.use_scan(scan_bucket(directory, skip=skip if isinstance(skip, str) else None, beside=beside))
         return self.use_scan(scan_videos(directory, skip=skip if isinstance(skip, Path) else None, beside=beside))
@@ -155,7 +161,7 @@ class ReadingBuilder:
         self._num_rows_used.setdefault(file, 0)
 
     def use_row(self, file: Place) -> None:
-        """Count a row of an annotation file that provides a video without a caption, or one of several files."""
+        """Count a row that provides a video without a caption, or whose caption another annotation file provides."""
         self._num_rows_used[file] += 1
 
     def add_video(self, source_id: str, *, path: Place, split: str, size_bytes: int | None = None) -> int | None:
@@ -167,7 +173,7 @@ class ReadingBuilder:
         """Return True if `path` is a non-empty regular file, otherwise add a rejected row. The file is not opened.
 
         Args:
-            size_bytes: size of an object; None for a file.
+            size_bytes: Size of an object; None for a file.
         """
         reason, detail = _file_fault(path, size_bytes=size_bytes)
         if reason is not None:
@@ -175,7 +181,7 @@ class ReadingBuilder:
         return reason is None
 
     def add_checked_video(self, source_id: str, *, path: Place, split: str) -> int | None:
-        """Like `add_video`, for a file that has been checked; None, with a rejected row, if its ID is taken."""
+        """Add a video, like `add_video`, whose file has been checked; reject it and return None if its ID is taken."""
         video_id = safe_video_id(source_id)
         if video_id in self._video_ids:
             first = self._videos["path"][self._video_ids[video_id]]
@@ -189,11 +195,11 @@ class ReadingBuilder:
         return self._video_ids[video_id]
 
     def source_ids(self) -> Sequence[str]:
-        """Return the dataset's own IDs of the videos that were added."""
+        """Return the dataset's IDs of the videos that were added."""
         return self._videos["source_id"]
 
     def source_id_of(self, video: int) -> str:
-        """Return the dataset's own ID of a video."""
+        """Return the dataset's ID of a video."""
         return self._videos["source_id"][video]
 
     def split_of(self, video: int) -> str:
@@ -234,7 +240,7 @@ class ReadingBuilder:
     def add_captions(
         self, video: int, *, texts: pa.Array, source: str, file: Path, begin_s: np.ndarray, end_s: np.ndarray
     ) -> None:
-        """Add many captions of one video, already validated by the caller; texts string[N], times float64[N]."""
+        """Add many captions of one video, which the caller has validated; texts string[N], times float64[N]."""
         num_rows = len(texts)
         arrays = [
             pa.array(np.full(num_rows, video, np.int32)),
@@ -379,7 +385,11 @@ def _dictionary_column(codes: pa.ChunkedArray, values: pa.Array) -> pa.ChunkedAr
 def begin_reading(
     dataset: str, directory: Place, *, skip: Place | None, labels: Mapping[str, pa.DataType] | None = None
 ) -> tuple[ReadingBuilder, "WantedVideos"]:
-    """A builder, and the videos of `directory` under the IDs of its annotations; UserError if there are no videos."""
+    """Return a builder, and the lookup of the videos of `directory` by the IDs of annotations.
+
+    Raises:
+        UserError: there are no videos.
+    """
     builder = ReadingBuilder(dataset, labels=labels)
     files = builder.find_videos(directory, skip=skip)
     return builder, WantedVideos(builder, VideoLookup(files), files)
@@ -392,18 +402,19 @@ class _Unavailable:
 
 
 class WantedVideos:
-    """Adds annotated videos to a builder, under the IDs used by the annotations."""
+    """Lookup of annotated videos, which adds them to a builder under the IDs of the annotations."""
 
     def __init__(self, builder: ReadingBuilder, lookup: VideoLookup, files: Sequence[VideoFile]) -> None:
         self._builder = builder
         self._lookup = lookup
-        # Numbered names such as P01_02 are not likely to be meant by P01_01, which is likely not to be there.
+        # A numbered name such as P01_01 does not misspell P01_02: its file is probably missing.
         self._nearest = NearestName(files, max_compared=0)
-        self._found: dict[str, int | _Unavailable] = {}
+        self._videos: dict[str, int | _Unavailable] = {}
 
     def leave_out(self, source_ids: Iterable[str], *, why: str) -> None:
-        """Lose the captions of these videos; called before any of them is looked up."""
-        self._found |= {compose_unicode(one): _Unavailable(Reason.LEFT_OUT, why) for one in source_ids}
+        """Omit these videos with their captions; called before any of them is looked up."""
+        omitted = _Unavailable(Reason.LEFT_OUT, why)
+        self._videos |= {compose_unicode(source_id): omitted for source_id in source_ids}
 
     def number(
         self,
@@ -418,28 +429,29 @@ class WantedVideos:
         """Return the builder's index of the video of an annotation row with `num_captions` captions.
 
         Args:
-            file_names: names under which its file is looked up, in this order; by default `source_id`.
+            file_names: Names under which its file is looked up, in this order; by default `source_id`.
 
-        Returns None if the row is unusable; it has then been counted or rejected.
+        Returns:
+            The index; None if the row is unusable, in which case it has been counted or rejected.
         """
         if not isinstance(source_id, str) or not source_id.strip():
             self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="the row names no video")
             return None
         # The same name in two Unicode forms is one video; its ID has the form encountered first.
         name = compose_unicode(source_id)
-        if name not in self._found:
-            self._found[name] = self._find(source_id, split=split, file_names=file_names or (source_id,))
-        found = self._found[name]
-        if isinstance(found, _Unavailable):
+        if name not in self._videos:
+            self._videos[name] = self._find(source_id, split=split, file_names=file_names or (source_id,))
+        video = self._videos[name]
+        if isinstance(video, _Unavailable):
             self._builder.lose_captions(
-                source_id, file=file, num_captions=num_captions, reason=found.reason, why=found.why
+                source_id, file=file, num_captions=num_captions, reason=video.reason, why=video.why
             )
             return None
-        if self._builder.split_of(found) != split:
-            detail = f"split is {split}, but {self._builder.split_of(found)} in an earlier row"
+        if self._builder.split_of(video) != split:
+            detail = f"split is {split}, but {self._builder.split_of(video)} in an earlier row"
             self._builder.reject(Reason.BAD_SPLIT, file=str(file), row=row, source_id=source_id, detail=detail)
             return None
-        return found
+        return video
 
     def _find(self, source_id: str, *, split: str, file_names: Sequence[str]) -> int | _Unavailable:
         try:
@@ -455,10 +467,10 @@ class WantedVideos:
 
 
 def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]], Reading]) -> Reading:
-    """Return `read(local files)` with the names of the tables in place of those of their copies.
+    """Return `read(local files)`, with the URLs of the tables in place of the names of their copies.
 
     Raises:
-        UserError: a table cannot be fetched; and whatever `read` raises.
+        UserError: a table cannot be fetched, or `read` raises an error.
     """
     if not any(isinstance(table, str) for table in tables):
         return read([Path(table) for table in tables])

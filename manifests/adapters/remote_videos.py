@@ -1,4 +1,4 @@
-"""Video files in a bucket, found by listing it, and files on web servers, which a table has to name.
+"""Video files in a bucket, which are listed, and on web servers, which a table has to name.
 
 The states of objects (their sizes) come with the listing; nothing is opened.
 """
@@ -26,7 +26,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
     Hidden files and folders, and the folder `skip`, are ignored.
 
     Args:
-        beside: other extensions to list, in lower case.
+        beside: Other extensions to list, in lower case.
 
     Raises:
         UserError: the URL cannot be served, the bucket does not exist or refuses the credentials, the server cannot
@@ -85,11 +85,11 @@ def require_listable(folder: str) -> None:
 
 
 def normal_url(name: str, *, base: str | None) -> str:
-    """Return the URL that a table means by `name`: a URL, or a path below the URL `base`.
+    """Return the URL for `name` in a table: a URL, or a path below the URL `base`.
 
     Raises:
         UserError: the URL cannot be served, has a password or a query string, or leads into this machine's network.
-        ValueError: it is not a URL, and there is no base.
+        ValueError: `name` is not a URL, and there is no base.
     """
     if not is_remote(name):
         if base is None:
@@ -105,7 +105,7 @@ def normal_url(name: str, *, base: str | None) -> str:
 
 
 def named_videos(names: Iterable[str], *, base: str | None) -> Scan:
-    """Look up the objects that a table names; those that do not exist are left out.
+    """Look up the objects that a table names; objects that do not exist are omitted.
 
     Args:
         names: URLs, or paths below `base`, with a video extension.
@@ -127,11 +127,11 @@ def named_videos(names: Iterable[str], *, base: str | None) -> Scan:
     files: list[VideoFile] = []
     faults: list[Fault] = []
     with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
-        for found in pool.map(lambda named: _look_up(servers, *named), urls.items()):
-            if isinstance(found, VideoFile):
-                files.append(found)
-            elif found is not None:
-                faults.append(found)
+        for result in pool.map(lambda item: _look_up(servers, *item), urls.items()):
+            if isinstance(result, VideoFile):
+                files.append(result)
+            elif result is not None:
+                faults.append(result)
     return Scan(sorted(files, key=file_order), faults, [])
 
 
@@ -158,5 +158,5 @@ def _look_up(servers: dict[str, Objects], url: str, relative: str) -> VideoFile 
 
 
 def distinct_names(names: Iterable[object]) -> Iterator[str]:
-    """Yield each name once, without those that are not text."""
+    """Yield each name once, without values that are not text."""
     yield from dict.fromkeys(name.strip() for name in names if isinstance(name, str) and name.strip())

@@ -1,7 +1,12 @@
-"""Cues of SubRip (.srt) and WebVTT (.vtt) files, and segments of speech recognition in the JSON form of Whisper.
+"""Captions in files beside the videos: subtitles (.srt, .vtt), and the output of speech recognition (.json of Whisper).
 
-The parser is our own: pysubs2 reads a negative time as a positive one, and adds comments, cue names and cues with an
-invalid time to the text of the cue before; webvtt-py leaves such cues out without a word; srt gives up the whole file.
+A file belongs to the video of the same name in its folder: `a.srt`, or with a language `a.en.srt`, for `a.mp4`. Its
+captions have the source `subtitles`, or `asr` for the output of speech recognition, followed by the language:
+`subtitles-en`. Whisper writes the same words in all formats at once. If files of a video have the same words, only one
+is read: JSON, which has likelihoods, before .srt and .vtt.
+
+No library is used for parsing: pysubs2 reads a negative time as a positive time, and adds comments, cue names and cues
+with an invalid time to the text of the cue before; webvtt-py omits such cues silently; srt rejects the complete file.
 Here every cue is either valid or has a fault.
 """
 
@@ -34,7 +39,7 @@ _LIKE_TIMING = re.compile(r"[\s\d:.,-]*-->|[\s\d:.,-]*:[\s\d:.,-]*->|\s*-?\d+:\S
 _ARROW = "-->"
 _WORD_TIME = re.compile(r"<\d[\d:.]*><c[.>]")  # before each word of YouTube's automatic subtitles
 _INSTANT_S = 0.02
-_MAX_TIMING_CHARS = 100  # of the times in a line; the time for matching grows with their square
+_MAX_TIMING_CHARS = 100  # of the times in a line; the time for matching grows with the square of their length
 _PARTS = re.compile(r"(?P<sign>-?)(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:[.,:](?P<fraction>\d+))?")
 # <i>, </font>, <v Name>, <c.yellow>, <00:00:01.000>; {\an8}, {y:i}. Not "I <3 you" or "{laughs}".
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>|</?>|<\d[\d:.,]*>|\{\\[^{}]*\}|\{[A-Za-z]:[^{}]*\}")
@@ -45,11 +50,12 @@ _ENTITY = re.compile(r"&(?:[A-Za-z]{1,32}|#\d{1,8}|#[xX][0-9a-fA-F]{1,8});")
 
 @dataclass(frozen=True)
 class Cue:
-    """A text with its times; `fault` is why it is unusable.
+    """A text with its times.
 
     Attributes:
-        number: position in the file, from 0.
-        likelihood: mean log-probability per token, if known.
+        number: Position in the file, from 0.
+        likelihood: Mean log-probability per token, if known.
+        fault: Reason why it is unusable, or None.
     """
 
     number: int
@@ -61,14 +67,14 @@ class Cue:
 
 
 class Unreadable(Exception):
-    """A file is not of the expected form; the message says why."""
+    """A file does not have the expected form; the message states the reason."""
 
 
 def decode_text(content: bytes) -> tuple[str, str | None]:
-    """Decode the text of a file: UTF-8, UTF-16, else Windows-1252. Return it and a note if the encoding was guessed.
+    """Decode the text of a file: UTF-8, UTF-16, else Windows-1252. Return it and the encoding if that was guessed.
 
     Raises:
-        Unreadable: it is not text.
+        Unreadable: the content is not text.
     """
     for mark, encoding in _MARKS:
         if content.startswith(mark):
@@ -93,7 +99,7 @@ def read_cues(text: str) -> Iterator[Cue]:
     """Iterate over the cues of a SubRip or WebVTT file, in their order.
 
     The text of a cue is on one line, without markup and without the settings of the cue. Automatic subtitles of
-    YouTube scroll: a cue shows the line before it again, and a cue of 10 ms follows that shows nothing else. Of such
+    YouTube scroll: a cue repeats the previous line, and is followed by a cue of 10 ms that shows nothing else. In such
     files, each line belongs to the cue that shows it first, and cues that only repeat lines are omitted.
 
     Raises:
@@ -105,14 +111,18 @@ def read_cues(text: str) -> Iterator[Cue]:
     timings = [row for row, line in enumerate(lines) if _is_timing(line, before=before[row], is_vtt=is_vtt)]
     if not timings:
         raise Unreadable("it has no cues: no line of the form 00:00:01,000 --> 00:00:02,000")
-    shown: list[tuple[Cue, list[str]]] = []  # the text of a cue, line by line
+    cues: list[tuple[Cue, list[str]]] = []  # with the text of each cue, line by line
     for number, (row, following) in enumerate(zip(timings, [*timings[1:], len(lines)], strict=True)):
-        is_last = following == len(lines)
         body = lines[row + 1 : following]
-        content = _vtt_content(body) if is_vtt else _srt_content(body, is_last=is_last)
-        texts = [text for text in (without_markup(line) for line in _whole_tags(content)) if text]
-        shown.append((_cue(number, lines[row], texts), texts))
-    yield from _without_repetition(shown, has_word_times=_WORD_TIME.search(text) is not None)
+        if is_vtt:
+            # After the first empty line come comments, styles, and the name of the next cue. A line of blanks does not
+            # end a cue (WebVTT, section 6.3); YouTube begins cues with such lines.
+            content = body[: next((end for end, line in enumerate(body) if not line), len(body))]
+        else:
+            content = _srt_content(body, is_last=following == len(lines))
+        texts = [text for text in (without_markup(line) for line in _join_tags(content)) if text]
+        cues.append((_cue(number, lines[row], texts), texts))
+    yield from _omit_repetition(cues, has_word_times=_WORD_TIME.search(text) is not None)
 
 
 def read_segments(content: Any) -> Iterator[Cue] | None:
@@ -124,8 +134,10 @@ def read_segments(content: Any) -> Iterator[Cue] | None:
     segments = content.get("segments") if isinstance(content, dict) else content
     if not isinstance(segments, list):
         return None
-    if isinstance(content, list) and not (content and all(_is_segment(segment) for segment in content)):
-        return None
+    if isinstance(content, list):
+        keys = {"start", "end", "text"}
+        if not content or not all(isinstance(item, dict) and keys <= item.keys() for item in content):
+            return None
     return map(_segment, range(len(segments)), segments)
 
 
@@ -133,7 +145,7 @@ def read_json(text: str) -> Any:
     """Parse JSON.
 
     Raises:
-        Unreadable: it is not JSON.
+        Unreadable: the text is not JSON.
     """
     try:
         return parse_json(text)
@@ -144,7 +156,7 @@ def read_json(text: str) -> Any:
 def without_markup(text: str) -> str:
     """Return the words of a cue on one line: without tags, with entities replaced."""
     text = _LINE_BREAK.sub(" ", _TAG.sub("", text))
-    text = _ENTITY.sub(lambda found: html.unescape(found[0]), text)
+    text = _ENTITY.sub(lambda match: html.unescape(match[0]), text)
     return " ".join(text.translate(_INVISIBLE).split())
 
 
@@ -152,7 +164,7 @@ def read_bytes(path: Place) -> bytes:
     """Read a file or an object.
 
     Raises:
-        Unreadable: it cannot be read, or is too large to be of this kind.
+        Unreadable: the file cannot be read, or is too large for subtitles.
     """
     try:
         root, key = split_url(path) if isinstance(path, str) else ("", "")
@@ -185,7 +197,7 @@ def _is_timing(line: str, *, before: str, is_vtt: bool) -> bool:
     return is_vtt or not before.strip() or before.strip().isdigit()
 
 
-def _whole_tags(lines: Sequence[str]) -> list[str]:
+def _join_tags(lines: Sequence[str]) -> list[str]:
     """Join lines that a tag spans, as in `<v Name` and `of a speaker>`."""
     joined: list[str] = []
     for line in lines:
@@ -196,18 +208,18 @@ def _whole_tags(lines: Sequence[str]) -> list[str]:
     return joined
 
 
-def _without_repetition(shown: Sequence[tuple[Cue, list[str]]], *, has_word_times: bool) -> Iterator[Cue]:
-    """Iterate over cues; if they scroll, without the lines that the cue before showed already.
+def _omit_repetition(cues: Sequence[tuple[Cue, list[str]]], *, has_word_times: bool) -> Iterator[Cue]:
+    """Iterate over cues; if they scroll, omit the lines that the previous cue has shown.
 
-    Cues scroll if their words have times, or if one of them lasts for an instant and only repeats lines. Converters
-    to SubRip remove the times of words and keep the repetition.
+    Cues scroll if their words have times, or if a cue lasts for an instant and only repeats lines. Converters to SubRip
+    remove the times of words and keep the repetition.
     """
-    repeated = [0, *(_count_repeated_lines(before, after) for before, after in pairwise(shown))]
+    repeated = [0, *(_count_repeated_lines(before, after) for before, after in pairwise(cues))]
     does_scroll = has_word_times or any(
         count == len(texts) > 0 and cue.end_s - cue.begin_s <= _INSTANT_S
-        for count, (cue, texts) in zip(repeated, shown, strict=True)
+        for count, (cue, texts) in zip(repeated, cues, strict=True)
     )
-    for count, (cue, texts) in zip(repeated, shown, strict=True):
+    for count, (cue, texts) in zip(repeated, cues, strict=True):
         if not does_scroll or not count:
             yield cue
         elif count < len(texts):
@@ -215,7 +227,7 @@ def _without_repetition(shown: Sequence[tuple[Cue, list[str]]], *, has_word_time
 
 
 def _count_repeated_lines(before: tuple[Cue, list[str]], after: tuple[Cue, list[str]]) -> int:
-    """Count the first lines of a cue that are the last ones of the cue before it, which ends when it begins."""
+    """Count the first lines of a cue that are the last lines of the previous cue, which ends when it begins."""
     (cue_before, texts_before), (cue, texts) = before, after
     if cue_before.fault or cue.fault or abs(cue.begin_s - cue_before.end_s) > _INSTANT_S:
         return 0
@@ -242,14 +254,14 @@ def _check_cue(cue: Cue) -> Cue:
 
 def _seconds(time: str) -> float | None:
     """Convert a time to seconds; None if it has 60 minutes or seconds or more."""
-    found = _PARTS.fullmatch(time)
-    assert found is not None, time
-    hours, minutes, seconds = (int(found[name] or 0) for name in ("hours", "minutes", "seconds"))
-    if seconds >= 60 or (found["hours"] is not None and minutes >= 60):
+    match = _PARTS.fullmatch(time)
+    assert match is not None, time
+    hours, minutes, whole_s = (int(match[name] or 0) for name in ("hours", "minutes", "seconds"))
+    if whole_s >= 60 or (match["hours"] is not None and minutes >= 60):
         return None
-    # Of integers, so that 00:00:00.1 is 0.1.
-    total = float(f"{(hours * 60 + minutes) * 60 + seconds}.{found['fraction'] or 0}")
-    return -total if found["sign"] and total else total
+    # The text is composed of integers, so that 00:00:00.1 is 0.1.
+    total = float(f"{(hours * 60 + minutes) * 60 + whole_s}.{match['fraction'] or 0}")
+    return -total if match["sign"] and total else total
 
 
 def _srt_content(lines: Sequence[str], *, is_last: bool) -> Sequence[str]:
@@ -263,19 +275,6 @@ def _srt_content(lines: Sequence[str], *, is_last: bool) -> Sequence[str]:
     if not is_last and end and lines[end - 1].strip().isdigit() and (is_adjacent or stands_alone):
         end -= 1
     return lines[:end]
-
-
-def _vtt_content(lines: Sequence[str]) -> Sequence[str]:
-    """Return the text up to the first empty line: what follows are comments, styles, and the name of the next cue.
-
-    A line of blanks does not end a cue (WebVTT, section 6.3); YouTube begins cues with such lines.
-    """
-    end = next((row for row, line in enumerate(lines) if not line), len(lines))
-    return lines[:end]
-
-
-def _is_segment(value: object) -> bool:
-    return isinstance(value, dict) and {"start", "end", "text"} <= value.keys()
 
 
 def _segment(number: int, segment: Any) -> Cue:
@@ -300,7 +299,7 @@ _SUBTITLE_SUFFIXES = frozenset({".srt", ".vtt"})
 _ASR_SUFFIX = ".json"
 SUFFIXES = _SUBTITLE_SUFFIXES | {_ASR_SUFFIX}
 _ORDER = (_ASR_SUFFIX, ".srt", ".vtt")
-# A language (en, pt-BR), or what players know beside it; `hi` is Hindi, and "hearing impaired".
+# A language (en, pt-BR), or another word that players know; `hi` is Hindi, and "hearing impaired".
 _PART = re.compile(r"[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*|default|forced")
 _MAX_PARTS = 2
 _MAX_NAMED = 3
@@ -311,7 +310,7 @@ def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers:
     """Note that there are files among `files` that `add_files_beside` would read.
 
     Args:
-        numbers: relative path of each video.
+        numbers: Relative path of each video.
     """
     stems = {_stem(name) for name in numbers}
     num_subtitles = sum(_suffix(file) in _SUBTITLE_SUFFIXES for file in files)
@@ -328,10 +327,9 @@ def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers:
 
 
 def _looks_like_asr(path: Place) -> bool:
-    """Return True if the first bytes of a file contain the keys of segments. Parsing whole files for a note would take
-    long.
+    """Return True if the first bytes of a file contain the keys of segments.
 
-    Objects are not read for a note.
+    Parsing complete files for a note would take long, and objects are not read for a note.
     """
     if isinstance(path, str):
         return False
@@ -349,11 +347,11 @@ def _looks_like_asr(path: Place) -> bool:
 def add_files_beside(
     builder: ReadingBuilder, directory: Place, files: Sequence[VideoFile], *, numbers: Mapping[str, int | None]
 ) -> None:
-    """Add the captions in `files`, those with SUFFIXES in a folder of videos.
+    """Add the captions in `files`, the files with SUFFIXES in a folder of videos.
 
     Args:
-        directory: the folder; it counts as the annotation file.
-        numbers: relative path of each video -> index in `builder`; None if the video was rejected.
+        directory: Folder of the videos; it counts as the annotation file.
+        numbers: Relative path of each video -> index in `builder`; None if the video was rejected.
 
     Raises:
         UserError: there are no subtitles, and no output of speech recognition.
@@ -361,13 +359,13 @@ def add_files_beside(
     videos: dict[str, list[str]] = defaultdict(list)
     for name in numbers:
         videos[_stem(name)].append(name)
-    of_video: dict[str, list[tuple[VideoFile, str]]] = defaultdict(list)
+    files_of_video: dict[str, list[tuple[VideoFile, str]]] = defaultdict(list)
     builder.begin_annotations(directory)
     for file in sorted(files, key=lambda file: _ORDER.index(_suffix(file))):
         stem, language = _video_stem(_stem(file.relative), known=videos.keys())
         names = videos.get(stem, [])
         if len(names) == 1:
-            of_video[names[0]].append((file, language))
+            files_of_video[names[0]].append((file, language))
         elif names:
             detail = f"{len(names)} videos have this name: {', '.join(names[:_MAX_NAMED])}"
             builder.reject(Reason.AMBIGUOUS_VIDEO, file=str(file.path), detail=detail)
@@ -376,8 +374,8 @@ def add_files_beside(
     reader = _Reader(builder, directory)
     for name, video in numbers.items():
         if video is not None:
-            reader.add(video, of_video[name])
-        for file, _ in of_video[name] if video is None else ():
+            reader.add(video, files_of_video[name])
+        for file, _ in files_of_video[name] if video is None else ():
             builder.reject(Reason.MISSING_FILE, file=str(file.path), detail="its video was rejected")
     reader.note()
     is_subtitle = (_suffix(file) in _SUBTITLE_SUFFIXES for file in files)
@@ -389,7 +387,7 @@ def add_files_beside(
 
 
 class _Reader:
-    """Reads the files of one video after another."""
+    """Reader of the files of one video after another."""
 
     def __init__(self, builder: ReadingBuilder, directory: Place) -> None:
         self._builder, self._directory = builder, directory
@@ -416,7 +414,9 @@ class _Reader:
                 continue
             seen.add(words)
             kind = ASR if _suffix(file) == _ASR_SUFFIX else SUBTITLES
-            self._add_cues(video, cues, source=f"{kind}-{language}" if language else kind, file=file.path)
+            source = f"{kind}-{language}" if language else kind
+            for cue in cues:
+                self._add_cue(video, cue, source=source, file=file.path)
 
     def note(self) -> None:
         """Add the notes to the builder, each with the number of files and the first few names."""
@@ -438,21 +438,16 @@ class _Reader:
             self._notes[f"not UTF-8, read as {guessed}"].append(path)
         return cues
 
-    def _add_cues(self, video: int, cues: Sequence[Cue], *, source: str, file: Place) -> None:
-        for cue in cues:
-            if cue.fault is not None:
-                reason, detail = cue.fault
-                source_id = self._builder.source_id_of(video)
-                self._builder.reject(reason, file=str(file), row=cue.number, source_id=source_id, detail=detail)
-            elif self._builder.add_caption(
-                video,
-                cue.text,
-                Origin(file, source, cue.number),
-                begin_s=cue.begin_s,
-                end_s=cue.end_s,
-                likelihood=cue.likelihood,
-            ):
-                self._builder.use_row(self._directory)
+    def _add_cue(self, video: int, cue: Cue, *, source: str, file: Place) -> None:
+        if cue.fault is not None:
+            reason, detail = cue.fault
+            source_id = self._builder.source_id_of(video)
+            self._builder.reject(reason, file=str(file), row=cue.number, source_id=source_id, detail=detail)
+            return
+        origin = Origin(file, source, cue.number)
+        times = {"begin_s": cue.begin_s, "end_s": cue.end_s}
+        if self._builder.add_caption(video, cue.text, origin, **times, likelihood=cue.likelihood):
+            self._builder.use_row(self._directory)
 
 
 def _suffix(file: VideoFile) -> str:
@@ -464,13 +459,13 @@ def _stem(relative: str) -> str:
 
 
 def _video_stem(stem: str, *, known: Container[str]) -> tuple[str, str]:
-    """Return the name of the video that a file belongs to, and the language in its own name; the name if unknown."""
-    found, parts = stem, list[str]()
+    """Return the name of the video that a file belongs to, and the language in the file's name; `stem` if unknown."""
+    name, parts = stem, list[str]()
     for _ in range(_MAX_PARTS + 1):
-        if found in known:
-            return found, ".".join(parts)
-        head, dot, part = found.rpartition(".")
+        if name in known:
+            return name, ".".join(parts)
+        head, dot, part = name.rpartition(".")
         if not (dot and _PART.fullmatch(part)):
             break
-        found, parts = head, [part, *parts]
+        name, parts = head, [part, *parts]
     return stem, ""

@@ -1,7 +1,17 @@
-"""Tables of captions as text: their encoding, and the separator of their cells.
+"""Formats of caption tables: encodings and separators of text, and shapes of JSON.
 
-Files are UTF-8 or UTF-16, else Windows-1252 (of which Latin-1 is a part); cells are separated by commas, semicolons,
-tabs or vertical bars. Every difference from the documented form is reported.
+Text files are UTF-8 or UTF-16, else Windows-1252 (which contains Latin-1); cells are separated by commas, semicolons,
+tabs or vertical bars. JSON has lines, a list of rows, columns, or videos with their captions:
+
+    {"video": "a.mp4", "text": "..."}                               lines, one row each
+    [{"video": "a.mp4", "text": "..."}, ...]                        a list of rows
+    {"video": ["a.mp4", ...], "text": ["...", ...]}                 columns as lists of equal length, or as pandas
+    {"video": {"0": "a.mp4", ...}, "text": {"0": "...", ...}}       writes them, with an index
+    {"a.mp4": ["...", ...], "b.mp4": {"start": 0, "text": "..."}}   videos: a caption, a row, or a list of these
+    {"annotations": [{"video": "a.mp4", "text": "..."}, ...]}       lists of rows below any name; other keys, such as
+                                                                    "info", are omitted and noted
+
+Lines may be in a file named .json too, as `datasets` writes them. Every difference from the documented form is noted.
 """
 
 import codecs
@@ -9,7 +19,6 @@ import csv
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +49,7 @@ LINE_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 
 
 def note_encoding(path: Path, *, note: Callable[[str], None]) -> str:
-    """Return `encoding_of(path)`, and note one that is not UTF-8."""
+    """Return `encoding_of(path)`, and note an encoding other than UTF-8."""
     encoding = encoding_of(path)
     if encoding in _ENCODING_NAMES:
         note(f"{path.name} is not UTF-8, read as {_ENCODING_NAMES[encoding]}")
@@ -50,10 +59,10 @@ def note_encoding(path: Path, *, note: Callable[[str], None]) -> str:
 def encoding_of(path: Path) -> str:
     """Return the encoding of a text file, as Python names it.
 
-    A file that is not UTF-8 although some of its lines are, beyond ASCII, is damaged rather than in another encoding.
+    A file that is not UTF-8, but has lines in UTF-8 beyond ASCII, is damaged rather than in another encoding.
 
     Raises:
-        UserError: it is not a text file, or is damaged; the message has the line number.
+        UserError: the file is not a text file, or is damaged; the message has the line number.
     """
     with open_annotations(path, "rb") as file:
         head = file.read(_HEAD_BYTES)
@@ -95,18 +104,18 @@ def _require_columns(header_line: str, separator: str, *, is_named: bool, requir
     """Raise UserError if a header lacks a required column.
 
     Args:
-        is_named: whether a line above the header names the separator.
+        is_named: True if a line above the header names the separator.
     """
     names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
     if lacking := missing_columns(names.values(), required):
         header = on_one_line(header_line.strip())
-        found = f"its first line is: {header}" if header else "the file is empty"
+        content = f"its first line is: {header}" if header else "the file is empty"
         if is_named:
-            below = f"the next one is: {header}" if header else "there is nothing below it"
-            found = f"its first line says that {_SEPARATORS[separator]} separate the columns, but {below}"
+            below = f"the next line is: {header}" if header else "there is nothing below it"
+            content = f"its first line says that {_SEPARATORS[separator]} separate the columns, but {below}"
         raise UserError(
-            f"{path} has no column for {' and '.join(lacking)}; {found}",
-            hint="remove the first line if it is wrong; the next one must name the columns: video,text or "
+            f"{path} has no column for {' and '.join(lacking)}; {content}",
+            hint="remove the first line if it is wrong; the next line must name the columns: video,text or "
             "video,begin_s,end_s,text"
             if is_named
             else "the first line must name the columns, separated by commas, semicolons or tabs: video,text or "
@@ -115,24 +124,24 @@ def _require_columns(header_line: str, separator: str, *, is_named: bool, requir
 
 
 def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
-    """Return the separator that splits the header into the most columns with a known name, required ones first."""
+    """Return the separator that gives the header the most required columns, then the most known columns."""
 
-    def score_separator(separator: str) -> tuple[int, int]:
+    def score(separator: str) -> tuple[int, int]:
         names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
         return -len(missing_columns(names.values(), required)), len(names)
 
-    return max(_SEPARATORS, key=score_separator)
+    return max(_SEPARATORS, key=score)
 
 
 def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
     """Iterate over the rows of a table with a header, with the documented names of the columns.
 
     Args:
-        note: called with each thing about the table that differs from its documented form.
-        required: columns that it must have.
+        note: Function that is called for each difference from the documented form.
+        required: Columns that the table must have.
 
     Raises:
-        UserError: the file is not such a table, lacks a column, or has two that could both be the same.
+        UserError: the file is not such a table, lacks a column, or has two columns with the same meaning.
     """
     encoding = note_encoding(path, note=note)
     header_line, named = _head(path, encoding=encoding)
@@ -149,16 +158,12 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
         if len(cells) != len(header):
             yield Row(number, {}, f"{len(cells)} cells, expected {len(header)} (one per column)")
             continue
-        given = zip(header, cells, strict=True)
-        row = Row(number, {columns[name]: cell for name, cell in given if name in columns})
-        yield row if separator == "," else _with_points(row)
-
-
-def _with_points(row: Row) -> Row:
-    """Return a row whose numbers have points: other separators are used where numbers are written with commas."""
-    cells = {name: row.values.get(name, "").strip() for name in NUMBERS}
-    found = {name: cell.replace(",", ".") for name, cell in cells.items() if _DECIMAL_COMMA.fullmatch(cell)}
-    return replace(row, values=row.values | found) if found else row
+        values = {columns[name]: cell for name, cell in zip(header, cells, strict=True) if name in columns}
+        if separator != ",":  # other separators are used where numbers have decimal commas
+            for name in NUMBERS:
+                if _DECIMAL_COMMA.fullmatch(cell := values.get(name, "").strip()):
+                    values[name] = cell.replace(",", ".")
+        yield Row(number, values)
 
 
 def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
@@ -167,31 +172,31 @@ def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
     Raises:
         UserError: the file is not such a table any more.
     """
-    encoding, left = encoding_of(path), set(rows)
+    encoding, requested = encoding_of(path), set(rows)
     if path.suffix.lower() in LINE_SUFFIXES:
         lines = (number for number, line in enumerate(text_lines(path, encoding=encoding), start=1) if line.strip())
-        return {row: number for row, number in enumerate(lines) if row in left}
+        return {row: number for row, number in enumerate(lines) if row in requested}
     header_line, named = _head(path, encoding=encoding)
     separator = named or _best_separator(header_line, required=())
     reader = csv.reader(text_lines(path, encoding=encoding), delimiter=separator)
-    found: dict[int, int] = {}
+    line_of: dict[int, int] = {}
     row = -3 if named else -2  # before the header
     try:
-        while left - found.keys():
+        while requested - line_of.keys():
             begin, cells = reader.line_num + 1, next(reader)
             row += bool(cells)
-            if cells and row in left:
-                found[row] = begin
+            if cells and row in requested:
+                line_of[row] = begin
     except (csv.Error, StopIteration):  # the file has changed
         pass
-    return found
+    return line_of
 
 
 JSON_SUFFIX = ".json"
 _MAX_FORMS = 20  # sets of keys of rows that are remembered, and of notes on them
 _MAX_LINE_CHARS = 1 << 20
 _MAX_NAMED = 5
-# Names of lists in files of COCO, ActivityNet and MSR-VTT, which are not those of videos.
+# Names of lists in files of COCO, ActivityNet and MSR-VTT, which are not names of videos.
 _NAMES_OF_LISTS = frozenset({"annotations", "database", "sentences"})
 _SHAPES = (
     'give a list of rows ([{"video": ..., "text": ...}, ...]), columns ({"video": [...], "text": [...]}), or videos '
@@ -203,12 +208,12 @@ def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str]
     """Iterate over the rows of a table, with the documented names of the columns.
 
     Args:
-        required: columns that some row must have; a label stands in for a text.
-        note: called with each thing about the table that differs from its documented form.
+        required: Columns that some row must have; a label can replace the text.
+        note: Function that is called for each difference from the documented form.
 
     Raises:
-        UserError: the file is not JSON, or not a table of captions. That no row has a required column is known, and
-            raised, after the last row.
+        UserError: the file is not JSON, or not a table of captions. A column that no row has is reported after the last
+            row.
     """
     lacking: Sequence[str] = required
     first_keys: tuple[str, ...] = ()
@@ -239,18 +244,18 @@ def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str]
 
 
 def _rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
+    """Iterate over the rows of a table in any of the shapes."""
     if path.suffix.lower() in LINE_SUFFIXES or _has_lines(path):
         yield from json_rows(path, encoding=note_encoding(path, note=note))
-    elif _first_character(path) == "[":
+        return
+    with open_annotations(path, encoding="utf-8-sig", errors="replace") as file:
+        lines = iter(lambda: file.readline(_MAX_LINE_CHARS), "")
+        first_character = next((line.strip()[0] for line in lines if line.strip()), "")
+    if first_character == "[":
         for number, item in enumerate(array_items(path, hook=require_unique_keys)):
             yield _row(number, item)
     else:
         yield from _object_rows(path, note=note)
-
-
-def _first_character(path: Path) -> str:
-    with open_annotations(path, encoding="utf-8-sig", errors="replace") as file:
-        return next((line.strip()[0] for line in iter(lambda: file.readline(_MAX_LINE_CHARS), "") if line.strip()), "")
 
 
 def _has_lines(path: Path) -> bool:
@@ -274,7 +279,7 @@ def _row(number: int, item: object, *, video: str | None = None) -> Row:
 
 
 def _is_texts(item: object) -> bool:
-    return isinstance(item, list) and all(isinstance(one, str) for one in item)
+    return isinstance(item, list) and all(isinstance(text, str) for text in item)
 
 
 def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
@@ -286,10 +291,10 @@ def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
     if not missing_columns(columns_of(list(content)).values(), ("video", "text")):
         yield from _column_rows(content, path=path)
         return
-    if beside := [key for key, value in content.items() if not _has_whole_rows(value)]:
-        if len(beside) < len(content):
-            content = {key: value for key, value in content.items() if key not in beside}
-            some = ", ".join(map(quote_value, beside[:_MAX_NAMED])) + (", ..." if len(beside) > _MAX_NAMED else "")
+    if others := [key for key, value in content.items() if not _has_complete_rows(value)]:
+        if len(others) < len(content):
+            content = {key: value for key, value in content.items() if key not in others}
+            some = ", ".join(map(quote_value, others[:_MAX_NAMED])) + (", ..." if len(others) > _MAX_NAMED else "")
             note(f"{path.name}: the rows are below {', '.join(map(quote_value, content))}; not read: {some}")
         elif named := sorted(_NAMES_OF_LISTS.intersection(content)):
             raise UserError(
@@ -300,13 +305,13 @@ def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
     for video, value in content.items():
         items = value if isinstance(value, list) and not _is_texts(value) else [value]
         for item in items:
-            # Rows with videos of their own are below an index, as pandas writes them, or the name of their list.
+            # Rows that name their video are below an index, as pandas writes them, or below the name of their list.
             is_row = isinstance(item, dict) and "video" in columns_of(list(item)).values()
             yield _row(number, item, video=None if is_row else video)
             number += 1
 
 
-def _has_whole_rows(value: object) -> bool:
+def _has_complete_rows(value: object) -> bool:
     """Return True for a list with a row that names its video and has a text or a label."""
     return isinstance(value, list) and any(
         isinstance(item, dict) and not missing_columns(columns_of(list(item)).values(), ("video", "text"))
@@ -326,11 +331,11 @@ def _column_rows(columns: Mapping[str, Any], *, path: Path) -> Iterator[Row]:
         columns = {name: [value] for name, value in columns.items()}
     lengths = {name: len(column) if isinstance(column, list) else None for name, column in columns.items()}
     if len(set(lengths.values())) > 1 or None in lengths.values():
-        found = ", ".join(
+        details = ", ".join(
             f"{on_one_line(name)} {'is not a list' if length is None else 'has ' + count_noun(length, 'value')}"
             for name, length in lengths.items()
         )
-        raise UserError(f"{path}: its columns are not lists of the same length: {found}", hint=_SHAPES)
+        raise UserError(f"{path}: its columns are not lists of the same length: {details}", hint=_SHAPES)
     values: Sequence[Sequence[Any]] = list(columns.values())
     for number, cells in enumerate(zip(*values, strict=True)):
         yield Row(number, dict(zip(columns, cells, strict=True)))

@@ -9,6 +9,7 @@ import os
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path, PurePosixPath
@@ -52,9 +53,9 @@ class VideoFile:
     """A folder entry with the extension of a video. It may turn out not to be a regular file.
 
     Attributes:
-        path: absolute path, or URL of an object.
-        relative: path relative to the scanned folder, with / as separator.
-        size_bytes: size of an object; None for a file.
+        path: Absolute path, or URL of an object.
+        relative: Path relative to the scanned folder, with / as separator.
+        size_bytes: Size of an object; None for a file.
     """
 
     path: Place
@@ -63,7 +64,7 @@ class VideoFile:
 
     @property
     def source_id(self) -> str:
-        """The relative path without extension."""
+        """Relative path without extension."""
         return PurePosixPath(self.relative).with_suffix("").as_posix()
 
 
@@ -81,10 +82,12 @@ class Scan:
     """The result of scanning a folder; all lists are sorted by relative path.
 
     Attributes:
-        beside: entries with one of the other extensions that were asked for.
-        num_hidden: number of entries with the extension of a video that were ignored because they are hidden.
-        omitted: number of the other entries that are not hidden, by extension in lower case.
-        links_out: links that lead out of the folder and were followed: relative path, and target.
+        files: Entries with the extension of a video.
+        faults: Entries and folders that cannot be accessed.
+        beside: Entries with one of the other requested extensions.
+        num_hidden: Number of entries with the extension of a video that were ignored because they are hidden.
+        omitted: Number of the other entries that are not hidden, by extension in lower case.
+        links_out: Links that lead out of the folder and were followed: relative path, and target.
     """
 
     files: list[VideoFile]
@@ -99,21 +102,21 @@ class Scan:
         if not self.omitted:
             return None
         ranked = sorted(self.omitted.items(), key=lambda item: (-item[1], item[0]))
-        shown = [f"{count:,} {on_one_line(suffix) or _NO_SUFFIX}" for suffix, count in ranked[:_MAX_NAMED_SUFFIXES]]
+        counts = [f"{count:,} {on_one_line(suffix) or _NO_SUFFIX}" for suffix, count in ranked[:_MAX_NAMED_SUFFIXES]]
         if rest := sum(count for _, count in ranked[_MAX_NAMED_SUFFIXES:]):
-            shown.append(f"{rest:,} others")
+            counts.append(f"{rest:,} others")
         noun = count_noun(sum(self.omitted.values()), "file")
-        return f"{noun} without the extension of a video: {', '.join(shown)}"
+        return f"{noun} without the extension of a video: {', '.join(counts)}"
 
 
 def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[str] = frozenset()) -> Scan:
-    """Find entries under `directory` with a video extension, and list what could not be accessed.
+    """Find entries under `directory` with a video extension, and list the entries that cannot be accessed.
 
     Hidden files, hidden folders and the folder `skip` are ignored. Symbolic links to folders are followed; each folder
     is visited once.
 
     Args:
-        beside: other extensions to list, in lower case.
+        beside: Other extensions to list, in lower case.
 
     Raises:
         UserError: `directory` is missing, is not a folder, cannot be read, or contains no entry with a video extension.
@@ -126,8 +129,12 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
     named_like_videos: list[Path] = []
     num_hidden, omitted = 0, Counter[str]()
     links_out: list[tuple[str, str]] = []
-    seen = {None if skip is None else _identity(skip)}
-    # Links come last, so that a folder reachable directly and by a link is listed under its own name, whatever the
+    seen = set[tuple[int, int]]()  # identities of folders, which do not depend on their paths
+    if skip is not None:
+        with suppress(OSError):
+            status = skip.stat()
+            seen.add((status.st_dev, status.st_ino))
+    # Links come last, so that a folder reachable directly and by a link is listed under its direct name, whatever the
     # directory order on disk.
     pending = [(False, root)]
     while pending:
@@ -196,7 +203,7 @@ def require_directory(directory: Path) -> None:
 
 
 class VideoLookup:
-    """Finds a file by path, file name, or relative path or name without extension.
+    """Lookup of a file by path, file name, or relative path or name without extension.
 
     A name without an exact match is compared again in Unicode's composed form (NFC): macOS returns decomposed names,
     while annotations mostly contain composed ones.
@@ -231,7 +238,7 @@ class VideoLookup:
 
 
 class LooseLookup:
-    """Finds a file by the same names as `VideoLookup`, written with other separators or in another case of letters.
+    """Lookup of a file by the same names as `VideoLookup`, with other separators or in another case of letters.
 
     Spreadsheets and other systems change both: `Kitchen\\01.mp4` is `kitchen/01.MP4`. It is for names without an exact
     match.
@@ -261,30 +268,30 @@ class LooseLookup:
 
 
 class NearestName:
-    """Finds the video file whose name is most like one that matches none.
+    """Lookup of the video file with the most similar name, for names without a match.
 
     Args:
-        files: the videos; of very many, only names that differ in case are found.
-        max_compared: names to find similar ones of; of the others, those that differ in case are found.
+        files: Video files; if they are very many, only names that differ in case are found.
+        max_compared: Number of names to compare; for further names, only names that differ in case are found.
     """
 
     def __init__(self, files: Sequence[VideoFile], *, max_compared: int = _MAX_COMPARED) -> None:
-        self._of_name: dict[str, str] = {}
+        self._path_of: dict[str, str] = {}
         for file in files:
             for key in (file.source_id, PurePosixPath(file.relative).stem):
-                self._of_name.setdefault(compose_unicode(key).casefold(), file.relative)
+                self._path_of.setdefault(compose_unicode(key).casefold(), file.relative)
         self._num_left = max_compared if len(files) <= _MAX_NAMES else 0
 
     def find(self, name: str) -> str | None:
         """Return the relative path of the nearest file; None if there is none, or after many calls."""
         plain = compose_unicode(PurePosixPath(name).with_suffix("").as_posix()).casefold()
-        if plain in self._of_name:
-            return self._of_name[plain]
+        if plain in self._path_of:
+            return self._path_of[plain]
         if not self._num_left or len(plain) > _MAX_NAME_CHARS:
             return None
         self._num_left -= 1  # comparing takes milliseconds for each thousand names
-        close = difflib.get_close_matches(plain, self._of_name, n=1, cutoff=_CUTOFF)
-        return self._of_name[close[0]] if close else None
+        close = difflib.get_close_matches(plain, self._path_of, n=1, cutoff=_CUTOFF)
+        return self._path_of[close[0]] if close else None
 
 
 def compose_unicode(name: str) -> str:
@@ -298,21 +305,21 @@ def _fold_name(name: str) -> str:
 
 
 def file_order(file: VideoFile) -> bytes:
-    """Return what files are sorted by."""
+    """Return the sort key of a file."""
     return file.relative.encode("utf-8", "surrogateescape")
 
 
-def _entries(folder: Path, seen: set[tuple[int, int] | None]) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
-    """List the entries of `folder`, then its hidden ones, and add it to `seen`; empty if it is already there."""
+def _entries(folder: Path, seen: set[tuple[int, int]]) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
+    """List the visible and the hidden entries of `folder`, and add it to `seen`; empty if it is in `seen`."""
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)
     if identity in seen:
         return [], []
     seen.add(identity)
-    with os.scandir(folder) as entries:
-        found = list(entries)
-    shown = [entry for entry in found if not entry.name.startswith(".")]
-    return shown, [entry for entry in found if entry.name.startswith(".")]
+    with os.scandir(folder) as scan:
+        entries = list(scan)
+    visible = [entry for entry in entries if not entry.name.startswith(".")]
+    return visible, [entry for entry in entries if entry.name.startswith(".")]
 
 
 def _is_folder(entry: os.DirEntry[str], *, is_video: bool) -> bool:
@@ -339,12 +346,3 @@ def _links_out(entry: os.DirEntry[str], *, root: Path, is_used: bool) -> list[tu
         return []
     target = Path(os.path.normpath(Path(entry.path, "..", Path(entry.path).readlink())))
     return [] if target.is_relative_to(root) else [(os.path.relpath(entry.path, root), str(target))]
-
-
-def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return an identity of a folder that is independent of the path; None if the folder does not exist."""
-    try:
-        status = folder.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino

@@ -1,4 +1,4 @@
-"""A bounded cache of whole objects in a local folder, shared by the processes of a machine.
+"""A bounded cache of complete objects in a local folder, shared by the processes of a machine.
 
     <folder>/objects/<name>      a copy: complete, and verified when it was written
     <folder>/objects/.tmp-...    a download, under the lock of its name
@@ -7,8 +7,9 @@
     <folder>/locks/room-<bytes>-...  room that a download has taken; void if its maker no longer holds its lock
 
 All locks are flocks, which end with their process. A copy in use is under a shared lock, and only copies that are not
-in use are evicted, least recently used first (by mtime, which is set at each use): the bytes on disk are those that are
-counted. A mapping keeps the open file, and with it the lock, after its descriptor was closed (Linux, local disks).
+in use are evicted, least recently used first (by mtime, which is set at each use), so that the number of bytes on disk
+is the number that is counted. A mapping keeps the open file, and with it the lock, after its descriptor was closed
+(Linux, local disks).
 """
 
 import hashlib
@@ -26,27 +27,27 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import hold_lock, lock, try_lock
 from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, remove_temporaries, target_of, temporary_path
 
-FREE_SHARE = 0.8  # of the free disk, and of what the files already take: the limit if none is chosen
-PARTS = ("objects", "locks")  # folders in that of a cache
+FREE_SHARE = 0.8  # of the free disk space and the space of the cache: the default limit
+PARTS = ("objects", "locks")  # folders in the folder of a cache
 _NUM_LOCKS = 256
 _HINT = "use a larger --cache-size, or a --cache on a larger disk"
 _PIECE_BYTES = 1 << 20
 
 
 class NoRoom(UserError):
-    """An object does not fit under the limit of the cache, whatever is evicted."""
+    """An object does not fit under the limit of the cache, even if all possible copies are evicted."""
 
 
 class Damaged(OSError):
-    """What was fetched is not the object that was asked for."""
+    """The fetched bytes are not the requested object."""
 
 
 class CachedFile:
-    """A copy that stays in the cache until it is closed and all mappings made of `descriptor` are gone.
+    """A copy that stays in the cache until it is closed and all mappings of `descriptor` are closed.
 
     Attributes:
-        path: of the copy.
-        descriptor: of the open file.
+        path: Path of the copy.
+        descriptor: Descriptor of the open file; -1 once it is closed.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -72,22 +73,22 @@ class ObjectCache:
     """The cache in a folder, under a limit. Thread-safe, and safe with other processes that use the same folder.
 
     Args:
-        limit_bytes: of the copies together; None for `FREE_SHARE` of what is free now.
-        is_durable: whether the copies are used after the machine was restarted, even by a loss of power.
+        limit_bytes: Limit of the size of all copies; None for `FREE_SHARE` of the free space.
+        is_durable: True if the copies are used after a restart of the machine, even after a loss of power.
 
     Attributes:
-        is_derived: whether the limit comes from the free disk.
-        claims: sizes of the objects that this process means to keep, by name.
+        is_derived: True if the limit comes from the free disk space.
+        claims: Sizes of the objects that this process will keep, by name.
 
     Raises:
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created.
     """
 
     def __init__(self, folder: Path, *, limit_bytes: int | None = None, is_durable: bool = True) -> None:
         self.folder, self._is_durable = folder, is_durable
         self._files, self._locks = (folder / part for part in PARTS)
-        for one in (self._files, self._locks):
-            one.mkdir(parents=True, exist_ok=True)
+        for part in (self._files, self._locks):
+            part.mkdir(parents=True, exist_ok=True)
         self.is_derived = limit_bytes is None
         if limit_bytes is None:
             written = sum(state.st_blocks * 512 for state in files_in(self._files).values())
@@ -103,7 +104,7 @@ class ObjectCache:
         return sum(state.st_size for state in self._copies().values())
 
     def find(self, name: str, *, size_bytes: int | None = None) -> CachedFile | None:
-        """The copy with this name, None if there is none; one of another size is removed."""
+        """Return the copy with this name; None if there is none. A copy of another size is removed."""
         path = self._files / name
         while True:
             try:
@@ -111,15 +112,15 @@ class ObjectCache:
             except FileNotFoundError:
                 return None
             lock(descriptor, is_shared=True)
-            found = os.fstat(descriptor)
-            if found.st_nlink and size_bytes in (None, found.st_size):
+            status = os.fstat(descriptor)
+            if status.st_nlink and size_bytes in (None, status.st_size):
                 with suppress(PermissionError):  # a copy that another user has fetched
                     os.utime(descriptor)
                 return CachedFile(path, descriptor)
             os.close(descriptor)
-            if found.st_nlink:
+            if status.st_nlink:
                 self.drop(name)
-            # Otherwise it was evicted between `open` and `lock`; by now another copy may be there.
+            # Otherwise it was evicted between `open` and `lock`; by now another copy may exist.
 
     def get(
         self,
@@ -130,24 +131,24 @@ class ObjectCache:
         sha256: str | None = None,
         waits: bool = True,
     ) -> CachedFile | None:
-        """The copy with this name; if it is missing, room is made and `fetch` writes it to the given path.
+        """Return the copy with this name; if it is missing, make room and let `fetch` write it to the given path.
 
         Args:
-            sha256: hex digest that the content must have; None if it is unknown.
-            waits: wait for another process or thread that fetches the same object; otherwise return None.
+            sha256: Hex digest that the content must have; None if it is unknown.
+            waits: Wait for another process or thread that fetches the same object; otherwise return None.
 
         Raises:
-            NoRoom: it does not fit, because it is larger than the limit or because of copies in use.
-            Damaged: what was fetched has another size or digest.
-            OSError: it cannot be fetched or written.
+            NoRoom: the object does not fit, because it is larger than the limit or because of copies in use.
+            Damaged: the fetched bytes have another size or digest.
+            OSError: the object cannot be fetched or written.
         """
-        if found := self.find(name, size_bytes=size_bytes):
-            return found
-        with hold_lock(self._lock_of(name), waits=waits) as is_mine:
-            if not is_mine:
+        if copy := self.find(name, size_bytes=size_bytes):
+            return copy
+        with hold_lock(self._lock_of(name), waits=waits) as is_held:
+            if not is_held:
                 return None
-            if found := self.find(name, size_bytes=size_bytes):
-                return found
+            if copy := self.find(name, size_bytes=size_bytes):
+                return copy
             remove_temporaries(self._files, of=lambda target: target == name)
             path = self._files / name
             temporary = temporary_path(path)
@@ -156,17 +157,17 @@ class ObjectCache:
                     fetch(temporary)
                     _require(temporary, size_bytes=size_bytes, sha256=sha256)
                     descriptor = os.open(temporary, os.O_RDONLY)
-                    held = CachedFile(path, descriptor)
-                    lock(descriptor, is_shared=True)  # before anybody can find and evict it
+                    copy = CachedFile(path, descriptor)
+                    lock(descriptor, is_shared=True)  # before another process can find and evict it
                     if self._is_durable:
                         os.fsync(descriptor)
                     temporary.rename(path)
                 finally:
                     temporary.unlink(missing_ok=True)
-            return held
+            return copy
 
     def claim(self, sizes: Mapping[str, int], *, only_if_it_fits: bool = False) -> bool:
-        """Note objects, by name, that this process means to keep in the cache; False if they do not fit beside others.
+        """Note objects, by name, that this process will keep in the cache; return False if they do not fit.
 
         Raises:
             NoRoom: they do not fit, unless `only_if_it_fits`.
@@ -186,11 +187,11 @@ class ObjectCache:
             return True
 
     def drop(self, name: str) -> None:
-        """Remove a copy that is damaged or outdated; processes that have it open or mapped keep it."""
+        """Remove a damaged or outdated copy; processes that have it open or mapped keep it."""
         (self._files / name).unlink(missing_ok=True)
 
     def names(self, prefix: str = "") -> list[str]:
-        """Names of the copies."""
+        """Return the names of the copies."""
         return [path.name for path in self._copies() if path.name.startswith(prefix)]
 
     def _copies(self) -> dict[Path, os.stat_result]:
@@ -199,51 +200,46 @@ class ObjectCache:
 
     @contextmanager
     def _room(self, size_bytes: int, *, name: str) -> Iterator[None]:
-        """Room for `size_bytes` under the limit, until the download has become a copy or failed."""
+        """Hold room for `size_bytes` under the limit, until the download has become a copy or failed."""
         with hold_lock(self._locks / "room"):
             self._make_room(size_bytes, name=name)
-            taken = self._locks / f"room-{size_bytes}-{secrets.token_hex(6)}-{name}"
-            held = ExitStack()
-            held.enter_context(hold_lock(taken))
-        with held:
+            room = self._locks / f"room-{size_bytes}-{secrets.token_hex(6)}-{name}"
+            room_lock = ExitStack()
+            room_lock.enter_context(hold_lock(room))
+        with room_lock:
             try:
                 yield
             finally:
-                taken.unlink(missing_ok=True)
+                room.unlink(missing_ok=True)
 
     def _make_room(self, size_bytes: int, *, name: str) -> None:
-        self._remove_dead_downloads()
-        # Downloads first: one that becomes a copy meanwhile is then seen as both, and counted once.
+        # Downloads of processes that were killed.
+        for path in self._files.glob(f"{TEMPORARY_PREFIX}*"):
+            if (target := target_of(path.name)) is not None:
+                with hold_lock(self._lock_of(target), waits=False) as is_held:
+                    if is_held:
+                        path.unlink(missing_ok=True)
+        # Downloads first: a download that becomes a copy meanwhile is then seen as both, and counted once.
         downloads = self._downloads()
         copies = self._copies()
-        taken = sum(state.st_size for state in copies.values())
-        taken += sum(size for target, size in downloads if self._files / target not in copies)
-        taken -= evict(copies, excess_bytes=taken + size_bytes - self.limit_bytes)
-        if taken + size_bytes > self.limit_bytes:
-            what = f"{name} has {size_bytes:,} bytes, and the cache {self.folder} has room for"
-            raise NoRoom(
-                f"{what} {max(0, self.limit_bytes - taken):,} of {self.limit_bytes:,}; the rest is in use",
-                hint=_HINT,
-            )
+        used_bytes = sum(state.st_size for state in copies.values())
+        used_bytes += sum(size for target, size in downloads if self._files / target not in copies)
+        used_bytes -= evict(copies, excess_bytes=used_bytes + size_bytes - self.limit_bytes)
+        if used_bytes + size_bytes > self.limit_bytes:
+            room = f"room for {max(0, self.limit_bytes - used_bytes):,} of {self.limit_bytes:,}; the rest is in use"
+            raise NoRoom(f"{name} has {size_bytes:,} bytes, but the cache {self.folder} has {room}", hint=_HINT)
 
     def _downloads(self) -> list[tuple[str, int]]:
-        """Names and sizes of the copies that are being downloaded."""
-        found = []
+        """Return names and sizes of the copies that are being downloaded."""
+        downloads = []
         for path in self._locks.glob("room-*"):
-            if (descriptor := try_lock(path)) is not None:  # its maker is gone
+            if (descriptor := try_lock(path)) is not None:  # its maker has ended
                 path.unlink(missing_ok=True)
                 os.close(descriptor)
             elif path.exists():
                 _, size, _, target = path.name.split("-", 3)
-                found.append((target, int(size)))
-        return found
-
-    def _remove_dead_downloads(self) -> None:
-        for path in self._files.glob(f"{TEMPORARY_PREFIX}*"):
-            if (name := target_of(path.name)) is not None:
-                with hold_lock(self._lock_of(name), waits=False) as is_mine:
-                    if is_mine:
-                        path.unlink(missing_ok=True)
+                downloads.append((target, int(size)))
+        return downloads
 
     def _lock_of(self, name: str) -> Path:
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=2).digest()) % _NUM_LOCKS
@@ -252,20 +248,20 @@ class ObjectCache:
 
 def files_in(folder: Path) -> dict[Path, os.stat_result]:
     """Return the state of each file in a folder."""
-    found = {}
+    states = {}
     with os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):  # it was removed meanwhile
-                found[Path(entry.path)] = entry.stat(follow_symlinks=False)
-    return found
+                states[Path(entry.path)] = entry.stat(follow_symlinks=False)
+    return states
 
 
 def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked: bool = True) -> int:
     """Remove files, the least recently used first, until `excess_bytes` are freed; return the bytes that were freed.
 
     Args:
-        files: those that may be removed, with their state; the time of modification is that of the last use.
-        are_locked: whether processes lock the files that they use (`try_lock`), which then stay.
+        files: Files that may be removed, with their state; the time of modification is the time of the last use.
+        are_locked: True if processes lock the files that they use (`try_lock`); locked files stay.
     """
     freed_bytes = 0
     for path, state in sorted(files.items(), key=lambda item: item[1].st_mtime_ns):
@@ -274,7 +270,7 @@ def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked
         if not are_locked:
             path.unlink(missing_ok=True)
         elif (descriptor := try_lock(path)) is not None:
-            path.unlink(missing_ok=True)  # within the lock, so that nobody begins to use it
+            path.unlink(missing_ok=True)  # within the lock, so that no process begins to use it
             os.close(descriptor)
         if not path.exists():
             freed_bytes += state.st_size
@@ -282,13 +278,13 @@ def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked
 
 
 def _require(path: Path, *, size_bytes: int, sha256: str | None) -> None:
-    if (found := path.stat().st_size) != size_bytes:
+    if (num_bytes := path.stat().st_size) != size_bytes:
         # A connection that is closed early may look like the end of the object.
-        raise Damaged(f"received {found:,} of {size_bytes:,} bytes")
+        raise Damaged(f"received {num_bytes:,} of {size_bytes:,} bytes")
     if sha256 is not None:
         digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
             while piece := file.read(_PIECE_BYTES):
                 digest.update(piece)
         if digest.hexdigest() != sha256:
-            raise Damaged("its content is not what was committed")
+            raise Damaged("its content differs from the committed content")

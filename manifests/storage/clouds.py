@@ -1,6 +1,6 @@
-"""The kinds of object storage: the form of their addresses, and the variables that lead to a server and an account.
+"""The kinds of object storage: the form of their addresses, and the variables of servers and accounts.
 
-The client reads the variables itself; they are named here for what is checked before a request and for error messages.
+The client reads the variables; they are named here for checks before a request and for error messages.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ class Cloud:
     """A kind of object storage.
 
     Attributes:
-        form: how its addresses look.
-        credentials: the variables of an account, for messages.
-        endpoints: variables with the URL of another server than the provider's; the first one is in messages.
-        allow_http: variable that must be true if that URL begins with http://.
-        names_clock: whether the server says so when the clock of this machine is off.
-        num_deleted: how many objects one request deletes at most.
+        form: Form of its addresses.
+        credentials: Variables of an account, for messages.
+        endpoints: Variables with the URL of another server than the provider's; messages name the first one.
+        allow_http: Variable that must be true if that URL begins with http://.
+        names_clock: True if the server reports that the clock of this machine is wrong.
+        num_deleted: Maximum number of objects that one request deletes.
     """
 
     form: str

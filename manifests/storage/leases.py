@@ -1,14 +1,16 @@
 """Locks in a bucket: an object that one process at a time holds, and that expires when its holder has died.
 
-The holder writes the object under the condition that no other process has (If-None-Match for a new object, If-Match for
-a released one), writes it again every `RENEWAL_S` seconds, and at the end leaves a random number in it. No two states
-of the object have the same content, and so none has the etag of an earlier one. A lease that has not been renewed for
-`EXPIRY_S` seconds may be taken over. Its age is the difference of two times of the server, so that the clocks of the
-machines do not matter.
+The holder writes the object under the condition that no other process has written it (If-None-Match for a new object,
+If-Match for a released one), writes it again every `RENEWAL_S` seconds, and at the end leaves a random number in it. No
+two states of the object have the same content, and so none has the etag of an earlier state. A lease that has not been
+renewed for `EXPIRY_S` seconds may be taken over. Its age is the difference of two times of the server, so that the
+clocks of the machines do not matter.
 
-`require` is the guard of all requests that change something (`changes.py`): a lease is trusted as long as a request
+`require` is the guard of all requests that change something (`objects.py`): a lease is trusted as long as a request
 that begins now has ended before the lease can be taken over. After that, the holder renews it first, under the same
 condition; if another process has taken it over, `LeaseLost` is raised instead.
+
+`HeldLeases` are the leases of a process. Workers rely on the leases of their command, which they check (`Fence`).
 """
 
 import json
@@ -33,12 +35,18 @@ from clipmill.manifests.storage.stores import WRITE_LIMIT_S, Conflict
 RENEWAL_S = 15.0
 EXPIRY_S = 60.0
 _MARGIN_S = 6.0  # the times of a server may be whole seconds
-_FIRST_POLL_S, LAST_POLL_S = 0.25, 4.0  # who waits asks less and less often
-_RELEASED_BYTES = 32  # size of what a released lease holds: hexadecimal digits; nothing, by older versions
+_FIRST_POLL_S, LAST_POLL_S = 0.25, 4.0  # a waiting process asks less and less often
+_RELEASED_BYTES = 32  # size of a released lease: hexadecimal digits; 0 if an older version released it
 
 
 class LeaseHeld(UserError):
-    """Another process holds the lease: `holder`, which has noted `note`; `is_alive` if it is seen to run."""
+    """Another process holds the lease.
+
+    Attributes:
+        holder: Name of that process.
+        note: Text that it has noted.
+        is_alive: True if it is known to run.
+    """
 
     holder = note = "unknown"
     is_alive = False
@@ -52,12 +60,12 @@ class Lease:
     """A lease of this process. Thread-safe once acquired.
 
     Args:
-        key: key of the object.
-        what: what the lease protects, for messages.
-        note: text for others who look at the lease.
+        key: Key of the object.
+        what: Name of the protected thing, for messages.
+        note: Text for other processes that read the lease.
 
     Attributes:
-        replaced: the released or expired lease that was found when it was taken; None if there was none.
+        replaced: Released or expired lease that this lease has replaced; None if there was none.
     """
 
     def __init__(self, objects: Objects, key: str, *, what: str, note: str = "") -> None:
@@ -86,7 +94,7 @@ class Lease:
             self._etag = self._objects.write(
                 self.key, self._content(), only_new=free is None, replaces=free.etag if free else None
             )
-        except Conflict:  # another process that found it free was faster
+        except Conflict:  # another process was faster to take the free lease
             raise self._lease_held(read(self._objects, self.key)) from None
         self._renewed_s, self.replaced = begun_s, free
         threading.Thread(target=self._renew_until_released, name=f"lease {self.key}", daemon=True).start()
@@ -95,7 +103,7 @@ class Lease:
         """Take the lease as soon as it is free.
 
         Args:
-            on_wait: called once with the note of the holder if the lease is not free.
+            on_wait: Function that is called once with the note of the holder if the lease is not free.
         """
         is_told = False
         while True:
@@ -106,13 +114,19 @@ class Lease:
                 if not is_told:
                     is_told = True
                     on_wait(held.note)
-            self._await_change()
+            # Wait until the object is written, but not too long to notice that the holder has died.
+            before, interval_s = self._state(), _FIRST_POLL_S
+            while before is not None and not is_released(before) and interval_s <= LAST_POLL_S:
+                time.sleep(interval_s * random.uniform(0.5, 1.0))
+                if self._state() != before:
+                    break
+                interval_s *= 2
 
     def take_over(self, *, on_wait: Callable[[str], object]) -> None:
-        """Take the lease; if it is held, wait as long as its holder gives no sign of life.
+        """Take the lease; if it is held, wait until it expires, unless its holder gives a sign of life.
 
         Args:
-            on_wait: called once with the name of the holder.
+            on_wait: Function that is called once with the name of the holder.
 
         Raises:
             LeaseHeld: the holder runs on this machine, or has renewed the lease.
@@ -132,16 +146,6 @@ class Lease:
                     on_wait(held.holder)
             time.sleep(LAST_POLL_S)
 
-    def _await_change(self) -> None:
-        """Wait until the object is written; return in time as well to see whether the holder has died."""
-        before = self._state()
-        interval_s = _FIRST_POLL_S
-        while before is not None and not is_released(before) and interval_s <= LAST_POLL_S:
-            time.sleep(interval_s * random.uniform(0.5, 1.0))
-            if self._state() != before:
-                return
-            interval_s *= 2
-
     def _state(self) -> ObjectInfo | None:
         try:
             return self._objects.info(self.key)
@@ -149,7 +153,7 @@ class Lease:
             return None
 
     def require(self) -> None:
-        """Raise LeaseLost if another process may hold the lease before a request has ended; see `changes.Guard`."""
+        """Raise LeaseLost if another process may hold the lease before a request has ended; see `objects.Guard`."""
         with self._lock:
             if self._lost_to is None and not is_trusted(self._renewed_s):
                 self._renew()
@@ -180,25 +184,25 @@ class Lease:
         self._released.set()
         with self._lock:
             if self._lost_to is None:
-                with suppress(OSError):  # it expires
-                    self._replace_own(released_content())
+                with suppress(OSError):  # otherwise the lease expires
+                    self._rewrite(released_content())
 
     def _renew_until_released(self) -> None:
         while not self._released.wait(RENEWAL_S):
             with self._lock:
                 if self._released.is_set() or self._lost_to is not None:
                     return
-                with suppress(OSError, UserError):  # tried again later; `require` notices if it stays so
+                with suppress(OSError, UserError):  # it is tried again later; `require` raises if it does not succeed
                     self._renew()
 
     def _renew(self) -> None:
         begun_s = now_s()
         self._num_renewals += 1
-        if self._replace_own(self._content()):
+        if self._rewrite(self._content()):
             self._renewed_s = begun_s
 
-    def _replace_own(self, content: bytes) -> bool:
-        """Write the object if this process holds the lease; otherwise note who does, and return False."""
+    def _rewrite(self, content: bytes) -> bool:
+        """Write the object if this process holds the lease; otherwise note the holder, and return False."""
         for is_last in (False, True):
             try:
                 self._etag = self._objects.write(self.key, content, replaces=self._etag)
@@ -210,7 +214,7 @@ class Lease:
                     return False
                 if is_last:
                     raise
-                self._etag = info.etag  # some servers name another one in their answer to a write
+                self._etag = info.etag  # some servers name another etag in their answer to a write
         return True
 
     def _content(self) -> bytes:
@@ -242,14 +246,14 @@ class Lease:
     def _lease_held(self, record: dict[str, Any], *, expires_in_s: float | None = None) -> LeaseHeld:
         since = f" since {record['since']}" if record.get("since") else ""
         expiry = "" if expires_in_s is None else f"; if it was killed, its lock expires in {max(1, expires_in_s):.0f} s"
-        held = LeaseHeld(
+        error = LeaseHeld(
             f"another command is writing to {self._what} ({name_of(record) or 'unknown'}{since})",
             hint=f"wait until it finishes, or stop it{expiry}",
         )
-        held.is_alive = record.get("machine") == _machine()
-        held.holder = name_of(record) or "unknown"
-        held.note = str(record.get("note") or held.holder)
-        return held
+        error.is_alive = record.get("machine") == _machine()
+        error.holder = name_of(record) or "unknown"
+        error.note = str(record.get("note") or error.holder)
+        return error
 
 
 def is_abandoned(record: dict[str, Any]) -> bool:
@@ -262,7 +266,7 @@ def is_abandoned(record: dict[str, Any]) -> bool:
 def server_time_s(objects: Objects) -> float:
     """Return the time of the server, in seconds since the epoch: the time of a new object."""
     while True:
-        key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # a name that is cleaned up if this is killed
+        key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # it is cleaned up if this process is killed
         objects.write(key, b"")
         try:
             return objects.info(key).modified_s
@@ -298,15 +302,11 @@ def read_info(objects: Objects, key: str) -> tuple[dict[str, Any], ObjectInfo | 
         content, info = objects.read_version(key)
     except FileNotFoundError:
         return {}, None
-    return _parse_record(content), info
-
-
-def _parse_record(content: bytes) -> dict[str, Any]:
     try:
         record = json.loads(content)
     except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+        return {}, info
+    return record if isinstance(record, dict) else {}, info
 
 
 def name_of(record: dict[str, Any]) -> str:
@@ -315,20 +315,20 @@ def name_of(record: dict[str, Any]) -> str:
 
 
 def now_s() -> float:
-    """Return seconds since the start of the machine, including those in which it was suspended."""
+    """Return seconds since the start of the machine, including the time in which it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _machine() -> str:
-    """Return what identifies a running machine and its view of process numbers (containers have their own)."""
+    """Return the identity of a running machine and of its process numbers (containers have separate numbers)."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    return secrets.token_hex(16)  # unknown: equal to no other
+    return secrets.token_hex(16)  # unknown, and therefore equal to no other machine
 
 
 def _start_of(process: int) -> str | None:
-    """Return when a process was started, in ticks since the start of the machine; None if it does not run."""
+    """Return the start time of a process, in ticks since the start of the machine; None if it does not run."""
     with suppress(OSError, IndexError):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
@@ -339,10 +339,10 @@ _NUM_THREADS = 32
 
 
 class HeldLeases:
-    """The leases that the writes of this process rest on. Thread-safe.
+    """The leases that protect the writes of this process. Thread-safe.
 
     Attributes:
-        fences: key and token of those that this process holds.
+        fences: Key and token of each lease that this process holds.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -352,11 +352,11 @@ class HeldLeases:
         self._fenced: set[tuple[str, str]] = set()
 
     @contextmanager
-    def held(self, lease: Lease) -> Iterator[None]:
+    def hold(self, lease: Lease) -> Iterator[None]:
         """Check a lease, which has been acquired, before each attempt to write; release it at the end.
 
         Raises:
-            LeaseLost: it was found to be lost, whatever the block made of that.
+            LeaseLost: the lease was lost, even if the block has handled the error.
         """
         fence = (lease.key, lease.token)
         self._guards.append(lease.require)
@@ -376,13 +376,13 @@ class HeldLeases:
             self._guards.append(Fence(self._objects, key, token).require)
 
     def require(self) -> None:
-        """Raise LeaseLost if one of them may be lost before a request that begins now has ended."""
+        """Raise LeaseLost if one of the leases may be lost before a request that begins now has ended."""
         for require in tuple(self._guards):
             require()
 
 
 class Fence:
-    """Check of a worker that its command still holds a lease, and renews it. Thread-safe."""
+    """Check, in a worker, that its command still holds and renews a lease. Thread-safe."""
 
     def __init__(self, objects: Objects, key: str, token: str) -> None:
         self._objects, self._key, self._token = objects, key, token
@@ -390,15 +390,16 @@ class Fence:
         self._lock = threading.Lock()
 
     def require(self) -> None:
-        """Raise LeaseLost if the command may not hold the lease before a request has ended; see `changes.Guard`."""
+        """Raise LeaseLost if the command may lose the lease before a request has ended; see `objects.Guard`."""
         end_s = now_s() + stores.RETRY_S
         with self._lock:
             while not is_trusted(self._renewed_s):
                 begun_s = now_s()
-                found, info = read_info(self._objects, self._key)
-                if info is None or found.get("token") != self._token:
-                    holder = name_of(found) or "nobody"
-                    raise LeaseLost(f"the command of this worker has lost its lock; now held by {holder}")
+                record, info = read_info(self._objects, self._key)
+                if info is None or record.get("token") != self._token:
+                    holder = name_of(record)
+                    state = f"{holder} holds it now" if holder else "no process holds it now"
+                    raise LeaseLost(f"the command of this worker has lost its lock; {state}")
                 age_s = server_time_s(self._objects) - info.modified_s
                 self._renewed_s = begun_s - max(0.0, age_s)
                 if not is_trusted(self._renewed_s):
@@ -408,44 +409,44 @@ class Fence:
 
 
 def holder_of(objects: Objects, info: ObjectInfo) -> str | None:
-    """Return who holds a lease and since when; None if it is released, abandoned or expired.
+    """Return the holder of a lease, and since when; None if it is released, abandoned or expired.
 
     Without permission to write, the time of the server is unknown, and an expired lease counts as held.
     """
-    found = {} if is_released(info) else read(objects, info.key)
-    if not found or is_abandoned(found):
+    record = {} if is_released(info) else read(objects, info.key)
+    if not record or is_abandoned(record):
         return None
     with suppress(OSError):
         if server_time_s(objects) - info.modified_s >= EXPIRY_S:
             return None
-    return f"{name_of(found)} since {found.get('since')}"
+    return f"{name_of(record)} since {record.get('since')}"
 
 
 def held_leases(objects: Objects, keys: re.Pattern[str], *, but: str = "") -> dict[str, dict[str, Any]]:
-    """Return the records of the leases directly in the folder that processes hold, by key; leave out the key `but`.
+    """Return the records of the held leases directly in the folder, by key; omit the key `but`.
 
     The leases of processes that have died are released, so that none of these can publish after this has returned.
 
     Raises:
-        OSError: the bucket cannot be read, or not written.
+        OSError: the bucket cannot be read or written.
     """
     listed = (info for info in objects.list(recursive=False) if info.key != but and keys.fullmatch(info.key))
-    found = [info for info in listed if not is_released(info)]
-    if not found:
+    infos = [info for info in listed if not is_released(info)]
+    if not infos:
         return {}
     time_s = server_time_s(objects)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        records = list(pool.map(lambda info: _held_record(objects, info, time_s=time_s), found))
-    return {info.key: record for info, record in zip(found, records, strict=True) if record}
+        records = list(pool.map(lambda info: _held_record(objects, info, time_s=time_s), infos))
+    return {info.key: record for info, record in zip(infos, records, strict=True) if record}
 
 
 def _held_record(objects: Objects, info: ObjectInfo, *, time_s: float) -> dict[str, Any]:
     """Return the record of a lease; release it and return nothing if its holder has died."""
-    found = read(objects, info.key)
-    if found and (is_abandoned(found) or time_s - info.modified_s >= EXPIRY_S):
+    record = read(objects, info.key)
+    if record and (is_abandoned(record) or time_s - info.modified_s >= EXPIRY_S):
         try:
             objects.write(info.key, released_content(), replaces=info.etag)
         except Conflict:  # renewed, released or removed meanwhile
             return read(objects, info.key)
         return {}
-    return found
+    return record

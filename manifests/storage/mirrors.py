@@ -1,9 +1,10 @@
 """The local folders that mirror a folder of a bucket: a table of mounts, as the kernel has one of file systems.
 
 `clipmill.manifests.publish` and `clipmill.shards.opening` ask here for every durable file that they write, remove or
-open. This file knows nothing of buckets, and without a data folder in one, nothing else of this package is imported.
+open. This file knows nothing of buckets, and without a data folder in a bucket, nothing else of this package is
+imported.
 
-A mirror is mounted at two places only (`attaching.py`): by the command that opens an address, and by each worker
+A mirror is mounted at two places only (`working_copy.py`): by the command that opens an address, and by each worker
 process, on this machine or another, before its first task (`Mirror.access`).
 """
 
@@ -38,7 +39,7 @@ class Mirror(Protocol):
         """Write the object of `path` with the content of `temporary`, which then replaces `path`."""
 
     def move(self, source: Path, target: Path) -> None:
-        """Write the objects of the file or folder `source` as those of `target`; nothing local changes."""
+        """Copy the objects of the file or folder `source` to `target` and delete them; nothing local changes."""
 
     def remove(self, *paths: Path) -> None:
         """Delete the objects of files and of folders."""
@@ -59,18 +60,18 @@ class Mirror(Protocol):
         """Return a descriptor of a file whose content is only in the bucket; None if the local file is complete."""
 
     def drop_content(self) -> None:
-        """Forget the local content of all objects, so that what is opened next is asked for in the bucket."""
+        """Forget the local content of all objects, so that files that are opened next are read from the bucket."""
 
     def local_copy(self, path: Path) -> AbstractContextManager[None]:
         """Context manager during which the content of a file is on local disk."""
 
     def folder_lock(self) -> AbstractContextManager[None]:
-        """Context manager that holds the lock of the whole folder, with its own records up to date."""
+        """Context manager that holds the lock of the data folder, with the records in it up to date."""
 
     def column_lock(self, name: str, *, unless: re.Pattern[str] | None = None) -> AbstractContextManager[None]:
         """Context manager that holds the lock of a column as the object `name`.
 
-        It raises LeaseHeld if another command holds that lock, or one whose name matches `unless`.
+        It raises LeaseHeld if another command holds that lock, or a lock whose name matches `unless`.
         """
 
     def lock_names(self) -> list[str]:
@@ -78,16 +79,16 @@ class Mirror(Protocol):
 
     @property
     def access(self) -> tuple[str, ...]:
-        """What a worker needs to mount the same address, with the locks that its writes rest on."""
+        """Arguments with which a worker mounts the same address, with the locks that protect its writes."""
 
     def publish_token(self, path: Path) -> None:
-        """Write the object of a temporary file, which has none otherwise, for workers on other nodes."""
+        """Write the object of a temporary file for workers on other nodes; other temporary files have no object."""
 
     def require_locks(self) -> None:
         """Raise LeaseLost if another command may have taken over a lock of this one."""
 
     def holder_of(self, name: str) -> str | None:
-        """Return who holds the lock of a column and since when; None if it is free."""
+        """Return the holder of the lock of a column, and since when; None if it is free."""
 
     def refresh(self, folder: Path) -> None:
         """Bring the files of a folder to the state of the bucket."""
@@ -103,10 +104,10 @@ def is_remote(address: str) -> bool:
 
 def require_not_mistyped(text: str) -> None:
     """Raise a UserError for an address with a single slash, which would be taken for a local path."""
-    if found := _ONE_SLASH.match(text):
+    if match := _ONE_SLASH.match(text):
         raise UserError(
             f"{text} is not an address",
-            hint=f"an address has two slashes: {found[1]}://{found[2]}; write a path as ./{text}",
+            hint=f"an address has two slashes: {match[1]}://{match[2]}; write a path as ./{text}",
         )
 
 
@@ -127,7 +128,7 @@ def mirror_of(path: Path) -> Mirror | None:
 
 
 def refresh(folder: Path) -> None:
-    """Bring a folder to the state of the bucket that it mirrors; do nothing if it mirrors none."""
+    """Bring a folder to the state of the bucket that it mirrors; do nothing for other folders."""
     if (mirror := mirror_of(folder)) is not None:
         mirror.refresh(folder)
 
@@ -147,7 +148,7 @@ def local_copy(path: Path) -> Iterator[None]:
 
 
 def is_away(path: Path) -> bool:
-    """Return True if the content of a durable file is only in a bucket, so that opening it fetches all of it."""
+    """Return True if the content of a durable file is only in a bucket, so that opening it fetches the object."""
     mirror = mirror_of(path)
     return mirror is not None and mirror.is_away(path)
 
@@ -156,7 +157,7 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
     """Read a range of a file of a bucket without a local copy.
 
     Raises:
-        OSError: it cannot be read, or is shorter.
+        OSError: the object cannot be read, or is shorter.
     """
     mirror = mirror_of(path)
     assert mirror is not None
@@ -167,8 +168,8 @@ def file_state(path: Path) -> tuple[int, int]:
     """Return size in bytes and time of modification in ns of a durable file, or of its object.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        IsADirectoryError: it is a folder.
+        FileNotFoundError: the file does not exist.
+        IsADirectoryError: the path is a folder.
     """
     if (mirror := mirror_of(path)) is not None:
         return mirror.state(path)

@@ -1,10 +1,24 @@
-"""Objects below an address such as `s3://bucket/folder`: the only interface to obstore (its errors: `errors.py`).
+"""Objects below an address such as `s3://bucket/folder`: the only interface to obstore (its errors: `stores.py`).
 
 Credentials and endpoint come from the variables that the tools of each provider use (`clouds.py`).
 
-Reading requests that fail in passing (5xx, 429, no answer, a body that ends early) are repeated by obstore for 90 s
-with exponential backoff; a body is resumed where it ended. Those that change objects are in `changes.py`. obstore's
-threads do not survive a fork: a process that has used this module must spawn its workers.
+*Reading.* obstore repeats requests with transient failures (5xx, 429, no answer, a body that ends early) for 90 s with
+exponential backoff; a body is resumed where it ended. obstore's threads do not survive a fork: a process that has used
+this module must spawn its workers.
+
+*Listing.* A bucket may hold any names: markers of folders, and names that obstore rejects (`a//b`, `../c`, unprintable
+characters). For each such name obstore rejects the page that it is on. S3 is then asked for the same listing without
+obstore, and such names are set aside: no request can name these objects.
+
+*Changing.* The right to change an object may end while the request is under way: the lock that a command holds in the
+bucket is a lease (`leases.py`), and a network that drops packets can hold a request back for minutes. So
+
+- each attempt of a request asks its guard first, which raises an error if the right has ended, or may end within
+  `stores.WRITE_LIMIT_S`. An attempt has ended by then. obstore repeats nothing for longer than that;
+- a record is written under the condition that it is the record that the writer has seen (`put_if`), so that a request
+  that the network delivers late is rejected once another process has replaced the record.
+
+An attempt with a transient failure (5xx, 429, no answer) is repeated for `RETRY_S`.
 """
 
 import errno
@@ -43,7 +57,7 @@ if TYPE_CHECKING:
 
 
 PAGE = 1000  # objects of an answer, at most
-MAX_ATTEMPTS = 4  # at answers without resumable content, which obstore does not repeat
+MAX_ATTEMPTS = 4  # for answers without resumable content, which obstore does not repeat
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -52,9 +66,9 @@ class ObjectInfo:
     """An object without its content.
 
     Attributes:
-        key: name relative to the address that it was listed from.
-        etag: version of the content, as the server names it, in quotes; empty if the server gives none.
-        modified_s: time of the last write in seconds since the epoch, by the server's clock.
+        key: Name relative to the address that it was listed from.
+        etag: Version of the content, as the server names it, in quotes; empty if the server gives none.
+        modified_s: Time of the last write in seconds since the epoch, by the server's clock.
     """
 
     key: str
@@ -67,10 +81,10 @@ class Listing:
     """Listings of one address.
 
     Args:
-        errors: context manager around requests, which gets the key.
+        errors: Context manager around requests, which takes the key.
 
     Attributes:
-        odd_names: keys below the address that were met and set aside.
+        odd_names: Keys below the address that were listed and set aside.
     """
 
     def __init__(
@@ -81,7 +95,7 @@ class Listing:
         self.odd_names: set[str] = set()
 
     def pages(self, prefix: str, *, recursive: bool) -> Iterator[list[ObjectInfo]]:
-        """Yield the objects in the folder `prefix`, in no particular order; with `recursive` those in folders below."""
+        """Yield the objects in the folder `prefix` and, with `recursive`, in folders below it, in any order."""
         last: str | None = None  # listings are in the order of keys, and can be continued after any of them
         source, num_cut = self._source(prefix, recursive=recursive, after=last), 0
         while True:
@@ -118,8 +132,8 @@ class Listing:
             return
         if not recursive:
             with self._errors(prefix):
-                found = obstore.list_with_delimiter(self._store, prefix or None)["objects"]
-            yield [info_of(one) for one in found]
+                entries = obstore.list_with_delimiter(self._store, prefix or None)["objects"]
+            yield [info_of(entry) for entry in entries]
             return
         with self._errors(prefix):
             pages = iter(obstore.list(self._store, prefix or None, offset=after, chunk_size=PAGE))
@@ -128,34 +142,34 @@ class Listing:
                 page = next(pages, None)
             if page is None:
                 return
-            yield [info_of(one) for one in page]
+            yield [info_of(entry) for entry in page]
 
     def _signed_pages(self, pages: Iterator[list[dict[str, str]]]) -> Iterator[list[ObjectInfo]]:
         for page in pages:
-            found = []
-            for one in page:
-                if is_odd(one["Key"]):
-                    self.odd_names.add(one["Key"])
+            infos = []
+            for entry in page:
+                if is_odd(entry["Key"]):
+                    self.odd_names.add(entry["Key"])
                     continue
-                key = one["Key"].removesuffix("/")  # as obstore names the marker of a folder
-                modified_s = datetime.fromisoformat(one["LastModified"]).timestamp()
-                found.append(ObjectInfo(key, int(one["Size"]), quoted_etag(one.get("ETag")), modified_s))
-            yield found
+                key = entry["Key"].removesuffix("/")  # as obstore names the marker of a folder
+                modified_s = datetime.fromisoformat(entry["LastModified"]).timestamp()
+                infos.append(ObjectInfo(key, int(entry["Size"]), quoted_etag(entry.get("ETag")), modified_s))
+            yield infos
 
 
 def is_odd(key: str) -> bool:
-    """Return True for a name that obstore does not take."""
+    """Return True for a name that obstore rejects."""
     parts = key.removesuffix("/").split("/")
     return key != "" and (not {"", ".", ".."}.isdisjoint(parts) or _UNPRINTABLE.search(key) is not None)
 
 
-def info_of(found: Any) -> ObjectInfo:
-    """Return what obstore says about an object."""
-    return ObjectInfo(found["path"], found["size"], quoted_etag(found["e_tag"]), found["last_modified"].timestamp())
+def info_of(meta: Any) -> ObjectInfo:
+    """Convert obstore's metadata of an object."""
+    return ObjectInfo(meta["path"], meta["size"], quoted_etag(meta["e_tag"]), meta["last_modified"].timestamp())
 
 
 def quoted_etag(etag: str | None) -> str:
-    """Return an etag in quotes; Azure's listings leave them out."""
+    """Return an etag in quotes, which Azure's listings omit."""
     return f'"{etag}"' if etag and not etag.endswith('"') else etag or ""
 
 
@@ -168,16 +182,16 @@ _T = TypeVar("_T")
 
 
 def allow_always() -> None:
-    """Guard of objects that belong to no lock."""
+    """Do nothing: the guard of objects that belong to no lock."""
 
 
 class Changes:
-    """The changing requests of `Objects`, whose methods say what they do and raise. Thread-safe.
+    """The changing requests of `Objects`, whose methods document them. Thread-safe.
 
     Args:
         is_writable: False for a web server, to which no request is sent.
-        read: return content and version of an object.
-        count: called with the number of requests that have been made, and of bytes sent.
+        read: Function that returns content and version of an object.
+        count: Function that is called with the number of requests that were made, and of bytes sent.
     """
 
     def __init__(
@@ -194,9 +208,14 @@ class Changes:
 
     def put(self, key: str, content: bytes | Path, *, guard: Guard, mode: Any = "overwrite") -> str:
         """Write an object and return its etag."""
+        import obstore
+
+        def put_once() -> Any:
+            return obstore.put(self._store, key, content, mode=mode, chunk_size=PART_BYTES, max_concurrency=4)
+
         num_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
         num_parts = 1 if mode != "overwrite" else -(-num_bytes // PART_BYTES)
-        written = self._repeat(key, lambda: self._put_once(key, content, mode=mode), guard, num_bytes=num_bytes)
+        written = self._repeat(key, put_once, guard, num_bytes=num_bytes)
         self._count(1 if num_parts <= 1 else num_parts + 2, num_bytes)
         return quoted_etag(written["e_tag"])
 
@@ -214,8 +233,11 @@ class Changes:
         except FileNotFoundError:
             raise self._conflict(key) from None
         except (Conflict, NoAnswer):
-            if etag := self._etag_of_same(key, content):
-                return etag
+            # The object may be the result of an earlier attempt whose answer was lost.
+            with suppress(FileNotFoundError):
+                present, info = self._read(key)
+                if present == content and info.etag:
+                    return info.etag
             raise
 
     def copy(self, source: str, target: str, *, guard: Guard) -> None:
@@ -236,14 +258,9 @@ class Changes:
             some = list(keys[begin : begin + num_at_once])
             try:
                 self._repeat(some[0], partial(obstore.delete, self._store, some), guard)
-            except FileNotFoundError:  # one is missing (Azure, Google); whether the others are gone is unknown
+            except FileNotFoundError:  # one is missing (Azure, Google); it is unknown if the others were deleted
                 for key in some if len(some) > 1 else ():
                     self.delete([key], guard=guard)
-
-    def _put_once(self, key: str, content: bytes | Path, *, mode: Any) -> Any:
-        import obstore
-
-        return obstore.put(self._store, key, content, mode=mode, chunk_size=PART_BYTES, max_concurrency=4)
 
     def _precondition(self, key: str, etag: str) -> Any:
         """Return obstore's condition that an object still has an etag; Google compares generations instead."""
@@ -251,22 +268,14 @@ class Changes:
 
         if self._scheme != "gs":
             return {"e_tag": etag}
-        found = obstore.head(self._store, key)
+        meta = obstore.head(self._store, key)
         self._count(1, 0)
-        if quoted_etag(found["e_tag"]) != etag:
+        if quoted_etag(meta["e_tag"]) != etag:
             raise self._conflict(key)
-        return {"e_tag": etag, "version": found["version"]}
-
-    def _etag_of_same(self, key: str, content: bytes) -> str | None:
-        """Return the etag of an object if it has this content."""
-        try:
-            found, info = self._read(key)
-        except FileNotFoundError:
-            return None
-        return info.etag if found == content else None
+        return {"e_tag": etag, "version": meta["version"]}
 
     def _repeat(self, key: str, request: Callable[[], _T], guard: Guard, *, num_bytes: int = 0) -> _T:
-        """Return the answer of a request; repeat it while it fails in passing, and the guard allows it."""
+        """Return the answer of a request; repeat it while it has transient failures and the guard allows it."""
         if self._store is None:
             raise UserError(
                 f"{self._address} is read-only: objects can be written to s3://, gs:// and az://",
@@ -303,15 +312,15 @@ def open_objects(address: str) -> "Objects":
 
 
 class Objects:
-    """The objects below an address. Keys are relative to it. Safe to use from several threads.
+    """The objects below an address. Keys are relative to it. Thread-safe.
 
     All methods raise FileNotFoundError for an object that does not exist, UserError for a bucket that does not exist,
     AccessRefused (a UserError and a PermissionError), and OSError when retries have not helped. The file name of an
     OSError is the address of the object.
 
     Attributes:
-        address: the address, without a slash at its end.
-        num_requests, num_bytes: requests, without retries, and bytes of content sent and received.
+        address: The address, without a slash at its end.
+        num_requests, num_bytes: Number of requests, without retries, and of bytes of content sent and received.
     """
 
     def __init__(self, address: str) -> None:
@@ -332,7 +341,7 @@ class Objects:
 
     @property
     def is_writable(self) -> bool:
-        """False for a web server, which is only read."""
+        """False for a web server, which can only be read."""
         return self.scheme not in ("http", "https")
 
     def address_of(self, key: str) -> str:
@@ -362,25 +371,31 @@ class Objects:
         """Return ranges (offset, size) of an object, requested in parallel; neighbouring ranges in one request."""
         import obstore
 
-        wanted = [(offset, size) for offset, size in ranges if size]
-        if not wanted:
+        nonempty = [(offset, size) for offset, size in ranges if size]
+        if not nonempty:
             return [b""] * len(ranges)
         self._check_redirects(key)
-        with self._errors(key, num_bytes=sum(size for _, size in wanted)):
-            found = obstore.get_ranges(
+        with self._errors(key, num_bytes=sum(size for _, size in nonempty)):
+            buffers = obstore.get_ranges(
                 self._store,
                 key,
-                starts=[offset for offset, _ in wanted],
-                lengths=[size for _, size in wanted],
+                starts=[offset for offset, _ in nonempty],
+                lengths=[size for _, size in nonempty],
                 coalesce=_GAP_BYTES,
             )
-        contents = iter(map(bytes, found))
+        contents = iter(map(bytes, buffers))
         result = [next(contents) if size else b"" for _, size in ranges]
         for (offset, size), content in zip(ranges, result, strict=True):
             if len(content) != size:
                 reason = f"the object ends before byte {offset + size}"
                 raise OSError(errno.EIO, reason, self.address_of(key))
-        self._count(_num_requests(wanted), sum(map(len, result)))
+        # obstore joins ranges with small gaps.
+        num_requests, end = 0, None
+        for offset, size in sorted(nonempty):
+            is_far = end is None or offset - end > _GAP_BYTES
+            num_requests += is_far
+            end = offset + size if is_far or end is None else max(end, offset + size)
+        self._count(num_requests, sum(map(len, result)))
         return result
 
     def info(self, key: str) -> ObjectInfo:
@@ -389,15 +404,15 @@ class Objects:
 
         self._check_redirects(key)
         with self._errors(key):
-            found = obstore.head(self._store, key)
+            meta = obstore.head(self._store, key)
         self._count(1, 0)
-        return info_of({**found, "path": key})
+        return info_of({**meta, "path": key})
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        """Yield the objects in the folder `prefix`, in no particular order, but for those in `odd_names`.
+        """Yield the objects in the folder `prefix`, in any order, without the objects in `odd_names`.
 
         Args:
-            recursive: also yield the objects in folders below it.
+            recursive: Also yield the objects in folders below it.
 
         Raises:
             UserError: a web server cannot be listed.
@@ -410,24 +425,24 @@ class Objects:
 
     @property
     def odd_names(self) -> set[str]:
-        """Keys that listings have met and that cannot be asked for: with `//`, `/../`, `/./`, or unprintable."""
+        """Listed keys that no request can name: with `//`, `/../`, `/./`, or unprintable characters."""
         return self._listing.odd_names
 
     def open_uploads(self) -> Iterator["OpenUpload"]:
-        """Yield the multipart uploads below the address that are not complete; none but in S3 (`s3_requests`)."""
+        """Yield the incomplete multipart uploads below the address, in S3 only (`s3_requests.py`)."""
         from clipmill.manifests.storage.s3_requests import S3Requests
 
         if self.scheme == "s3":
             yield from S3Requests(self.address, self._store).open_uploads()
 
     def abort(self, upload: "OpenUpload") -> None:
-        """Give up a multipart upload."""
+        """Abort a multipart upload."""
         from clipmill.manifests.storage.s3_requests import S3Requests
 
         S3Requests(self.address, self._store).abort(upload)
 
     def fetch(self, key: str, path: Path) -> None:
-        """Copy a whole object to `path`, which appears only when it is complete."""
+        """Copy an object to `path`, which appears only when it is complete."""
         import obstore
 
         self._check_redirects(key)
@@ -461,16 +476,16 @@ class Objects:
         replaces: str | None = None,
         guard: Guard = allow_always,
     ) -> str:
-        """Write a whole object and return its etag; readers see the old object or the new one.
+        """Write a complete object and return its etag; readers see the old object or the new one.
 
-        A conditional write whose answer was lost is repeated, and then finds its own object: a conflict with an object
-        of the same content is therefore no conflict.
+        A conditional write whose answer was lost is repeated, and then finds the object that it has written. A conflict
+        with an object of the same content is therefore not an error.
 
         Args:
-            content: bytes, or the path of a file.
-            only_new: write only if the object does not exist.
-            replaces: write only if the object still has this etag.
-            guard: see `changes`.
+            content: Bytes, or the path of a file.
+            only_new: Write only if the object does not exist.
+            replaces: Write only if the object still has this etag.
+            guard: Function that is called before each attempt (*Changing* above).
 
         Raises:
             Conflict: the condition does not hold.
@@ -481,23 +496,23 @@ class Objects:
         return self._changes.put_if(key, content, replaces=None if only_new else replaces, guard=guard)
 
     def replace(self, key: str, content: bytes, *, seen: ObjectInfo | None, old: Path, guard: Guard) -> str:
-        """Write a record in place of the one that this process has seen, and return its etag.
+        """Write a record in place of the record that this process has seen, and return its etag.
 
         Args:
-            seen: that record; None if there was none.
-            old: local file with its content.
+            seen: Version that this process has seen; None if the record did not exist.
+            old: Local file with its content.
 
         Raises:
-            Conflict: another process has written or removed it.
+            Conflict: another process has written or removed the record.
         """
         replaces = None if seen is None else seen.etag
         try:
             return self.write(key, content, only_new=seen is None, replaces=replaces, guard=guard)
         except Conflict as refused:
-            guard()  # which says who has taken over a lock
+            guard()  # its error names the process that has taken over a lock
             with suppress(FileNotFoundError):
-                found, info = self.read_version(key)
-                if seen is not None and found == old.read_bytes():
+                present, info = self.read_version(key)
+                if seen is not None and present == old.read_bytes():
                     # Some servers name another etag in their answer to a write.
                     return self.write(key, content, replaces=info.etag, guard=guard)
             refused.strerror = "another command has written it meanwhile"
@@ -508,7 +523,7 @@ class Objects:
         self._changes.copy(source, target, guard=guard)
 
     def delete(self, *keys: str, guard: Guard = allow_always) -> None:
-        """Delete objects; those that do not exist are not an error."""
+        """Delete objects; objects that do not exist are not an error."""
         self._changes.delete(keys, guard=guard)
 
     def _check_redirects(self, key: str) -> None:
@@ -529,14 +544,3 @@ class Objects:
 
     def _errors(self, key: str, *, num_bytes: int = 0) -> AbstractContextManager[None]:
         return storage_errors(self.address, self.address_of(key), num_bytes=num_bytes)
-
-
-def _num_requests(ranges: Sequence[tuple[int, int]]) -> int:
-    """Return how many requests obstore makes of some ranges."""
-    count, end = 0, None
-    for offset, size in sorted(ranges):
-        if end is None or offset - end > _GAP_BYTES:
-            count, end = count + 1, offset + size
-        else:
-            end = max(end, offset + size)
-    return count

@@ -1,8 +1,8 @@
-"""Requests of S3 that obstore has no function for: listings with names that it does not take, and uploads left open.
+"""Requests for S3 that obstore has no function for: listings with names that it rejects, and unfinished uploads.
 
 obstore signs the URLs of objects. The path of a store whose endpoint has a query is appended to the last value of that
-query, so it also signs any other URL of a bucket; credentials, region and endpoint are those of all other requests.
-Azure drops unfinished uploads by itself after a week; for Google, a rule of the bucket does (docs/cluster.md).
+query, so it also signs any other URL of a bucket, with the credentials, region and endpoint of all other requests.
+Azure drops unfinished uploads after a week; Google needs a rule of the bucket for that (docs/cluster.md).
 """
 
 import http.client
@@ -28,11 +28,11 @@ _IGNORED = "x-clipmill"  # servers ignore parameters that begin with x-
 
 @dataclass(frozen=True)
 class OpenUpload:
-    """A multipart upload that was begun and neither completed nor aborted: its parts take room until it is aborted.
+    """A multipart upload that was begun and neither completed nor aborted: its parts take space until it is aborted.
 
     Attributes:
-        key: name that the object would have, relative to the address.
-        begun: time in UTC, as the server writes it.
+        key: Name that the object would have, relative to the address.
+        begun: Time in UTC, as the server writes it.
     """
 
     key: str
@@ -43,10 +43,10 @@ class OpenUpload:
 class S3Requests:
     """Requests to the bucket of an address such as `s3://bucket/folder`; keys are relative to it.
 
-    All methods raise what those of `clipmill.manifests.storage.objects.Objects` raise.
+    All methods raise the errors of `clipmill.manifests.storage.objects.Objects`.
 
     Args:
-        store: obstore's store of the address.
+        store: obstore's store for the address.
     """
 
     def __init__(self, address: str, store: Any) -> None:
@@ -54,11 +54,11 @@ class S3Requests:
         self._prefix = f"{store.prefix}/" if store.prefix else ""
 
     def list(self, prefix: str, *, recursive: bool, after: str | None, at_once: int) -> Iterator[list[dict[str, str]]]:
-        """Yield the fields of the objects in the folder `prefix`, page by page, by the names that S3 has for them.
+        """Yield the fields of the objects in the folder `prefix`, page by page, by S3's names.
 
         Args:
-            after: key, relative to the address, after which to begin.
-            at_once: objects of a page, at most.
+            after: Key, relative to the address, after which to start.
+            at_once: Maximum number of objects of a page.
         """
         folder = f"{prefix.rstrip('/')}/" if prefix else ""
         query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + folder, "max-keys": str(at_once)}
@@ -68,7 +68,7 @@ class S3Requests:
             query["start-after"] = self._prefix + after
         while True:
             answer = self._ask("GET", query)
-            yield [{**found, "Key": self._key(found["Key"], answer)} for found in _entries(answer, "Contents")]
+            yield [{**entry, "Key": self._key(entry["Key"], answer)} for entry in _entries(answer, "Contents")]
             token = _text(answer, "NextContinuationToken")
             if not token:
                 return
@@ -79,15 +79,15 @@ class S3Requests:
         query = {"uploads": "", "encoding-type": "url", "prefix": self._prefix}
         while True:
             answer = self._ask("GET", query)
-            for found in _entries(answer, "Upload"):
-                yield OpenUpload(self._key(found["Key"], answer), found["UploadId"], found.get("Initiated", ""))
+            for entry in _entries(answer, "Upload"):
+                yield OpenUpload(self._key(entry["Key"], answer), entry["UploadId"], entry.get("Initiated", ""))
             if _text(answer, "IsTruncated") != "true":
                 return
             query["key-marker"] = self._prefix + self._key(_text(answer, "NextKeyMarker"), answer)
             query["upload-id-marker"] = _text(answer, "NextUploadIdMarker")
 
     def abort(self, upload: OpenUpload) -> None:
-        """Give up an upload; its parts are removed."""
+        """Abort an upload; its parts are removed."""
         self._ask("DELETE", {"uploadId": upload.upload_id}, key=upload.key)
 
     def _key(self, text: str, answer: ElementTree.Element) -> str:
@@ -95,7 +95,7 @@ class S3Requests:
 
     @cached_property
     def _bucket_url(self) -> str:
-        """URL of the bucket, which follows from its name and the variables: what obstore signs, less its path."""
+        """URL of the bucket: a URL that obstore signs, without its path."""
         url = self._sign(self._store, "GET", "x").partition("?")[0]
         return url.rsplit("/", self._prefix.count("/") + 1)[0]
 
@@ -144,9 +144,9 @@ def _answer(method: str, url: str) -> ElementTree.Element:
 
 
 def _entries(answer: ElementTree.Element, name: str) -> Iterator[dict[str, str]]:
-    """Yield the fields of each element with a name, whatever its namespace."""
-    for found in answer.iterfind(f"{{*}}{name}"):
-        yield {field.tag.rpartition("}")[2]: field.text or "" for field in found}
+    """Yield the fields of each element with a name, in any namespace."""
+    for element in answer.iterfind(f"{{*}}{name}"):
+        yield {field.tag.rpartition("}")[2]: field.text or "" for field in element}
 
 
 def _text(answer: ElementTree.Element, name: str) -> str:

@@ -1,4 +1,4 @@
-"""obstore's stores: which addresses can be served, with which settings.
+"""obstore's stores for the supported addresses, and its errors as errors of files, of the user, or as Inaccessible.
 
 Credentials and endpoint come from the variables that the tools of each provider use (`clouds.py`).
 """
@@ -16,7 +16,7 @@ from clipmill.manifests.formatting import on_one_line
 from clipmill.manifests.storage.clouds import CLOUDS, cloud_of
 from clipmill.manifests.storage.waiting import watch_request
 
-RETRY_S = 90.0  # how long a request is repeated that fails in passing; the last attempt begins within this time
+RETRY_S = 90.0  # a request with a transient failure is repeated for so long; the last attempt begins within this time
 # obstore waits a random time between the first backoff and `base` times the one before; with a base of 2 or less, the
 # waits hardly grow, and a number of attempts says nothing about the time that they take.
 _RETRY: dict[str, Any] = {
@@ -27,10 +27,10 @@ _RETRY: dict[str, Any] = {
 _TIMEOUTS: dict[str, Any] = {
     "connect_timeout": timedelta(seconds=10),
     "read_timeout": timedelta(seconds=30),  # without a single byte
-    "timeout": timedelta(minutes=15),  # for a whole object
+    "timeout": timedelta(minutes=15),  # for a complete object
 }
-# Requests that change objects are repeated by us (`changes.py`), because the right to do so may end. obstore repeats
-# them only for so long that a failed part does not cost the upload of a tar.
+# Requests that change objects are repeated by `objects.py`, because the right to change them may end. obstore repeats
+# them only so long that a failed part does not cost the upload of a tar.
 _WRITE_RETRY: dict[str, Any] = {
     "max_retries": 10_000,
     "retry_timeout": timedelta(seconds=3),
@@ -45,37 +45,37 @@ def scheme_of(address: str, *, is_written: bool = False) -> str:
     """Return the scheme of an address.
 
     Args:
-        is_written: leave the forms of web servers out of hints.
+        is_written: Omit the forms of web servers in hints.
 
     Raises:
-        UserError: it is not supported, or the address names no bucket or host.
+        UserError: the scheme is not supported, or the address names no bucket or host.
     """
-    found = _ADDRESS.fullmatch(address)
-    scheme = found[1].lower() if found else ""
-    if found is not None and "@" in found[2].partition("/")[0]:
+    match = _ADDRESS.fullmatch(address)
+    scheme = match[1].lower() if match else ""
+    if match is not None and "@" in match[2].partition("/")[0]:
         raise UserError(
-            f"the address {scheme}://...@{found[2].partition('@')[2]} contains a user name or password",
+            f"the address {scheme}://...@{match[2].partition('@')[2]} contains a user name or password",
             hint="give the address without them; credentials are taken from the variables of the account",
         )
     if scheme in ("s3a", "s3n"):
         raise UserError(f"addresses of the form {scheme}:// are not supported: {address}", hint="write it as s3://...")
-    if found is None or scheme not in CLOUDS:
+    if match is None or scheme not in CLOUDS:
         forms = [cloud.form for cloud in CLOUDS.values() if cloud.credentials or not is_written]
         raise UserError(
             f"addresses of the form {scheme or address}:// are not supported: {address}",
             hint="give one of " + ", ".join(dict.fromkeys(forms)) + ", or a local path",
         )
-    if not found[2].partition("/")[0] or "//" in found[2]:
+    if not match[2].partition("/")[0] or "//" in match[2]:
         raise UserError(f"the address {address} is incomplete", hint=f"its form is {CLOUDS[scheme].form}")
-    if re.search(r"[?#]", found[2]):
+    if re.search(r"[?#]", match[2]):
         raise UserError(
-            f"the address {scheme}://{re.split('[?#]', found[2])[0]}?... has a query string", hint="give it without one"
+            f"the address {scheme}://{re.split('[?#]', match[2])[0]}?... has a query string", hint="give it without one"
         )
     return scheme
 
 
 def open_store(address: str, *, scheme: str, is_written: bool = False) -> Any:
-    """Return obstore's store for an address: for requests that read, or for those that change objects."""
+    """Return obstore's store for an address: for requests that read, or for requests that change objects."""
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
@@ -92,9 +92,9 @@ def open_store(address: str, *, scheme: str, is_written: bool = False) -> Any:
                 f"{variable}={endpoint} is not encrypted", hint=f"set {cloud.allow_http}=true to send requests in clear"
             )
     try:
-        opened: Any = from_url  # its types know the options of each provider, not those common to all
+        open_url: Any = from_url  # its types know the options of each provider, not the options common to all
         retry, timeouts = (_WRITE_RETRY, _WRITE_TIMEOUTS) if is_written else (_RETRY, _TIMEOUTS)
-        return opened(address, retry_config=retry, client_options={**timeouts, "allow_http": allows_http})
+        return open_url(address, retry_config=retry, client_options={**timeouts, "allow_http": allows_http})
     except (BaseError, ValueError) as error:
         raise UserError(
             f"{address} cannot be opened: {first_line(error)}",
@@ -118,7 +118,7 @@ _CREDENTIAL_CODES = (
 _METADATA_PATHS = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity/")
 _NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
 _BAD_NAME_CODES = ("InvalidBucketName", "InvalidResourceName", "OutOfRangeInput")
-_CUT = "the answer ended early, again and again"
+_CUT = "the answer ended early in all attempts"
 _NO_ANSWER = "the server does not answer"
 _PASSING = re.compile(r"5\d\d|429|408", re.ASCII)
 
@@ -127,7 +127,7 @@ _is_forked = False
 
 
 class Conflict(FileExistsError):
-    """A conditional write found that another writer was faster: the object exists, or is not the expected one."""
+    """A conditional write failed because another writer was faster: the object exists, or is not the expected one."""
 
 
 class Unanswered(OSError):
@@ -135,14 +135,14 @@ class Unanswered(OSError):
 
 
 class NoAnswer(Unanswered):
-    """A request failed in passing (no answer, 5xx, 429 or 408), and repeating it for a while has not helped.
+    """A request had a transient failure (no answer, 5xx, 429 or 408), and repeating it for a while has not helped.
 
-    If it was to change an object, it may have done so.
+    A request that changes an object may have changed it.
     """
 
 
 class CutAnswer(NoAnswer):
-    """The body of an answer ended early. obstore resumes the content of objects, and leaves other answers to us."""
+    """The body of an answer ended early. obstore resumes only the content of objects, not other answers."""
 
 
 class AccessRefused(UserError, PermissionError):
@@ -150,16 +150,16 @@ class AccessRefused(UserError, PermissionError):
 
 
 class AccessDenied(AccessRefused):
-    """The credentials are valid, and do not allow the request."""
+    """The credentials are valid, but do not allow the request."""
 
 
 class OddName(OSError):
-    """A listing has an object whose name obstore does not take: with `//`, `.` or `..` as a folder, or unprintable."""
+    """A listing has an object whose name obstore rejects: with `//`, with `.` or `..` as a folder, or unprintable."""
 
 
 @contextmanager
 def no_damage() -> Iterator[None]:
-    """Context manager around reads of files whose content may be damaged: a server that gives none is Inaccessible."""
+    """Context manager around reads that report damage: a server that returns no content raises Inaccessible."""
     try:
         yield
     except (AccessRefused, Unanswered) as error:
@@ -171,13 +171,13 @@ def storage_errors(address: str, where: str, *, num_bytes: int = 0) -> Iterator[
     """Context manager around calls of obstore.
 
     Args:
-        address: address of the folder, which names the bucket.
-        where: address of the object.
-        num_bytes: size of what is sent or received, as far as it is known.
+        address: Address of the folder, which names the bucket.
+        where: Address of the object.
+        num_bytes: Number of bytes that are sent or received, as far as it is known.
 
     Raises:
-        RuntimeError: this process was forked from one that had used obstore, whose threads do not exist here; without
-            this check, the call would never return.
+        RuntimeError: this process was forked from a process that had used obstore, whose threads do not exist here;
+            without this check, the call would never return.
     """
     global _was_used
     from obstore.exceptions import BaseError
@@ -201,6 +201,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
+    """Raise the error that tells a user what to do about an error of obstore."""
     from obstore.exceptions import AlreadyExistsError, InvalidPathError, PreconditionError, UnauthenticatedError
 
     code, reason, cloud = _code(error), _reason(error), cloud_of(address)
@@ -208,24 +209,24 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
         message = f"the bucket of {address} does not exist"
         raise UserError(message, hint="create the bucket, or correct the address") from None
     if code in _BAD_NAME_CODES:
-        raise UserError(f"{where}: the server refuses the name ({code})", hint="correct the address") from None
+        raise UserError(f"{where}: the server rejects the name ({code})", hint="correct the address") from None
     if isinstance(error, AlreadyExistsError | PreconditionError):
         raise Conflict(errno.EEXIST, "another writer was faster", where) from None
     if isinstance(error, FileNotFoundError):
         raise FileNotFoundError(errno.ENOENT, "no such object", where) from None
     if isinstance(error, InvalidPathError):
-        found = _ODD_NAME.search(str(error))
-        raise OddName(errno.EINVAL, on_one_line(found[1] if found else first_line(error)), where) from None
+        name = _ODD_NAME.search(str(error))
+        raise OddName(errno.EINVAL, on_one_line(name[1] if name else first_line(error)), where) from None
     if _OTHER_REGION.search(str(error)):
         region = _REGION.search(str(error))
         raise UserError(
-            f"the bucket of {address} is in another region than the requests are sent to",
-            hint=f"set AWS_REGION={region[1] if region else 'REGION, that of the bucket'}",
+            f"the bucket of {address} is in another region than the requests",
+            hint=f"set AWS_REGION={region[1] if region else 'REGION to the region of the bucket'}",
         ) from None
     if code in _CLOCK_CODES:
         message = f"{where}: the clock of this machine differs too much from the server's ({code})"
         raise AccessRefused(message, hint="set the clock, for example with NTP") from None
-    if any(path in str(error) for path in _METADATA_PATHS):  # asked for without credentials
+    if any(path in str(error) for path in _METADATA_PATHS):  # obstore's last resort without credentials
         raise AccessRefused(
             f"{where}: there are no credentials", hint=f"set {cloud.credentials}, or use a machine with a role"
         ) from None
@@ -249,16 +250,16 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
 
 def _code(error: Exception) -> str:
     """Return the error code that the server names, such as "SlowDown"; empty if it names none."""
-    found = _CODE.search(str(error))
-    return found[1] if found else ""
+    match = _CODE.search(str(error))
+    return match[1] if match else ""
 
 
 def _reason(error: Exception) -> str:
-    """Return what a user can use of obstore's message: the status of the answer, or that there was none."""
+    """Return the useful part of obstore's message: the status of the answer, or that there was none."""
     text = str(error)
-    if found := _STATUS.search(text):
+    if status := _STATUS.search(text):
         code = _code(error)
-        return f"{found[1]} ({code})" if code else found[1]
+        return f"{status[1]} ({code})" if code else status[1]
     if "error sending request" in text:
         return _NO_ANSWER
     if "body error" in text:

@@ -1,8 +1,13 @@
-"""URLs of single objects, such as `s3://bucket/videos/a.mp4`: their parts, and what of them may be shown.
+"""URLs of single objects, such as `s3://bucket/videos/a.mp4`: their parts, secrets in them, and allowed hosts.
 
 In URLs of buckets everything after the bucket is the key, literally. In `http(s)` URLs, the path is percent-encoded.
 They must not have a user, a password or a query string: a manifest would store them, and a signed URL expires.
 Credentials are taken from the environment (`clipmill.manifests.storage.objects`).
+
+A table of URLs may come from elsewhere, and so may the answer of a server. Neither may make this machine send requests
+to services that only it can reach, such as services of other users, routers, or the credentials of a cloud's machines.
+Requests to this machine and its network are therefore rejected, unless the user allows them. An address that the user
+types is not checked.
 """
 
 import ipaddress
@@ -49,10 +54,10 @@ def split_url(url: str) -> tuple[str, str]:
     Raises:
         UserError: the URL has a user, a password or a query string.
     """
-    found = _PARTS.fullmatch(url)
-    if found is None:
+    match = _PARTS.fullmatch(url)
+    if match is None:
         raise ValueError(f"not a URL: {mask_secrets(url)}")
-    root, key = found.groups()
+    root, key = match.groups()
     if "@" in root:
         raise UserError(
             f"{mask_secrets(url)} contains a user name or password, which the manifest would store",
@@ -92,7 +97,7 @@ _NO_HEAD = frozenset({400, 403, 405, 501})
 
 
 def host_problem(url: str) -> str | None:
-    """Return why the host of a URL may not be asked; None if it may.
+    """Return why no request may be sent to the host of a URL; None if one may.
 
     The variable `CLIPMILL_ALLOWED_HOSTS` holds the names of further hosts, separated by commas, or `*` for all.
     """
@@ -120,12 +125,12 @@ def redirect_problem(url: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _private_address(host: str) -> str | None:
-    """Return an address of a host that is not one of the public internet; None if all are, or if it has none."""
+    """Return an address of a host outside the public internet; None if all are public, or if it has none."""
     try:
-        found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
+        addresses = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
-        return None  # reading says that it does not exist
-    for text in sorted(found):
+        return None  # reading the URL reports that the host does not exist
+    for text in sorted(addresses):
         address = ipaddress.ip_address(text)
         mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
         if not (mapped or address).is_global:
@@ -139,9 +144,9 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _redirect(url: str) -> str | None:
-    """Return where a server redirects a request for a URL; None if it does not.
+    """Return the target of a server's redirect for a URL; None without a redirect.
 
-    A server that does not answer HEAD, or only for other signatures, is asked for one byte.
+    If a server does not answer HEAD, or only with another signature, one byte is requested instead.
     """
     for method, headers in (("HEAD", {}), ("GET", {"Range": "bytes=0-0"})):
         request = urllib.request.Request(url, method=method, headers=headers)

@@ -1,6 +1,6 @@
 """Messages while a server does not answer a request.
 
-A request is repeated for a while before it fails (`stores.py`): without a word, a command would look as if it had
+A request is repeated for a while before it fails (`stores.py`): without a message, a command would look as if it had
 stopped. Commands give a function that shows a line (`tell_of_waiting`); other processes show nothing.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _PATIENCE_S = 8.0
-_BYTES_PER_S = 1e6  # a connection that is as slow as this is no reason for a line
+_BYTES_PER_S = 1e6  # a line is shown only for slower connections
 _PERIOD_S = 1.0
-_LIMIT = "2 minutes"  # of `stores.py`: 90 s of attempts, the last of which may take 30 s
+_LIMIT = "2 minutes"  # in `stores.py`: attempts for 90 s, and 30 s for the last attempt
 
 _tell: Callable[[str], object] | None = None
-_pending: dict[int, tuple[float, str]] = {}  # when a line about a request is due, and its folder
+_pending: dict[int, tuple[float, str]] = {}  # number -> time at which a line about a request is due, and its folder
 _numbers = itertools.count()
 _has_begun = threading.Event()
 _watcher: threading.Thread | None = None
@@ -33,13 +33,16 @@ def watch_request(where: str, *, num_bytes: int) -> Iterator[None]:
     """Context manager around a request.
 
     Args:
-        where: address of the folder, as the user gave it; objects in it, such as locks, have names of our own.
-        num_bytes: size of what is sent or received, which takes its time.
+        where: Address of the folder, as the user gave it; the names of objects such as locks mean nothing to users.
+        num_bytes: Number of bytes that are sent or received, which takes time.
     """
+    global _watcher
     if _tell is None:
         yield
         return
-    _start_watcher()
+    if _watcher is None:
+        _watcher = threading.Thread(target=_watch, name="waiting for storage", daemon=True)
+        _watcher.start()
     number = next(_numbers)
     _pending[number] = time.monotonic() + _PATIENCE_S + num_bytes / _BYTES_PER_S, where
     _has_begun.set()
@@ -49,14 +52,8 @@ def watch_request(where: str, *, num_bytes: int) -> Iterator[None]:
         del _pending[number]
 
 
-def _start_watcher() -> None:
-    global _watcher
-    if _watcher is None:
-        _watcher = threading.Thread(target=_watch, name="waiting for storage", daemon=True)
-        _watcher.start()
-
-
 def _watch() -> None:
+    """Show a line when a request is late; this is the main function of a thread."""
     is_told = False
     while True:
         _has_begun.wait()
@@ -68,5 +65,5 @@ def _watch() -> None:
         is_told = bool(late)  # once for each outage
         if not pending:
             _has_begun.clear()
-            if _pending:  # one that has begun meanwhile
+            if _pending:  # a request that has begun meanwhile
                 _has_begun.set()

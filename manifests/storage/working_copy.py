@@ -1,22 +1,27 @@
 """A data folder in a bucket: a local folder that mirrors it, so that everything above works with paths.
 
-The bucket is the truth. The local folder holds the small files (records, tables, layouts, commits) and stands in for
-the others with placeholders: sparse files of the right size. It is a cache, below `$TMPDIR/data-clipmill-<uid>/`, and
-losing it loses nothing:
+The bucket is the truth. The local folder holds the small files (records, tables, layouts, commits), and placeholders
+for the others: sparse files of the right size. It is a cache, below `$TMPDIR/data-clipmill-<uid>/`, and losing it loses
+nothing:
 
     <16 hex of the address>/
         <host>-<n>/           the mirror of one command at a time; n counts the commands that run at once on a host
         <host>-<n>.lock       locked while a command uses the folder; holds the random number of its run
 
-Reading: a command lists the bucket once and fetches what has changed. The modification time of a local file says which
-version of the object it holds (`local_files.py`), so that a killed command leaves nothing that has to be trusted. A
-file whose content is only in the bucket is fetched when it is opened; a tar is not kept.
+Reading: a command lists the bucket once and fetches the objects that have changed. The modification time of a local
+file tells which version of the object it holds, so that a killed command leaves nothing that has to be trusted: its
+nanoseconds are a hash of the object's etag, and the last bit is set for a placeholder. A file that was being written
+when its command was killed has other nanoseconds, and is fetched again. A file whose content is only in the bucket is
+fetched when it is opened; a tar is not kept.
 
 Writing: an object is written before the local file appears, in the order in which files are published (tar, indexes,
 commit), so that a killed command leaves at most objects that no commit names. Locks are leases (`leases.py`), which are
-checked before each attempt of a request that changes something. A record is replaced only if it is the one that this
+checked before each attempt of a request that changes something. A record is replaced only if it is the record that this
 command has seen. Tars and indexes are named by their plan, and tables that are merged of them name their commits, so
-that writing one again late does no harm.
+that a late second write does no harm.
+
+Mounting: a command opens the local folder of an address (`open_data`); its workers mount the same folder, or make one
+on another node (`mount_problem`).
 """
 
 import errno
@@ -61,41 +66,37 @@ def is_lock(key: str) -> bool:
 def journal_owner(key: str) -> str | None:
     """Return the folder that a journal belongs to; None for other files.
 
-    A journal grows line by line, which an object cannot: it is only on the machine that writes it, and is no object.
+    A journal grows line by line, which an object cannot: it is a file of the machine that writes it, and not an object.
     """
-    found = _JOURNAL.fullmatch(key)
-    return found[1] if found else None
+    match = _JOURNAL.fullmatch(key)
+    return match[1] if match else None
 
 
 def is_format_name(key: str) -> bool:
-    """Return True if the name of a file may be one of the format."""
+    """Return True if files of the format may have a name."""
     return is_eager(key) or key.endswith(_LAZY_SUFFIXES)
 
 
 def sort_objects(listed: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectInfo], set[str]]:
-    """Return the objects that have local files, by key, and the keys of those that can have none.
+    """Return the objects that have local files, by key, and the keys of objects that cannot have a local file.
 
-    Left out are the markers of folders that consoles and FUSE tools make: objects without content that have the name of
-    a folder, or one without a suffix of the format.
+    The markers of folders that consoles and FUSE tools make are omitted: objects without content whose name is the name
+    of a folder, or has no suffix of the format.
     """
-    found = {info.key: info for info in listed}
-    folders = {parent for key in found for parent in parents_of(key)}
-    # Of a file and a folder with the same name, that which is of the format.
-    files = {key for key in folders & found.keys() if found[key].size_bytes and is_format_name(key)}
+    infos = {info.key: info for info in listed}
+    folders = {parent for key in infos for parent in parents_of(key)}
+    # If a file and a folder have the same name, the one whose name is of the format has a local file.
+    files = {key for key in folders & infos.keys() if infos[key].size_bytes and is_format_name(key)}
     kept, foreign = {}, set()
-    for key, info in found.items():
+    for key, info in infos.items():
         if not info.size_bytes and (key in folders or not is_format_name(key)):
             continue
         is_hidden = (key in folders and key not in files) or (files and not files.isdisjoint(parents_of(key)))
-        if is_hidden or (len(encoded := key.encode()) > _MAX_NAME_BYTES and _has_long_name(encoded)):
+        if is_hidden or max(map(len, key.encode().split(b"/"))) > _MAX_NAME_BYTES:
             foreign.add(key)
         else:
             kept[key] = info
     return kept, foreign
-
-
-def _has_long_name(key: bytes) -> bool:
-    return max(map(len, key.split(b"/"))) > _MAX_NAME_BYTES
 
 
 def parents_of(key: str) -> Iterator[str]:
@@ -125,36 +126,36 @@ def local_files(folder: Path, prefix: str, *, recursive: bool) -> Iterator[tuple
 
 
 def holds(path: Path, state: os.stat_result, info: ObjectInfo) -> bool:
-    """Return True if a local file is of this version of its object: its content, or a placeholder if that will do."""
+    """Return True if a local file holds this version of its object: its content, or a placeholder if that suffices."""
     is_content = not state.st_mtime_ns % 2
     stamp = _stamp(info.key, info.etag, is_content=is_content)
     if state.st_size != info.size_bytes or state.st_mtime_ns % _SECOND_NS != stamp:
         return False
     if not is_content and is_eager(info.key):
         return False
-    if state.st_mtime_ns // _SECOND_NS != int(info.modified_s):  # until now the time of this machine's clock
+    if state.st_mtime_ns // _SECOND_NS != int(info.modified_s):  # it was the time of this machine's clock
         set_stamp(path, info, is_content=is_content)
     return True
 
 
 def set_stamp(path: Path, info: ObjectInfo, *, is_content: bool) -> None:
-    """Record in the modification time of a local file which version of its object it holds."""
+    """Record the version of the object that a local file holds in the file's modification time."""
     time_ns = int(info.modified_s) * _SECOND_NS + _stamp(info.key, info.etag, is_content=is_content)
     os.utime(path, ns=(time_ns, time_ns))
 
 
 def _stamp(key: str, etag: str, *, is_content: bool) -> int:
-    """Return the nanoseconds of the modification time of a local file, which name the version of its object.
+    """Return the nanoseconds of the modification time of a local file, which identify the version of its object.
 
-    The last bit says whether the file is a placeholder. Records come after the shards of the same second, as if the
-    time were as fine as it looks: a commit is never older than its files.
+    The last bit is set for a placeholder. Records come after the shards of the same second, as if the nanoseconds were
+    a time: a commit is never older than its files.
     """
     digest = int.from_bytes(hashlib.blake2b(etag.encode(), digest_size=8).digest(), "big") % ((_SECOND_NS // 2) // 2)
     return digest * 2 + (not is_content) + ((_SECOND_NS // 2) if is_eager(key) else 0)
 
 
 def make_placeholder(path: Path, info: ObjectInfo) -> None:
-    """Put a sparse file of the size of an object in place of its content."""
+    """Write a sparse file with the size of an object in place of its content."""
     temporary = temporary_path(path)
     with temporary.open("wb") as file:
         file.truncate(info.size_bytes)
@@ -178,14 +179,14 @@ class WorkingCopy:
     """A data folder in a bucket, as a `Mirror`, which documents its methods. Thread-safe.
 
     Args:
-        folder: an existing local folder that this command, or the command of this worker, uses alone.
+        folder: Existing local folder that only this command and its workers use.
     """
 
     def __init__(self, address: str, folder: Path) -> None:
         self.address, self.folder = address, folder
         self.objects: Objects = open_objects(address)
-        self._found: dict[str, ObjectInfo] | None = None  # by key, as of the last listing; None in a worker
-        self._foreign: set[str] = set()  # keys that cannot be those of local files
+        self._listed: dict[str, ObjectInfo] | None = None  # by key, as of the last listing; None in a worker
+        self._foreign: set[str] = set()  # keys that cannot be names of local files
         self.leases = HeldLeases(self.objects)
 
     # Reading
@@ -201,18 +202,18 @@ class WorkingCopy:
 
     def forget(self) -> None:
         """Make the next `require_listed` list the bucket again."""
-        self._found = None
+        self._listed = None
 
     def require_listed(self) -> None:
         """List the bucket unless this command has done so."""
-        if self._found is None:
+        if self._listed is None:
             self.sync()
 
     @property
     def is_empty(self) -> bool:
         """True if there are no objects, or only released locks."""
         self.require_listed()
-        return not any(not key.startswith(".") for key in self._found or ())
+        return not any(not key.startswith(".") for key in self._listed or ())
 
     def foreign_keys(self) -> list[str]:
         """Return the keys of the objects that cannot be local files, which only listings return."""
@@ -224,43 +225,45 @@ class WorkingCopy:
 
     def _refresh(self, prefix: str, *, recursive: bool = True) -> None:
         for is_last in (False, False, True):
-            found, foreign = sort_objects(self.objects.list(prefix, recursive=recursive))
+            infos, foreign = sort_objects(self.objects.list(prefix, recursive=recursive))
             self._foreign |= foreign
             try:
-                self._mirror(found, prefix, recursive=recursive)
+                self._mirror(infos, prefix, recursive=recursive)
             except FileNotFoundError:  # an object was removed meanwhile
                 if is_last:
                     raise
             else:
                 break
-        if self._found is None:
-            self._found = found if not prefix and recursive else None
+        if self._listed is None:
+            self._listed = infos if not prefix and recursive else None
         else:
-            kept = {key: info for key, info in self._found.items() if not is_below(key, prefix, recursive=recursive)}
-            self._found = kept | found
+            kept = {key: info for key, info in self._listed.items() if not is_below(key, prefix, recursive=recursive)}
+            self._listed = kept | infos
 
-    def _mirror(self, found: dict[str, ObjectInfo], prefix: str, *, recursive: bool) -> None:
+    def _mirror(self, infos: dict[str, ObjectInfo], prefix: str, *, recursive: bool) -> None:
+        """Bring the local files below a prefix to the state of the listed objects."""
         local = dict(local_files(self.folder, prefix, recursive=recursive))
-        wanted: list[ObjectInfo] = []
+        to_fetch: list[ObjectInfo] = []
         made: set[Path] = set()
-        for key, info in found.items():
+        for key, info in infos.items():
             path = self.folder / key
             if is_lock(key) or (key in local and holds(path, local[key], info)):
                 continue
             if path.parent not in made:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 made.add(path.parent)
-            if TEMPORARY_PREFIX in key:  # of other commands, which remove it at any time
+            if TEMPORARY_PREFIX in key:  # another command may remove it at any time
                 if key not in local:
                     make_placeholder(path, info)
             elif is_eager(key):
-                wanted.append(info)
+                to_fetch.append(info)
             else:
                 make_placeholder(path, info)
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            for _ in pool.map(self._fetch, wanted):
+            for _ in pool.map(self._fetch, to_fetch):
                 pass
-        for key in sorted(local.keys() - found.keys(), key=lambda key: journal_owner(key) is not None):
+        # Journals come last: the recipe of a folder that was removed is then removed already.
+        for key in sorted(local.keys() - infos.keys(), key=lambda key: journal_owner(key) is not None):
             owner = journal_owner(key)
             is_kept = owner is not None and (self.folder / owner / "recipe.json").is_file()
             if TEMPORARY_PREFIX not in key and not is_kept:
@@ -277,7 +280,7 @@ class WorkingCopy:
         if not path.name.endswith(".tar"):
             self._provide(path)
             return None
-        # Without a name, the copy vanishes with its last user, even if that is killed.
+        # Without a name, the copy vanishes with its last user, even if that process is killed.
         nameless = temporary_path(path)
         with no_damage():
             self.objects.fetch(self._info(path).key, nameless)
@@ -294,7 +297,7 @@ class WorkingCopy:
 
     def drop_content(self) -> None:
         self.require_listed()
-        for key in self._found or ():
+        for key in self._listed or ():
             if not is_lock(key):
                 (self.folder / key).unlink(missing_ok=True)
         self.sync()
@@ -326,16 +329,16 @@ class WorkingCopy:
         try:
             state = path.stat()
         except FileNotFoundError:
-            return self._found is None or self.key_of(path) in self._found
+            return self._listed is None or self.key_of(path) in self._listed
         return not is_eager(self.key_of(path)) and state.st_mtime_ns % 2 == 1
 
     def _info(self, path: Path) -> ObjectInfo:
         key = self.key_of(path)
-        if self._found is None:
+        if self._listed is None:
             return self.objects.info(key)
-        if key not in self._found:
+        if key not in self._listed:
             raise FileNotFoundError(errno.ENOENT, "no such object", self.objects.address_of(key))
-        return self._found[key]
+        return self._listed[key]
 
     # Writing
 
@@ -353,8 +356,8 @@ class WorkingCopy:
         else:
             etag = self.objects.write(key, temporary, guard=self.require_locks)
         info = ObjectInfo(key, size_bytes, etag, time.time())
-        if self._found is not None:
-            self._found[key] = info
+        if self._listed is not None:
+            self._listed[key] = info
         if key.endswith(".tar"):
             make_placeholder(temporary, info)
         else:
@@ -369,30 +372,30 @@ class WorkingCopy:
                 continue
             self.objects.copy(key, self.key_of(to), guard=self.require_locks)
             info = self.objects.info(self.key_of(to))
-            if self._found is not None:
-                self._found[info.key] = info
+            if self._listed is not None:
+                self._listed[info.key] = info
             set_stamp(path, info, is_content=not self.is_away(path))
         if TEMPORARY_PREFIX not in self.key_of(source):
             self.remove(source)
 
     def remove(self, *paths: Path) -> None:
         keys = [self.key_of(path) for path in paths]
-        if self._found is not None:
+        if self._listed is not None:
             folders = tuple(f"{key}/" for key, path in zip(keys, paths, strict=True) if path.is_dir())
-            inside = [known for known in self._found if known.startswith(folders)] if folders else []
-            keys = [*(key for key in keys if key in self._found), *inside]
+            inside = [known for known in self._listed if known.startswith(folders)] if folders else []
+            keys = [*(key for key in keys if key in self._listed), *inside]
         if keys:
             self.objects.delete(*keys, guard=self.require_locks)
             for known in keys:
-                (self._found or {}).pop(known, None)
+                (self._listed or {}).pop(known, None)
 
     def touch(self, path: Path) -> None:
         info = self._info(path)
         with self.local_copy(path):
             etag = self.objects.write(info.key, path.read_bytes(), replaces=info.etag, guard=self.require_locks)
             newer = ObjectInfo(info.key, info.size_bytes, etag, time.time())
-            if self._found is not None:
-                self._found[info.key] = newer
+            if self._listed is not None:
+                self._listed[info.key] = newer
             set_stamp(path, newer, is_content=True)
 
     # Locks
@@ -400,10 +403,10 @@ class WorkingCopy:
     @contextmanager
     def column_lock(self, name: str, *, unless: re.Pattern[str] | None = None) -> Iterator[None]:
         self.require_listed()
-        before = (self._found or {}).get(name)
+        before = (self._listed or {}).get(name)
         lease = Lease(self.objects, name, what=self.address)
         lease.acquire()
-        with self.leases.held(lease):
+        with self.leases.hold(lease):
             if lease.replaced != before:  # another command has written since the listing
                 self.sync()
             if unless is not None:
@@ -411,27 +414,27 @@ class WorkingCopy:
             yield
 
     def _exclude(self, locks: re.Pattern[str]) -> None:
-        """Raise LeaseHeld if other commands hold some locks; synchronise if they have since the listing."""
+        """Raise LeaseHeld if other commands hold some locks; synchronize if they have changed since the listing."""
         if held := held_leases(self.objects, locks):
             key, record = min(held.items())
             holder = f"{record.get('holder')} since {record.get('since')}, with {key}"
             raise LeaseHeld(f"another command is writing to {self.address} ({holder})", hint="wait until it finishes")
         now = {info.key: info for info in self.objects.list(recursive=False) if locks.fullmatch(info.key)}
-        if now != {key: info for key, info in (self._found or {}).items() if locks.fullmatch(key)}:
+        if now != {key: info for key, info in (self._listed or {}).items() if locks.fullmatch(key)}:
             self.sync()
 
     def lock_names(self) -> list[str]:
-        return [key for key in self._found or () if is_lock(key) and "/" not in key]
+        return [key for key in self._listed or () if is_lock(key) and "/" not in key]
 
     def holder_of(self, name: str) -> str | None:
-        info = (self._found or {}).get(name)
+        info = (self._listed or {}).get(name)
         return None if info is None else holder_of(self.objects, info)
 
     @contextmanager
     def folder_lock(self) -> Iterator[None]:
         lease = Lease(self.objects, _ROOT_LOCK, what=self.address)
         lease.wait()
-        with self.leases.held(lease):
+        with self.leases.hold(lease):
             self._refresh("", recursive=False)
             yield
 
@@ -443,8 +446,8 @@ class WorkingCopy:
     def publish_token(self, path: Path) -> None:
         key = self.key_of(path)
         self.objects.write(key, path.read_bytes(), guard=self.require_locks)
-        if self._found is not None:
-            self._found[key] = self.objects.info(key)
+        if self._listed is not None:
+            self._listed[key] = self.objects.info(key)
 
     def require_locks(self) -> None:
         self.leases.require()
@@ -454,7 +457,7 @@ class WorkingCopy:
         return os.fspath(path)[len(os.fspath(self.folder)) + 1 :]
 
 
-_SHARED_FOLDERS = ("manifest", "layout")  # what a worker on another node reads beside its shards
+_SHARED_FOLDERS = ("manifest", "layout")  # a worker on another node reads them beside its shards
 
 
 def open_data(address: str) -> Path:
@@ -468,22 +471,26 @@ def open_data(address: str) -> Path:
     address = objects.address
     if not objects.is_writable:
         raise UserError(
-            f"{address} cannot be a data folder of prep, which writes and lists it",
+            f"{address} cannot be a data folder of prep, because prep writes and lists it",
             hint="give a folder of a bucket (s3://, gs:// or az://); train can read from https://",
         )
-    parent = _folder_of(address)
+    root = private_root("data")
+    root = root.parent.resolve() / root.name
+    _require_private(root)
+    parent = root / hashlib.sha256(address.encode()).hexdigest()[:16]
+    parent.mkdir(mode=0o700, exist_ok=True)
     for number in range(1000):
         folder = parent / f"{os.uname().nodename}-{number}"
         if (known := mirror_of(folder)) is not None:
             if isinstance(known, WorkingCopy):
                 known.forget()
             return folder
-        held = os.open(parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        if not lock(held, waits=False):
-            os.close(held)
+        descriptor = os.open(parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        if not lock(descriptor, waits=False):
+            os.close(descriptor)
             continue
-        os.ftruncate(held, 0)
-        os.pwrite(held, secrets.token_hex(16).encode(), 0)  # the descriptor stays open until the process ends
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, secrets.token_hex(16).encode(), 0)  # it stays open until the process ends
         folder.mkdir(exist_ok=True)
         mount(WorkingCopy(address, folder))
         return folder
@@ -491,30 +498,30 @@ def open_data(address: str) -> Path:
 
 
 def mount_problem(access: tuple[str, ...], token_file: Path | None = None, token: str = "") -> str | None:
-    """Mount the data folder of a command in this worker; return why it must not work, or None.
+    """Mount the data folder of a command in this worker; return the reason why it must not work, or None.
 
     Args:
         access: `Mirror.access` of the command.
-        token_file, token: the token of the run, which is read from the bucket; None for a run without one.
+        token_file, token: Token of the run, which is read from the bucket; None for a run without a token.
     """
     try:
-        copy = _mounted_by_worker(access)
+        copy = _mount_in_worker(access)
         if token_file is None:
             return None
         token_file.parent.mkdir(parents=True, exist_ok=True)
-        found = copy.objects.read(copy.key_of(token_file)).decode("utf-8", "replace")
+        stored_token = copy.objects.read(copy.key_of(token_file)).decode("utf-8", "replace")
     except FileNotFoundError:
         return f"the run has ended, or {access[0]} is another bucket there"
     except (OSError, UserError) as error:
         return f"{access[0]} cannot be used: {getattr(error, 'strerror', None) or error}"
-    return None if found == token else f"{access[0]} is another bucket there"
+    return None if stored_token == token else f"{access[0]} is another bucket there"
 
 
-def _mounted_by_worker(access: tuple[str, ...]) -> WorkingCopy:
-    """Return the working copy of a worker, whose folder is made if this node has none of the run.
+def _mount_in_worker(access: tuple[str, ...]) -> WorkingCopy:
+    """Return the working copy of a worker; make its folder if this node has no folder of the run.
 
     Raises:
-        UserError: the bucket cannot be used from here.
+        UserError: the bucket cannot be used on this node.
         OSError: the local folder cannot be made.
     """
     address, folder, run, *leases = access
@@ -522,17 +529,17 @@ def _mounted_by_worker(access: tuple[str, ...]) -> WorkingCopy:
     copy = mirror_of(path)
     if copy is None:
         if run_of(path) != run:
-            _make_anew(path, run, access)
+            _make_folder(path, run, access)
         copy = WorkingCopy(address, path)
         mount(copy)
     assert isinstance(copy, WorkingCopy)
-    if not copy.leases.fences:  # of a worker, not of the command itself
+    if not copy.leases.fences:  # in the process of the command there are leases, and no fences are needed
         for key, token in zip(leases[::2], leases[1::2], strict=True):
             copy.leases.fence(key, token)
     return copy
 
 
-def _make_anew(folder: Path, run: str, access: tuple[str, ...]) -> None:
+def _make_folder(folder: Path, run: str, access: tuple[str, ...]) -> None:
     """Make the folder of a run on another node than the command's, with the files that all its workers read."""
     _require_private(folder.parent.parent)
     folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -547,16 +554,6 @@ def _make_anew(folder: Path, run: str, access: tuple[str, ...]) -> None:
             copy.refresh(folder / name)
         run_file.truncate(0)
         run_file.write(run)
-
-
-def _folder_of(address: str) -> Path:
-    """Return the local folder of an address, which is made if it is missing."""
-    root = private_root("data")
-    root = root.parent.resolve() / root.name
-    _require_private(root)
-    folder = root / hashlib.sha256(address.encode()).hexdigest()[:16]
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
 
 
 def _require_private(root: Path) -> None:

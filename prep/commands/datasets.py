@@ -194,6 +194,6 @@ ADAPTERS = Parts(
     "adapter",
     group="adapters",
     kind=Adapter,
-    own={adapter.name: adapter for adapter in DATASETS},
+    builtin={adapter.name: adapter for adapter in DATASETS},
     taken=("captions", "synthetic"),
 )

@@ -147,7 +147,7 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
 
 
 _COMMANDS = {"captions": _with_captions, "annotations": _with_annotations, "lists": _with_lists}
-for _adapter in ADAPTERS.working():
+for _adapter in ADAPTERS.list_usable():
     _command = _COMMANDS[_adapter.takes](_adapter)
     _command.__doc__ = _adapter.text
     app.command(_command, name=_adapter.name)

@@ -69,7 +69,7 @@ class ColumnArrays:
         Raises:
             UserError: The variant does not exist, or is empty.
         """
-        opened = Variant.open(data_dir, column=name, variant=variant, tars=tars_of(data_dir)).whole()
+        opened = Variant.open(data_dir, column=name, variant=variant, tars=tars_of(data_dir)).require_complete()
         if not opened.num_samples:
             raise UserError(
                 f"{opened.directory} is empty", hint=f"run {how_to_make(name, data_dir)}, and see prep status"
@@ -108,6 +108,6 @@ class ColumnArrays:
         return array
 
     def video_rows(self, video_ids: pa.Array) -> NDArray[np.int64]:
-        """Return the row of each sample's video in `video_ids`, -1 for others."""
-        entries, codes = self.rows.coded("video_id")
+        """The row of each sample's video in `video_ids`, -1 for others."""
+        entries, codes = self.rows.dictionary_codes("video_id")
         return pc.fill_null(pc.index_in(entries, video_ids), -1).to_numpy().astype(np.int64)[codes]

@@ -43,7 +43,7 @@ class PartLeases:
             self._copy.objects, f".{self._column}.parts.lock", what=f"parts of {self._copy.address}", note=doing
         )
         turn.wait(on_wait=on_wait)
-        self._turn_held.enter_context(self._copy.leases.held(turn))
+        self._turn_held.enter_context(self._copy.leases.hold(turn))
         self._turn = turn
         return ""
 
@@ -66,7 +66,7 @@ class PartLeases:
             )
         except LeaseHeld as held:
             return held.holder
-        self._own_held.enter_context(self._copy.leases.held(self._own))
+        self._own_held.enter_context(self._copy.leases.hold(self._own))
         self._is_held = True
         self.lock_column()
         return None

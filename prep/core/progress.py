@@ -87,7 +87,7 @@ class RunProgress:
             state = self._pace.rate() if self._sample_s is None else f"{speed * self._sample_s:,.1f}x real time"
         failed = ", ".join(f"{count} x {code}" for code, count in sorted(self._failures.items()))
         text = join_parts(
-            f"{self._done:,} of {count_noun(self._num_samples, self._noun)}", state, self._pace.left(self._work)
+            f"{self._done:,} of {count_noun(self._num_samples, self._noun)}", state, self._pace.time_left(self._work)
         )
         return f"{text}; failed: {failed}" if failed else text
 

@@ -202,7 +202,7 @@ class Segments:
 
     @cached_property
     def _texts(self) -> dict[str, tuple[int, dict[int, int]]]:
-        entries, codes = self.text.rows.coded("video_id")
+        entries, codes = self.text.rows.dictionary_codes("video_id")
         ids: pa.Array = pc.take(entries, pa.array(codes))
         table = self.text.rows.table
         rows = (table[name].to_pylist() for name in ("caption_id", "caption_row"))

@@ -286,8 +286,8 @@ class StoredTar:
 
         selection = (SPAN_COLUMN, fingerprints)
         if self.commit is not None:
-            return readable_rows(variant_dir, self.commit, wanted=selection)
-        return uncommitted_samples(variant_dir / self.tar, wanted=selection)
+            return readable_rows(variant_dir, self.commit, rows=wanted)
+        return uncommitted_samples(variant_dir / self.tar, rows=wanted)
 
 
 class OldChunks:

@@ -1,6 +1,6 @@
-"""Pictures and small clips that a page holds, as data URIs or as files beside it: JPEG, PNG, H.264 in mp4.
+"""Figures on pages: pictures and small clips (JPEG, PNG, H.264 in mp4) as data URIs or files, and histograms as SVG.
 
-Pages show some of many samples, and some frames of a clip: those that are evenly spread.
+Pages show evenly spread samples out of many, and evenly spread frames of a clip.
 """
 
 import base64
@@ -17,9 +17,6 @@ from clipmill.manifests.formatting import count_noun, short_number
 
 if TYPE_CHECKING:
     import av
-    import numpy as np
-    from numpy.typing import NDArray
-
 
 Item = TypeVar("Item")
 CLIP_FPS = 12  # of small clips, about
@@ -75,7 +72,7 @@ def small_clip(frames: "Iterable[av.VideoFrame]", *, fps: Fraction) -> bytes:
 
 
 def small_frame(frame: "av.VideoFrame") -> "av.VideoFrame":
-    """Return a frame as small as those of a small clip."""
+    """Return a frame in the size of a small clip."""
     width, height = _small_size(frame)
     return frame.reformat(width=width, height=height, format="yuv420p")
 
@@ -90,7 +87,6 @@ def _encode_picture(
     frame: "NDArray[np.uint8]", *, codec: Literal["mjpeg", "png"], pix_fmt: str, options: Mapping[str, str]
 ) -> bytes:
     import av
-    import numpy as np
 
     picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24").reformat(format=pix_fmt)
     encoder = av.CodecContext.create(codec, "w")
@@ -102,15 +98,21 @@ def _encode_picture(
 
 
 NUM_BINS = 32  # at most
-_NUM_LABELS, _NUM_RANGES = 8, 4  # labels of bars that stand for one whole number, and for several; at most
+_NUM_LABELS, _NUM_RANGES = 8, 4  # labels of bars that stand for one integer, and for several; at most
 _TAIL_SHARE = 0.01  # share of the values that may lie above the end of the histogram of an unbounded quantity,
-_NUM_OUTLIERS = 5  # of few values this number instead, but no more than a tenth of them,
+_NUM_OUTLIERS = 5  # if there are few values, this number instead, but at most a tenth of them,
 _TAIL_FACTOR = 1.5  # if the highest value is larger than the end by more than this factor
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar that is not empty: its place, its values and count as text, and heights in percent by what they show."""
+    """A bar with values.
+
+    Attributes:
+        left: Position of its left side, in units of the SVG.
+        text: Values and count in words.
+        heights: Heights in percent of the values that are `kept`, and of `all` values if a selection drops some.
+    """
 
     left: int
     text: str
@@ -122,11 +124,11 @@ class Histogram:
     """Counts of values in bins of equal width.
 
     Attributes:
-        begin, end: values at the first and the last border.
-        counts: int64 [bins]; the last bin also has all values above `end`.
-        kept: of these, the number that a selection keeps; None without a selection.
+        begin, end: Values at the first and the last border.
+        counts: Number of values in each bin, int64 [bins]; the last bin also has all values above `end`.
+        kept: Number of values in each bin that a selection keeps, int64 [bins]; None without a selection.
         is_cut: True if values lie above `end`.
-        is_count: whether the values are whole numbers.
+        is_count: True if the values are integers.
     """
 
     begin: float
@@ -146,7 +148,7 @@ class Histogram:
         return short_number(low) if self.is_count and width == 1 else f"{short_number(low)} to {short_number(high)}"
 
     @property
-    def highest(self) -> int:
+    def max_count(self) -> int:
         """Number of values of the highest bar."""
         return max(int(self.counts.max()), 1)
 
@@ -156,24 +158,24 @@ class Histogram:
         return f"{count_noun(int(self.counts.sum()), 'value')} {span}"
 
     def bars(self, unit: str) -> list[Bar]:
-        """Return the bars: of `kept` values, in front of `all` where a selection drops some."""
+        """Return the bars of bins that are not empty."""
         bars = []
         for number, count in enumerate(self.counts.tolist()):
             if not count:
                 continue
             text = f"{self.bin_text(number)} {unit}".rstrip() + f": {count_noun(count, 'chunk')}"
-            shown = {"kept": count}
+            parts = {"kept": count}
             if self.kept is not None:
-                shown = {"all": count, "kept": int(self.kept[number])}
-                text += f", {shown['kept']:,} kept"
-            heights = {name: max(1.0, 100 * of / self.highest) if of else 0.0 for name, of in shown.items()}
+                parts = {"all": count, "kept": int(self.kept[number])}
+                text += f", {parts['kept']:,} kept"
+            heights = {name: max(1.0, 100 * part / self.max_count) if part else 0.0 for name, part in parts.items()}
             bars.append(Bar(10 * number, text, heights))
         return bars
 
     def ticks(self, unit: str) -> list[str]:
-        """Return the labels of the axis: of whole numbers, below the middle of their bars, of others, at the borders.
+        """Return the labels of the axis, for integers below the middle of their bars, for other values at the borders.
 
-        Bars of whole numbers without a label have an empty one.
+        Bars of integers without a label have an empty label.
         """
         unit = f" {unit}" if unit else ""
         if not self.is_count:
@@ -199,29 +201,24 @@ def histogram(
     """Return the histogram of one or more known values.
 
     Args:
-        bounds: range of the values; None if it has no upper bound: then the histogram begins at 0, and leaves out a
-            long tail, so that single large values do not squeeze all others into one bin.
-        is_count: whether the values are whole numbers; each bin then holds as many of them.
-        is_kept: which of the values belong to samples that a selection keeps.
+        bounds: Range of the values. None if there is no upper bound: then the histogram begins at 0 and omits a long
+            tail, so that single large values do not squeeze all others into one bin.
+        is_count: True if the values are integers; all bins then hold the same number of integers.
+        is_kept: True for values of samples that a selection keeps, bool [values].
     """
     highest, num_bins = float(values.max()), NUM_BINS
     if is_count:
         num_bins = min(NUM_BINS, int(highest) + 1)
         begin, end = 0.0, float(-(-(int(highest) + 1) // num_bins) * num_bins)
     else:
-        tail = _tail(values)
+        num_above = max(int(_TAIL_SHARE * len(values)), min(_NUM_OUTLIERS, len(values) // 10))
+        tail = float(np.sort(values)[-1 - num_above])  # the value at which a long tail begins
         begin, end = bounds or (0.0, tail if highest > _TAIL_FACTOR * tail else highest)
     end = end if end > begin else begin + 1.0
     inside = np.clip(values, begin, end)
 
-    def count(of: NDArray[np.float64]) -> NDArray[np.int64]:
-        return np.histogram(of, bins=num_bins, range=(begin, end))[0].astype(np.int64)
+    def count(part: NDArray[np.float64]) -> NDArray[np.int64]:
+        return np.histogram(part, bins=num_bins, range=(begin, end))[0].astype(np.int64)
 
     kept = None if is_kept is None else count(inside[is_kept])
     return Histogram(begin, end, count(inside), kept, highest > end, is_count)
-
-
-def _tail(values: NDArray[np.float64]) -> float:
-    """Return the value at which a long tail begins."""
-    num_above = max(int(_TAIL_SHARE * len(values)), min(_NUM_OUTLIERS, len(values) // 10))
-    return float(np.sort(values)[-1 - num_above])

@@ -1,4 +1,4 @@
-"""What the pages of both programs are made with: templates, their head, and the policy by which they load nothing.
+"""Templates of the pages of both programs, their head, and the policy by which they load nothing.
 
 A page extends `page.html.j2`. Text from outside never becomes markup: values are escaped, and hidden characters in them
 become visible.
@@ -28,19 +28,23 @@ if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
 _FOLDER = Path(__file__).parent
-SEARCH_SCRIPT = (_FOLDER / "search.js").read_text(encoding="utf-8")  # which others rely on
+SEARCH_SCRIPT = (_FOLDER / "search.js").read_text(encoding="utf-8")
 _TITLE, _TITLE_WITHIN = re.compile("<title>([^<]*) · clipmill</title>"), 4096  # in the head of every page
 
 
 def page_title(path: Path) -> str | None:
-    """Return the title of a page of clipmill; None if the file is not one. OSError if it cannot be read."""
+    """Return the title of a page of clipmill; None if the file is not a page of clipmill.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     with path.open("rb") as file:
-        found = _TITLE.search(file.read(_TITLE_WITHIN).decode(errors="replace"))
-    return None if found is None else html.unescape(found[1])
+        title = _TITLE.search(file.read(_TITLE_WITHIN).decode(errors="replace"))
+    return None if title is None else html.unescape(title[1])
 
 
 def require_page_path(path: Path, *, flag: str) -> None:
-    """Raise a UserError if there is no folder for a page, or a file that is not a page of clipmill in its place."""
+    """Raise a UserError if the folder of a page does not exist, or if a file in its place is not a page of clipmill."""
     if not path.parent.is_dir():
         raise UserError(f"there is no folder {path.parent} ({flag})", hint=f"make it first, or use another {flag}")
     if path.exists() and not (path.is_file() and page_title(path) is not None):
@@ -48,7 +52,7 @@ def require_page_path(path: Path, *, flag: str) -> None:
 
 
 def load_template(path: Path) -> "Template":
-    """Return a jinja2 template, which may use those of this folder too."""
+    """Return a jinja2 template, which may use the templates of this folder too."""
     return _environment(path.parent).get_template(path.name)
 
 
@@ -56,7 +60,7 @@ def policy(scripts: Sequence[str], media: str = "data:") -> str:
     """Return the content security policy of a page: it loads nothing but clips, and runs only these scripts.
 
     Args:
-        media: sources of clips.
+        media: Sources of clips.
     """
     allowed = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; media-src {media}"
     allowed += "; base-uri 'none'; form-action 'none'"
@@ -81,7 +85,7 @@ def _environment(folder: Path) -> "Environment":
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # `markup`: scripts and rendered sections, which clipmill made itself.
+    # `markup` is for scripts and rendered sections that clipmill made.
     environment.filters |= {
         "clock": clock,
         "counted": count_noun,

@@ -1,9 +1,9 @@
-"""The timeline of a source: what is on show at time t, and in which shape. No other module interprets a source's times.
+"""The timeline of a source: which picture is on show at time t, and in which shape. Only this package interprets times.
 
 Time 0 is the start of the container, as in players: the earliest timestamp of its tracks. A frame is on show from its
-timestamp until the next frame begins; the last frame lasts as long as its packet says. Three readers ask for it: the
-probe, which reads every packet once (or the index of an MP4), readers of frames (`shown_frames`), and the encoder,
-whose ffmpeg gets the file's own timestamps and never corrects them.
+timestamp until the next frame begins; the last frame lasts as long as its packet states. The timeline has three
+readers: the probe, which reads every packet once (or the index of an MP4), readers of frames (`shown_frames`), and the
+encoder, whose ffmpeg gets the timestamps of the file and never corrects them.
 
 A timeline is *continuous* if the file's timestamps, minus `start`, are the timeline. Otherwise its packets get other
 timestamps (`timed_packets`): parts whose timestamps start again follow one another, and frames without timestamps

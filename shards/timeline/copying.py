@@ -69,7 +69,7 @@ def write_continuous(
 
 
 class _VideoWriter:
-    """Writes the packets of the video track with the times of the timeline.
+    """Writer of the packets of the video track, with the times of the timeline.
 
     Attributes:
         start: Timestamp of time 0 in the file that is written, in seconds.
@@ -82,7 +82,7 @@ class _VideoWriter:
         self._output, self._unit = output, track.time_base or ONE
         self._stream, self._filter = _add_stream(output, track)
         ordered = np.sort(packets.times)
-        # Decoding times ascend, and are never behind the presentation time.
+        # Decoding times have to ascend, and must not be later than the presentation time.
         ordered = np.maximum.accumulate(ordered - np.arange(len(ordered))) + np.arange(len(ordered))
         delay = int((ordered - packets.times).max(initial=0))
         shift = delay + round((1 - start) / self._unit)  # sound may begin a little earlier
@@ -93,7 +93,7 @@ class _VideoWriter:
         self._number, self._last_key = 0, NO_TIME
 
     def place(self) -> tuple[int, Fraction]:
-        """Return the number of the part that is being written, and the seconds of it that are written."""
+        """Return the number of the part that is being written, and its length so far in seconds."""
         row = max(0, self._number - 1)
         part = bisect_right(self._firsts, row) - 1
         return part, int(self._times[row] - self._times[self._firsts[part]]) * self._unit
@@ -111,10 +111,10 @@ class _VideoWriter:
 
 
 class _SoundWriter:
-    """Writes the packets of a sound track beside those of the video.
+    """Writer of the packets of a sound track.
 
-    The packets of two tracks are not in step where timestamps start again: a part of the sound begins where its own
-    timestamps do, or at the latest a second after the pictures. Sound that overlaps the part before is left out.
+    Sound and pictures are not in step where timestamps start again: a part of the sound begins where the timestamps of
+    the sound start again, or at the latest a second after the pictures. Sound that overlaps the part before is omitted.
     """
 
     def __init__(self, output: "OutputContainer", sound: "Stream", pictures: _VideoWriter) -> None:
@@ -134,11 +134,11 @@ class _SoundWriter:
         if self._part < part and (seconds > 1 or self._part < part - 1):
             self._part = part
         self._last = time
-        shown = time + round(self._pictures.offsets[self._part] / self._unit)
-        if shown < max(0, self._end):
+        new_time = time + round(self._pictures.offsets[self._part] / self._unit)
+        if new_time < max(0, self._end):
             return
-        packet.pts = packet.dts = shown
-        self._end = shown + max(1, packet.duration or 0)
+        packet.pts = packet.dts = new_time
+        self._end = new_time + max(1, packet.duration or 0)
         for copy in self._filter(packet):
             copy.stream = self._stream
             self._output.mux(copy)
@@ -147,7 +147,7 @@ class _SoundWriter:
 def _add_stream(output: "OutputContainer", stream: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
     """Add a stream like another one to a file; return it and the conversion of its packets.
 
-    Parameter sets travel within the packets: those in a header could not change.
+    Parameter sets travel within the packets, because parameter sets in a header could not change.
     """
     from av.bitstream import BitStreamFilterContext
 

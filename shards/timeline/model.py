@@ -1,4 +1,4 @@
-"""What is known of a source: its timeline, the shape of its pictures, and its packets; and how a source is opened."""
+"""The timeline of a source, the shape of its pictures, and its packets; opening a source."""
 
 import json
 import math
@@ -22,7 +22,7 @@ CONTINUOUS_FORMAT = "nut"  # holds any codec, and timestamps in any unit
 US_PER_S = 1_000_000
 ONE = Fraction(1)
 NO_TIME = np.iinfo(np.int64).min
-_MIN_FRAME_BYTES = 24  # of a packet that certainly holds a frame
+_MIN_FRAME_BYTES = 24  # a packet of this size certainly holds a frame
 Filter = tuple[str, dict[str, str]]  # name and options of a filter of libavfilter
 
 
@@ -52,10 +52,10 @@ class Shape:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether rows of the coded picture are shown as columns."""
+        """True if rows of the coded picture are shown as columns."""
         return self._kind() == "transposed"
 
-    def cropped(self, width: int, height: int) -> tuple[int, int]:
+    def crop_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the size of a coded picture after the crop; at least one pixel is left."""
         left, top, right, bottom = self.crop
         return max(1, width - left - right), max(1, height - top - bottom)
@@ -81,7 +81,7 @@ class Shape:
 
     @property
     def is_turned(self) -> bool:
-        """Whether the picture is rotated by an angle that is no quarter turn."""
+        """True if the picture is rotated by an angle that is not a quarter turn."""
         return self._kind() == "turned"
 
     @property
@@ -110,15 +110,15 @@ class Timeline:
         last: Time of the last frame in seconds.
         rate: Frames per second, the average if it varies; 0 if unknown.
         missing: Seconds that the header promises beyond the last packet, if they are more than containers round.
-        cut: What is missing at the end of a truncated file; empty if nothing is.
-        is_continuous: Whether the timestamps of the file, minus `start`, are the timeline.
-        is_blind: Whether a seek may land between two key frames, and inside a frame of the sound.
+        cut: Description of the missing end of a truncated file; empty if it is complete.
+        is_continuous: True if the timestamps of the file, minus `start`, are the timeline.
+        is_blind: True if a seek may land between two key frames, and inside a frame of the sound.
         key_gap: Longest time between two key frames in seconds; 0 if a seek lands on a key frame.
         shape: Crop and orientation of the pictures.
         aspects: Width of a pixel divided by its height, with the times in seconds from which it holds; the first is 0.
         transfer: Transfer characteristics of the first frame (ISO/IEC 23091-2), 2 if unknown.
-        primaries: Colour primaries, likewise.
-        notes: What may surprise in the pictures, in a sentence each.
+        primaries: Color primaries of the first frame (ISO/IEC 23091-2), 2 if unknown.
+        notes: Surprising properties of the pictures, a sentence each.
     """
 
     track: int = 0
@@ -139,7 +139,7 @@ class Timeline:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return what a reader of frames needs as JSON text; empty for an ordinary source."""
+        """Return the fields that a reader of frames needs as JSON text; empty for an ordinary source."""
         ordinary = Timeline()
         values: dict[str, Any] = {
             name: getattr(self, name)
@@ -192,11 +192,11 @@ class TrackPackets:
     """The packets of the video track in the order of the file; times in units of the stream.
 
     Attributes:
-        times: Presentation times, int64 [packets]: timestamps of the file, in a source that is not continuous those
-            that it should have.
+        times: Presentation times, int64 [packets]: the timestamps of the file, or for a source that is not continuous
+            the timestamps that it should have.
         durations: Durations, 0 where unknown, int64 [packets].
-        is_shown: Whether the packet is shown: edit lists hide packets that others need for decoding, bool [packets].
-        restarts: The first packet of each part, and what is added to its timestamps and to the following ones.
+        is_shown: True if the packet is shown: edit lists hide packets that others need for decoding, bool [packets].
+        restarts: First packet of each part, and the offset that is added to the timestamps of the part.
     """
 
     times: NDArray[np.int64]
@@ -213,7 +213,7 @@ def open_container(file: "str | IO[bytes]", *, formats: str = DEMUXERS) -> "Inpu
         formats: Names of the demuxers that may open it.
 
     Raises:
-        av.FFmpegError, OSError: It is not a supported video container, or cannot be read.
+        av.FFmpegError, OSError: The file is not a supported video container, or cannot be read.
     """
     import av
 
@@ -224,7 +224,7 @@ def open_container(file: "str | IO[bytes]", *, formats: str = DEMUXERS) -> "Inpu
 def video_tracks(container: "InputContainer") -> "list[VideoStream]":
     """Return the video streams that may be the video, the best one first.
 
-    Cover pictures and thumbnails are none. As in players, a stream that the container marks as default comes first,
+    Cover pictures and thumbnails are omitted. As in players, a stream that the container marks as default comes first,
     and a stream with a single frame comes last.
     """
     import av
@@ -273,8 +273,8 @@ def frame_times(
 ) -> NDArray[np.float64]:
     """Return the times in seconds of the frames of a continuous source that begin from about `begin` to `end`.
 
-    They are the times of its packets, ascending: nothing is decoded. Very small packets are left out: in some codecs
-    they say that a frame is skipped, and the decoder shows none.
+    They are the times of its packets, ascending: nothing is decoded. Very small packets are omitted: in some codecs
+    they mean that a frame is skipped, and the decoder shows no frame.
 
     Raises:
         av.FFmpegError: A packet cannot be read.

@@ -35,8 +35,8 @@ def first_picture(container: "InputContainer", stream: "VideoStream") -> Picture
     """Decode the first frame of a container just opened.
 
     Raises:
-        TimelineError: There is no decoder, no frame, or its shape is implausible.
-        av.FFmpegError: It cannot be decoded.
+        TimelineError: There is no decoder, no frame, or the frame's shape is implausible.
+        av.FFmpegError: The frame cannot be decoded.
     """
     if stream.codec_context is None:
         raise TimelineError("decode_errors", "no decoder for the video stream")
@@ -50,7 +50,7 @@ def first_picture(container: "InputContainer", stream: "VideoStream") -> Picture
     shape = Shape(_container_crop(container, stream), _display_matrix(frame))
     if sum(shape.crop[::2]) >= frame.width or sum(shape.crop[1::2]) >= frame.height:
         raise TimelineError("decode_errors", f"the crop in the header leaves nothing of {frame.width}x{frame.height}")
-    width, height = shape.cropped(frame.width, frame.height)
+    width, height = shape.crop_size(frame.width, frame.height)
     notes = []
     if (num_tracks := len(video_tracks(container))) > 1:
         notes.append(f"{num_tracks} video tracks: stream {stream.index} is taken, the others are left out")
@@ -82,7 +82,7 @@ def _display_matrix(frame: "av.VideoFrame") -> tuple[float, float, float, float]
 def _container_crop(container: "InputContainer", stream: "VideoStream") -> tuple[int, int, int, int]:
     """Return the crop in the header of a container: left, top, right, bottom, in pixels.
 
-    PyAV does not show it. libav writes it into the header of a Matroska file, where its four elements have fixed names.
+    PyAV does not expose it. libav writes it into the header of a Matroska file, as four elements with fixed names.
     """
     import av
 
@@ -94,7 +94,7 @@ def _container_crop(container: "InputContainer", stream: "VideoStream") -> tuple
             target.add_stream_from_template(stream)
             target.start_encoding()
     except (av.FFmpegError, ValueError):
-        return (0, 0, 0, 0)  # a codec that Matroska does not hold
+        return (0, 0, 0, 0)  # Matroska does not support the codec
     crop = dict.fromkeys(_CROP_ELEMENTS, 0)
     path, content, position = list(_PATH_TO_CROP), header.getvalue(), 0
     while position < len(content):
@@ -130,7 +130,7 @@ def shown_frames(
     Args:
         container: A container just opened.
         packets: Packets of the track, from `read_timeline`; needed if the timeline is not continuous.
-        skips_damage: Whether packets that cannot be decoded are left out.
+        skips_damage: Omit packets that cannot be decoded, instead of raising an error.
 
     Raises:
         av.FFmpegError: A packet cannot be read or decoded.
@@ -158,7 +158,7 @@ def shown_frames(
 
 
 class _Upright:
-    """Crops frames and turns them upright; the graph of filters is built again if their size or format changes."""
+    """Filter that crops frames and turns them upright; its graph is built again if their size or format changes."""
 
     def __init__(self, shape: Shape) -> None:
         filters = [*shape.crop_filters(), *shape.orientation_filters()]
@@ -181,5 +181,5 @@ class _Upright:
             steps = [buffer, *(self._graph.add(name, None, **options) for name, options in self._filters)]
             self._graph.link_nodes(*steps, self._graph.add("buffersink")).configure()
         self._graph.vpush(frame)
-        shown: av.VideoFrame = self._graph.vpull()
-        return shown
+        upright: av.VideoFrame = self._graph.vpull()
+        return upright

@@ -1,4 +1,7 @@
-"""Timelines from the packets of a source, or from the index of an MP4. Nothing is decoded but single key frames."""
+"""Timelines from the packets of a source, or from the index of an MP4. Only single key frames are decoded.
+
+Some containers omit times or have wrong ones: such times are repaired here.
+"""
 
 import io
 from collections.abc import Callable
@@ -30,20 +33,13 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 
-RESTART_S = Fraction(1, 5)  # decoding times that go back by less are the rounding of a muxer
-_GAP_S, _GAP_FRAMES = 5.0, 50  # a longer pause between two frames is mentioned
+RESTART_S = Fraction(1, 5)  # decoding times that go back by less are rounded by a muxer
+_GAP_S, _GAP_FRAMES = 5.0, 50  # longer pauses between two frames are noted
 MPEG_VIDEO = frozenset({"mpeg1video", "mpeg2video"})
-_MAX_GUESS_FRAMES = 4  # by which libav's guess of a missing timestamp may be wrong, in whole frames or fields
+_MAX_GUESS_FRAMES = 4  # largest error of libav's guess of a missing timestamp, in frames or fields
 _ROUNDING = 0.25  # of a frame
 
-LONGEST_FRAME_S = 3600  # a later timestamp is damaged, or the beginning of another part
-
-
-def is_b_picture(packet: "Packet[Stream]") -> bool:
-    """Whether an MPEG-1 or MPEG-2 picture is a B picture (ISO/IEC 13818-2, 6.2.3)."""
-    head = bytes(memoryview(packet)[:2048])
-    begin = head.find(b"\0\0\1\0")
-    return 0 <= begin < len(head) - 5 and head[begin + 5] >> 3 & 7 == 3
+LONGEST_FRAME_S = 3600  # a later timestamp is damaged, or the first of another part
 
 
 def times_in_display_order(
@@ -51,29 +47,30 @@ def times_in_display_order(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the presentation times of MPEG-1 or MPEG-2 pictures in a program stream, and the same in display order.
 
-    It has a timestamp for every few pictures only, and libav guesses the others, at times wrongly. A picture follows
-    the one before it in display order, in which B pictures come before the reference that precedes them in the file.
-    A timestamp counts if it is very near, because sums of durations are rounded; or if it is further away than a few
-    pictures: there is a gap, or time starts again. As many pictures are displayed before it as there are in the file,
-    so that times go back at the same picture in both orders.
+    Such a stream has a timestamp for every few pictures only, and libav guesses the others, at times wrongly. In
+    display order, B pictures come before the reference picture that precedes them in the file, and each picture begins
+    when the previous one ends. A timestamp of the file counts if it is very near to that time, because sums of
+    durations are rounded, or if it is further away than a few pictures: then there is a gap, or time starts again. As
+    many pictures are displayed before it as there are in the file, so that times go back at the same picture in both
+    orders.
     """
     display: list[int] = []
-    held = None
+    reference = None
     for row, is_bidirectional in enumerate(is_b.tolist()):
         if is_bidirectional:
             display.append(row)
         else:
-            display += [] if held is None else [held]
-            held = row
-    display += [] if held is None else [held]
-    found, due = times.copy(), int(times[display[0]])
+            display += [] if reference is None else [reference]
+            reference = row
+    display += [] if reference is None else [reference]
+    repaired, due = times.copy(), int(times[display[0]])
     for row in display:
         length, error = int(durations[row]), abs(int(times[row]) - due)
         if error > _MAX_GUESS_FRAMES * length or error < length * _ROUNDING:
             due = int(times[row])
-        found[row] = due
+        repaired[row] = due
         due += length
-    return found, found[display]
+    return repaired, repaired[display]
 
 
 def key_steps(times: NDArray[np.int64], is_key: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -96,11 +93,11 @@ def find_restarts(
     unit: Fraction,
     may_wrap: bool,
 ) -> tuple[tuple[int, int], ...]:
-    """Return where timestamps start again: the first packet of each part, and what is added to its timestamps.
+    """Return where timestamps start again: the first packet of each part, and the offset to add to its timestamps.
 
     Args:
         steps_s: Seconds from each packet to the next in decoding order.
-        may_wrap: Whether a part that starts again may seem to begin hours later.
+        may_wrap: True if a part that starts again may seem to begin hours later.
 
     Raises:
         TimelineError: A timestamp is damaged.
@@ -122,14 +119,14 @@ def find_restarts(
 
 def gap_notes(times: NDArray[np.int64], *, unit: Fraction, start: Fraction) -> list[str]:
     """Return a note if there are pauses that are much longer than a frame."""
-    shown = np.sort(times)
-    steps = np.diff(shown)
+    in_order = np.sort(times)
+    steps = np.diff(in_order)
     if not len(steps):
         return []
     gaps = np.flatnonzero(steps > max(_GAP_S / float(unit), _GAP_FRAMES * float(np.median(steps))))
     if not len(gaps):
         return []
-    begin_s, length_s = float(int(shown[gaps[0]]) * unit - start), float(int(steps[gaps[0]]) * unit)
+    begin_s, length_s = float(int(in_order[gaps[0]]) * unit - start), float(int(steps[gaps[0]]) * unit)
     more = f", and {len(gaps) - 1} more" if len(gaps) > 1 else ""
     return [f"no frames for {length_s:.1f} s from {begin_s:.2f} s{more}: the last one stays on show"]
 
@@ -150,7 +147,7 @@ def sequence_header(packet: "Packet[Stream]", *, codec: str) -> bytes:
 
 
 def decoded_shape(stream: "VideoStream", content: bytes) -> tuple[int, int, Fraction] | None:
-    """Return width, height and pixel aspect of a key packet; None if it cannot be decoded on its own."""
+    """Return width, height and pixel aspect of a key packet; None if it cannot be decoded alone."""
     import av
 
     decoder: Any = av.VideoCodecContext.create(stream.codec_context.codec.name, "r")
@@ -168,7 +165,7 @@ def decoded_shape(stream: "VideoStream", content: bytes) -> tuple[int, int, Frac
 def decoded_order(container: "InputContainer", stream: "VideoStream", *, num_packets: int) -> NDArray[np.int64] | None:
     """Return the rank of each packet in presentation order, by decoding; None if packets are shown as they come.
 
-    The container has decoding times only, and the decoder alone knows the order.
+    The container has decoding times only, and only the decoder knows the order.
     """
     import av
 
@@ -177,19 +174,19 @@ def decoded_order(container: "InputContainer", stream: "VideoStream", *, num_pac
         return None
     context.thread_count = 1
     container.seek(0, stream=stream)
-    shown, number = [], 0
+    numbers, number = [], 0
     for packet in container.demux(stream):
         if packet.size:
             packet.pts = packet.dts = number
             number += 1
         try:
-            shown += [frame.pts for frame in packet.decode() if frame.pts is not None]
+            numbers += [frame.pts for frame in packet.decode() if frame.pts is not None]
         except av.error.InvalidDataError:
             continue
-    if sorted(shown) != list(range(num_packets)):
-        return None  # a packet holds two frames or none: libav's times are as good
+    if sorted(numbers) != list(range(num_packets)):
+        return None  # a packet holds two frames or none: libav's times are not worse
     order = np.empty(num_packets, np.int64)
-    order[shown] = np.arange(num_packets)
+    order[numbers] = np.arange(num_packets)
     return order
 
 
@@ -208,7 +205,7 @@ def num_avi_frames(file: "IO[bytes]", track: int) -> int:
 
 
 def is_cut_avi(file: "IO[bytes]") -> bool:
-    """Whether the outermost lists of an AVI extend beyond its end; above 1 GB there are several, one after another."""
+    """Return True if the outermost lists of an AVI extend beyond its end; above 1 GB there are several in a row."""
     position, size_bytes = 0, file.seek(0, io.SEEK_END)
     while position < size_bytes:
         file.seek(position)
@@ -220,16 +217,16 @@ def is_cut_avi(file: "IO[bytes]") -> bool:
     return position > size_bytes
 
 
-# Packets without a container. The timestamps that libav generates for them change after a seek.
+# Streams without a container. The timestamps that libav generates for them change after a seek.
 _RAW = frozenset({"h264", "hevc", "mpegvideo"})
 # Formats in which a seek lands on any packet instead of a key frame, because they have no list of key frames.
 _BLIND_SEEKS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
 # Timestamps of 33 bits, which libav continues above their limit: a part may seem to begin a day after the part before.
 _WRAPPING = frozenset({"mpegts", "mpeg", "wtv"})
-# Formats that store decoding times. In the others, libav derives them from presentation times.
+# Formats that store decoding times. For other formats, libav derives them from presentation times.
 _WITH_DECODING_TIMES = ("mpegts", "mpeg", "wtv", "mp4", "avi", "flv", "mxf")
-# Containers whose duration was not estimated from the bitrate, and those whose duration is the end of the last frame
-# whenever the first frame begins.
+# Containers whose duration is not estimated from the bitrate, and containers whose duration is the end of the last
+# frame, whenever the first frame begins.
 _WITH_HEADER_DURATION = ("matroska", "mp4", "flv", "asf", "mxf", "ivf")
 _DURATION_IS_END = ("matroska", "asf")
 _HEADER_SLACK_S = Fraction(1)  # containers round and pad the durations in their headers
@@ -237,11 +234,11 @@ _HEADER_SLACK_S = Fraction(1)  # containers round and pad the durations in their
 # more.
 _LONGEST_S, _LONGEST_MEAN_FRAME_S = 24 * 3600, 600
 _FLV_HEADER = b"FLV\1"
-_MAX_SHAPES = 200  # of a stream; a damaged one would change with every key frame
+_MAX_SHAPES = 200  # of a stream; in a damaged stream, every key frame could have another shape
 
 
 def has_index(container: "InputContainer", stream: "VideoStream") -> bool:
-    """Whether the file has an index with the time and position of each packet (MP4), so that none has to be read."""
+    """Return True if the file has an index with time and position of each packet (MP4), so that none has to be read."""
     is_listed = "mp4" in container.format.name and bool(stream.duration) and stream.frames > 0
     return is_listed and stream.frames == len(stream.index_entries)
 
@@ -271,7 +268,12 @@ def indexed_timeline(container: "InputContainer", stream: "VideoStream", *, size
     listed = begin + entries[last].timestamp - entries[first].timestamp + step
     end = begin + (stream.duration or 0)
     if last != len(entries) - 1 or abs(listed - end) > 2 * step + 1:
-        begin, end = _last_frame_span(container, stream, entries[last].timestamp)
+        # Begin and end of the last frame, from the packets behind the key frame before it.
+        container.seek(entries[last].timestamp, stream=stream)
+        begin = end = 0
+        for packet in container.demux(stream):
+            if packet.size and packet.pts is not None and not packet.is_discard and packet.pts >= begin:
+                begin, end = packet.pts, packet.pts + (packet.duration or 0)
         if last != len(entries) - 1:
             end = _edited_end(stream, last=begin, end=end)
     start = start_of(container)
@@ -285,18 +287,8 @@ def indexed_timeline(container: "InputContainer", stream: "VideoStream", *, size
     return _check_timeline(timeline, num_packets=len(entries))
 
 
-def _last_frame_span(container: "InputContainer", stream: "VideoStream", timestamp: int) -> tuple[int, int]:
-    """Return begin and end of the last frame in units of the stream, from the packets behind the key frame before."""
-    container.seek(timestamp, stream=stream)
-    end = last = 0
-    for packet in container.demux(stream):
-        if packet.size and packet.pts is not None and not packet.is_discard and packet.pts >= last:
-            last, end = packet.pts, packet.pts + (packet.duration or 0)
-    return last, end
-
-
 def _edited_end(stream: "VideoStream", *, last: int, end: int) -> int:
-    """Return the end of the last frame, behind which an edit list hides frames: it may end within the frame."""
+    """Return the end of the last frame, after which an edit list hides frames: the list may end within the frame."""
     edited = (stream.start_time or 0) + (stream.duration or 0)
     return min(end, edited) if edited > last else end
 
@@ -308,11 +300,11 @@ def read_timeline(
 
     Args:
         container: A container just opened, from which nothing has been read.
-        file: The bytes of the file, for what libav does not tell of an AVI.
+        file: The bytes of the file, for facts that libav does not tell about an AVI or FLV.
         on_read: Called for every packet.
 
     Raises:
-        TimelineError: There is no video, or its times are impossible.
+        TimelineError: There is no video stream, or its times are impossible.
         av.FFmpegError: A packet cannot be read.
     """
     start = start_of(container)
@@ -340,8 +332,8 @@ def read_timeline(
         if _FLV_HEADER in file.read(1024):
             raise TimelineError(
                 "bad_timestamps",
-                f"another FLV file begins behind byte {held_bytes}, at {float(timeline.end):.2f} s, and libav does not"
-                " read it: split the file there",
+                f"another FLV file begins after byte {held_bytes}, at {float(timeline.end):.2f} s, and libav does not"
+                " read it: split the file at that byte",
             )
     missing, cut = _missing_end(container, track, timeline, any_end=any_end, file=file)
     return _check_timeline(replace(timeline, missing=missing, cut=cut), num_packets=len(track.times)), packets
@@ -360,7 +352,7 @@ class _PacketList:
         self.num_untimed = 0  # before the first packet with a timestamp
         self.is_cut = False
         self.is_bidirectional: list[bool] = []  # of MPEG-1 and MPEG-2 pictures
-        self.key_packets: list[tuple[int, bytes]] = []  # those with another sequence header than the one before
+        self.key_packets: list[tuple[int, bytes]] = []  # with another sequence header than the previous one
         self._header = b""
 
     def add(self, packet: "Packet[Stream]") -> None:
@@ -376,8 +368,10 @@ class _PacketList:
         self.durations.append(packet.duration or 0)
         self.flags.append(packet.is_keyframe + 2 * packet.is_discard)
         codec = self.stream.codec_context.name if self.stream.codec_context else ""
-        if codec in MPEG_VIDEO:
-            self.is_bidirectional.append(is_b_picture(packet))
+        if codec in MPEG_VIDEO:  # B pictures by ISO/IEC 13818-2, 6.2.3
+            head = bytes(memoryview(packet)[:2048])
+            begin = head.find(b"\0\0\1\0")
+            self.is_bidirectional.append(0 <= begin < len(head) - 5 and head[begin + 5] >> 3 & 7 == 3)
         if packet.is_keyframe and len(self.key_packets) < _MAX_SHAPES:
             header = sequence_header(packet, codec=codec)
             if header and header != self._header:
@@ -494,7 +488,7 @@ def _missing_end(
     any_end: Fraction,
     file: "IO[bytes] | None",
 ) -> tuple[Fraction, str]:
-    """Return how many seconds the header promises beyond the last packet, and what is missing, in words."""
+    """Return the number of seconds that the header promises beyond the last packet, and a description of the loss."""
     header = Fraction(container.duration or 0, US_PER_S)
     if not any(name in container.format.name for name in _DURATION_IS_END):
         header += timeline.start
@@ -503,7 +497,7 @@ def _missing_end(
         # Without the index at its end, libav estimates the duration of an AVI from its size.
         header, has_header = timeline.start + track.stream.frames / timeline.rate, True
     if "mp4" in container.format.name and 0 < len(track.times) == track.num_listed <= track.stream.frames:
-        has_header = False  # every packet of its index was read; libav may list none that an edit list hides
+        has_header = False  # every packet of its index was read; libav may omit packets that an edit list hides
     if has_header and any_end < header - _HEADER_SLACK_S:
         cut = f"truncated: {float(header):.2f} s in the header, but the packets end at {float(any_end):.2f} s"
         return header - any_end, cut

@@ -144,7 +144,7 @@ def test_tables_that_cannot_be_read_are_named(data: Path, tmp_path: Path) -> Non
         (flipped, "cannot be read as Parquet"),
         (columns, r"has no column for text \(its columns: video, words\)"),
         (metadata, "is not JSON"),
-        (other, "not that of pseudo-captions"),
+        (other, "is not of pseudo-captions"),
         (tmp_path, "it is a folder, not a file"),
         (tmp_path / "none.parquet", "No such file"),
         (tmp_path / "none.csv", "No such file"),

@@ -86,13 +86,13 @@ def test_class_numbers_of_epic_kitchens_are_whole_numbers_from_0(make_videos: Vi
     path = epic_list(tmp_path / "train.csv", *((number, "put", name) for number, name in enumerate(classes)))
     reading = read_epic_kitchens(make_videos("P01_01.MP4"), annotations=[path])
     assert [row[5] for row in rows(reading)] == [3, 4]
-    assert reading.rejected["detail"][0].as_py() == "verb_class is '-1', expected a whole number from 0"
+    assert reading.rejected["detail"][0].as_py() == "verb_class is '-1', expected an integer from 0"
 
 
 @pytest.mark.parametrize(
     ("name", "header", "message", "hint"),
     [
-        ("EPIC_100.csv", EPIC_HEADER, "does not say of which split", "such as EPIC_100_train.csv"),
+        ("EPIC_100.csv", EPIC_HEADER, "does not contain the split", "such as EPIC_100_train.csv"),
         ("EPIC_train.csv", EPIC_HEADER.replace("narration_id", "uid"), "EPIC-KITCHENS-55", "EPIC_100_train.csv"),
         ("EPIC_100_train.pkl", EPIC_HEADER, "is a pickle", "EPIC_100_train.csv"),
         ("EPIC_100_train.csv", EPIC_HEADER.replace(",", ";"), "no column video_id", "separated by semicolons"),

@@ -48,7 +48,7 @@ def test_an_address_for_a_local_path_is_refused_and_makes_no_folder_of_its_name(
 ) -> None:
     said = refused(command, words, folder=tmp_path, settings="out: s3://bucket/run")
     hint = "hint: give a local path, and copy the files from or to that address"
-    assert said == [f"error: {name} is s3://bucket/run, and takes a local path", f"{hint}{origin}"]
+    assert said == [f"error: {name} is s3://bucket/run, but it takes a local path", f"{hint}{origin}"]
     assert [one.name for one in tmp_path.iterdir()] == ["settings.yaml"]
 
 
@@ -68,6 +68,6 @@ def test_the_value_of_a_group_is_refused_with_the_flag_to_name(
     said = refused("train", words, folder=tmp_path, settings="optimizer: sgd")
     origin = f"; {group} is from settings.yaml" if "--config" in words else ""
     assert said == [
-        f"error: {group} is {value}, and it is a group of flags, which takes no value",
+        f"error: {group} is {value}, but it is a group of flags and takes no value",
         f"hint: give a value to one of its flags, such as {flag}{origin}",
     ]

@@ -189,7 +189,7 @@ def test_names_of_sources_that_are_taken_are_refused(data: Path, tmp_path: Path)
     table = pseudo(tmp_path / "p.parquet", [{"video": "v", "text": "a"}])
     add(data, table)
     before = file_hashes(data)
-    with pytest.raises(UserError, match=r"'human' is that of 3 captions of a dataset"):
+    with pytest.raises(UserError, match=r"has 3 captions with the source 'human'"):
         add(data, plain)
     with pytest.raises(UserError, match="captions of another kind"):
         add(data, plain, source="narrator@aaaaaaaa")

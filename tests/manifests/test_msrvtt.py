@@ -94,7 +94,7 @@ def test_csvs_without_what_they_need_say_what_to_add(msrvtt: tuple[Path, Path], 
 @pytest.mark.parametrize("make", [pairs_file, list_file])
 def test_a_csv_whose_name_has_no_split_is_refused(msrvtt: tuple[Path, Path], tmp_path: Path, make: Any) -> None:
     videos, info = msrvtt
-    with pytest.raises(UserError, match=r"list\.csv does not say of which split") as caught:
+    with pytest.raises(UserError, match=r"list\.csv does not contain the split") as caught:
         read_msrvtt(videos, annotations=[info, make(tmp_path / "list.csv", "video6")])
     assert "rename it" in str(caught.value.hint)
 

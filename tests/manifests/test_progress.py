@@ -123,7 +123,7 @@ def test_the_time_left_follows_the_present_pace(monkeypatch: pytest.MonkeyPatch)
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     pace = ProgressRate()
-    assert join_parts(pace.rate(), pace.left(100)) == ""
+    assert join_parts(pace.rate(), pace.time_left(100)) == ""
     for _ in range(600):  # nothing for ten minutes, while a model is loaded
         now_s += 1
         pace.add(0)
@@ -131,5 +131,5 @@ def test_the_time_left_follows_the_present_pace(monkeypatch: pytest.MonkeyPatch)
         now_s += 1
         pace.add(done)
     assert pace.per_s == pytest.approx(1.0, rel=0.02), "what was slow long ago does not count"
-    assert join_parts(pace.rate(), pace.left(1260)) == "1.0/s, 1:00 left" and len(pace._seen) < 250
-    assert pace.left(1200) == ""
+    assert join_parts(pace.rate(), pace.time_left(1260)) == "1.0/s, 1:00 left" and len(pace._seen) < 250
+    assert pace.time_left(1200) == ""

@@ -209,10 +209,10 @@ def test_an_end_and_a_duration_that_differ_are_rejected_by_row(make_videos: Vide
 @pytest.mark.parametrize(
     ("header", "what"),
     [
-        ("timestamp", "be of whole videos"),
-        ("clip_start_minutes,end_s", "be of whole videos"),
+        ("timestamp", "apply to complete videos"),
+        ("clip_start_minutes,end_s", "apply to complete videos"),
         ("start,endOfSpeech", "extend to the ends of their videos"),
-        ("Time", "be of whole videos"),
+        ("Time", "apply to complete videos"),
     ],
 )
 def test_times_that_are_not_understood_are_refused(
@@ -254,7 +254,7 @@ def test_labels_and_splits_of_further_captions_are_said_not_to_be_read(tmp_path:
     write_dataset(tmp_path / "data", reading_of(tmp_path, ["a"], []))
     (path := tmp_path / "t.csv").write_text("video,text,label,split\na,x,cat,val\na,y,dog,val\n")
     notes = read(tmp_path / "data", path).reading.notes
-    assert sum("splits and labels are not read here" in note for note in notes) == 1
+    assert sum("splits and labels are ignored" in note for note in notes) == 1
 
 
 def test_names_of_labels_have_letters_digits_and_underscores() -> None:

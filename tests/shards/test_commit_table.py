@@ -46,7 +46,7 @@ def variant(tmp_path: Path) -> Path:
     for shard_id in IDS:
         write_commit(folder, made(shard_id))
     publish_json(folder / "recipe.json", {"crf": 24})
-    finish_run(folder, dropped=(), wanted=IDS)
+    finish_run(folder, dropped=(), planned=IDS)
     return folder
 
 
@@ -80,7 +80,7 @@ def test_no_record_is_opened_after_a_run(variant: Path) -> None:
     assert num_read(variant) == 0
     assert read_commits(variant).commits == {shard_id: made(shard_id) for shard_id in IDS}
     before = {path: path.stat().st_mtime_ns for path in variant.rglob("*")}
-    finish_run(variant, dropped=(), wanted=IDS)
+    finish_run(variant, dropped=(), planned=IDS)
     assert {path: path.stat().st_mtime_ns for path in variant.rglob("*")} == before
 
 
@@ -126,7 +126,7 @@ def test_a_table_that_is_not_the_recorded_one_does_not_count_and_is_written_agai
     assert num_read(variant) == len(IDS)
     found = damaged_lists(variant, read_commits(variant).commits)
     assert [damage.path for damage in found] == ([] if harm == "not recorded" else [path])
-    finish_run(variant, dropped=(), wanted=IDS)
+    finish_run(variant, dropped=(), planned=IDS)
     assert num_read(variant) == 0 and path.read_bytes() == content
 
 
@@ -139,7 +139,7 @@ def test_a_copied_folder_is_read_with_or_without_its_times(variant: Path, tmp_pa
         for path in [copy, *copy.rglob("*")]:
             path.touch()
     assert num_read(copy) == (2 if keeps_times else len(IDS))
-    finish_run(copy, dropped=(), wanted=IDS)
+    finish_run(copy, dropped=(), planned=IDS)
     assert num_read(copy) == 0 and not quick_problems(copy, [made(1)])
 
 
@@ -158,7 +158,7 @@ def test_a_record_that_is_damaged_in_place_harms_no_reader_and_is_found(variant:
     assert Code.COMMIT_DAMAGED not in {problem.code for problem in quick_problems(variant, [commit])[1001]}
     distrust(path)
     assert isinstance(read_commits(variant).damaged[0], DamagedCommit) and num_read(variant) == 2
-    finish_run(variant, dropped=(), wanted=IDS)
+    finish_run(variant, dropped=(), planned=IDS)
     assert read_commits(variant).damaged[0].shard_id == 1001, "a folder with damage is never confirmed"
 
 
@@ -170,7 +170,7 @@ def test_a_run_that_is_killed_at_its_end_leaves_a_table_that_is_right_or_does_no
     wanted = {*IDS, 7000} - {998, 2500}
     undisturbed = tmp_path / "undisturbed"
     shutil.copytree(variant, undisturbed)
-    finish_run(undisturbed, dropped=(998, 2500), wanted=wanted)
+    finish_run(undisturbed, dropped=(998, 2500), planned=wanted)
     content = (undisturbed / COMMIT_TABLE_FILE).read_bytes()
     for point in itertools.count():
         folder = tmp_path / str(point)
@@ -178,14 +178,14 @@ def test_a_run_that_is_killed_at_its_end_leaves_a_table_that_is_right_or_does_no
         with pytest.MonkeyPatch.context() as patch:
             stop_at(point, patch, Killed())
             try:
-                finish_run(folder, dropped=(998, 2500), wanted=wanted)
+                finish_run(folder, dropped=(998, 2500), planned=wanted)
                 break
             except Killed:
                 pass
         num_read(folder)
         found = read_commits(folder)
         assert not found.damaged and not damaged_lists(folder, found.commits), f"killed at point {point}"
-        finish_run(folder, dropped={998, 2500} & found.commits.keys(), wanted=wanted)
+        finish_run(folder, dropped={998, 2500} & found.commits.keys(), planned=wanted)
         assert num_read(folder) == 0 and (folder / COMMIT_TABLE_FILE).read_bytes() == content
     assert point > 12
 
@@ -202,12 +202,12 @@ def test_a_lost_worker_that_commits_at_the_end_of_a_run_is_not_overlooked(
     from clipmill.shards.lists import confirm
 
     monkeypatch.setattr("clipmill.shards.lists.confirm", confirm_late)
-    finish_run(variant, dropped=(), wanted=IDS)
+    finish_run(variant, dropped=(), planned=IDS)
     assert num_read(variant) == 2 and read_commits(variant).commits[1001] == made(1001, num_samples=4)
 
 
 def test_a_variant_of_one_shard_has_a_table_too(variant: Path) -> None:
-    finish_run(variant, dropped=IDS[1:], wanted=IDS[:1])
+    finish_run(variant, dropped=IDS[1:], planned=IDS[:1])
     assert num_read(variant) == 0 and read_commits(variant).commits == {0: made(0)}
 
 
@@ -218,5 +218,5 @@ def test_folders_that_cannot_be_dated_are_read_record_by_record(variant: Path, m
         raise PermissionError
 
     monkeypatch.setattr("clipmill.shards.commit_table.os.utime", refuse)
-    finish_run(variant, dropped=(), wanted=IDS)
+    finish_run(variant, dropped=(), planned=IDS)
     assert num_read(variant) == len(IDS)

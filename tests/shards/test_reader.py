@@ -98,7 +98,7 @@ def test_what_is_not_there_is_a_users_error_with_the_command_to_run(data_dir: Pa
         assert command in (raised.value.hint or "")
     variant_dir(data_dir, "video", "empty").mkdir()
     with pytest.raises(UserError, match="committed"):
-        Variant.open(data_dir, variant="empty").whole()
+        Variant.open(data_dir, variant="empty").require_complete()
     (data_dir / "video" / NAME / "recipe.json").unlink()
     with pytest.raises(UserError, match="recipe"):
         _ = Variant.open(data_dir).recipe

@@ -221,7 +221,7 @@ def _captions(folder: Path) -> dict[str, str]:
     if not any(folder.glob("data/captions/*/commits/[0-9]*.json")):
         return {}
     variant = next(path for path in folder.glob("data/captions/*") if path.is_dir())
-    samples = Variant(variant).whole().iterate()
+    samples = Variant(variant).require_complete().iterate()
     return {str(sample["__key__"]): json.loads(sample["caption.json"])["caption_text"] for sample in samples}
 
 

@@ -45,7 +45,7 @@ def samples(data: Path, *, column: str = "video") -> dict[str, str]:
     """Return the SHA-256 of all members of a column by their names."""
     return {
         f"{sample['__key__']}.{extension}": hashlib.sha256(content).hexdigest()
-        for sample in Variant.open(data, column=column).whole().iterate()
+        for sample in Variant.open(data, column=column).require_complete().iterate()
         for extension, content in sample.items()
         if isinstance(content, bytes)
     }

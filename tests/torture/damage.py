@@ -236,7 +236,7 @@ def _meaning(data: Path, columns: Collection[str]) -> list[Any]:
     read += [read_layout(path).to_pylist() for path in sorted((data / "layout").iterdir())]
     read += [read_shots(data).to_pylist(), open_scores(data).table.to_pylist()] if "scores" in columns else []
     for column in columns:
-        variant = Variant.open(data, column=column).whole()
+        variant = Variant.open(data, column=column).require_complete()
         lists = {path.name: path.read_bytes() for path in variant.directory.glob("shards*.txt")}
         read += [current_variant(data, column), variant.recipe, variant.commits, list(variant.iterate()), lists]
     return read

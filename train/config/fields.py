@@ -184,6 +184,6 @@ def unknown_parts(settings: Checked) -> Iterator[UserError]:
     """Yield errors about parts that do not exist, or that cannot be used."""
     for flag, parts, name in named_parts(settings):
         if name not in parts:
-            yield parts.unknown(name, where=flag)
+            yield parts.unknown_name_error(name, where=flag)
         else:
             yield from errors_of(parts.__getitem__, name)

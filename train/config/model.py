@@ -217,8 +217,8 @@ def kind_of(towers: Towers) -> str:
 
 
 def tubelet_of(towers: Towers) -> int:
-    """Return the frames of a cube of a video tower."""
-    spec = TOWERS.usable(kind_of(towers))  # a missing tower is reported where it is needed
+    """Frames of a cube of a video tower."""
+    spec = TOWERS.find_usable(kind_of(towers))  # whose absence is reported where the tower is needed
     return towers.tubelet or (1 if spec is None else spec.tubelet)
 
 

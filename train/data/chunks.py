@@ -132,7 +132,7 @@ class ChunkSet:
                 flags=("--shards",),
             )
         self._data_dir = data_dir
-        self._variant = Variant.open(data_dir, tars=tars).whole()
+        self._variant = Variant.open(data_dir, tars=tars).require_complete()
         self.variant_name = self._variant.directory.name
         self.rule = rule
         self.tars = tars

@@ -146,7 +146,7 @@ class MappedTars:
         finally:
             os.close(descriptor)
         self._views[number], self._maps[number] = view, _Map(self._views, number)
-        OPEN_MAPS.used(self._maps[number])
+        OPEN_MAPS.note_use(self._maps[number])
         return view
 
     def _require(self, number: int, status: os.stat_result) -> None:

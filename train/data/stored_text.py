@@ -145,7 +145,7 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     first = np.cumsum(num_rows) - num_rows
     array_bytes = (num_rows if before is None else before[first + num_rows] - before[first]) * row_bytes
     place, header_bytes = places_of(variant, table, starts=starts, shard_of=shard_of, array_bytes=array_bytes)
-    entries, codes = rows.coded("video_id")
+    entries, codes = rows.dictionary_codes("video_id")
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
     caption_row, caption_id = (pc.list_flatten(table[name]).to_numpy() for name in ("caption_row", "caption_id"))
     member = np.repeat(np.arange(len(table)), pc.list_value_length(table["caption_row"]).to_numpy())
@@ -210,7 +210,7 @@ class StoredText:
     ) -> None:
         if tars is not None:
             tars.files.copy_column(TEXT)
-        variant = Variant.open(data_dir, column=TEXT, tars=tars).whole()
+        variant = Variant.open(data_dir, column=TEXT, tars=tars).require_complete()
         require_embeddings(variant, data_dir)
         self.variant_name = variant.directory.name
         self._variant, self._video_ids = variant, video_ids

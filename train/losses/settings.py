@@ -183,12 +183,12 @@ class Loss(Choice):
 
     @classmethod
     def hyperparameters(cls) -> dict[str, Mapping[str, float | str | bool | None]]:
-        """Return the settings of each loss with their published defaults."""
-        return {spec.name: spec.settings for spec in LOSSES.working()}
+        """Those of each loss, with its published defaults."""
+        return {spec.name: spec.settings for spec in LOSSES.list_usable()}
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for settings that the loss does not have."""
-        spec = LOSSES.usable(self.kind)
+        """Yields settings that the loss does not have."""
+        spec = LOSSES.find_usable(self.kind)
         if spec is None:
             return
         yield from self.not_taken()

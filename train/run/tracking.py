@@ -69,7 +69,7 @@ class Progress:
         if self._activity is not None and is_terminal(sys.stderr):
             done = amount_text(step, self._num_steps, self._unit)
             self._activity.say(
-                lambda: join_parts(done, self._pace.rate(), self._pace.left(self._num_steps), text),
+                lambda: join_parts(done, self._pace.rate(), self._pace.time_left(self._num_steps), text),
                 share=step / self._num_steps,
             )
             if sys.stdout.isatty():
@@ -79,7 +79,7 @@ class Progress:
         now_s = time.monotonic()
         if step in (1, self._num_steps) or now_s - self._line_s >= log_interval(now_s - self._begin_s):
             self._line_s = now_s
-            self.say("  ".join(filter(None, (self._place(step), text, self._pace.left(self._num_steps)))))
+            self.say("  ".join(filter(None, (self._place(step), text, self._pace.time_left(self._num_steps)))))
 
     def _place(self, step: int) -> str:
         return f"{self._unit} {step}/{self._num_steps}"

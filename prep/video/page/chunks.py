@@ -146,6 +146,19 @@ def read_chunks(variant: Variant) -> Chunks:
     )
 
 
+_Rows = tuple[
+    pa.Array, NDArray[np.int32], pa.Table
+]  # distinct ids of videos; the video of each chunk; its other columns
+
+
+def _merged(variant: Variant) -> _Rows | None:
+    try:
+        rows = read_chunk_rows(variant, columns=("video_id", *_COLUMNS))
+    except (Damaged, OSError):
+        return None  # the readable indexes have as much
+    return _in_order(*rows.dictionary_codes("video_id"), rows.table)
+
+
 def _in_order(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Rows:
     """Order the chunks by video, as they occur in the table, and start; `ids` may occur several times."""
     distinct = ids.dictionary_encode()

@@ -117,7 +117,7 @@ def test_a_source_is_removed_by_name_and_everything_follows(data: Path, tmp_path
     prep_here(*text)
     assert chunk(data, "--len", "1s", "--preset", "ultrafast", "--short-side", "32")["num_encoded"] == 0
     before = contents(data / "manifest")
-    for wrong, why in (("human", "is the source of a dataset"), ("narrator@bbbbbbbb", "is not there")):
+    for wrong, why in (("human", "belongs to a dataset"), ("narrator@bbbbbbbb", "does not exist")):
         ran = captions(data, "--remove", wrong, status=2)
         assert why in ran.error and "asr, narrator@aaaaaaaa" in ran.stderr
     assert (

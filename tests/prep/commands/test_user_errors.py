@@ -84,7 +84,7 @@ def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
-        ("inspect -rf_0", "unknown option: -rf_0", "given after --, behind all flags: prep inspect ... -- -rf_0; "),
+        ("inspect -rf_0", "unknown option: -rf_0", "given after -- and all flags: prep inspect ... -- -rf_0; "),
         ("inspect -- -rf_0 --data x", "unknown option: --data.", "words after -- are values: put the flags before it"),
         ("inspect --data x -- -rf_0", "the data folder x does not exist", "create one"),
         ("plan --explain -rf", "--explain requires an argument", "is given with =: --explain=-rf; see prep plan"),

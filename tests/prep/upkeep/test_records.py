@@ -61,7 +61,7 @@ def test_a_damaged_record_is_named_and_repaired_by_the_next_run(
 
 def read_everything(shard_set: ShardSet) -> list[object]:
     """What the readers of all records say, as values that can be compared."""
-    variant = Variant.open(shard_set.data).whole()
+    variant = Variant.open(shard_set.data).require_complete()
     return [
         current_variant(shard_set.data, "video"),
         variant.recipe,

@@ -147,6 +147,6 @@ def test_a_copy_is_made_where_key_frames_go_back(tmp_path: Path) -> None:
 def test_what_cannot_be_shown_completely_is_refused_with_its_place(tmp_path: Path) -> None:
     twice = tmp_path / "twice.flv"
     twice.write_bytes(parts(tmp_path, ".flv", "-ar", 44100, sound="mp3"))
-    with pytest.raises(SourceFailure, match=r"another FLV file begins behind byte \d+, at 7.0\d s") as refused:
+    with pytest.raises(SourceFailure, match=r"another FLV file begins after byte \d+, at 7.0\d s") as refused:
         probe(twice)
     assert refused.value.code == FailureCode.BAD_TIMESTAMPS

@@ -88,7 +88,7 @@ def test_a_damaged_manifest_over_there_is_refused_and_a_mended_one_taken(
 def test_a_commit_that_is_missing_over_there_is_refused(served: HttpFolder, tmp_path: Path) -> None:
     [folder] = (tmp_path / "served/data/video").iterdir()
     publish_json(folder / "recipe.json", {})
-    finish_run(folder, dropped=(), wanted=(0, 1))
+    finish_run(folder, dropped=(), planned=(0, 1))
     open_set(f"{served.address}/data", tmp_path / "cache")
     (folder / "commits" / "000001.json").unlink()
     (folder / "commits.arrow").unlink()  # which stands for the commits
@@ -139,7 +139,7 @@ def test_a_cache_on_a_read_only_disk_is_the_users_mistake(tiny_disk: Path, bucke
 
 def test_a_cache_that_is_too_small_for_a_tar_is_the_users_mistake(bucket: str, tmp_path: Path) -> None:
     open_objects(bucket).write("0.tar", bytes(2000))
-    with pytest.raises(UserError, match=r"has 2,000 bytes, and the cache .* has room for 1,000 of 1,000") as caught:
+    with pytest.raises(UserError, match=r"has 2,000 bytes, but the cache .* has room for 1,000 of 1,000") as caught:
         local_copy(f"{bucket}/0.tar", cache=tmp_path, size="1kB")
     assert caught.value.hint and "--cache-size" in caught.value.hint
 

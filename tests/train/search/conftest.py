@@ -45,7 +45,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def overwrite_chunk(data_dir: Path, key: str) -> None:
     """Make a chunk undecodable: its bytes become zeros."""
-    for shard in Variant.open(data_dir).whole().shards():
+    for shard in Variant.open(data_dir).require_complete().shards():
         for row, its in enumerate(shard.index["key"].to_pylist()):
             if its == key:
                 offset, size = shard.packet_tables.payload(row)

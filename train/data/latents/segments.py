@@ -136,7 +136,7 @@ def read_records(
     if not variant.num_shards:
         return None
     rows = member_rows(variant)
-    entries, codes = rows.coded("video_id")
+    entries, codes = rows.dictionary_codes("video_id")
     table, member = rows.table.drop_columns("video_id"), rows.member
     num_unknown = int((index_in(entries, known_ids) < 0)[codes].sum())
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]

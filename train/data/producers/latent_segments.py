@@ -70,8 +70,8 @@ def open_latent_segments(
     if tars is not None:
         for column in (LATENTS, TEXT) if has_text else (LATENTS,):
             tars.files.copy_column(column)
-    latents = Variant.open(data_dir, column=LATENTS, tars=tars).whole()
-    text = Variant.open(data_dir, column=TEXT, tars=tars).whole() if has_text else None
+    latents = Variant.open(data_dir, column=LATENTS, tars=tars).require_complete()
+    text = Variant.open(data_dir, column=TEXT, tars=tars).require_complete() if has_text else None
     if text is not None and needs_embeddings:
         require_embeddings(text, data_dir)
     variants = [latents] if text is None else [latents, text]

@@ -71,7 +71,7 @@ def sources() -> dict[str, set[str]]:
 
 
 def texts_in_tars() -> str:
-    shards = Variant.open(Path("data")).whole().shards()
+    shards = Variant.open(Path("data")).require_complete().shards()
     members = [shard.read(row, "txt") for shard in shards for row in range(len(shard.index))]
     return "\n".join(member.decode() for member in members)
 
