@@ -19,7 +19,7 @@ COLUMNS = Parts(
     group="columns",
     kind=ColumnSpec,
     builtin={name: f"clipmill.prep.{name}.column:COLUMN" for name in SUMMARIES},
-    # Other commands of `prep`, and folders of a data folder.
+    # Names of other commands of `prep`, and of folders of a data folder.
     taken=(
         "advise",
         "chunk",

@@ -33,7 +33,7 @@ def task_names() -> tuple[str, ...]:
 
 
 def tasks() -> tuple[TaskSpec, ...]:
-    """All tasks that can be used."""
+    """Return all tasks whose packages can be imported."""
     return tuple(TASKS.list_usable())
 
 

@@ -42,7 +42,7 @@ def publish_caption_table(variant: Variant) -> Path:
         OSError: a file cannot be read or written.
     """
     rows = read_chunk_rows(variant, columns=_COLUMNS)
-    ids, codes = rows.coded("video_id")
+    ids, codes = rows.dictionary_codes("video_id")
     starts, frames, fps_num, fps_den = (rows.table[name].to_numpy().astype(np.int64) for name in _COLUMNS[1:5])
     distinct = ids.dictionary_encode()
     order = order_of(distinct.indices.to_numpy()[codes], starts)

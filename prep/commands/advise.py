@@ -99,7 +99,7 @@ def advise(
             is_remote = tars is not None
             if asked.column == VIDEO and not is_remote and current_variant(data_dir, LATENTS) is not None:
                 names.append(LATENTS)
-            opened = {name: Variant.open(data_dir, column=name, tars=tars).whole() for name in names}
+            opened = {name: Variant.open(data_dir, column=name, tars=tars).require_complete() for name in names}
             columns = {name: open_column(variant, name) for name, variant in opened.items()}
             column = columns[asked.column]
             if is_remote:
@@ -152,24 +152,6 @@ def advise(
     print(advice_text(load, origin, storage="disk" if bucket is None else "bucket"))
     for line in () if bucket is None else bucket.lines():
         print(line)
-
-
-def _columns(data_dir: Path, asked: str) -> tuple[dict[str, "Column"], bool]:
-    """What training reads: of the column asked for, and of latents where they are stored beside the chunks.
-
-    Returns:
-        The columns by name, and whether the data folder is in a bucket.
-    """
-    from clipmill.prep.advice import open_column
-    from clipmill.prep.core.column_arrays import tars_of
-    from clipmill.shards.dataset import current_variant
-    from clipmill.shards.reader import Variant
-
-    tars, names = tars_of(data_dir), [asked]
-    if asked == VIDEO and tars is None and current_variant(data_dir, LATENTS) is not None:
-        names.append(LATENTS)
-    opened = {name: Variant.open(data_dir, column=name, tars=tars).require_complete() for name in names}
-    return {name: open_column(variant, name) for name, variant in opened.items()}, tars is not None
 
 
 @dataclass(frozen=True, kw_only=True)

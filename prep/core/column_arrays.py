@@ -108,6 +108,6 @@ class ColumnArrays:
         return array
 
     def video_rows(self, video_ids: pa.Array) -> NDArray[np.int64]:
-        """The row of each sample's video in `video_ids`, -1 for others."""
+        """Return the row of each sample's video in `video_ids`, -1 for others."""
         entries, codes = self.rows.dictionary_codes("video_id")
         return pc.fill_null(pc.index_in(entries, video_ids), -1).to_numpy().astype(np.int64)[codes]

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Generic
 
 from clipmill.manifests.errors import Inaccessible, UserError
+from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.storage.mirrors import refresh, require_locks
 from clipmill.prep.core.column import Addition, ColumnSpec
-from clipmill.prep.core.data_folder import remove_variant_temporaries
+from clipmill.prep.core.data_folder import is_committed, remove_variant_temporaries, wait_until_seen
 from clipmill.prep.core.failure_list import FAILURES_FILE, read_failures, shard_name, write_failures
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode, loss_code
 from clipmill.prep.core.parts import Part, PartRun
@@ -228,10 +229,16 @@ def _finish(
         part_job: Job with the shards of this process only.
     """
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
-    wanted = {shard.shard_id for shard in job.shards} - orphaned
-    commits = finish_run(job.variant_dir, dropped=orphaned, planned=wanted)
-    if job.lag_limit_s and _have_appeared(own, commits, results, gave_up=summary.gave_up):
-        commits = finish_run(job.variant_dir, dropped=orphaned, planned=wanted)
+    planned = {shard.shard_id for shard in job.shards} - orphaned
+    commits = finish_run(job.variant_dir, dropped=orphaned, planned=planned)
+    if job.lag_limit_s:
+        # Network file systems may show the shards that workers have reported only later.
+        made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
+        unseen_ids = made & _missing_shards(part_job, commits, results, gave_up=summary.gave_up).keys()
+        unseen = [(shard.shard_id, shard.plan_fingerprint) for shard in part_job.shards if shard.shard_id in unseen_ids]
+        what = f"{count_noun(len(unseen), 'shard')} in {job.variant_dir}"
+        if unseen and wait_until_seen(what, lambda: is_committed(job.variant_dir, unseen), limit_s=job.lag_limit_s):
+            commits = finish_run(job.variant_dir, dropped=orphaned, planned=planned)
     missing = _missing_shards(job, commits, results, gave_up=summary.gave_up, part_run=part_run)
     _account(part_job, commits, summary, results, missing)
     summary.failures = [*job.failed_before, *summary.failures]

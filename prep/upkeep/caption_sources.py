@@ -177,7 +177,7 @@ def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.n
     if not len(chunks.table):
         return None
     ids = videos["video_id"].combine_chunks()
-    entries, codes = chunks.coded("video_id")
+    entries, codes = chunks.dictionary_codes("video_id")
     video_rows = pc.index_in(entries, value_set=ids).fill_null(-1).to_numpy().astype(np.int64)[codes]
     begin_ms, frames, fps_num, fps_den = (chunks.table[name].to_numpy().astype(np.int64) for name in _TIMES)
     end_ms = begin_ms + frames * fps_den * 1000 // fps_num

@@ -259,7 +259,7 @@ class Comparison:
 def _compare_arrays(first: ColumnArrays, second: ColumnArrays) -> Comparison:
     rows: list[dict[tuple[Any, ...], int]] = []  # of the merged table, by video and, for a column of chunks, start
     for arrays in (first, second):
-        entries, codes = arrays.rows.coded("video_id")
+        entries, codes = arrays.rows.dictionary_codes("video_id")
         ids = pc.take(entries, pa.array(codes)).to_pylist()
         names = ("start_ms",) if "start_ms" in arrays.rows.table.column_names else ()
         starts = (arrays.rows.table[name].to_pylist() for name in names)

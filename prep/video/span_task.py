@@ -286,8 +286,8 @@ class StoredTar:
 
         selection = (SPAN_COLUMN, fingerprints)
         if self.commit is not None:
-            return readable_rows(variant_dir, self.commit, rows=wanted)
-        return uncommitted_samples(variant_dir / self.tar, rows=wanted)
+            return readable_rows(variant_dir, self.commit, rows=selection)
+        return uncommitted_samples(variant_dir / self.tar, rows=selection)
 
 
 class OldChunks:

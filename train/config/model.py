@@ -44,7 +44,7 @@ _ROWS = (
     # Towers of open_clip, timm and transformers, which --towers.image names.
     TowerSpec(name="library", build="clipmill.train.models.library_towers:image_tower"),
 )
-TOWERS = Parts("tower", group="towers", kind=TowerSpec, own={row.name: row for row in _ROWS})
+TOWERS = Parts("tower", group="towers", kind=TowerSpec, builtin={row.name: row for row in _ROWS})
 
 
 ModelName = Literal["tiny", "s16", "b32", "b16", "l16", "l14", "l14-336"]
@@ -217,8 +217,8 @@ def kind_of(towers: Towers) -> str:
 
 
 def tubelet_of(towers: Towers) -> int:
-    """Frames of a cube of a video tower."""
-    spec = TOWERS.find_usable(kind_of(towers))  # whose absence is reported where the tower is needed
+    """Return the frames of a cube of a video tower."""
+    spec = TOWERS.find_usable(kind_of(towers))  # a missing tower is reported where it is needed
     return towers.tubelet or (1 if spec is None else spec.tubelet)
 
 

@@ -182,7 +182,7 @@ def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
     videos = read_videos(data_dir, columns=["video_id", "split"])
     video_ids = videos["video_id"].combine_chunks()
     try:
-        chunks, _ = chunk_table(Variant.open(data_dir, tars=folder.tars).whole(), video_ids)
+        chunks, _ = chunk_table(Variant.open(data_dir, tars=folder.tars).require_complete(), video_ids)
     except (Damaged, OSError) as error:
         raise UserError(str(error), hint=how_to_repair(VIDEO)) from error
     ids = video_ids.take(pa.array(chunks.video_row))

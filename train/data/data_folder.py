@@ -178,7 +178,7 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, froz
         OSError: A file cannot be read.
     """
     chunk_rows = read_chunk_rows(variant, columns=("video_id", *CHUNK_COLUMNS))
-    entries, codes = chunk_rows.coded("video_id")
+    entries, codes = chunk_rows.dictionary_codes("video_id")
     arrays = {name: column_of(chunk_rows.table[name]) for name in CHUNK_COLUMNS}
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
     of_videos, order = own_in_order(video_row, arrays["start_ms"])

@@ -70,7 +70,7 @@ def _fault(spec: LossSpec) -> str:
     return f"has settings that --loss does not have: {', '.join(unknown)}" if unknown else ""
 
 
-LOSSES = Parts("loss", group="losses", kind=LossSpec, own={spec.name: spec for spec in _ROWS}, fault=_fault)
+LOSSES = Parts("loss", group="losses", kind=LossSpec, builtin={spec.name: spec for spec in _ROWS}, fault=_fault)
 # The settings that some loss takes and others may not.
 SETTINGS = tuple(dict.fromkeys(name for spec in _ROWS for name in spec.settings))
 
@@ -183,11 +183,11 @@ class Loss(Choice):
 
     @classmethod
     def hyperparameters(cls) -> dict[str, Mapping[str, float | str | bool | None]]:
-        """Those of each loss, with its published defaults."""
+        """Return the settings of each loss with their published defaults."""
         return {spec.name: spec.settings for spec in LOSSES.list_usable()}
 
     def rules(self) -> Iterator[UserError]:
-        """Yields settings that the loss does not have."""
+        """Yield errors for settings that the loss does not have."""
         spec = LOSSES.find_usable(self.kind)
         if spec is None:
             return

@@ -105,7 +105,7 @@ def survey(address: str) -> Survey:
         )
     video_ids = videos["video_id"].combine_chunks()
     try:
-        table, _ = chunk_table(Variant.open(folder.path, tars=folder.tars).whole(), video_ids)
+        table, _ = chunk_table(Variant.open(folder.path, tars=folder.tars).require_complete(), video_ids)
     except (Damaged, OSError) as error:
         raise UserError(str(error), hint=how_to_repair(VIDEO)) from error
     if not len(table):

@@ -120,7 +120,7 @@ def read_chunks(variant: Variant) -> Chunks:
     if len(holes) < len(split_of) + len(variant.damaged):
         with suppress(Damaged, OSError):  # the indexes have the same content
             merged = read_chunk_rows(variant, columns=("video_id", *_COLUMNS))
-            rows = _in_order(*merged.coded("video_id"), merged.table)
+            rows = _in_order(*merged.dictionary_codes("video_id"), merged.table)
     if rows is None:
         rows = _read_indexes(variant, holes)
     if rows is None:
@@ -144,19 +144,6 @@ def read_chunks(variant: Variant) -> Chunks:
         row=columns["row"],
         holes=holes,
     )
-
-
-_Rows = tuple[
-    pa.Array, NDArray[np.int32], pa.Table
-]  # distinct ids of videos; the video of each chunk; its other columns
-
-
-def _merged(variant: Variant) -> _Rows | None:
-    try:
-        rows = read_chunk_rows(variant, columns=("video_id", *_COLUMNS))
-    except (Damaged, OSError):
-        return None  # the readable indexes have as much
-    return _in_order(*rows.dictionary_codes("video_id"), rows.table)
 
 
 def _in_order(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Rows:

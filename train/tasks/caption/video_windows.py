@@ -513,7 +513,7 @@ class VideoProgress:
         self._pace.add(done)
         shown = amount_text(round(done, 1), self._num_videos, "video")
         self._activity.say(
-            lambda: join_parts(shown, self._speed(), self._pace.left(self._num_videos)),
+            lambda: join_parts(shown, self._speed(), self._pace.time_left(self._num_videos)),
             what="captioning",
             share=done / self._num_videos,
         )

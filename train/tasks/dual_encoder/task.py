@@ -265,7 +265,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     if source is None or source.kind != LIBRARY:  # the weights of a run name its library's tower
         kind = kind_of(settings.towers)
         if TOWERS[kind].build is None:
-            known = [tower.name for tower in TOWERS.working() if tower.build is not None]
+            known = [tower.name for tower in TOWERS.list_usable() if tower.build is not None]
             raise UserError(
                 f"--towers.kind is {kind}, a tower that train dual-encoder does not support",
                 hint=f"leave it out, or use one of: {', '.join(known)}",
