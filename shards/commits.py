@@ -1,7 +1,7 @@
 """Commit records: a shard exists only once it has one.
 
-Each is a small JSON file with a checksum of its content, and records neither times nor hosts. The records are read from one
-table as far as it holds them (clipmill.shards.commit_table).
+Each is a small JSON file with a checksum of its content, and records neither times nor hosts. The records are read from
+one table as far as it holds them (clipmill.shards.commit_table).
 """
 
 import json

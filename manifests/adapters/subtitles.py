@@ -141,18 +141,6 @@ def read_segments(content: Any) -> Iterator[Cue] | None:
     return map(_segment, range(len(segments)), segments)
 
 
-def read_json(text: str) -> Any:
-    """Parse JSON.
-
-    Raises:
-        Unreadable: the text is not JSON.
-    """
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise Unreadable(f"not JSON: {error}") from error
-
-
 def without_markup(text: str) -> str:
     """Return the words of a cue on one line: without tags, with entities replaced."""
     text = _LINE_BREAK.sub(" ", _TAG.sub("", text))
@@ -428,7 +416,11 @@ class _Reader:
     def _cues(self, path: Place) -> list[Cue] | None:
         text, guessed = decode_text(read_bytes(path))
         if place_name(path).suffix.lower() == _ASR_SUFFIX:
-            segments = read_segments(read_json(text))
+            try:
+                content = parse_json(text)
+            except ValueError as error:
+                raise Unreadable(f"not JSON: {error}") from error
+            segments = read_segments(content)
             cues = None if segments is None else list(segments)
             if cues is not None and not cues:
                 raise Unreadable("it has no segments")
@@ -445,8 +437,9 @@ class _Reader:
             self._builder.reject(reason, file=str(file), row=cue.number, source_id=source_id, detail=detail)
             return
         origin = Origin(file, source, cue.number)
-        times = {"begin_s": cue.begin_s, "end_s": cue.end_s}
-        if self._builder.add_caption(video, cue.text, origin, **times, likelihood=cue.likelihood):
+        if self._builder.add_caption(
+            video, cue.text, origin, begin_s=cue.begin_s, end_s=cue.end_s, likelihood=cue.likelihood
+        ):
             self._builder.use_row(self._directory)
 
 
