@@ -203,8 +203,8 @@ def _passes(entry: dict[str, Any]) -> dict[str, list[Any]]:
             name = numbers.setdefault(annotator, f"narration_pass_{len(numbers) + 1}")
             passes.setdefault(name, []).append(row)
         return passes
-    passes = {name: content for name in PASSES if isinstance(content := entry.get(name), dict)}
-    return {name: rows for name, content in passes.items() if isinstance(rows := content.get("narrations"), list)}
+    contents = {name: content for name in PASSES if isinstance(content := entry.get(name), dict)}
+    return {name: rows for name, content in contents.items() if isinstance(rows := content.get("narrations"), list)}
 
 
 def _field(row: Any, *names: str) -> Any:

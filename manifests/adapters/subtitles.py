@@ -113,7 +113,8 @@ def read_cues(text: str) -> Iterator[Cue]:
         raise Unreadable("it has no cues: no line of the form 00:00:01,000 --> 00:00:02,000")
     cues: list[tuple[Cue, list[str]]] = []  # with the text of each cue, line by line
     for number, (row, following) in enumerate(zip(timings, [*timings[1:], len(lines)], strict=True)):
-        body = lines[row + 1 : following]
+        body: Sequence[str] = lines[row + 1 : following]
+        content = body
         if is_vtt:
             # After the first empty line come comments, styles, and the name of the next cue. A line of blanks does not
             # end a cue (WebVTT, section 6.3); YouTube begins cues with such lines.
