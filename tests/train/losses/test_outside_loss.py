@@ -113,7 +113,7 @@ def test_autograd_finds_the_gradients_of_the_closed_forms(
     settings = Loss(kind=kind, use_relevancy=True) if kind == "max-margin" else settings_of(kind)
     found = []
     for row in (LOSSES[kind], LossSpec(name=kind, loss=loss, settings=LOSSES[kind].settings)):
-        monkeypatch.setitem(LOSSES._own, kind, row)
+        monkeypatch.setitem(LOSSES._builtin, kind, row)
         model, objective = Table(6), objective_of(settings, table=True)
         metrics = objective.backward(model, batch_of(0), Step(number=1))
         gradients = {name: one.grad for name, one in [*model.named_parameters(), *objective.named_parameters()]}
@@ -128,7 +128,7 @@ def test_autograd_finds_the_gradients_of_the_closed_forms(
 )
 def test_a_function_that_returns_no_loss_is_named(returned: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = LossSpec(name="infonce", loss=lambda pairs, settings: returned, settings=LOSSES["infonce"].settings)
-    monkeypatch.setitem(LOSSES._own, "infonce", row)
+    monkeypatch.setitem(LOSSES._builtin, "infonce", row)
     objective = objective_of(settings_of("infonce"), table=True)
     with pytest.raises(TypeError, match=f"the loss infonce returned {words}, not a scalar tensor with a gradient"):
         objective.backward(Table(6), batch_of(0), Step(number=1))
