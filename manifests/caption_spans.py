@@ -241,7 +241,8 @@ def _read_columns(
         begin += len(table)
         for name in ("begin_s", "end_s", "caption_id"):
             columns[name][part] = table[name].to_numpy()
-        video, source = (_dictionary_column(table[name]) for name in ("video_id", "source"))
+        arrays = (table[name].combine_chunks() for name in ("video_id", "source"))
+        video, source = (array if pa.types.is_dictionary(array.type) else array.dictionary_encode() for array in arrays)
         video_row = pc.index_in(video.dictionary, value_set=video_ids)
         if video_row.null_count:
             raise ValueError("captions refer to a video that is not in the table of videos")
@@ -255,11 +256,6 @@ def _read_columns(
         part = slice(begin, begin + _READ)
         columns["source"][part] = number[columns["source"][part]]
     return columns, names
-
-
-def _dictionary_column(column: pa.ChunkedArray) -> pa.DictionaryArray:
-    column = column.combine_chunks()
-    return column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
 
 
 def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArray[np.int32]]:

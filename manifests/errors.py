@@ -53,7 +53,7 @@ class UserError(ClipmillError):
 
     @property
     def errors(self) -> "tuple[UserError, ...]":
-        """The single mistakes."""
+        """Single mistakes."""
         return (self,)
 
     def add_hint(self, *hints: str) -> None:
@@ -86,7 +86,7 @@ class UserErrors(UserError):
 
     @property
     def errors(self) -> tuple[UserError, ...]:
-        """The single mistakes."""
+        """Single mistakes."""
         return self._errors
 
     def rename_flags(self, rename: Callable[[str], str]) -> None:

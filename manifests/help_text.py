@@ -64,23 +64,22 @@ def help_text(
     commands, apps, _ = app.parse_commands([word for word in words if word not in HELP | {HELP_ALL}])
     command, name = apps[-1], " ".join([app.name[0], *commands])
     if command.default_command is None:
-        lines = _group_lines(command, name)
-    else:
-        everything = HELP_ALL in words
-        help_of_command = command_help(command, name, everything=everything, range_of=range_of, tables_of=tables_of)
-        lines = _command_lines(help_of_command, name)
+        summaries = _commands(command)
+        lines = [f"Usage: {name} COMMAND", *_paragraph_lines(_paragraphs(command)), "", "Commands:"]
+        lines += _table(summaries, width=_width([label for label, _ in summaries]))
+        lines += ["", f"{name} COMMAND --help shows the flags of a command."]
+        if " " not in name:
+            lines.append(f"{name} --install-completion makes the shell complete commands and flags.")
+        return "\n".join(lines)
+
+    page = command_help(command, name, everything=HELP_ALL in words, range_of=range_of, tables_of=tables_of)
+    lines = [page.usage, *_paragraph_lines(page.paragraphs)]
+    width = _width([label for rows in page.tables.values() for label, _ in rows], is_short=page.is_short)
+    for title, rows in page.tables.items():
+        lines += ["", f"{title}:", *_table(rows, width=width)]
+    if page.num_all is not None:
+        lines += ["", f"{name} --help-all shows all {page.num_all} flags."]
     return "\n".join(lines)
-
-
-def _group_lines(group: "App", name: str) -> Iterator[str]:
-    yield f"Usage: {name} COMMAND"
-    yield from _paragraph_lines(_paragraphs(group))
-    summaries = _commands(group)
-    yield from ("", "Commands:")
-    yield from _table(summaries, width=_width([label for label, _ in summaries]))
-    yield from ("", f"{name} COMMAND --help shows the flags of a command.")
-    if " " not in name:
-        yield f"{name} --install-completion makes the shell complete commands and flags."
 
 
 @dataclass(frozen=True)
@@ -146,32 +145,21 @@ def command_help(
     return CommandHelp(" ".join([*usage, "[OPTIONS]"]), _paragraphs(command), rows, is_short=is_short, num_all=num_all)
 
 
-def _command_lines(help_of_command: CommandHelp, name: str) -> Iterator[str]:
-    yield help_of_command.usage
-    yield from _paragraph_lines(help_of_command.paragraphs)
-    labels = [label for rows in help_of_command.tables.values() for label, _ in rows]
-    width = _width(labels, is_short=help_of_command.is_short)
-    for title, rows in help_of_command.tables.items():
-        yield from ("", f"{title}:")
-        yield from _table(rows, width=width)
-    if help_of_command.num_all is not None:
-        yield from ("", f"{name} --help-all shows all {help_of_command.num_all} flags.")
-
-
 def _commands(group: "App") -> list[tuple[str, str]]:
     """Return the names of a group's commands and their summaries. A command with a given summary is not loaded."""
     from cyclopts.group_extractors import groups_from_app
 
     rows = [row for _, rows in groups_from_app(group) for row in rows]
     given = {name: row.app.help for row in rows for name in row.names if not isinstance(row.app, type(group))}
-    return [(name, given.get(name) or _summary(group, name)) for name in group if not name.startswith("-")]
-
-
-def _summary(group: "App", name: str) -> str:
-    try:
-        return _paragraphs(group[name])[0]
-    except UnusablePart:
-        return "Cannot be used; the command says why."
+    commands = []
+    for name in group:
+        if name.startswith("-"):
+            continue
+        try:
+            commands.append((name, given.get(name) or _paragraphs(group[name])[0]))
+        except UnusablePart:
+            commands.append((name, "Cannot be used; the command says why."))
+    return commands
 
 
 def _paragraph_lines(paragraphs: Sequence[str]) -> Iterator[str]:

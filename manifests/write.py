@@ -363,7 +363,7 @@ def remove_further_sources(data_dir: Path, names: Collection[str]) -> dict[str, 
     All other captions of the manifest are unchanged. If the tables are added again, the captions get new IDs.
 
     Args:
-        names: names of sources; one without the version of a model stands for each version.
+        names: Names of sources; a name without the version of a model stands for all versions.
 
     Raises:
         UserError: there is no manifest, it is damaged, or there is no such further source.

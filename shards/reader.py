@@ -61,7 +61,7 @@ class CommittedShard:
 
     @property
     def tar_name(self) -> str:
-        """The tar in messages: its path, or its address."""
+        """Name of the tar in messages: its path, or its address."""
         return self._tars.name(self.tar_path)
 
     @cached_property
@@ -71,8 +71,9 @@ class CommittedShard:
 
     @property
     def index(self) -> pa.Table:
-        """The index, verified against the commit and memory-mapped on first use. `clipmill.shards.format` has its
-        columns.
+        """Index of the shard, verified against the commit and memory-mapped on first use.
+
+        clipmill.shards.format defines its columns.
 
         Raises:
             DamagedIndex: the file is not the committed one, or not an index of this format.
@@ -96,7 +97,7 @@ class CommittedShard:
 
     @property
     def packet_tables(self) -> PacketTables:
-        """The packet tables of a `video` shard, after the index has been verified; raises as `index` does."""
+        """Packet tables of a `video` shard, after the index has been verified; errors as for `index`."""
         tables = self._packet_tables
         if tables is not None:
             OPEN_MAPS.note_use(self)

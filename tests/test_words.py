@@ -130,8 +130,8 @@ NOUNS_AND_VERBS = frozenset(["bed", "embed", "exceed", "feed", "need", "proceed"
 GIVEN_NAMES = frozenset({"closed", "readable", "seekable", "writable"})
 VAGUE_VARIABLES = frozenset({"one", "found", "wanted", "own", "there", "said"})
 LIMITS = {
-    "manifests": {"functions": 9, "variables": 104, "hidden": 2},
-    "shards": {"functions": 10, "variables": 49, "hidden": 0},
+    "manifests": {"functions": 0, "variables": 0, "hidden": 0},
+    "shards": {"functions": 0, "variables": 0, "hidden": 0},
     "train": {"functions": 59, "variables": 389, "hidden": 7},
     "prep": {"functions": 65, "variables": 209, "hidden": 4},
 }

@@ -40,7 +40,7 @@ _BEGIN_WORDS = frozenset({"begin", "begins", "beginning", "start", "starts", "st
 _END_WORDS = frozenset({"end", "ends", "ending", "stop", "stops", "finish", "tmax"})
 _BOTH_WORDS = frozenset({"timestamp", "timestamps", "timecode", "timecodes", "timespan", "interval", "span", "offset"})
 _BOTH_NAMES = frozenset({"time", "times", "in", "out", "frame", "frames"})
-# Column -> its names, as in `column_names`.
+# Column -> its names, compared like `NAMES`.
 OTHER_TIMES: Mapping[str, Sequence[str]] = {
     **{
         f"{edge}_{unit}": tuple(name + ending for name in (edge, *names) for ending in endings)

@@ -88,6 +88,10 @@ def caption_row(row: Row) -> CaptionRow:
         labels = _labels(values)
         texts = texts_of(values.get("text"))
         source = _string(values, "source") or None
+        try:
+            likelihood = log_probability(values.get("likelihood"))
+        except ValueError as error:
+            raise Unusable(Reason.BAD_LIKELIHOOD, f"likelihood is {error}") from error
         if labels and texts in ((None,), ("",)):
             texts, source = (" ".join(labels.values()),), source or CLASS_SOURCE
         return CaptionRow(
@@ -97,7 +101,7 @@ def caption_row(row: Row) -> CaptionRow:
             begin_s=begin_s,
             end_s=end_s,
             source=source,
-            likelihood=_likelihood(values.get("likelihood")),
+            likelihood=likelihood,
             split=values.get("split"),
             labels=labels,
         )
@@ -166,13 +170,6 @@ def _string(values: Mapping[str, Any], name: str) -> str | None:
     if value is not None and not (isinstance(value, str) and is_encodable(value)):
         raise Unusable(Reason.MALFORMED_ROW, f"{name} is {quote_value(value)}, expected a string")
     return value
-
-
-def _likelihood(value: object) -> float | None:
-    try:
-        return log_probability(value)
-    except ValueError as error:
-        raise Unusable(Reason.BAD_LIKELIHOOD, f"likelihood is {error}") from error
 
 
 _PARQUET_SUFFIX = ".parquet"

@@ -203,8 +203,8 @@ def _passes(entry: dict[str, Any]) -> dict[str, list[Any]]:
             name = numbers.setdefault(annotator, f"narration_pass_{len(numbers) + 1}")
             passes.setdefault(name, []).append(row)
         return passes
-    passes = {name: content for name in PASSES if isinstance(content := entry.get(name), dict)}
-    return {name: rows for name, content in passes.items() if isinstance(rows := content.get("narrations"), list)}
+    contents = {name: content for name in PASSES if isinstance(content := entry.get(name), dict)}
+    return {name: rows for name, content in contents.items() if isinstance(rows := content.get("narrations"), list)}
 
 
 def _field(row: Any, *names: str) -> Any:
@@ -238,27 +238,24 @@ def _keep_usable(
     path, source_id, name = where
     kept = []
     for row, (narration, time_s) in enumerate(zip(rows, times_s.tolist(), strict=True)):
-        reason, detail = _fault(narration, time_s, half_s=half_s)
-        if reason is None:
-            kept.append(row)
+        text = _field(narration, "narration_text", "text")
+        if not isinstance(text, str) or not is_encodable(text):
+            reason, detail = Reason.MALFORMED_ROW, "no valid text"
+        elif not isfinite(time_s):
+            time = _field(narration, "timestamp_sec", "time")
+            reason, detail = Reason.BAD_TIME, f"the time is {quote_value(time)}"
+        elif "#unsure" in text.lower():
+            reason, detail = Reason.UNSURE, text[:200]
+        elif not text.strip():
+            reason, detail = Reason.EMPTY_CAPTION, "the text is empty"
+        elif half_s is None:
+            reason = Reason.NO_INTERVAL
+            detail = "the interval rule requires two narrations with different timestamps"
         else:
-            builder.reject(reason, file=str(path), row=row, source_id=source_id, detail=f"{name}: {detail}")
+            kept.append(row)
+            continue
+        builder.reject(reason, file=str(path), row=row, source_id=source_id, detail=f"{name}: {detail}")
     return kept
-
-
-def _fault(narration: Any, time_s: float, *, half_s: float | None) -> tuple[Reason | None, str]:
-    text = _field(narration, "narration_text", "text")
-    if not isinstance(text, str) or not is_encodable(text):
-        return Reason.MALFORMED_ROW, "no valid text"
-    if not isfinite(time_s):
-        return Reason.BAD_TIME, f"the time is {quote_value(_field(narration, 'timestamp_sec', 'time'))}"
-    if "#unsure" in text.lower():
-        return Reason.UNSURE, text[:200]
-    if not text.strip():
-        return Reason.EMPTY_CAPTION, "the text is empty"
-    if half_s is None:
-        return Reason.NO_INTERVAL, "the interval rule requires two narrations with different timestamps"
-    return None, ""
 
 
 def _add_pickled_list(builder: ReadingBuilder, videos: WantedVideos, *, path: Path, splits: Mapping[str, str]) -> None:

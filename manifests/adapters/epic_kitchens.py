@@ -122,23 +122,19 @@ def _add_row(builder: ReadingBuilder, videos: WantedVideos, row: Row, *, path: P
         begin_s = seconds_of_timestamp(cells["start_timestamp"])
         end_s = seconds_of_timestamp(cells["stop_timestamp"])
         reason = Reason.BAD_LABEL
-        labels = _labels(cells)
+        nouns = cells.get("all_noun_classes", f"[{cells['noun_class']}]")
+        if not _INTEGER_LIST.fullmatch(nouns.strip()):
+            raise ValueError(f"all_noun_classes is {nouns!r}, expected a list of numbers")
+        labels = {
+            "label_verb": _class_number(cells, "verb_class"),
+            "label_noun": _class_number(cells, "noun_class"),
+            "label_nouns": [int(digits) for digits in re.findall(r"\d+", nouns)],
+        }
     except ValueError as error:
         builder.reject(reason, file=str(path), row=row.number, source_id=cells["video_id"], detail=str(error))
         return
     origin = Origin(path, SOURCE, row.number)
     builder.add_caption(video, cells["narration"], origin, begin_s=begin_s, end_s=end_s, labels=labels)
-
-
-def _labels(cells: dict[str, Any]) -> dict[str, Any]:
-    nouns = cells.get("all_noun_classes", f"[{cells['noun_class']}]")
-    if not _INTEGER_LIST.fullmatch(nouns.strip()):
-        raise ValueError(f"all_noun_classes is {nouns!r}, expected a list of numbers")
-    return {
-        "label_verb": _class_number(cells, "verb_class"),
-        "label_noun": _class_number(cells, "noun_class"),
-        "label_nouns": [int(digits) for digits in re.findall(r"\d+", nouns)],
-    }
 
 
 def _class_number(cells: dict[str, Any], column: str) -> int:

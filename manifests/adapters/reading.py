@@ -484,7 +484,16 @@ def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]],
                 raise UserError(f"{mask_secrets(table)} is a folder, not a table", hint="give the URL of a file")
             copy = Path(folder) / str(number) / place_name(table).name
             copy.parent.mkdir()
-            _fetch(table, copy)
+            root, key = split_url(table)
+            try:
+                open_objects(root).fetch(key, copy)
+            except OSError as error:
+                if isinstance(error, UserError) or error.filename == str(copy):
+                    raise
+                raise UserError(
+                    f"cannot read {mask_secrets(table)}: {error.strerror or error}",
+                    hint="check the URL of the annotation file",
+                ) from error
             local.append(copy)
             names[str(copy)] = table
         try:
@@ -505,20 +514,6 @@ def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]],
         num_rows_used={_replace_names(file, names): count for file, count in reading.num_rows_used.items()},
         notes=tuple(_replace_names(note, names) for note in reading.notes),
     )
-
-
-def _fetch(url: str, copy: Path) -> None:
-    root, key = split_url(url)
-    try:
-        open_objects(root).fetch(key, copy)
-    except UserError:
-        raise
-    except OSError as error:
-        if error.filename == str(copy):
-            raise
-        raise UserError(
-            f"cannot read {mask_secrets(url)}: {error.strerror or error}", hint="check the URL of the annotation file"
-        ) from error
 
 
 def _replace_names(text: str, names: dict[str, str]) -> str:

@@ -113,7 +113,8 @@ def read_cues(text: str) -> Iterator[Cue]:
         raise Unreadable("it has no cues: no line of the form 00:00:01,000 --> 00:00:02,000")
     cues: list[tuple[Cue, list[str]]] = []  # with the text of each cue, line by line
     for number, (row, following) in enumerate(zip(timings, [*timings[1:], len(lines)], strict=True)):
-        body = lines[row + 1 : following]
+        body: Sequence[str] = lines[row + 1 : following]
+        content = body
         if is_vtt:
             # After the first empty line come comments, styles, and the name of the next cue. A line of blanks does not
             # end a cue (WebVTT, section 6.3); YouTube begins cues with such lines.
@@ -139,18 +140,6 @@ def read_segments(content: Any) -> Iterator[Cue] | None:
         if not content or not all(isinstance(item, dict) and keys <= item.keys() for item in content):
             return None
     return map(_segment, range(len(segments)), segments)
-
-
-def read_json(text: str) -> Any:
-    """Parse JSON.
-
-    Raises:
-        Unreadable: the text is not JSON.
-    """
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise Unreadable(f"not JSON: {error}") from error
 
 
 def without_markup(text: str) -> str:
@@ -428,7 +417,11 @@ class _Reader:
     def _cues(self, path: Place) -> list[Cue] | None:
         text, guessed = decode_text(read_bytes(path))
         if place_name(path).suffix.lower() == _ASR_SUFFIX:
-            segments = read_segments(read_json(text))
+            try:
+                content = parse_json(text)
+            except ValueError as error:
+                raise Unreadable(f"not JSON: {error}") from error
+            segments = read_segments(content)
             cues = None if segments is None else list(segments)
             if cues is not None and not cues:
                 raise Unreadable("it has no segments")
@@ -445,8 +438,9 @@ class _Reader:
             self._builder.reject(reason, file=str(file), row=cue.number, source_id=source_id, detail=detail)
             return
         origin = Origin(file, source, cue.number)
-        times = {"begin_s": cue.begin_s, "end_s": cue.end_s}
-        if self._builder.add_caption(video, cue.text, origin, **times, likelihood=cue.likelihood):
+        if self._builder.add_caption(
+            video, cue.text, origin, begin_s=cue.begin_s, end_s=cue.end_s, likelihood=cue.likelihood
+        ):
             self._builder.use_row(self._directory)
 
 
