@@ -263,8 +263,8 @@ def _compare_arrays(first: ColumnArrays, second: ColumnArrays) -> Comparison:
         entries, codes = arrays.rows.coded("video_id")
         ids = pc.take(entries, pa.array(codes)).to_pylist()
         names = ("start_ms",) if "start_ms" in arrays.rows.table.column_names else ()
-        others = (arrays.rows.table[name].to_pylist() for name in names)
-        rows.append({sample: row for row, sample in enumerate(zip(ids, *others, strict=True))})
+        starts = (arrays.rows.table[name].to_pylist() for name in names)
+        rows.append({sample: row for row, sample in enumerate(zip(ids, *starts, strict=True))})
     common = [sample for sample in rows[0] if sample in rows[1]]
     chosen = [common[number * len(common) // _NUM_COMPARED] for number in range(_NUM_COMPARED)] if common else []
     num_other_shape = num_values = 0
