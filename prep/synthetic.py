@@ -341,6 +341,8 @@ VARIABLE_DURATIONS = (4, 4, 6, 2, 8, 3, 1, 4)
 class FrameNumberVideo:
     """A video whose n-th frame shows the number `first_number` + n (`read_frame_number`).
 
+    It can have the irregularities of real files: start offsets, variable frame rates, rotation and open GOPs.
+
     Attributes:
         width, height: Display size after rotation, in pixels. Odd sizes need a pixel format without chroma subsampling
             (yuv444p), or a codec that supports them (mpeg4, mjpeg).
@@ -420,7 +422,11 @@ _DARK_BELOW, _LIGHT_ABOVE = 96, 160
 
 
 def draw_frame_number(number: int, *, width: int, height: int) -> np.ndarray:
-    """Draw `number` as a picture, uint8[height, width] of 0 and 255.
+    """Draw `number` as a picture, uint8[height, width] of 0 and 255, that scaling and compression leave readable.
+
+    The picture is a grid of 8 x 4 black or white cells: 20 bits of the number and 12 bits of its CRC-32, row by row,
+    most significant bit first. A cell is read as the mean of its central region, so that any size from about 32 x 16
+    pixels works. Blending two frames produces grey cells, and a grey cell is an error.
 
     Raises:
         ValueError: `number` is not in [0, MAX_FRAME_NUMBER].

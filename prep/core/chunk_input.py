@@ -357,6 +357,8 @@ def decode_frames(
 ) -> "Iterator[VideoFrame]":
     """Decode the frames `indices` (ascending) of the MP4 file `content`, and yield them in order.
 
+    The packet table tells which frames others depend on, so that no other frame is decoded.
+
     Args:
         fps: Frame rate of the chunk.
         packet_frame, packet_flags: Packet table of the chunk, in decoding order (clipmill.shards.format.VIDEO_FIELDS).

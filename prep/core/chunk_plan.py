@@ -1,6 +1,8 @@
 """The plan of a column with one sample for each chunk: shard N holds the chunks of shard N of `video`.
 
-It covers the shards of `video` committed so far, even while `prep chunk` is running; a later plan covers the rest.
+Columns with one sample for each chunk (`latents`, `scores`, `captions`) have shards with the ids, splits and keys of
+`video`. A plan covers the shards of `video` committed so far, even while `prep chunk` is running; a later plan covers
+the rest.
 """
 
 import hashlib

@@ -186,7 +186,11 @@ class ChunkTask:
 
 
 def make_chunk_shard(task: ChunkTask) -> ShardResult:
-    """Make, publish and commit one shard."""
+    """Make, publish and commit one shard, in a worker.
+
+    Samples of unchanged chunks are copied from stored shards; the column's `ChunkWork.make` makes all others. A failed
+    chunk is recorded in the commit and does not affect the others.
+    """
     return system_errors_as_results(_make, task)
 
 

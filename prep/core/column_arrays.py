@@ -30,7 +30,10 @@ def tars_of(data_dir: Path) -> TarBytes | None:
 
 
 class BucketTars:
-    """`TarBytes` by ranges: opening such a tar as a file would fetch all of it, half a gigabyte, for a single chunk."""
+    """`TarBytes` by ranges, for commands that read a few chunks of many shards.
+
+    Opening such a tar as a file would fetch all of it, half a gigabyte, for a single chunk.
+    """
 
     gap_bytes = 1 << 18
 

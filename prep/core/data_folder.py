@@ -157,7 +157,11 @@ _INTERVAL_S = 0.5
 
 
 def wait_until_seen(what: str, is_seen: Callable[[], bool], *, limit_s: float = LIMIT_S) -> bool:
-    """Wait until `is_seen` returns True, and print a line about it; return False after `limit_s` seconds."""
+    """Wait until `is_seen` returns True, and print a line about it; return False after `limit_s` seconds.
+
+    Shared disks may show the files of other machines late: an NFS client caches the attributes and entries of a folder
+    for up to a minute.
+    """
     if is_seen():
         return True
     sys.stderr.write(f"waiting up to {limit_s:g} s for {what}, written by workers and not visible here yet\n")

@@ -22,8 +22,9 @@ others. A running part therefore touches the file of its lock, and a part that c
 is refused. Network file systems may show a new commit late: a part that ends notes in the file of the turn, which a
 lock keeps up to date, how much it has made, and the last one waits until it sees all of it.
 
-In a bucket, locks are leases, which expire when a part is killed (`clipmill.prep.core.part_leases`). The files of other
-parts are seen at once, and fetched at the two turns.
+A running part is known to the others by a file in the data folder (`PartFiles`). In a bucket, locks are leases, which
+expire when a part is killed (`clipmill.prep.core.part_leases`). The files of other parts are seen at once, and fetched
+at the two turns.
 """
 
 import os

@@ -254,7 +254,7 @@ def is_readable(shard: CommittedShard) -> bool:
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Disk use of a plan, in bytes.
+    """Disk use of a plan before and after its run, in bytes, with all variants that are kept side by side.
 
     Attributes:
         data_bytes: Size of the complete data folder now.

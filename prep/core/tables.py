@@ -1,9 +1,9 @@
 """Parquet tables with checksums, and layouts, the tables that assign spans of videos to shards.
 
 Parquet readers do not verify the data: a flipped bit often reads as another value. Layouts and probes therefore hold
-    the
-SHA-256 of the values of each column in the schema metadata; the checksums of the manifest's files are in manifest.json.
-Each column has its checksum, so that a reader of a few columns of millions of rows need not read the others.
+the SHA-256 of the values of each column in the schema metadata; the checksums of the manifest's files are in
+manifest.json. Each column has its checksum, so that a reader of a few columns of millions of rows need not read the
+others.
 
 An assignment never changes: adding videos does not move existing spans. Layouts are stored in `<data>/layout/`. Layouts
 of `video` are named after the chunk length and shared by all recipes with that length, so that their variants have the

@@ -8,7 +8,9 @@ The selection is a part of the request and not of the recipe: the bytes of a sam
 selection keeps the variant and its samples, and makes only the missing ones. It has a separate file, because the
 checksum of recipe.json is recorded at the end of a run, while status and plans must know the selection from the start.
 
-A variant replaces another one only if it lacks none of its samples for a reason that another try may remove.
+A variant may replace another one unless it lacks samples that the other variant holds for a reason that can pass:
+refused credentials, a full disk, a lost worker. `prep retry`, or the same command, then makes them. A source that is
+damaged for good blocks nothing. Runs, `prep status` and `prep gc` follow this rule (`lost_samples`).
 """
 
 from collections.abc import Collection, Mapping

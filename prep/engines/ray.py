@@ -5,6 +5,14 @@ command starts a Ray instance on this machine and stops it at the end. With an a
 need the same clipmill, the same ffmpeg and the data folder under the same path. Every worker is checked before its
 first task. The check is sent as source code; until a worker has passed it, function and task remain unpickled bytes. A
 node that fails the check is excluded from then on.
+
+Whoever can send work to a Ray instance runs code as its user. A private instance therefore listens on the loopback
+interface only, takes work only with a token that is made for it, and keeps its sockets in a folder of its user.
+
+A raylet starts agents (of the dashboard, of runtime environments). When it ends, they try to report that to the head of
+the instance, which has ended too, and give up only after a minute. Ray itself never removes the folder of an instance.
+So a small process, the sweeper, waits until the process that uses Ray has ended in any way, then kills the agents and
+removes the folder.
 """
 
 import logging

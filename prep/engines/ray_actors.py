@@ -4,8 +4,7 @@ A worker is checked when it starts, on any node, and gets its first task once it
 it, it ends, and its resources become free.
 
 Ray restarts no actor and repeats no call here, because its counts cannot tell the cause: a task may kill its workers,
-    but
-it does not take a node away. So the engine counts both for each task, and a new worker replaces a lost one.
+but it does not take a node away. So the engine counts both for each task, and a new worker replaces a lost one.
 
 Ray sends nested classes by value, so the actor class here needs no clipmill on a node before its check has passed;
 until then, function and task stay serialised bytes.

@@ -1,4 +1,4 @@
-"""Finding and removing files in a data folder that are no longer needed.
+"""`prep gc`: finding and removing files in a data folder that are no longer needed, and unfinished uploads in a bucket.
 
 Only files whose names and locations belong to the format are ever removed; everything else is kept and listed. If it is
 uncertain whether the current variant is complete, all variants are kept.

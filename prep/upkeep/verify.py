@@ -3,6 +3,9 @@
 Damage found here has to be repaired by the next run, which checks only sizes and modification times
 (clipmill.shards.verify.quick_check). A damaged file that would pass that check is therefore marked by making it newer
 than its commit.
+
+The records of the folder are manifest, probes, shots, layouts and dataset.json. Each finding names the command that
+repairs the record.
 """
 
 import shlex
