@@ -50,7 +50,7 @@ class LocalModel:
         lengths = inputs["attention_mask"].sum(1).tolist()
         fits = [length + settings.max_tokens <= self._context for length in lengths]
         if not all(fits):
-            # The chunks that fit form a batch without the others, whose padding would change their answers.
+            # The chunks that fit are prepared again, as a batch without the others.
             rest = [chunk for chunk, does_fit in zip(pictures, fits, strict=True) if does_fit]
             answered = iter(self.captions(rest, settings=settings, seed=seed) if rest else [])
             return [

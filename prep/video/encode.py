@@ -233,7 +233,7 @@ def encode_span(
 
 
 class _FirstFrameDropped(Exception):
-    """The source frame that the first output frame has to show begins before the point to which ffmpeg seeks."""
+    """Error: the source frame that the first output frame has to show begins before the point of the seek."""
 
 
 def span_arguments(

@@ -405,7 +405,7 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
     video_rows = np.repeat(np.arange(len(num_chunks)), spans_per_video)[is_new]
     span_index = np.flatnonzero(is_new) - first[video_rows]
     span_chunks = np.minimum(num_chunks[video_rows] - span_index * SPAN_CHUNKS, SPAN_CHUNKS)
-    # Shards of a split are filled evenly; a span is never divided, because one encoder pass makes it.
+    # About MIN_SHARDS shards in all; a shard holds at least one span and, beyond that, at most MAX_SHARD_CHUNKS chunks.
     target = int(np.clip(-(-span_chunks.sum() // MIN_SHARDS), SPAN_CHUNKS, MAX_SHARD_CHUNKS))
     next_shard = pc.max(layout["shard_id"]).as_py() + 1 if len(layout) else 0
     tables, rows = [layout], [rows_of_layout]

@@ -31,7 +31,7 @@ from av.video.frame import VideoFrame
 
 from clipmill.manifests.caption_spans import is_of_model
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.formatting import clock, short_number, size_text
+from clipmill.manifests.formatting import clock, size_text
 from clipmill.manifests.keys import safe_video_id
 from clipmill.manifests.publish import make_folder, publish_bytes, remove_temporaries
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
@@ -55,7 +55,7 @@ _PICTURE_HEIGHT_PX = 108
 
 
 class NoPicture(Exception):
-    """The decoder did not return a requested frame."""
+    """Error: the decoder did not return a requested frame."""
 
 
 def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int]) -> list[VideoFrame]:
@@ -285,12 +285,12 @@ class Card:
 
     @property
     def sorting(self) -> list[tuple[str, float]]:
-        """The scores by which a page can be sorted, and their values."""
+        """Scores by which a page can be sorted, and their values."""
         return [(score.name, self.scores[score.name]) for score in SCORES if score.order and score.name in self.scores]
 
     @property
     def seconds(self) -> float:
-        """Duration."""
+        """Duration in seconds."""
         return self.end_s - self.begin_s
 
     @property
@@ -308,12 +308,6 @@ class Card:
         """Label of the button that plays the clip."""
         is_part = self.clip is not None and self.clip.is_preview and self.seconds > PREVIEW_S
         return f"Play {self.key}, {'first seconds, ' if is_part else ''}{self.times} of {self.video_id}"
-
-    @property
-    def properties(self) -> str:
-        """Codec and frame size, duration, bit rate, and place in the data folder."""
-        numbers = (f"{self.seconds:.4g} s", f"{short_number(self.kbit_s)} kbit/s")
-        return " · ".join(filter(None, (self.facts, *numbers, self.place)))
 
     @property
     def caption_groups(self) -> tuple[Sequence[CaptionLine], Sequence[CaptionLine], int]:
