@@ -161,8 +161,9 @@ class SegmentReader:
             if text is not None and self._text is not None and self._segments.text is not None:
                 member, place, num_tokens = text
                 stored = self._text.load(member)
-                embedding = stored
-                if not isinstance(stored, Problem):
+                if isinstance(stored, Problem):
+                    embedding = stored
+                else:
                     embedding = self._segments.text.row_of(stored, member, place, num_tokens=num_tokens)
             if isinstance(content, Problem):
                 loaded.append(content)
