@@ -29,7 +29,7 @@ from clipmill.train.data.captions import (
     smallest_integers,
 )
 from clipmill.train.data.chunks import ChunkSet
-from clipmill.train.data.data_folder import ChunkTable
+from clipmill.train.data.data_folder import ChunkSearch, ChunkTable
 from clipmill.train.data.frame_sampling import START_ROUNDING_US, US_PER_S
 from clipmill.train.data.node_cache import Rows, index_type, scratch
 from clipmill.train.data.outcomes import Unusable, remarks_of
@@ -84,7 +84,7 @@ def usable_captions(
         selected_chunks: Mask of the chunks to use; None for all. All chunks of a caption must be among them.
         counts: Number of captions that each entry stands for; None for one.
     """
-    search = chunks.search()
+    search = ChunkSearch(chunks)
     left = np.arange(len(video_row))
     num_unusable: dict[Unusable, int] = {}
 

@@ -28,7 +28,7 @@ from clipmill.shards.scores import SCORES, open_scores
 from clipmill.shards.selection import find_chunks
 from clipmill.train.data.arguments import names_arguments, require_process, require_texts, require_whole_numbers
 from clipmill.train.data.chunks import ChunkSet
-from clipmill.train.data.data_folder import ChunkTable, chunk_table, open_data_folder, rows_of
+from clipmill.train.data.data_folder import ChunkSearch, ChunkTable, chunk_table, open_data_folder, rows_of
 from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.data.outcomes import FailedSample, SampleFailed, list_failures
 from clipmill.train.data.workers import Stuck, in_order
@@ -223,7 +223,7 @@ def _shown_pairs(
     """Return each pair of a caption, as its row, and a chunk that shows a part of it."""
     video = rows_of(captions["video_id"], video_ids)
     begin_s, end_s = captions["begin_s"].to_numpy(), captions["end_s"].to_numpy()
-    search = chunks.search()
+    search = ChunkSearch(chunks)
     before = search.last_of(video - 1)  # the last chunk of the videos before
     last = search.last_of(video)
     is_within = np.isfinite(end_s)

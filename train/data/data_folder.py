@@ -130,10 +130,6 @@ class ChunkTable:
         begin, end = np.searchsorted(self.video_row, np.array([low, high], self.video_row.dtype)).tolist()
         return begin, ChunkTable(**{column.name: getattr(self, column.name)[begin:end] for column in fields(self)})
 
-    def search(self) -> "ChunkSearch":
-        """Return arrays for finding many chunks."""
-        return ChunkSearch(self)
-
     def times(self, chunk: int) -> ChunkTimes:
         """Return the position of a chunk in its video."""
         return ChunkTimes(**{name: int(getattr(self, name)[chunk]) for name in _INDEX_COLUMNS})

@@ -248,6 +248,9 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         captions: Captions of the rows; None without.
         repeats: Samples of a row in an epoch.
 
+    Attributes:
+        split, variant_name, frame_shape, text_width: See `Source`.
+
     Raises:
         UserError: There are no samples.
     """
@@ -265,6 +268,8 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         repeats: int = 1,
     ) -> None:
         self.table, self.reader, self.source, self._captions, self._repeats = table, reader, source, captions, repeats
+        self.split, self.variant_name = source.split, source.variant_name
+        self.frame_shape, self.text_width = source.frame_shape, source.text_width
         if not len(table):
             message, hint = source.nothing
             raise UserError(f"{message}: {self.describe()}", hint=hint)
@@ -314,26 +319,6 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         """Captions of the clips."""
         assert self._captions is not None, "these samples have no captions"
         return self._captions
-
-    @property
-    def split(self) -> str:
-        """Split of the manifest."""
-        return self.source.split
-
-    @property
-    def variant_name(self) -> str:
-        """Variants that the samples come from."""
-        return self.source.variant_name
-
-    @property
-    def frame_shape(self) -> Any:
-        """Shape of latents (clipmill.train.data.latents.segments.FrameShape); None for pixels."""
-        return self.source.frame_shape
-
-    @property
-    def text_width(self) -> int | None:
-        """Width of the stored embeddings of captions; None if captions are tokens or texts."""
-        return self.source.text_width
 
     @cached_property
     def fingerprint(self) -> str:

@@ -26,6 +26,7 @@ _TICK_S = 1.0
 # A failing rank also breaks connections; the others have this long to notice by themselves.
 _GRACE_S = 10.0
 _LEFT, _FAILED = "left", "failed: "
+_MAX_REASON = 300  # characters
 
 
 class Heartbeat:
@@ -60,7 +61,10 @@ class Heartbeat:
         if is_stuck:
             return  # in a call of the store, which blocks further calls
         try:
-            self._store.set(str(self._world.rank), _LEFT if error is None else f"{_FAILED}{_describe_error(error)}")
+            reason = _LEFT
+            if error is not None:
+                reason = _FAILED + " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON]
+            self._store.set(str(self._world.rank), reason)
         except RuntimeError:
             pass  # the store is lost, and with it all ranks that would have read the message
 
@@ -151,7 +155,3 @@ class Watch:
 
 def _unanswered_text() -> str:
     return f"the machine of rank 0 has not answered for {SILENT_S:g} s, or its process is suspended"
-
-
-def _describe_error(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -160,11 +160,11 @@ class SegmentReader:
             embedding: Part | Problem | None = None
             if text is not None and self._text is not None and self._segments.text is not None:
                 member, place, num_tokens = text
-                stored, texts = self._text.load(member), self._segments.text
+                stored = self._text.load(member)
                 if isinstance(stored, Problem):
                     embedding = stored
                 else:
-                    embedding = texts.row_of(stored, member, place, num_tokens=num_tokens)
+                    embedding = self._segments.text.row_of(stored, member, place, num_tokens=num_tokens)
             if isinstance(content, Problem):
                 loaded.append(content)
             elif isinstance(embedding, Problem):
