@@ -199,7 +199,7 @@ def _use(objective: Objective, exchange: Exchange) -> None:
         raise UserError(
             "--exchanges compares the exchanges of a contrastive loss with gradients in closed form, and this is "
             f"{type(objective).__name__}",
-            hint="leave it out, or profile a task with a contrastive --loss.kind of clipmill's own",
+            hint="omit it, or profile a task with one of clipmill's contrastive losses (--loss.kind)",
             flags=("--exchanges",),
         )
     objective.exchange = _EXCHANGES[exchange]

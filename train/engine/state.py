@@ -119,7 +119,7 @@ class State:
         """
         facts = read_metadata(path, world=world)
         if facts.task != task.name:
-            raise UserError(f"{path} is of a run of {facts.task}", hint="begin a new run with another --out")
+            raise UserError(f"{path} belongs to a run of train {facts.task}", hint="start a new run with another --out")
         require_same(facts.settings, shaping(settings), where=str(path))
         samples.load_state_dict(*facts.loader)
         table = read_table(path)

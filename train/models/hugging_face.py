@@ -266,7 +266,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}", hint=_DAMAGED) from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object", hint=_DAMAGED)
+        raise UserError(f"{path} is not a JSON object", hint=_DAMAGED)
     return content
 
 

@@ -307,7 +307,7 @@ class LibraryTower(HasBlocks):
         if enable is None:
             raise UserError(
                 f"{self.reference} has no activation checkpointing (--towers.activation-checkpointing)",
-                hint="leave it out, and use a smaller --microbatch",
+                hint="omit it, and use a smaller --microbatch",
                 flags=("--towers.activation-checkpointing",),
             )
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -56,7 +56,7 @@ def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
 def _refuse(source: Source, tower: str, shown: str, stated: str) -> NoReturn:
     raise UserError(
         f"{source.title}: the {tower} tower of the weights has {shown}, but their configuration says {stated}",
-        hint="get both files again: one of them is cut short, or of another model",
+        hint="get both files again: one of them is truncated, or of another model",
     )
 
 

@@ -45,7 +45,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}", hint=_DAMAGED) from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object", hint=_DAMAGED)
+        raise UserError(f"{path} is not a JSON object", hint=_DAMAGED)
     _check(value, path=path, parent="")
     return value
 

@@ -181,7 +181,7 @@ def _open_source(init: Init, towers: Towers) -> Source:
     if (scale := converted.tensors.get(LOGIT_SCALE)) is not None:
         name = converted.origins[LOGIT_SCALE]
         if scale.numel() != 1:
-            raise UserError(f"{file}: {name} has {scale.numel()} numbers in place of one", hint="use other weights")
+            raise UserError(f"{file}: {name} has {scale.numel()} numbers, not one", hint="use other weights")
         require_finite({name: scale}, source=file)
     return Source(title=f"{init.weights} ({form.title})", converted=converted, facts=facts or form.facts)
 
