@@ -77,15 +77,6 @@ def _labelled_features(features: ClipFeatures, samples: "Samples[Any]") -> list[
     return [LabelledFeatures(features_ND, label_NL, samples.video[rows]) for features_ND in features.of_tower]
 
 
-def available_labels(settings: ClipSettings) -> tuple[str, ...]:
-    """Return the labels of the data's captions that can be classes.
-
-    Raises:
-        UserError: the data is not a folder with a manifest.
-    """
-    return class_labels(read_captions(open_labelled_folder(settings, column=None).path).schema)
-
-
 def open_sets(
     settings: ClipSettings,
     evaluation: ProbeEvaluation,
@@ -226,9 +217,10 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
     features, settings, trained, how = opened.spec.features, opened.settings, opened.trained, flags.evaluation()
     assert features is not None  # every task that lists this evaluation has them
     if not flags.label:
+        known = class_labels(read_captions(open_labelled_folder(settings, column=None).path).schema)
         raise UserError(
             "--label is missing",
-            hint=f"available labels: {list_labels(available_labels(settings))}",
+            hint=f"available labels: {list_labels(known)}",
             flags=("--label",),
         )
     device = trained.device

@@ -54,7 +54,7 @@ def test_the_learning_rate_grows_with_the_batch() -> None:
 @pytest.mark.parametrize(
     ("flags", "message", "hint"),
     [
-        (("--mask-ratio", 1), "--mask-ratio is 1.0", "something is left"),
+        (("--mask-ratio", 1), "--mask-ratio is 1.0", "some are visible"),
         (("--mask-ratio", "nan"), "--mask-ratio is nan", "less than 1"),
         (("--mask-ratio", 0.004), "of the 196 cubes of a moment 0 are masked", "use 0.0052 or more"),
         (("--size-px", 16), "of the 1 cubes of a moment 0 are masked", "larger pictures"),

@@ -301,14 +301,6 @@ class LanguageDecoder:
             return AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)  # type: ignore[no-any-return]
         return self.loaded.pop() if self.loaded else _read_weights(self.folder, self.config)
 
-    def with_weights(self) -> "LanguageDecoder":
-        """Return the decoder with its weights in memory, so that a mistake in them ends a command before a run begins.
-
-        Raises:
-            UserError: they are missing, damaged, do not fit the configuration, or the model cannot be decoded.
-        """
-        return replace(self, loaded=[self.new_model()])
-
 
 def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel":
     from safetensors import SafetensorError

@@ -101,7 +101,9 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     """
     if settings.lm is not None:
         its = decoder_folder(settings.lm, flag="--decoder.lm", files=LANGUAGE_FILES, say=say)
-        return open_language(its, settings, tokenizer_folder=Path(settings.tokenizer or its)).with_weights()
+        language = open_language(its, settings, tokenizer_folder=Path(settings.tokenizer or its))
+        # The weights are read now, so that a mistake in them ends a command before a run begins.
+        return replace(language, loaded=[language.new_model()])
     folder = None if settings.weights is None else decoder_folder(settings.weights, say=say)
     named = Path(settings.tokenizer) if settings.tokenizer is not None else folder
     if named is not None:

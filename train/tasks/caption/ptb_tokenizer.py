@@ -65,8 +65,8 @@ class Rule:
     """A kind of token.
 
     Attributes:
-        pattern: the first group is the token, the rest is required context. Two newlines follow every caption.
-        rewrite: replaces the token; an empty result drops it.
+        pattern: Pattern whose first group is the token, before required context. Two newlines follow every caption.
+        rewrite: Function that replaces the token; an empty result drops it.
     """
 
     pattern: re.Pattern[str]

@@ -375,7 +375,12 @@ def caption_table(result: dict[str, Any]) -> Table:
     ]
     table_rows = []
     for label, detail, means in rows:
-        cells = [_caption_cell(name, means.get(name)) for name in shown]
+        cells = []
+        for name in shown:
+            value = means.get(name)
+            # CIDEr has no upper bound, so it has no bar.
+            share = None if value is None or name.startswith("cider") else min(max(value, 0.0), 1.0)
+            cells.append(Cell("-" if value is None else f"{100 * value:.1f}", share=share))
         cells.append(Cell(f"{result['loss']:.3f}" if label == "captions" else "-"))
         table_rows.append(Row(label, detail, tuple(cells), is_baseline=label != "captions"))
     absent = "; ".join(f"no {_CAPTION_COLUMNS[name]}: {reason}" for name, reason in result["absent"].items())
@@ -390,13 +395,6 @@ def caption_table(result: dict[str, Any]) -> Table:
     )
     columns = (*(_CAPTION_COLUMNS[name] for name in shown), "loss")
     return Table("Captions", columns, tuple(table_rows), protocol)
-
-
-def _caption_cell(name: str, value: float | None) -> Cell:
-    if value is None:
-        return Cell("-")
-    # CIDEr has no upper bound, so it has no bar.
-    return Cell(f"{100 * value:.1f}", share=None if name.startswith("cider") else min(max(value, 0.0), 1.0))
 
 
 def _strips(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -85,10 +85,6 @@ class Tally:
         self.num_right.index_add_(0, label_B, hits(probabilities_BK, label_B).long())
         self.num_all.index_add_(0, label_B, torch.ones_like(label_B))
 
-    def sum_over(self, world: World) -> "Tally":
-        """Return the sum over all ranks; collective."""
-        return Tally(world.sum(self.num_right), world.sum(self.num_all))
-
     def metrics(self) -> dict[str, float]:
         """Return top1 and top5 over samples, and mean_class, the mean of top-1 over the classes that occur."""
         num_samples = int(self.num_all.sum())
@@ -141,7 +137,8 @@ class ClassTallies:
         """Return `<label>_top1` and so on, over all ranks; collective."""
         metrics: dict[str, float] = {}
         for name, tally in self.tallies.items():
-            metrics |= {f"{name}_{key}": value for key, value in tally.sum_over(world).metrics().items()}
+            of_all_ranks = Tally(world.sum(tally.num_right), world.sum(tally.num_all))
+            metrics |= {f"{name}_{key}": value for key, value in of_all_ranks.metrics().items()}
         return metrics
 
 

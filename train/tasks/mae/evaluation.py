@@ -155,14 +155,13 @@ def _frames(
     shown = reconstruct(
         pictures.to_display(clip_1CTHW), values_1MV, masked_1N, cube_frames=size.cube_frames, patch_px=size.patch_px
     )
-    return [as_pictures(clip[0][:, list(pictures.frames)]) for clip in (shown.original, shown.masked, shown.filled)]
-
-
-def as_pictures(video_CGHW: torch.Tensor) -> NDArray[np.uint8]:
-    """Convert values from 0 to 1 to uint8 RGB [G, H, W, 3]: the first three channels, repeated if there are fewer."""
-    colours = video_CGHW[torch.arange(3) % len(video_CGHW)].permute(1, 2, 3, 0)
-    pictures: NDArray[np.uint8] = (colours.float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()
-    return pictures
+    frames = []
+    for clip in (shown.original, shown.masked, shown.filled):
+        video_CGHW = clip[0][:, list(pictures.frames)]
+        # The first three channels are shown as RGB, repeated if there are fewer.
+        rgb_GHW3 = video_CGHW[torch.arange(3) % len(video_CGHW)].permute(1, 2, 3, 0)
+        frames.append((rgb_GHW3.float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy())
+    return frames
 
 
 @dataclass(frozen=True)
@@ -282,6 +281,8 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = ""
     model = trained.fill(task.build_model(samples))
     every = every_for(len(samples), at_most=flags.max_samples)
     clips: MaskedClips = task.masked_clips(samples)
+    grid = clips.masking.grid
+    num_masked = num_masked_places(settings.mask_ratio, num_places=grid.patches)
     result = evaluate_reconstruction(
         model,
         counted_batches(samples.evaluation_batches(every=every), "reconstructing", total=-(-len(samples) // every)),
@@ -300,8 +301,9 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = ""
         clip=describe_clip(settings, samples, is_consecutive=True),
         values={
             "split_chosen": chosen,
-            "mask": describe_mask(settings, clips.masking.grid),
-            "share_hidden": clips.masking.counts.num_masked / clips.masking.grid.cubes,
+            "mask": f"the same {num_masked:,} of {grid.patches:,} places at all {grid.steps} moments, "
+            f"seed {settings.seed}",
+            "share_hidden": clips.masking.counts.num_masked / grid.cubes,
             "protocol": _PROTOCOL,
             "num_samples": result.num_samples,
             "loss": result.loss,
@@ -336,12 +338,6 @@ def _reconstruct(run: RunFolder, settings: MaeSettings, *, shards: str | None, s
             evaluate(TASK, with_reason, run, ReconstructionFlags(split=settings.split), shards=shards)
     except (UserError, FailedWork) as error:
         say(f"reconstruction{of}: no pictures: {error}")
-
-
-def describe_mask(settings: MaeSettings, grid: CubeGrid) -> str:
-    """Describe the masked cubes."""
-    num_masked = num_masked_places(settings.mask_ratio, num_places=grid.patches)
-    return f"the same {num_masked:,} of {grid.patches:,} places at all {grid.steps} moments, seed {settings.seed}"
 
 
 def _to_display(settings: MaeSettings) -> ToDisplay:
