@@ -21,6 +21,7 @@ from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.text import load_tokenizer
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.weights.avion import MISTYPED_MEAN
+from tests.tiers import nightly_beyond
 from tests.train.inference.conftest import EVALUATIONS, FORMATS
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.running import train
@@ -42,7 +43,7 @@ def same(result: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name not in OF_THE_NAME}
 
 
-@pytest.mark.parametrize("task", EVALUATIONS)
+@pytest.mark.parametrize("task", nightly_beyond(["dual-encoder", "classify"], EVALUATIONS))
 def test_scores_of_a_run_and_of_its_exports_are_equal_to_the_digit(
     runs: dict[str, Path],
     exports: dict[tuple[str, str], Path],
@@ -107,7 +108,7 @@ def test_a_run_of_4_frames_is_scored_with_16_in_one_command(
         assert RunFolder(run).evaluation(f"retrieval-val-{name}").is_file()
 
 
-@pytest.mark.parametrize("task", ["mae", "caption"])
+@pytest.mark.parametrize("task", nightly_beyond(["mae"], ["mae", "caption"]))
 def test_other_models_are_shown_more_and_larger_frames_too(
     runs: dict[str, Path],
     exports: dict[tuple[str, str], Path],
