@@ -3,7 +3,9 @@
 import json
 import shutil
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Towers
+from clipmill.train.evaluation.probe import probing
+from clipmill.train.evaluation.probe.classifiers import GRID, choose_l2
 from clipmill.train.inference.model import load_model
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.text import load_tokenizer
@@ -29,6 +33,14 @@ from tests.train.weights.small import open_clip_model, our_model
 
 # What differs between results of one and the same model: names of the weights, not what they compute.
 OF_THE_NAME = {"source", "shards", "is_own_data", "step", "weights", "command", "all_said"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_regularisations() -> Iterator[None]:
+    """Two of those that a probe chooses from, which converge in a few steps; weaker ones take hundreds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probing, "choose_l2", partial(choose_l2, grid=GRID[-2:]))
+        yield
 
 
 def scored(capsys: pytest.CaptureFixture[str], kind: str, weights: object, *flags: object) -> dict[str, Any]:
