@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from tests.arguments import made_once
-from tests.environment import fix_environment
+from tests.environment import fix_environment, leave_wandb_out_of_timm
 from tests.forks import Forks
 from tests.hashes import hash_once
 from tests.object_storage.fixtures import _proxy, bucket, faults, few_retries, other_machine, s3  # noqa: F401 - for every test
 from tests.workers import ForkedContext, fork_from, fsync_at_once
 
 fix_environment()
+leave_wandb_out_of_timm()
 # A user may keep Python from writing bytecode; the many programs that tests start would compile the packages each time.
 sys.dont_write_bytecode = False
 

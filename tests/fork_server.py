@@ -25,6 +25,7 @@ from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.environment import leave_wandb_out_of_timm
 from tests.workers import LIGHT, end_with_parent, fsync_at_once
 
 ROOT = Path(__file__).parent.parent
@@ -195,6 +196,7 @@ class Server:
 def servers(address: str) -> Server:
     """Import everything, and go on as two processes of their own when there is an abstract Unix socket."""
     gc.disable()
+    leave_wandb_out_of_timm()
     _import(_LIGHT)
     _hash_sources()
     listening = socket.socket(socket.AF_UNIX)
