@@ -11,17 +11,19 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.arguments import made_once
-from tests.environment import fix_environment
+from tests.environment import fix_environment, leave_wandb_out_of_timm
 from tests.forks import Forks
 from tests.hashes import hash_once
 from tests.object_storage.fixtures import _proxy, bucket, faults, few_retries, other_machine, s3  # noqa: F401 - for every test
 from tests.workers import ForkedContext, fork_from, fsync_at_once
 
 fix_environment()
+leave_wandb_out_of_timm()
 # A user may keep Python from writing bytecode; the many programs that tests start would compile the packages each time.
 sys.dont_write_bytecode = False
 
@@ -43,11 +45,11 @@ LONG = (
     "test_tutorials.py",
     "test_weights_anywhere.py",
     "test_cluster.py",
+    "test_ray.py",
     "test_timelines.py",
     "test_endpoint.py",
     "test_remote_sources.py",
     "test_killed.py",
-    "test_ray.py",
     "test_distribution.py",
     "test_export_programs.py",
     "test_frames.py",
@@ -61,6 +63,25 @@ LONG = (
 )
 # Folders whose tests do not train; the simulated GPU's do so in a process of their own.
 WITHOUT_TRAINING = ("manifests", "prep", "shards", *(() if "SIMULATED_GPUS" in os.environ else ("simulated_gpu",)))
+
+
+# Files whose tests share what only one process can have: a cluster of Ray.
+TOGETHER = {"test_ray.py": "test_cluster.py"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives a file to one process, as `--dist loadfile` does, and the files of `TOGETHER` to the same one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder, _, name = str(super()._split_scope(nodeid)).rpartition("/")
+            return f"{folder}/{TOGETHER.get(name, name)}"
+
+    return Scheduling(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,6 +6,9 @@ of Ray, or the variables of a job of SLURM. Tests that are about such a setting 
 
 import os
 import re
+import sys
+from types import ModuleType
+from typing import Any
 
 import imageio_ffmpeg
 
@@ -33,3 +36,10 @@ def fix_environment() -> None:
     os.environ |= {"LANG": LOCALE, "CLIPMILL_FFMPEG": imageio_ffmpeg.get_ffmpeg_exe()}
     os.environ["CLIPMILL_ALLOWED_HOSTS"] = "127.0.0.1"  # tables of tests name web servers of this machine
     os.umask(UMASK)
+
+
+def leave_wandb_out_of_timm() -> None:
+    """timm imports wandb, which takes longer than timm itself, for two functions that nothing here calls."""
+    summary: Any = ModuleType("timm.utils.summary")
+    summary.get_outdir = summary.update_summary = None
+    sys.modules[summary.__name__] = summary

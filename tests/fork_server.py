@@ -19,11 +19,13 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.environment import leave_wandb_out_of_timm
 from tests.workers import LIGHT, end_with_parent, fsync_at_once
 
 ROOT = Path(__file__).parent.parent
@@ -193,6 +195,7 @@ class Server:
 def servers(address: str) -> Server:
     """Import everything, and go on as two processes of their own when there is an abstract Unix socket."""
     gc.disable()
+    leave_wandb_out_of_timm()
     _import(_LIGHT)
     _hash_sources()
     listening = socket.socket(socket.AF_UNIX)
@@ -210,6 +213,7 @@ def servers(address: str) -> Server:
         importlib.import_module("tests.narrow_text").narrow()
         importlib.import_module("tests.torch_work").omit_torch_work()
         logging.disable(logging.DEBUG)  # torch writes hundreds of records for each checkpoint
+    _forget_ends_of_imports()
     gc.freeze()  # keeps memory shared with the forks
     gc.enable()
     return Server(listening, heavy) if is_light else Server(handed_on, None)
@@ -238,6 +242,16 @@ def _import(names: Sequence[str]) -> None:
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+
+
+def _forget_ends_of_imports() -> None:
+    """Leave out what imports have left to the end of a process: torch takes its 225 libraries of operators apart."""
+    atexit._clear()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    # Of what a command itself opens.
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    atexit.register(logging.shutdown)
 
 
 def _hash_sources() -> None:

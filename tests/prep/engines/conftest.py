@@ -1,7 +1,77 @@
-"""The clusters of these tests take work only with a token, as the documentation teaches."""
+"""One cluster for the tests of all files, which takes work only with a token, as the documentation teaches."""
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipmill.prep.engines.ray import import_ray
+from tests.conftest import ROOT
+from tests.prep.running import MARK, processes
 
 # Ray reads them once in a process, when it is imported.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+# A head without what only a user would look at: each of these is a process.
+HEAD = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+_open, _heads = ExitStack(), list[Any]()  # the shared cluster, once a test has asked for it
+
+
+@contextmanager
+def marked() -> Iterator[str]:
+    """A mark in the environment of the cluster's processes, which are to see a dead node soon."""
+    mark = secrets.token_hex(8)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            MARK: mark,
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_health_check_initial_delay_ms": "500",
+            "RAY_health_check_period_ms": "500",
+            "RAY_health_check_failure_threshold": "8",  # a busy machine must not lose nodes
+        }.items():
+            patch.setenv(name, value)
+        yield mark
+
+
+@contextmanager
+def cluster_of(head: dict[str, Any]) -> Iterator[Any]:
+    """A cluster that begins with a head node."""
+    import_ray()
+    from ray.cluster_utils import Cluster
+
+    with marked() as mark:
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+    yield cluster
+    cluster.shutdown()
+    for process in processes(mark):
+        process.kill()
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """The mark of the nodes that a test adds, or of a Ray of its own."""
+    with marked() as mark:
+        yield mark
+
+
+@pytest.fixture
+def cluster(mark: str) -> Iterator[Any]:
+    """A shared head of one CPU, and the nodes that a test adds, which have its mark."""
+    if not _heads:
+        _heads.append(_open.enter_context(cluster_of(HEAD)))
+    (head,) = _heads
+    yield head
+    for node in list(head.worker_nodes):
+        head.remove_node(node)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """End the cluster after the last test of this folder: its processes are busy as long as they live."""
+    if nextitem is None or nextitem.path.parent != Path(__file__).parent:
+        _open.close()
+        _heads.clear()

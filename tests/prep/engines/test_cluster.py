@@ -3,7 +3,6 @@
 import ctypes
 import ipaddress
 import os
-import secrets
 import shlex
 import shutil
 import signal
@@ -12,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -24,8 +23,8 @@ from clipmill.manifests.errors import FailedWork
 from clipmill.prep.engines.isolated import IsolatedEngine
 from clipmill.prep.engines.ray import RayEngine, running_processes
 from tests.conftest import ROOT
+from tests.prep.engines.conftest import HEAD
 from tests.prep.running import (
-    MARK,
     Ran,
     chunk,
     contents,
@@ -39,10 +38,6 @@ from tests.prep.running import (
 )
 
 SETTINGS = ("--len", "500ms", "--preset", "veryslow")
-
-
-# A head without what only a user would look at: each of these is a process.
-HEAD = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
 
 
 @dataclass(frozen=True)
@@ -78,49 +73,6 @@ def listening_sockets(driver: int) -> list[Listening]:
                 if (address_of := addresses.get(str(descriptor.readlink()))) is not None:
                     found.append(Listening(*address_of, program))
     return found
-
-
-@contextmanager
-def marked() -> Iterator[str]:
-    """A mark in the environment of the cluster's processes, which are to see a dead node soon."""
-    mark = secrets.token_hex(8)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            MARK: mark,
-            "PYTHONPATH": str(ROOT),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_health_check_initial_delay_ms": "500",
-            "RAY_health_check_period_ms": "500",
-            "RAY_health_check_failure_threshold": "3",
-        }.items():
-            patch.setenv(name, value)
-        yield mark
-
-
-@pytest.fixture
-def mark() -> Iterator[str]:
-    """Of a test with a Ray of its own."""
-    with marked() as mark:
-        yield mark
-
-
-@pytest.fixture(scope="module")
-def head() -> Iterator[Any]:
-    """A cluster of one CPU, for the tests that leave it so."""
-    from ray.cluster_utils import Cluster
-
-    with marked():
-        cluster = Cluster(initialize_head=True, head_node_args=HEAD)
-    yield cluster
-    cluster.shutdown()
-
-
-@pytest.fixture
-def cluster(head: Any, mark: str) -> Iterator[Any]:
-    """The shared head, and the nodes that a test adds, which have its mark."""
-    yield head
-    for node in list(head.worker_nodes):
-        head.remove_node(node)
 
 
 def test_a_run_outlives_one_of_two_nodes(

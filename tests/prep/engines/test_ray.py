@@ -1,11 +1,10 @@
 """The Ray engine on a cluster: what nodes are asked for, names, waiting, retries, versions.
 
-All tests share a head with one CPU, to which they add nodes.
+The tests share a head with one CPU, to which they add nodes.
 """
 
 import importlib
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -26,40 +25,22 @@ from clipmill.prep.engines.execution import Execution, Need, need_of
 from clipmill.prep.engines.ray import RayEngine, connect, count_cluster_gpus, import_ray, running_processes
 from clipmill.prep.engines.ray_actors import Nodes
 from clipmill.prep.sources.table import probe_sources, read_probes
-from tests.conftest import ROOT
+from tests.prep.engines.conftest import cluster_of
 from tests.prep.engines.test_engines import check_workers
-from tests.prep.running import MARK, manifest, processes, running, start, wait_until
+from tests.prep.running import manifest, running, start, wait_until
 from tests.prep.sources.test_readers import leasable, lease, waits_for_lease
 
 __all__ = ["leasable"]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A head with one CPU and a dashboard, which is to see a dead node soon."""
-    mark = secrets.token_hex(8)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            MARK: mark,
-            "PYTHONPATH": str(ROOT),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_health_check_initial_delay_ms": "500",
-            "RAY_health_check_period_ms": "500",
-            "RAY_health_check_failure_threshold": "8",  # a busy machine must not lose nodes
-        }.items():
-            patch.setenv(name, value)
-        import_ray()
-        from ray.cluster_utils import Cluster
-
-        with socket.socket() as listener:  # the default port may be in use
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        head = {"num_cpus": 1, "include_dashboard": True, "dashboard_port": port}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+def listing() -> Iterator[Any]:
+    """A cluster whose dashboard lists its tasks and workers."""
+    with socket.socket() as listener:  # the default port may be in use
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    with cluster_of({"num_cpus": 1, "include_dashboard": True, "dashboard_port": port}) as cluster:
         yield cluster
-        cluster.shutdown()
-        for process in processes(mark):
-            process.kill()
 
 
 @dataclass(frozen=True)
@@ -112,12 +93,12 @@ def run(engine: RayEngine, tasks: list[Task], *, notices: list[str] | None = Non
 
 
 @pytest.mark.nightly
-def test_tasks_are_listed_by_their_names(cluster: Any, tmp_path: Path) -> None:
+def test_tasks_are_listed_by_their_names(listing: Any, tmp_path: Path) -> None:
     from ray.util.state import list_tasks
 
-    run(RayEngine(num_workers=None, address=cluster.address), [Task(number, tmp_path) for number in range(3)])
+    run(RayEngine(num_workers=None, address=listing.address), [Task(number, tmp_path) for number in range(3)])
     names = {f"numbered {number:06d}" for number in range(3)}
-    address, listed = f"http://{cluster.head_node.webui_url}", set[str]()
+    address, listed = f"http://{listing.head_node.webui_url}", set[str]()
 
     def are_listed() -> bool:
         listed.update(task.name for task in list_tasks(address=address, limit=1000))
@@ -128,11 +109,11 @@ def test_tasks_are_listed_by_their_names(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_workers_that_wait_for_room_tell_an_autoscaler_what_is_missing(cluster: Any, tmp_path: Path) -> None:
+def test_workers_that_wait_for_room_tell_an_autoscaler_what_is_missing(listing: Any, tmp_path: Path) -> None:
     from ray.util.state import list_actors
 
-    address, pending = f"http://{cluster.head_node.webui_url}", list[Any]()
-    engine = RayEngine(num_workers=None, address=cluster.address)
+    address, pending = f"http://{listing.head_node.webui_url}", list[Any]()
+    engine = RayEngine(num_workers=None, address=listing.address)
     running: Any = engine.run(work, [Task(number, tmp_path, slow=True) for number in range(3)])
     for _ in islice(running, 60):
         pending = list_actors(address=address, filters=[("state", "=", "PENDING_CREATION")])

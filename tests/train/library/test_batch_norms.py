@@ -68,7 +68,7 @@ def compiled(model: TwoTowers) -> TwoTowers:
     return model
 
 
-@pytest.mark.parametrize("prepare", [plain, compiled])
+@pytest.mark.parametrize("prepare", [pytest.param(plain, marks=pytest.mark.nightly), compiled])
 def test_a_count_of_flops_leaves_the_tensors_and_generators_of_a_step(
     prepare: Callable[[TwoTowers], TwoTowers],
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_count_of_flops_leaves_the_tensors_and_generators_of_a_step(
     assert calls[0] == calls[1] and num_flops > 10**6
 
 
-@pytest.mark.parametrize("microbatch", [2, 4])
+@pytest.mark.parametrize("microbatch", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_gradcache_changes_statistics_as_plain_passes_over_its_microbatches(microbatch: int) -> None:
     model, (pictures, text) = TwoTowers(), inputs()
     reference = deepcopy(model)

@@ -100,9 +100,12 @@ def test_each_folder_is_evaluated_with_the_settings_of_the_run(
 @pytest.mark.parametrize(
     "words",
     [
-        "mae --samples-per-chunk 2",
+        pytest.param("mae --samples-per-chunk 2", marks=pytest.mark.nightly),
         "classify --label motion --repeats 2 --evaluate.every 2",
-        "caption --decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280",
+        pytest.param(
+            "caption --decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_the_other_tasks_train_on_mixtures(
