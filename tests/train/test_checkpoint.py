@@ -148,7 +148,7 @@ def test_a_table_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     reseal(path)
     with pytest.raises(UserError, match=r"'\.\./elsewhere' is not a file name") as caught:
         read_weights(path)
-    assert caught.value.hint == "remove it: there is none before it, so that training starts again"
+    assert caught.value.hint == "remove it: there is none before it, so training starts again"
     write(tmp_path, 2)
     with pytest.raises(UserError) as caught:
         read_weights(path)

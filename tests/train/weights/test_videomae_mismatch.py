@@ -56,7 +56,7 @@ def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_fold
     state = load_file(folder / "model.safetensors")
     error, hint = refusal(our_autoencoder(decoder_depth=1), state, tmp_path)
     assert "decoder of width 16 and 2 blocks" in error and "decoder of width 16 and 1 block" in error
-    assert hint == f"use --decoder-depth {DECODER_DEPTH}, that of the weights"
+    assert hint == f"use --decoder-depth {DECODER_DEPTH}, as in the weights"
     hf_autoencoder(decoder_num_attention_heads=4).save_pretrained(tmp_path / "heads")
     with pytest.raises(UserError, match="the decoder has 4 heads, but the decoder of the model has 2") as caught:
         loaded_weights(our_autoencoder(), opened(tmp_path / "heads"), say=quiet)
