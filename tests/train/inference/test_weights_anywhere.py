@@ -18,7 +18,7 @@ from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Towers
-from clipmill.train.evaluation.probe import probing
+from clipmill.train.evaluation import probing
 from clipmill.train.evaluation.probe_classifiers import GRID, choose_l2
 from clipmill.train.inference import load_model
 from clipmill.train.models.dual_encoder import size_of
