@@ -124,7 +124,7 @@ class FurtherCaptions:
         }
 
     def select(self, table: pa.Table) -> np.ndarray:
-        """Select these captions, of which there is at least one, by ID (a Selection)."""
+        """Select these captions, at least one, by ID (a Selection)."""
         ids, table_ids = self.captions["caption_id"].to_numpy(), table["caption_id"].to_numpy()
         return np.asarray(ids[np.minimum(np.searchsorted(ids, table_ids), len(ids) - 1)] == table_ids)
 

@@ -28,7 +28,7 @@ class UnusablePart(UserError):
 
 
 class Parts(Mapping[str, Part], Generic[Part]):
-    """The parts of one kind by name, those of clipmill first.
+    """The parts of one kind by name, clipmill's own parts first.
 
     Args:
         noun: Name of the kind in messages.

@@ -43,18 +43,19 @@ With commits.arrow, contents.json, recipe.json and the manifest they are all tha
 indexes are needed for the packet tables of `video` only when a clip is read. A run of `scores` writes a single
 chunks.arrow, ordered by video (as in the manifest) and start. Columns:
 - all: `video_id` (a dictionary); but for `scores`, `shard` (i32, the shard ID) and `row` (i32, in the shard's index);
-- all but `scores`: `offset`, `size` (u64) and `crc32` (u32) of one member's payload in its tar, that of the
-  extension in the schema's metadata `member` (`mp4`, `latents.npy` or `latents.npy.zst`, `text.npy`, `caption.json`);
+- all but `scores`: `offset`, `size` (u64) and `crc32` (u32) of one member's payload in its tar; the
+  schema's metadata `member` has its extension (`mp4`, `latents.npy` or `latents.npy.zst`, `text.npy`, `caption.json`);
 - `video`, `latents`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `width`, `height`; `latents`: `channels`, `dtype`
   (a dictionary). The npy header of an array is `size` less the bytes of the array;
 - `text`: `num_rows`, `width`, and the lists `row_tokens`, `caption_id` and `caption_row`;
 - `captions`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `caption_text`, `caption_words`;
 - `scores`: in place of shard, row and member the values of its index rows (clipmill.shards.scores).
-The schema's metadata has `commits_sha256`, a digest of the commits that the file was made of, for a part those of its
-shards: a file of other commits is stale, and readers use the indexes of these shards. `shard_ids` and `index_sha256`
+The schema's metadata has `commits_sha256`, a digest of the commits that the file, or the part for its shards, was
+made of: a file of other commits is stale, and readers use the indexes of these shards. `shard_ids` and `index_sha256`
 (16 hexadecimal digits each, concatenated) say which indexes the rows of a part are from, so that the next run reads
 only new ones; `open_gops` lists the shards of `video` whose first chunk cannot be decoded from single packets. Each
-column's metadata has the CRC-32 of its values, and `schema_crc32` that of the schema (clipmill.shards.merged_table).
+column's metadata has the CRC-32 of its values, and `schema_crc32` the checksum of the schema
+(clipmill.shards.merged_table).
 The bytes of a part are a function of the commits of its shards. A part that is missing, stale or damaged is written
 again by the next run of its column, and the others are left as they are. A set without parts belongs to a run that was
 killed.

@@ -143,8 +143,11 @@ class CaptionsSettings(Checked):
             except ValueError:
                 is_address = False
             if not is_address or _CONTROL.search(self.endpoint) or " " in self.endpoint:
-                hint = "give an address such as http://localhost:8000/v1"
-                yield UserError("--endpoint is not an address", hint=hint, flags=flags)
+                yield UserError(
+                    "--endpoint is not an address",
+                    hint="give an address such as http://localhost:8000/v1",
+                    flags=flags,
+                )
             elif parts.username is not None or parts.password is not None or parts.query or parts.fragment:
                 yield UserError(
                     "--endpoint has a password, a query or a fragment, which would be recorded",

@@ -54,7 +54,7 @@ class ProcessEngine:
     """Runs up to `num_workers` tasks at a time, each in a separate process.
 
     Args:
-        gpus: CUDA indices of the GPUs, one of which is visible to each worker; if empty, GPU visibility is unchanged.
+        gpus: CUDA indices of the GPUs; each worker sees one GPU. If empty, GPU visibility is unchanged.
     """
 
     def __init__(self, *, num_workers: int, gpus: Sequence[str] = ()) -> None:

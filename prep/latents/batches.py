@@ -1,4 +1,4 @@
-"""From chunks to batches: threads decode chunks ahead of the model and crop the frames; batches span chunks.
+"""Batches of chunks: threads decode chunks ahead of the model and crop the frames; batches span chunks.
 
     chunk ──► thread: decode, crop ──► one short queue per chunk ──► batches, in the order of the chunks ──► model
 

@@ -385,7 +385,7 @@ class ExtendedLayout:
 
 
 def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray) -> ExtendedLayout:
-    """Assign every span of the given videos that has no shard yet, in rows behind those of `layout`.
+    """Assign every span of the given videos that has no shard yet, in rows after the rows of `layout`.
 
     Args:
         layout: table with schema LAYOUT.

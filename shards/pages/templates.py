@@ -71,7 +71,7 @@ def policy(scripts: Sequence[str], media: str = "data:") -> str:
 
 @cache
 def _environment(folder: Path) -> "Environment":
-    """Return the templates of a folder, each of which is compiled once per process."""
+    """Return the templates of a folder; each is compiled once per process."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -244,7 +244,7 @@ def _remarks(settings: ClipSettings, *, world: World, has_weights: bool) -> Iter
     if world.replicas.size > 1 and share % settings.samples_per_chunk:
         yield (
             f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {count_noun(share, 'sample')} of a "
-            "process: batches differ from those of one process"
+            "process: batches differ from the batches of one process"
         )
     if isinstance(settings.warmup_steps, int) and settings.warmup_steps >= settings.steps:
         yield (

@@ -111,7 +111,7 @@ def ranks_of(rank: int | None, world: int | None) -> World | None:
     if rank is None or world is None:
         if get_worker_info() is not None:
             raise UserError(
-                "opened in a worker of a DataLoader, each of which would load the same samples",
+                "opened in a worker of a DataLoader: each worker would load the same samples",
                 hint="iterate without a DataLoader: clips are decoded by threads; or give rank= and world=",
             )
         return None

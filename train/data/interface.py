@@ -215,7 +215,7 @@ def open_clips(
             `video` has a dimension of views after the batch dimension; all crops of the first moments come first.
         workers: Number of decoding threads.
         seed: Random seed for order, moments, crops and captions.
-        rank, world: Index of this process and number of processes, each of which gets its own share. Default: values
+        rank, world: Index of this process and number of processes; each gets its share. Default: values
             of torch.distributed, else of torchrun's environment, else one process.
         device: Device of frames, labels and embeddings; None for NumPy arrays.
         max_failures: Number of clips that may fail to load before iterating raises FailedWork.

@@ -63,7 +63,7 @@ class TextMembers:
         return np.searchsorted(self.place, place, side="right") - 1
 
     def verify_in(self, tars: MappedTars) -> VerifiedMembers:
-        """Return these members of `tars`, each of which is verified when it is first loaded."""
+        """Return these members of `tars`; each is verified when it is first loaded."""
 
         def payload(member: int) -> Payload:
             return Payload(int(self.place[member]), int(self.size_bytes[member]), int(self.crc32[member]))

@@ -171,7 +171,7 @@ def _of_other_input(opened: OpenedRun, exported: Exported) -> list[str]:
     return [
         f"**These are metrics of the run's video model, which sees clips of {num_frames}, and which "
         "`clipmill.load_model` opens. The model that other libraries open here sees "
-        f"{exported.sees}, computes something else, and was not evaluated.** Its metrics are those of "
+        f"{exported.sees}, computes something else, and was not evaluated.** Its metrics come from "
         "`train eval NAME RUN --num-frames 1` (with `--clips N` the mean of N frames); `train export RUN "
         "--num-frames 1` writes that model, with these metrics in its card."
     ]

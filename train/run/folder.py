@@ -265,7 +265,7 @@ def reopen_run(settings: TrainingSettings) -> RunFolder:
 
 
 def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: Path) -> None:
-    """Raise a UserError if settings that shape the weights, read from `file`, differ from those of a checkpoint."""
+    """Raise a UserError if settings that shape the weights, read from `file`, differ from a checkpoint's settings."""
     from clipmill.train.run.checkpoint import read_settings
 
     require_same(
@@ -292,13 +292,18 @@ def open_run(path: Path) -> RunFolder:
 def read_object(path: Path) -> dict[str, Any]:
     """Read the object of run.json or of an evaluation result; UserError if it is unreadable."""
     is_evaluation = path.parent.name == EVALUATIONS
-    hint = "restore the file that `train eval` wrote, or remove it" if is_evaluation else "restore the run's files"
     try:
         value = parse_json(path.read_bytes())
+        problem = "" if isinstance(value, dict) else " is not a JSON object"
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}", hint=hint) from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object", hint=hint)
+        problem = f" cannot be read: {error}"
+    if problem:
+        raise UserError(
+            f"{path}{problem}",
+            hint="restore the file that `train eval` wrote, or remove it"
+            if is_evaluation
+            else "restore the run's files",
+        )
     return value
 
 

@@ -39,7 +39,7 @@ OF_TEXT = ("text", "text_model", *TEXT_ROOTS)  # first parts of the names of a C
 
 
 def library_format(towers: Towers) -> Format | None:
-    """Return the format of weights for towers, one of which is a library's; None if none is."""
+    """Return the format of weights for towers with a library tower; None if no tower comes from a library."""
     names = dict[str, frozenset[str]]()
     if towers.image is not None:
         names[IMAGE] = image_outline(towers.image, preprocessing_of(towers.image).size_px or _ANY_PX).names

@@ -239,7 +239,7 @@ def _make_table(
 
     Args:
         texts: Captions of all images; None for samples without captions.
-        classes: Classes, one of which a sample must have; None for samples without classes.
+        classes: Classes; a sample must have one. None for samples without classes.
         needs_captions: Omit images without caption.
     """
     left_out, images = LeftOut(), np.arange(tars.num_images)

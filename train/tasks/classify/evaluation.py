@@ -201,7 +201,7 @@ def score_classifier(
 
 
 _PROTOCOL = "probabilities are means over views; majority baseline: always the most frequent classes of these clips"
-_PARTS = "; those of verbs and nouns are sums over their actions"
+_PARTS = "; verbs and nouns are sums over their actions"
 
 
 def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:

@@ -107,7 +107,7 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
     caption_ids = captions["caption_id"].to_numpy()
     if relevancy is None:
         matrix = _of_classes(captions, sentence_of_N, num_sentences=len(names), split=split)
-        source = "computed from verb and noun classes, a sentence's being those of its first clip"
+        source = "computed from verb and noun classes; a sentence has the classes of its first clip"
     else:
         matrix = _read_matrix(relevancy)
         _require_fit(matrix, sentence_of_N, num_sentences=len(names), path=relevancy, split=split)
