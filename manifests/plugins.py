@@ -52,7 +52,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
         fault: Callable[[Part], str] = lambda _: "",
     ) -> None:
         self.noun, self._group, self._kind = noun, group, kind
-        self._builtin, self._loaded = dict(builtin), dict[str, Part]()
+        self._builtin, self._loaded = dict(builtin), dict[EntryPoint, Part]()
         self._taken, self._form, self._fault = {*builtin, *taken}, form, fault
 
     def __iter__(self) -> Iterator[str]:
@@ -76,9 +76,9 @@ class Parts(Mapping[str, Part], Generic[Part]):
             part: Part = import_object(place) if isinstance(place, str) else place
             return part
         entry = self._added_entries()[name]
-        if entry.value not in self._loaded:
-            self._loaded[entry.value] = self._load(entry)
-        return self._loaded[entry.value]
+        if entry not in self._loaded:
+            self._loaded[entry] = self._load(entry)
+        return self._loaded[entry]
 
     def list_usable(self) -> list[Part]:
         """Return all usable parts; the others are named on standard error."""

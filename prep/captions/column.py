@@ -141,7 +141,7 @@ COLUMN = ColumnSpec(
 
         prep plan captions --model Qwen/Qwen3-VL-2B-Instruct --trial 3
     """,
-    verb="describe",
+    verb="caption",
     read_settings=_read_settings,
     settings_line=_settings_line,
 )

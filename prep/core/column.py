@@ -123,7 +123,7 @@ class ColumnSpec:
             (`prep/core/request.py`). Fields that are `KEPT` are recorded, and used again by `prep retry`.
         plan_request: Import path of the dataclass with the further flags of `prep plan NAME`, a `PlanRequest`.
         sample: Noun for a sample of the column, singular.
-        verb: Verb for making a sample; it ends in e.
+        verb: Regular verb for making a sample, such as encode.
         checked_noun: Noun for the things that `verify --deep` counts, singular: "decoded frame".
         has_hours: True if `status` reports hours of video, computed from num_frames and the frame rate in the index.
         page: Content of the page of `prep inspect --html`, as a clause; empty without such a page.

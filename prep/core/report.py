@@ -61,7 +61,7 @@ def states_lines(
 
     Args:
         sample: Noun for a sample of the column, singular.
-        verb: Verb for making a sample; it ends in e.
+        verb: Regular verb for making a sample, such as encode.
         reasons: Reasons why single shards are made again or removed, by shard ID; others have the reason of their
             state.
     """
@@ -145,7 +145,7 @@ def summary_report(
         listed: Path of the list of failures.
         speed: Text about the speed of the work, if any was done.
         nothing: Reason why there was no work, if the reason is not that everything is up to date.
-        verb: Verb for making a chunk; it ends in e.
+        verb: Regular verb for making a chunk, such as encode.
         retry: Words of the command that tries the failures of the column again.
         more: Further JSON values, placed before the common ones.
     """
@@ -158,12 +158,12 @@ def summary_report(
         made = count_noun(summary.num_shards_made - summary.num_shards_empty, "shard")
         size = f", {size_text(summary.num_bytes_written)}" if summary.num_bytes_written else ""
         lines.append(
-            f"made     {made}{empty}: {count_noun(summary.num_encoded, 'chunk')} {verb}d,"
+            f"made     {made}{empty}: {count_noun(summary.num_encoded, 'chunk')} {verb.removesuffix('e')}ed,"
             f" {summary.num_reused:,} copied{size}"
         )
         lines += [f"speed    {speed}"] if speed else []
     elif summary.failures:
-        lines.append(f"nothing was {verb}d")
+        lines.append(f"nothing was {verb.removesuffix('e')}ed")
     else:
         lines.append(f"nothing to {verb}: {nothing or 'all shards are up to date'}")
     lines += [f"left out {refused.node}: {refused.reason}" for refused in summary.refused_workers]
@@ -182,7 +182,8 @@ def summary_report(
 
 def _work(group: _Group, sample: str, verb: str) -> str:
     """Return "12 chunks encoded and 6 copied into 2 shards"."""
-    into, made = f"into {count_noun(group.num_shards, 'shard')}", f"{count_noun(group.num_made, sample)} {verb}d"
+    into = f"into {count_noun(group.num_shards, 'shard')}"
+    made = f"{count_noun(group.num_made, sample)} {verb.removesuffix('e')}ed"
     if not group.is_known:
         return f"at most {made} {into}"
     if not group.num_copied:

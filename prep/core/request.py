@@ -326,7 +326,7 @@ def model_folder(name: str, *, files: Sequence[str], what: str, asked: str, hint
     if local.is_dir():
         return local.resolve()
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
-        raise UserError(f"the {noun}folder {name} (asked for by {asked}) does not exist", hint=hint)
+        raise UserError(f"the {noun}folder {name} (requested by {asked}) does not exist", hint=hint)
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError

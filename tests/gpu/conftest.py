@@ -29,7 +29,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         if choice == "cuda":
-            pytest.fail("torch finds no CUDA device (asked for by --gpu-device cuda)", pytrace=False)
+            pytest.fail("torch finds no CUDA device (requested by --gpu-device cuda)", pytrace=False)
         pytest.skip("torch finds no CUDA device")
     return torch.device("cuda", 0)
 

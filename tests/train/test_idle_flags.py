@@ -79,7 +79,7 @@ def test_a_flag_that_has_no_effect_is_refused_with_the_one_that_it_goes_with(
 ) -> None:
     assert train(*words.split()) == 2
     first, second = two_lines(capsys)
-    assert f"{flag}, which has no effect: {beside}" in first and "leave it out" in second and hint in second
+    assert f"{flag}, which has no effect: {beside}" in first and "omit it" in second and hint in second
 
 
 def test_what_has_an_effect_or_nobody_gave_is_let_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

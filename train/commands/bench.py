@@ -113,7 +113,7 @@ def _measure(
                 if value:
                     raise UserError(
                         f"--{name} is about several processes, and there is one",
-                        hint="leave it out, or launch with torchrun --nproc-per-node 2 --no-python train bench",
+                        hint="omit it, or launch with torchrun --nproc-per-node 2 --no-python train bench",
                         flags=(f"--{name}",),
                     )
             result = run_bench(spec, settings, seconds=seconds)

@@ -63,7 +63,7 @@ def score_run(
         if out is not None:
             raise UserError(
                 f"--out is {out}, but the results of a run are written into {run.path}",
-                hint="leave it out",
+                hint="omit it",
                 flags=("--out",),
             )
     elif use.shards is None:

@@ -93,7 +93,7 @@ def export_run(
     if frame_embedding != "mean" and not spec.has_frame_embedding:
         raise UserError(
             f"--frame-embedding is about the pictures of a dual encoder, and {whose} of train {task}",
-            hint="leave it out",
+            hint="omit it",
             flags=("--frame-embedding",),
         )
     if path is not None and not opened.overrides.given_values():

@@ -135,7 +135,7 @@ def search(
     if page is None and request.shards is not None:
         raise UserError(
             f"--shards is {request.shards}, which has no effect without --page",
-            hint="leave it out, or add --page",
+            hint="omit it, or add --page",
             flags=("--shards", "--page"),
         )
     if page is not None:

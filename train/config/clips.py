@@ -140,7 +140,7 @@ class Overrides(Checked):
             raise UserError(
                 f"--{wrong[0].replace('_', '-')} is {values[wrong[0]]}, which is about pixels, and the model takes "
                 "latents",
-                hint="leave it out; --num-frames may differ from the training's",
+                hint="omit it; --num-frames may differ from the training's",
             )
         return Overrides(**values)
 
@@ -270,7 +270,7 @@ class LatentSettings(ClipSettings):
         if self.reads_latents and self.towers.patch_px is not None:
             yield UserError(
                 f"--towers.patch-px is {self.towers.patch_px}, and latents have their own patches",
-                hint="leave it out, or use --input pixels",
+                hint="omit it, or use --input pixels",
                 flags=("--towers.patch-px",),
             )
 

@@ -131,7 +131,7 @@ class Towers(Checked):
     def rules(self) -> Iterator[UserError]:
         """Yield errors about settings that the tower does not have."""
         if self.kind == "videomae":
-            yield from of_clip_alone(self, hint="leave it out, or use --towers.kind clip")
+            yield from of_clip_alone(self, hint="omit it, or use --towers.kind clip")
         if self.attention == "divided" and (self.patch_dropout or (self.tubelet or 1) > 1):
             flag = self.flag("patch_dropout" if self.patch_dropout else "tubelet")
             yield UserError(
@@ -432,7 +432,7 @@ def tuning_mistakes(
             return
     whole = {part.tower for part in parts if part.is_whole}
     if not has_head and whole >= set(towers):
-        hint = "leave one of them out" if len(freeze) > 1 else "leave it out, or freeze the first blocks: blocks:N"
+        hint = "omit one of them" if len(freeze) > 1 else "omit it, or freeze the first blocks: blocks:N"
         yield UserError(f"--freeze {' '.join(freeze)} leaves nothing to train", hint=hint, flags=("--freeze",))
         return
     if not lora.rank:

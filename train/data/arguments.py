@@ -137,7 +137,7 @@ def shards_of(data: Data, mix: Sequence[float] | None) -> Shards:
     if mix is not None and (isinstance(weights, str) or not isinstance(weights, Iterable)):
         raise UserError(f"mix is {quote_value(weights)}", hint="give a list with a weight for each data folder")
     if mix is not None and len(folders) == 1:
-        raise UserError(f"mix is {mix}, and there is one data folder: {folders[0]}", hint="leave it out")
+        raise UserError(f"mix is {mix}, and there is one data folder: {folders[0]}", hint="omit it")
     return folders if len(folders) > 1 else folders[0]
 
 

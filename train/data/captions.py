@@ -110,7 +110,7 @@ def choose_sources(names: list[str], *, weights: str | None, elsewhere: Collecti
         matching = [name for name in names if name == pattern or (pattern not in names and fnmatchcase(name, pattern))]
         if not matching and not any(name == pattern or fnmatchcase(name, pattern) for name in elsewhere):
             raise UserError(
-                f"no caption of this manifest has the source {pattern!r} (asked for by --captions.sources)",
+                f"no caption of this manifest has the source {pattern!r} (requested by --captions.sources)",
                 hint=f"available sources: {', '.join(sorted(names)) or 'none'}",
                 flags=("--captions.sources",),
             )

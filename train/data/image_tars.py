@@ -196,7 +196,7 @@ class ImageTars:
                 column="images",
             )
         except OSError as error:
-            raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or leave it out") from error
+            raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or omit it") from error
 
 
 def holds_images(tar: str, path: Path) -> bool | None:
@@ -317,7 +317,7 @@ def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> 
         try:
             are_images = holds_images(tar, local_copy(tar, cache=cache, size=cache_size))
         except OSError as error:
-            raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or leave it out") from error
+            raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or omit it") from error
         if are_images is not None:
             return are_images
     return False

@@ -67,7 +67,7 @@ def _judge_gpu(examined: Examined) -> Iterator[Finding]:
     elif accelerator.driver is None:
         if examined.asked_device == "cuda":
             yield _broken(
-                "there is no GPU here (asked for by --device cuda): no NVIDIA driver was found",
+                "there is no GPU here (requested by --device cuda): no NVIDIA driver was found",
                 "use --device cpu, or another machine",
             )
     elif accelerator.torch_cuda is None:
@@ -250,7 +250,7 @@ def _require_folder(shards: Path) -> None:
             flags=("--shards",),
         )
     what = f"{shards} is a file, not a data folder" if shards.exists() else f"there is no folder {shards}"
-    raise UserError(f"{what} (asked for by --shards)", hint="name the data folder of prep", flags=("--shards",))
+    raise UserError(f"{what} (requested by --shards)", hint="name the data folder of prep", flags=("--shards",))
 
 
 def doctor_facts(*, asked_device: str, device_type: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def open_weights_as(
     if use.checkpoint is not None:
         raise UserError(
             f"--checkpoint is {use.checkpoint}, and {weights} is not a run",
-            hint="leave it out",
+            hint="omit it",
             flags=("--checkpoint",),
         )
     require_weights(weights, tasks)

@@ -158,17 +158,17 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
         UserError: xformers or a GPU kernel was requested and is not available.
     """
     if choice == "naive":
-        return AttentionBackend("naive", "asked for by --attention naive, to compare", attend_naively)
+        return AttentionBackend("naive", "requested by --attention naive, to compare", attend_naively)
     if choice == "sdpa":
-        return AttentionBackend("sdpa", "asked for by --attention sdpa", attend_with_sdpa)
+        return AttentionBackend("sdpa", "requested by --attention sdpa", attend_with_sdpa)
     if choice in ("xformers", *PREFERRED) and device_type != "cuda":
         raise UserError(
-            f"{choice} has no attention for a {device_type.upper()} (asked for by --attention {choice})",
+            f"{choice} has no attention for a {device_type.upper()} (requested by --attention {choice})",
             hint="use --attention sdpa, or --device cuda",
             flags=("--attention",),
         )
     if choice in PREFERRED:
-        return AttentionBackend(choice, f"asked for by --attention {choice}", attend_preferring(choice))
+        return AttentionBackend(choice, f"requested by --attention {choice}", attend_preferring(choice))
     if device_type != "cuda":
         return AttentionBackend("sdpa", f"xformers has no attention for a {device_type.upper()}", attend_with_sdpa)
     if choice == "auto" and compiles:
@@ -178,13 +178,13 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
     except ImportError as error:
         if choice == "xformers":
             raise UserError(
-                f"xformers cannot be imported: {error} (asked for by --attention xformers)",
+                f"xformers cannot be imported: {error} (requested by --attention xformers)",
                 hint="install it, or use --attention sdpa",
                 flags=("--attention",),
             ) from error
         return AttentionBackend("sdpa", f"xformers cannot be imported: {error}", attend_with_sdpa)
     if choice == "xformers":
-        return AttentionBackend("xformers", "asked for by --attention xformers", attend_with_xformers)
+        return AttentionBackend("xformers", "requested by --attention xformers", attend_with_xformers)
     return AttentionBackend("xformers", "the device is a GPU", attend_with_xformers_or_sdpa)
 
 

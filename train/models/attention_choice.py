@@ -237,7 +237,7 @@ def describe_fallback(
         model: may be an outline (clipmill.train.engine.task); None if the task has none.
 
     Raises:
-        UserError: there is such a width, and xformers was asked for by name.
+        UserError: there is such a width, and xformers was requested by name.
     """
     if attention.name != "xformers" or model is None:
         return
@@ -248,7 +248,7 @@ def describe_fallback(
             what = f"xformers has no kernel for heads of width {width} here: {why_no_operator(error)}"
             if attention.attend is attend_with_xformers:
                 raise UserError(
-                    f"{what} (asked for by --attention xformers)",
+                    f"{what} (requested by --attention xformers)",
                     hint="use --attention auto, or other heads",
                     flags=("--attention",),
                 ) from error

@@ -361,7 +361,7 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
             flags=("--label",),
         )
     if asked.out is not None and asked.out.exists() and any(asked.out.iterdir()):
-        raise UserError(f"{asked.out} exists and is not empty", hint="name another --out, or leave it out")
+        raise UserError(f"{asked.out} exists and is not empty", hint="name another --out, or omit it")
     return Proposal(
         surveys=tuple(surveys),
         examined=examined,

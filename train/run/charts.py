@@ -125,7 +125,7 @@ def _open_wandb(track: TrackSettings, run: RunFolder, *, run_id: str, **more: An
         )
     except wandb.errors.Error as error:
         raise UserError(
-            f"W&B cannot be reached: {str(error).splitlines()[0]} (asked for by --track.wandb online)",
+            f"W&B cannot be reached: {str(error).splitlines()[0]} (requested by --track.wandb online)",
             hint="wandb login, or --track.wandb offline and wandb sync later",
             flags=("--track.wandb",),
         ) from error

@@ -39,7 +39,7 @@ def error(prep: Prep, shard_set: ShardSet, *flags: object) -> str:
 
 @pytest.mark.parametrize("name", ["/nowhere/vae", "./nowhere", "nowhere", "a/b/c"])
 def test_a_missing_folder_is_named(prep: Prep, shard_set: ShardSet, name: str) -> None:
-    assert error(prep, shard_set, "--vae", name) == f"the VAE folder {name} (asked for by --vae) does not exist"
+    assert error(prep, shard_set, "--vae", name) == f"the VAE folder {name} (requested by --vae) does not exist"
 
 
 def test_without_a_network_a_model_is_looked_for_in_the_cache_alone(

@@ -165,10 +165,10 @@ def test_what_contradicts_the_decoder_of_the_start_is_refused(
         ((file, "--decoder.tokenizer", run), "decoder of width 128 and 1 block", "--decoder.depth 1 --decoder.max-"),
         ((run, "--decoder.weights", folder), "two decoders are named", "leave --decoder.weights out"),
         ((file, "--decoder.weights", folder), "two decoders are named", "leave --decoder.weights out"),
-        ((run, "--decoder.depth", 2), "--decoder.depth is 2, and the decoder of", "leave it out"),
+        ((run, "--decoder.depth", 2), "--decoder.depth is 2, and the decoder of", "omit it"),
         ((run, "--decoder.max-tokens", 13), "--decoder.max-tokens is 13, and the decoder of", "use fewer"),
-        ((run, "--decoder.vocabulary", 300), "--decoder.vocabulary is 300, which has no effect", "leave it out"),
-        ((folder, "--decoder.name", "tiny"), "--decoder.name is tiny, which has no effect", "leave it out"),
+        ((run, "--decoder.vocabulary", 300), "--decoder.vocabulary is 300, which has no effect", "omit it"),
+        ((folder, "--decoder.name", "tiny"), "--decoder.name is tiny, which has no effect", "omit it"),
     ]
     for (weights, *flags), message, hint in wrong:
         words = (*SMALL.split(), "--out", tmp_path / "no", "--init.weights", weights, *flags)

@@ -88,7 +88,7 @@ def test_views_are_a_dimension_of_their_own(data_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words", "hint"),
     [
-        ({"sources": {"robot": 1}}, r"the source 'robot' \(asked for by sources\)", "human"),
+        ({"sources": {"robot": 1}}, r"the source 'robot' \(requested by sources\)", "human"),
         ({"sources": {"human": -1}}, "sources has 'human=-1'", "each source once"),
         ({"sources": "human=1"}, "sources is 'human=1'", "by name"),
         ({"min_relevancy": 2.0}, "min_relevancy is 2.0", "min_relevancy must be"),

@@ -220,7 +220,7 @@ def checkpoint_language_blocks(decoder: "PreTrainedModel") -> None:
     except ValueError as error:
         raise UserError(
             f"--towers.activation-checkpointing: {error}",
-            hint="leave it out, or use a smaller --microbatch",
+            hint="omit it, or use a smaller --microbatch",
             flags=("--towers.activation-checkpointing",),
         ) from error
 

@@ -164,7 +164,7 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
         if given not in (None, its):
             raise UserError(
                 f"--decoder.{name} is {given}, and the decoder of {folder} has {its} (--init.weights)",
-                hint="leave it out: the decoder comes with these weights",
+                hint="omit it: the decoder comes with these weights",
                 flags=(f"--decoder.{name}", "--init.weights"),
             )
     tokenizer_of_folder = read_tokenizer(folder) if has_tokenizer(folder) else None

@@ -120,7 +120,7 @@ def fit_decoding(settings: Decoding, context_length: int, *, is_of_run: bool = F
     if settings.max_tokens is not None and settings.max_tokens > context_length:
         raise UserError(
             f"{most_flag} is {settings.max_tokens}, and the decoder's context has {context_length} tokens",
-            hint=f"give {context_length} at most, or leave it out",
+            hint=f"give {context_length} at most, or omit it",
             flags=(most_flag,),
         )
     if settings.min_tokens >= context_length:
@@ -297,7 +297,7 @@ class CaptionerSettings(ClipSettings):
         if self.captions.min_relevancy is not None:
             yield UserError(
                 "--captions.min-relevancy draws captions of other clips, which do not describe the clip",
-                hint="leave it out",
+                hint="omit it",
                 flags=("--captions.min-relevancy",),
             )
         yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
@@ -315,7 +315,7 @@ class CaptionerSettings(ClipSettings):
                 other, value = given[0]
                 yield UserError(
                     f"{flag} is {typed[flag]}, which has no effect: {other} is {value}, which has its own",
-                    hint="leave it out",
+                    hint="omit it",
                     flags=(flag, other),
                 )
 

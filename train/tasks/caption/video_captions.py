@@ -122,7 +122,7 @@ def caption_files(
     if form is not None and out is None:
         raise UserError(
             f"--format {form} is the format of a file",
-            hint="add --out, or leave it out to print lines",
+            hint="add --out, or omit it to print lines",
             flags=("--format",),
         )
     window_us, videos = parse_length_us(length), find_videos(paths)

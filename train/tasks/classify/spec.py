@@ -96,13 +96,13 @@ class ClassifySettings(LatentSettings):
             if getattr(self.augment, option.name) != option.default:
                 yield UserError(
                     f"{self.augment.flag(option.name)} applies to frames in pixels, not to latents",
-                    hint="leave it out with --input latents, or use --input pixels",
+                    hint="omit it with --input latents, or use --input pixels",
                     flags=(self.augment.flag(option.name),),
                 )
         if self.repeats > 1:
             yield UserError(
                 f"--repeats is {self.repeats}, but latents are not decoded, so that it saves nothing",
-                hint="leave it out with --input latents",
+                hint="omit it with --input latents",
                 flags=("--repeats",),
             )
         if self.sampling == "lavila":

@@ -47,9 +47,7 @@ def class_prompts(samples: Samples[Any], pattern: str, evaluation: DualEncoderEv
         UserError: see `class_numbers`; also if another label than `class` is requested.
     """
     if evaluation.label not in (None, LABEL):
-        raise UserError(
-            f"images in tars have no label {evaluation.label!r}", hint=f"leave it out: {LABEL} is their cls"
-        )
+        raise UserError(f"images in tars have no label {evaluation.label!r}", hint=f"omit it: {LABEL} is their cls")
     classes, templates = evaluation.classes, evaluation.templates
     names = _class_names(pattern, classes)
     templates = templates or _file_beside(pattern, _TEMPLATES)

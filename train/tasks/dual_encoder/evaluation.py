@@ -368,7 +368,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
     settings, trained, task = opened.settings, opened.trained, opened.task
     evaluation, num_clips = flags.evaluation(), flags.clips
     if num_clips > 1 and settings.reads_latents:
-        raise UserError(f"--clips is {num_clips}", hint="leave it out: latents have a single view", flags=("--clips",))
+        raise UserError(f"--clips is {num_clips}", hint="omit it: latents have a single view", flags=("--clips",))
     samples = task.samples_of(evaluation, World(), num_clips=num_clips)
     scorer = open_scorer(evaluation, settings, samples)
     model = trained.fill(task.build_model(samples))

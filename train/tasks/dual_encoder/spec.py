@@ -99,7 +99,7 @@ class DualEncoderEvaluation(EvaluationSettings):
                 other = self.flag("protocol")
                 yield UserError(
                     f"{flag} is {typed[flag]}, which has no effect: {other} is {', '.join(sorted(used))}",
-                    hint=f"leave it out, or use {other} {' or '.join(protocols)}",
+                    hint=f"omit it, or use {other} {' or '.join(protocols)}",
                     flags=(flag, other),
                 )
 
@@ -153,7 +153,7 @@ class DualEncoderSettings(LatentSettings):
         if self.reads_latents and self.captions.min_relevancy is not None:
             yield UserError(
                 "--captions.min-relevancy draws captions for clips, not for segments of latents",
-                hint="leave it out, or use --input pixels",
+                hint="omit it, or use --input pixels",
                 flags=("--captions.min-relevancy",),
             )
         if self.batch < self.least_batch:
@@ -173,7 +173,7 @@ class DualEncoderSettings(LatentSettings):
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:
             yield UserError(
                 f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have a fixed width",
-                hint="leave it out with --text-tower frozen",
+                hint="omit it with --text-tower frozen",
                 flags=("--towers.embedding-width",),
             )
 

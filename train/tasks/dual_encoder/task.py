@@ -268,7 +268,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
             known = [tower.name for tower in TOWERS.list_usable() if tower.build is not None]
             raise UserError(
                 f"--towers.kind is {kind}, a tower that train dual-encoder does not support",
-                hint=f"leave it out, or use one of: {', '.join(known)}",
+                hint=f"omit it, or use one of: {', '.join(known)}",
                 flags=("--towers.kind",),
             )
         settings = replace(settings, towers=replace(settings.towers, kind=kind))

@@ -67,7 +67,7 @@ class MaeTowers(Towers):
 
     def rules(self) -> Iterator[UserError]:
         """Yield errors for other values of the settings that the help omits."""
-        hint = "leave it out: train mae has no other kind of tower"
+        hint = "omit it: train mae has no other kind of tower"
         if self.image is not None:
             yield UserError(
                 f"--towers.image is {self.image}, and train mae trains its own towers",
@@ -78,7 +78,7 @@ class MaeTowers(Towers):
         if self.kind != "videomae":
             yield UserError(
                 f"--towers.kind is {self.kind}, and train mae trains towers of the kind videomae",
-                hint="leave it out",
+                hint="omit it",
                 flags=("--towers.kind",),
             )
         yield from of_clip_alone(self, hint=hint)
@@ -137,7 +137,7 @@ class MaeSettings(LatentSettings):
         if self.augment.erase:
             yield UserError(
                 f"--augment.erase is {self.augment.erase}, but noise in erased boxes cannot be reconstructed",
-                hint="leave it out",
+                hint="omit it",
                 flags=("--augment.erase",),
             )
         if self.decoder_mask == "running-cell" and self.decoder_mask_ratio not in _CELL_RATIOS:
