@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -13,9 +13,6 @@ from clipmill.manifests.plugins import import_object
 from clipmill.manifests.progress import Activity
 from clipmill.prep.core.column import WEIGHTS, ColumnSpec, Stored
 from clipmill.prep.core.request import PlanRequest, Request
-
-if TYPE_CHECKING:
-    pass
 
 
 def parse_budget(text: str) -> Callable[[int], float]:

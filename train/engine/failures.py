@@ -3,7 +3,6 @@
 The life cycle of a failed sample ("why was this sample skipped?"):
 
 1. Reading or decoding raises `SampleFailed` with a reason code (clipmill.train.data.outcomes). The loader turns it into
-1. Reading or decoding raises `SampleFailed` with a reason code (clipmill.train.data.outcomes). The loader turns it into
    `FailedSample`, which comes with the next batch; that batch is filled from the samples that follow.
 2. Before each step, `FailureLog.next_batch` gathers the failures of all ranks. The first rank appends them to
    failures.jsonl: position in the order of samples, chunk, reason, detail.
@@ -92,8 +91,8 @@ class FailureLog:
             error = own_error
         waited_s = time.perf_counter() - began_s
         # Four numbers per step; objects are exchanged only if something failed.
-        own_14 = torch.tensor([[len(failed), float(stops), float(error is not None), waited_s]], dtype=torch.float64)
-        all_R4 = self._world.gather(own_14)
+        counts_14 = torch.tensor([[len(failed), float(stops), float(error is not None), waited_s]], dtype=torch.float64)
+        all_R4 = self._world.gather(counts_14)
         num_failed, num_stops, num_errors, _ = all_R4.sum(dim=0).tolist()
         if num_failed:
             self._record([sample for samples in self._world.gather_objects(failed) for sample in samples])
