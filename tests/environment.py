@@ -39,7 +39,7 @@ def fix_environment() -> None:
 
 
 def leave_wandb_out_of_timm() -> None:
-    """timm imports wandb, which takes longer than timm itself, for two functions that nothing here calls."""
+    """timm imports wandb, which takes longer than timm itself, for functions that nothing here calls."""
     summary: Any = ModuleType("timm.utils.summary")
-    summary.get_outdir = summary.update_summary = None
+    summary.get_outdir = summary.update_summary = summary.trim_summary = None
     sys.modules[summary.__name__] = summary

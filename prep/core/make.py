@@ -157,8 +157,9 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
     num_videos = len({failure.video_id for failure in new})
     failed = f"{num_videos} of {count_noun(plan.num_videos, 'video')}"
     # If single spans or samples have failed, and not complete videos, their number tells more.
-    if column.sample != "video" and any(failure.key is not None for failure in new):
-        failed = f"{count_noun(len(new), 'span' if column.is_first else column.sample)} in {failed}"
+    sample = column.sample
+    if sample != "video" and any(failure.key is not None for failure in new):
+        failed = f"{count_noun(len(new), 'span' if column.is_first else sample)} in {failed}"
     if num_videos > budget(plan.num_videos):
         raise FailedWork(f"{failed}; failures are listed in {listed}")
     if new:

@@ -14,7 +14,7 @@ STORIES: tuple[tuple[str, str], ...] = (
     (r"captions found are empty|nothing is learned", "check the captions, the loss, and what is frozen"),
     (r"another process", "wait until it has finished, or stop it"),
     (r"no such folder|is a file, not a folder", "give the folder of the videos"),
-    (r"asked for by …\) does not exist|^timm:", "check the name: a folder, or a model that its library knows"),
+    (r"requested by …\) does not exist|^timm:", "check the name: a folder, or a model that its library knows"),
     (r"has no column|lists videos|does not have the lists|belong together", "give files of the same release"),
     (
         r"scores are of|is stale|is missing$|no … shards|no committed shards|has no chunks|no text of any video",

@@ -22,7 +22,7 @@ from tests.train.running import train, two_lines
             "mae --optimizer.start-lr 1e-6 --warmup-steps 0",
             "--optimizer.start-lr is 1e-6",
             "--warmup-steps is 0",
-            "leave",
+            "omit",
         ),
         ("mae --min-crop-area 0.3", "--min-crop-area is 0.3", "--crop is multi-scale", "--crop random"),
         ("mae --decoder-mask-ratio 0.75", "--decoder-mask-ratio is 0.75", "--decoder-mask is none", "running-cell"),

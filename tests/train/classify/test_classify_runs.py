@@ -168,7 +168,7 @@ def test_a_resumed_run_keeps_its_classes_whatever_labels_the_data_has_by_then(
     assert "1 of 2 captions of split 'val', 1 of 2 classes (class); 1 of other classes" in capsys.readouterr().out
     write_labels("y", "z")
     assert train("eval", "classification", out) == 2
-    assert "2 of other classes (y, z; those of the model: p, q)" in error_of(capsys)
+    assert "2 of other classes (y, z; classes of the model: p, q)" in error_of(capsys)
 
 
 def test_a_run_of_another_task_has_no_classes(moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.config.model import Towers
-from clipmill.train.evaluation import probing
+from clipmill.train.evaluation import probe_classifiers
 from clipmill.train.evaluation.probe_classifiers import GRID, choose_l2
 from clipmill.train.inference import load_model
 from clipmill.train.models.dual_encoder import size_of
@@ -39,7 +39,7 @@ OF_THE_NAME = {"source", "shards", "is_own_data", "step", "weights", "command", 
 def _few_regularisations() -> Iterator[None]:
     """Two of those that a probe chooses from, which converge in a few steps; weaker ones take hundreds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probing, "choose_l2", partial(choose_l2, grid=GRID[-2:]))
+        patch.setattr(probe_classifiers, "choose_l2", partial(choose_l2, grid=GRID[-2:]))
         yield
 
 

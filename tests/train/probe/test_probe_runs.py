@@ -107,7 +107,7 @@ def test_towers_of_every_task_are_probed(moving: Path, tmp_path: Path, capsys: p
         (("--label", "verb", "--split", "train"), "every clip would find itself", "two splits"),
         (("--label", "verb", "--neighbours", 37), "37 neighbours are to vote, and split 'train' has 36", "36 or fewer"),
         (("--label", "verb", "--split", "test"), "no videos of split 'test'", ""),
-        (("--label", "verb", "--label", "verb"), "--label names one twice: verb, verb", ""),
+        (("--label", "verb", "--label", "verb"), "--label has a repeated value: verb, verb", "name each value once"),
         ((), "--label is missing", "available labels: class, noun, verb"),
         (("--label", "verb", "--neighbours", 0), "error: --neighbours is 0", "from 1 to 10,000"),
     ],

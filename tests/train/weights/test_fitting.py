@@ -233,7 +233,7 @@ def test_a_forced_format_goes_before_the_names(state: State, tmp_path: Path) -> 
 
 
 def test_settings_about_no_weights_are_a_mistake() -> None:
-    with pytest.raises(UserError, match="there are none"):
+    with pytest.raises(UserError, match="need initial weights"):
         Init(format="avion")
     with pytest.raises(UserError, match=r"--init\.pixel-std"):
         Init(pixel_std=(0.0, 1.0, 1.0))
