@@ -87,7 +87,7 @@ def test_a_name_and_tag_opens_towers_that_open_clip_has_to_build(
     ours = load_model(f"{name}:some", device="cpu")
     assert (ours.settings.size_px, ours.settings.num_frames) == (PX, 4)
     assert ours.settings.init.pixel_mean == pytest.approx(entry["mean"])
-    assert any("the mean of those of its 4 frames" in remark for remark in ours.remarks)
+    assert any("the mean over its 4 frames" in remark for remark in ours.remarks)
     assert not any("activation" in remark for remark in ours.remarks)
     frames = torch.randn(2, 3, PX, PX)
     tokens = torch.from_numpy(np.stack([encoder(ours).tokenize(text) for text in TEXTS]))
