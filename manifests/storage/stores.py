@@ -55,7 +55,7 @@ def scheme_of(address: str, *, is_written: bool = False) -> str:
     if match is not None and "@" in match[2].partition("/")[0]:
         raise UserError(
             f"the address {scheme}://...@{match[2].partition('@')[2]} contains a user name or password",
-            hint="give the address without them; credentials are taken from the variables of the account",
+            hint="remove them from the address; credentials are read from the environment",
         )
     if scheme in ("s3a", "s3n"):
         raise UserError(f"addresses of the form {scheme}:// are not supported: {address}", hint="write it as s3://...")
