@@ -179,7 +179,7 @@ def write_caption_spans(
         scratch_folder: Folder for files without a name, since the columns take 30 bytes per caption; None for memory.
 
     Raises:
-        ValueError: a caption refers to a video that is not in `video_ids`.
+        ValueError: A caption refers to a video that is not in `video_ids`.
     """
 
     def new_array(count: int, kind: Any) -> NDArray[Any]:
@@ -310,7 +310,7 @@ def open_stored_captions(data_dir: Path) -> StoredCaptions:
     """Map the captions of the current manifest; they stay the same if another manifest is written meanwhile.
 
     Raises:
-        UserError: there is no manifest, or a file is missing or has another length.
+        UserError: There is no manifest, or a file is missing or has another length.
     """
 
     def read(manifest: dict[str, Any]) -> StoredCaptions:
@@ -325,7 +325,7 @@ def rows_of_split(data_dir: Path, split: str, *, video_ids: pa.Array) -> NDArray
     """Return the row of each video of the manifest in `video_ids`, the videos of a split; -1 for other videos.
 
     Raises:
-        UserError: these are not the videos of the split: another manifest was written meanwhile.
+        UserError: These are not the videos of the split: another manifest was written meanwhile.
     """
     videos = read_videos(data_dir, columns=["video_id", "split"])
     is_member = pc.equal(videos["split"], split)

@@ -61,7 +61,7 @@ def write_caption_table(
         old_path: Previous table; None if there is none.
 
     Raises:
-        UserError: a label column already exists with another type.
+        UserError: A label column already exists with another type.
     """
     captions, keep = change.added, change.keep
     kept: Iterator[pa.Table] = iter(())

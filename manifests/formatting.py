@@ -71,7 +71,7 @@ def parse_size(text: str, *, flag: str) -> int:
     """Parse a size such as 100GB or 1.5TB (units of 1000) to bytes.
 
     Raises:
-        UserError: the text is not a size above 0 with a unit.
+        UserError: The text is not a size above 0 with a unit.
     """
     match = _SIZE.fullmatch(text.strip())
     size_bytes = 0 if match is None else int(Fraction(match[1]) * 1000 ** " kmgtp".index((match[2] or " ").lower()))
@@ -89,7 +89,7 @@ def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
         also: Other values that the flag accepts, appended to the hint, such as ", or 81f for frames".
 
     Raises:
-        UserError: the text is not a length above 0 with a unit.
+        UserError: The text is not a length above 0 with a unit.
     """
     match = _LENGTH.fullmatch(text)
     if match is None or Fraction(match["number"]) == 0:
@@ -103,7 +103,7 @@ def parse_bitrate(text: str, *, flag: str) -> int:
     """Parse a bitrate such as 800k, 0.8M or 2M to bits per second, with the same suffixes as ffmpeg.
 
     Raises:
-        UserError: the text is not a bitrate, has no unit, or is not an integral number of bits per second.
+        UserError: The text is not a bitrate, has no unit, or is not an integral number of bits per second.
     """
     if text.isdecimal() and int(text):
         likely = f"{int(text) // 1000}k" if int(text) >= 10_000 else f"{int(text)}k"

@@ -68,8 +68,8 @@ class Parts(Mapping[str, Part], Generic[Part]):
         """Import a part.
 
         Raises:
-            KeyError: there is no part with that name.
-            UnusablePart: the package that declares it cannot be imported, or declares something else.
+            KeyError: There is no part with that name.
+            UnusablePart: The package that declares it cannot be imported, or declares something else.
         """
         if name in self._builtin:
             place = self._builtin[name]

@@ -49,7 +49,7 @@ def read_videos(data_dir: Path, *, columns: Sequence[str] = VIDEOS.names) -> pa.
     """Read the videos: columns of schema.VIDEOS.
 
     Raises:
-        UserError: the manifest is missing, its last write was interrupted, or it has too many videos.
+        UserError: The manifest is missing, its last write was interrupted, or it has too many videos.
     """
     videos = _read(data_dir, VIDEOS_FILE, VIDEOS, columns=columns)
     require_numbers(manifest_dir(data_dir) / VIDEOS_FILE, num_rows=len(videos), videos=videos)
@@ -62,7 +62,7 @@ def read_captions(data_dir: Path) -> pa.Table:
     Dictionaries are unified across chunks.
 
     Raises:
-        UserError: see `read_videos`.
+        UserError: See `read_videos`.
     """
     return _read(data_dir, CAPTIONS_FILE, CAPTIONS, coded=_CODED)
 
@@ -76,7 +76,7 @@ def open_captions(data_dir: Path, *, coded: Sequence[str] = ()) -> pq.ParquetFil
         coded: Columns to read as dictionaries.
 
     Raises:
-        UserError: see `read_videos`.
+        UserError: See `read_videos`.
     """
     return read_consistently(data_dir, lambda manifest: _open(data_dir, CAPTIONS_FILE, CAPTIONS, manifest, coded))
 
@@ -90,7 +90,7 @@ def captions_path(data_dir: Path) -> Path:
     """Return the path of the captions after verifying the checksum. The path is valid until the next manifest write.
 
     Raises:
-        UserError: see `read_videos`.
+        UserError: See `read_videos`.
     """
     return read_consistently(
         data_dir, lambda manifest: table_path(manifest_dir(data_dir), CAPTIONS_FILE, manifest=manifest)
@@ -101,7 +101,7 @@ def read_rejected_rows(data_dir: Path) -> pa.Table:
     """Read the table of rejected rows (schema.REJECTED).
 
     Raises:
-        UserError: see `read_videos`.
+        UserError: See `read_videos`.
     """
     return _read(data_dir, REJECTED_FILE, REJECTED)
 
@@ -110,7 +110,7 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
     """Read the content of manifest.json.
 
     Raises:
-        UserError: there is no manifest, or it uses another format.
+        UserError: There is no manifest, or it uses another format.
     """
     path = manifest_dir(data_dir) / MANIFEST_FILE
     try:
@@ -239,7 +239,7 @@ def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None
         videos: Videos table, if `path` is that table. Its text columns are also checked, as each becomes one array.
 
     Raises:
-        UserError: the table has too many rows, or a text column has too many bytes.
+        UserError: The table has too many rows, or a text column has too many bytes.
     """
     if num_rows > MAX_ROWS:
         raise UserError(f"{path} would have {num_rows:,} rows, but at most {MAX_ROWS:,} are supported", hint=_TOO_LARGE)
@@ -290,8 +290,8 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_chec
         has_checksum: False to verify only the size.
 
     Raises:
-        DamagedManifest: the file is missing, or is not the file that `manifest` records.
-        OSError: the file cannot be read.
+        DamagedManifest: The file is missing, or is not the file that `manifest` records.
+        OSError: The file cannot be read.
     """
     # Check the staged name first: a file is renamed from it to the plain name, never back.
     staged = staged_path(folder, name, fingerprint=manifest["fingerprint"])
@@ -353,7 +353,7 @@ def resolved_folder(folder: Path) -> Path:
     """Resolve symbolic links in `folder`, which need not exist, and verify that it is accessible.
 
     Raises:
-        UserError: it is not accessible: a symbolic link loop, a name that is too long, or a parent without permission.
+        UserError: It is not accessible: a symbolic link loop, a name that is too long, or a parent without permission.
     """
     try:
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -173,9 +173,9 @@ def read_commit(path: Path) -> Commit:
     """Read one commit record.
 
     Raises:
-        DamagedCommit: the file is damaged, or is not a commit written by clipmill.
-        UserError: the record is intact, but uses another version of the format.
-        FileNotFoundError: the file does not exist.
+        DamagedCommit: The file is damaged, or is not a commit written by clipmill.
+        UserError: The record is intact, but uses another version of the format.
+        FileNotFoundError: The file does not exist.
     """
     try:
         record = read_checked_json(path)
@@ -213,7 +213,7 @@ def read_commits(variant_dir: Path) -> Records:
     A record that is listed in the variant's contents.json but missing is reported as damaged.
 
     Raises:
-        UserError: a record is intact, but uses another version of the format.
+        UserError: A record is intact, but uses another version of the format.
     """
     from clipmill.shards.commit_table import listed_contents
 
@@ -234,7 +234,7 @@ def read_commits_of(variant_dir: Path, shard_ids: Iterable[int]) -> dict[int, Co
     """Return the intact commit records of some shards, by shard id.
 
     Raises:
-        UserError: a record is intact, but uses another version of the format.
+        UserError: A record is intact, but uses another version of the format.
     """
     commits = {}
     for shard_id in sorted(shard_ids):

@@ -92,7 +92,7 @@ def open_regular(path: Path) -> int:
     In a data folder in a bucket, the content is fetched first if it is not on local disk.
 
     Raises:
-        OSError: the file cannot be opened, or it is a pipe, a device or a folder.
+        OSError: The file cannot be opened, or it is a pipe, a device or a folder.
         TimeoutError: `open` has not returned, for this call or for an earlier one with the same path.
     """
     if (mirror := mirror_of(path)) is not None and (fetched := mirror.open(path)) is not None:
@@ -119,7 +119,7 @@ def open_lock(lock: threading.Lock, path: Path) -> Iterator[None]:
     """Hold `lock`, which serializes opening and checking `path`.
 
     Raises:
-        TimeoutError: another thread has held the lock for `OPEN_LIMIT_S` seconds.
+        TimeoutError: Another thread has held the lock for `OPEN_LIMIT_S` seconds.
     """
     if not lock.acquire(timeout=OPEN_LIMIT_S):
         raise _not_answering(path)

@@ -73,7 +73,7 @@ def publish_score_table(variant: Variant) -> Path:
     """Merge the indexes of a variant of `scores` into its table, with near duplicates.
 
     Raises:
-        UserError: an index is damaged, or holds a NaN.
+        UserError: An index is damaged, or holds a NaN.
     """
     return write_score_table(variant, _order_rows(_read_rows(variant), data_dir=variant.directory.parent.parent))
 
@@ -103,7 +103,7 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
         columns: Columns to open and verify; None for all.
 
     Raises:
-        UserError: there are no scores, they were made from another variant of `video`, or the table is missing, stale
+        UserError: There are no scores, they were made from another variant of `video`, or the table is missing, stale
             or damaged.
     """
     variant = Variant.open(data_dir, column=SCORES).require_complete()
@@ -151,8 +151,8 @@ def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa
     """Read and verify columns of a table.
 
     Raises:
-        FileNotFoundError: the table does not exist.
-        UserError: the table is damaged.
+        FileNotFoundError: The table does not exist.
+        UserError: The table is damaged.
     """
     try:
         return verify_columns(open_merged_table(path), path, columns=columns)
@@ -335,7 +335,7 @@ def find_leakage(data_dir: Path) -> Leakage | None:
     """Find the pairs of look-alikes; return None if the data folder has no scores.
 
     Raises:
-        UserError: a record of the data folder is damaged.
+        UserError: A record of the data folder is damaged.
     """
     if current_variant(data_dir, SCORES) is None:
         return None
@@ -360,7 +360,7 @@ def keys_alike(data_dir: Path, *, split: str, other_split: str) -> set[str]:
     """Return the keys of the chunks of a split that look like a chunk of another split.
 
     Raises:
-        UserError: there are no scores, or they cannot be used.
+        UserError: There are no scores, or they cannot be used.
     """
     table, part, names = _look_alikes(data_dir)
     if not {split, other_split} <= set(names):

@@ -75,7 +75,7 @@ def read_ego4d(
         annotations: Narration files, `ego4d.json` for their splits, EgoVLP files, and text files of videos to omit.
 
     Raises:
-        UserError: no videos are found, or an annotation file cannot be read.
+        UserError: No videos are found, or an annotation file cannot be read.
     """
     builder, videos = begin_reading(dataset, directory, skip=skip)
     omissions = [path for path in annotations if path.suffix.lower() == ".txt"]
@@ -337,7 +337,7 @@ def leave_out(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> N
     """Omit the videos listed in a text file, one ID per line.
 
     Raises:
-        UserError: the file cannot be read, or is empty.
+        UserError: The file cannot be read, or is empty.
     """
     names = {line.strip() for line in text_lines(path) if line.strip()}
     if not names:

@@ -388,7 +388,7 @@ def begin_reading(
     """Return a builder, and the lookup of the videos of `directory` by the IDs of annotations.
 
     Raises:
-        UserError: there are no videos.
+        UserError: There are no videos.
     """
     builder = ReadingBuilder(dataset, labels=labels)
     files = builder.find_videos(directory, skip=skip)
@@ -470,7 +470,7 @@ def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]],
     """Return `read(local files)`, with the URLs of the tables in place of the names of their copies.
 
     Raises:
-        UserError: a table cannot be fetched, or `read` raises an error.
+        UserError: A table cannot be fetched, or `read` raises an error.
     """
     if not any(isinstance(table, str) for table in tables):
         return read([Path(table) for table in tables])

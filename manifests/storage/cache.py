@@ -81,7 +81,7 @@ class ObjectCache:
         claims: Sizes of the objects that this process will keep, by name.
 
     Raises:
-        OSError: the folder cannot be created.
+        OSError: The folder cannot be created.
     """
 
     def __init__(self, folder: Path, *, limit_bytes: int | None = None, is_durable: bool = True) -> None:
@@ -138,9 +138,9 @@ class ObjectCache:
             waits: Wait for another process or thread that fetches the same object; otherwise return None.
 
         Raises:
-            NoRoom: the object does not fit, because it is larger than the limit or because of copies in use.
-            Damaged: the fetched bytes have another size or digest.
-            OSError: the object cannot be fetched or written.
+            NoRoom: The object does not fit, because it is larger than the limit or because of copies in use.
+            Damaged: The fetched bytes have another size or digest.
+            OSError: The object cannot be fetched or written.
         """
         if copy := self.find(name, size_bytes=size_bytes):
             return copy
@@ -170,7 +170,7 @@ class ObjectCache:
         """Note objects, by name, that this process will keep in the cache; return False if they do not fit.
 
         Raises:
-            NoRoom: they do not fit, unless `only_if_it_fits`.
+            NoRoom: They do not fit, unless `only_if_it_fits`.
         """
         with self._claims_lock:
             new = {name: size for name, size in sizes.items() if name not in self.claims}

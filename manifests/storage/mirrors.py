@@ -157,7 +157,7 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
     """Read a byte range of a file in a bucket without making a local copy.
 
     Raises:
-        OSError: the object cannot be read, or ends before the range does.
+        OSError: The object cannot be read, or ends before the range does.
     """
     mirror = mirror_of(path)
     assert mirror is not None
@@ -168,8 +168,8 @@ def file_state(path: Path) -> tuple[int, int]:
     """Return the size in bytes and the modification time in nanoseconds of a durable file or its object.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        IsADirectoryError: the path is a folder.
+        FileNotFoundError: The file does not exist.
+        IsADirectoryError: The path is a folder.
     """
     if (mirror := mirror_of(path)) is not None:
         return mirror.state(path)
@@ -183,7 +183,7 @@ def set_modified_time(path: Path, *, time_ns: int) -> None:
     """Set the modification time of a file. An object is written again instead, which makes it the newest object.
 
     Raises:
-        OSError: the file or the bucket is not writable.
+        OSError: The file or the bucket is not writable.
     """
     if (mirror := mirror_of(path)) is not None:
         mirror.touch(path)

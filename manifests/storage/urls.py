@@ -53,7 +53,7 @@ def split_url(url: str) -> tuple[str, str]:
     """Return the address of the bucket or host, and the key of the object in it.
 
     Raises:
-        UserError: the URL has a user, a password or a query string.
+        UserError: The URL has a user, a password or a query string.
     """
     match = _PARTS.fullmatch(url)
     if match is None:

@@ -195,8 +195,8 @@ class WorkingCopy:
         """Bring all local files to the state of the bucket.
 
         Raises:
-            UserError: the bucket does not exist, or the credentials are refused.
-            OSError: the bucket cannot be read.
+            UserError: The bucket does not exist, or the credentials are refused.
+            OSError: The bucket cannot be read.
         """
         self._refresh("")
 
@@ -464,7 +464,7 @@ def open_data(address: str) -> Path:
     """Return the local folder that mirrors a data folder in a bucket; no request is sent yet.
 
     Raises:
-        UserError: the address cannot hold a data folder.
+        UserError: The address cannot hold a data folder.
     """
     scheme_of(address, is_written=True)
     objects = open_objects(address)
@@ -521,8 +521,8 @@ def _mount_in_worker(access: tuple[str, ...]) -> WorkingCopy:
     """Return the working copy of a worker; make its folder if this node has no folder of the run.
 
     Raises:
-        UserError: the bucket cannot be used on this node.
-        OSError: the local folder cannot be made.
+        UserError: The bucket cannot be used on this node.
+        OSError: The local folder cannot be made.
     """
     address, folder, run, *leases = access
     path = Path(folder)

@@ -53,12 +53,12 @@ class Answer:
     """Answer of a model to the question about a chunk. Its strings lose lone surrogates, which files cannot hold.
 
     Attributes:
-        text: text as received.
-        finish_reason: reason why the model ended: stop, length, content_filter; None if the server gave none.
-        refusal: reason why the model declines to answer, as a separate field.
-        tokens_in, tokens_out: number of tokens of pictures and prompt, and of the answer; None if the server gave none.
-        seconds: time in seconds from the request to the answer, retries included; for a batch, its share.
-        model: name under which the model answered.
+        text: Text as received.
+        finish_reason: Reason why the model ended: stop, length, content_filter; None if the server gave none.
+        refusal: Reason why the model declines to answer, as a separate field.
+        tokens_in, tokens_out: Number of tokens of pictures and prompt, and of the answer; None if the server gave none.
+        seconds: Time in seconds from the request to the answer, retries included; for a batch, its share.
+        model: Name under which the model answered.
     """
 
     text: str
@@ -138,7 +138,7 @@ def _storable(text: object) -> str:
     """Return the text without lone surrogates.
 
     Raises:
-        ValueError: it is not a text.
+        ValueError: It is not a text.
     """
     if not isinstance(text, str):
         raise ValueError(f"{quote_value(text)} is not a text")
@@ -196,7 +196,7 @@ class Journal:
     """Context manager for the journal of a shard while a worker adds to it; threads may share it.
 
     Args:
-        others: journals of shards that held chunks of this shard before; the answers of this journal take precedence.
+        others: Journals of shards that held chunks of this shard before; the answers of this journal take precedence.
     """
 
     def __init__(self, path: Path, others: Sequence[Path] = ()) -> None:
@@ -230,8 +230,8 @@ class Budget:
     """`--max-tokens-total`: the tokens of a variant's answers, which all workers of a run share by a file.
 
     Args:
-        limit: number of tokens; None for no limit.
-        spent: tokens of the answers of earlier runs.
+        limit: Number of tokens; None for no limit.
+        spent: Tokens of the answers of earlier runs.
     """
 
     def __init__(self, variant_dir: Path, *, limit: int | None, spent: int) -> None:

@@ -30,7 +30,7 @@ def decode_pictures(content: bytes, video: CommittedShard, row: int, *, count: i
     """Decode frames of a chunk from its MP4 file, and limit their longer side to `size` pixels.
 
     Raises:
-        SourceFailure: the chunk cannot be decoded.
+        SourceFailure: The chunk cannot be decoded.
     """
     index = video.index
     frames = decode_frames(
@@ -67,13 +67,13 @@ class Questions:
 
     Attributes:
         rows: Rows of the shard to caption.
-        stop: function that returns the reason to stop asking, or None; called before each request.
+        stop: Function that returns the reason to stop asking, or None; called before each request.
         read: Function that returns the MP4 file of a row. It may raise SourceFailure and must be thread-safe.
         pictures: Function that decodes the frames of a row from its file. It may raise SourceFailure and must be
             thread-safe.
         keep: Function that stores the answer for a row, or the reason why there is no answer. An answer is on disk
             when the function returns. It must be thread-safe.
-        seed: function that returns the random seed of a row.
+        seed: Function that returns the random seed of a row.
     """
 
     rows: Iterator[int]

@@ -38,8 +38,8 @@ def publish_caption_table(variant: Variant) -> Path:
     """Write the table of a variant.
 
     Raises:
-        Damaged: a merged table or an index is damaged.
-        OSError: a file cannot be read or written.
+        Damaged: A merged table or an index is damaged.
+        OSError: A file cannot be read or written.
     """
     rows = read_chunk_rows(variant, columns=_COLUMNS)
     ids, codes = rows.dictionary_codes("video_id")

@@ -66,7 +66,7 @@ class ChunkFile:
         """Yield (index, frame) of the frames with these indices, ascending.
 
         Raises:
-            SourceFailure: a frame cannot be decoded.
+            SourceFailure: A frame cannot be decoded.
         """
         frames = decode_frames(
             self.content, indices, fps=self.fps, packet_frame=self.packet_frame, packet_flags=self.packet_flags
@@ -79,9 +79,9 @@ class _Seen:
     """Data of the frames of the first pass.
 
     Attributes:
-        looks, pictures: looks of all frames, and pictures of the samples, by frame.
-        sharp: luma of full size of the samples whose sharpness is measured.
-        lines: mean luma of the lines of all samples that are not black.
+        looks, pictures: Looks of all frames, and pictures of the samples, by frame.
+        sharp: Luma of full size of the samples whose sharpness is measured.
+        lines: Mean luma of the lines of all samples that are not black.
         size: (height, width) of the frames.
     """
 
@@ -99,7 +99,7 @@ def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
     Numbers are rounded to six decimals; unknown values are None.
 
     Raises:
-        SourceFailure: the chunk or its audio cannot be decoded.
+        SourceFailure: The chunk or its audio cannot be decoded.
     """
     cv2.setNumThreads(1)  # the flow depends on the number of threads, and the caller already works in parallel
     chosen = choose_frames(
@@ -208,7 +208,7 @@ def scores_sample(chunk: Chunk, *, cut_threshold: float) -> Sample:
     """Score a chunk and return its sample.
 
     Raises:
-        SourceFailure: the chunk is damaged or cannot be decoded, or a value is not finite.
+        SourceFailure: The chunk is damaged or cannot be decoded, or a value is not finite.
     """
     file = ChunkFile(
         content=chunk.read(),

@@ -44,7 +44,7 @@ def installed_libraries() -> str:
     """Return the versions of the libraries that compute the scores, on one line.
 
     Raises:
-        UserError: a library is not installed.
+        UserError: A library is not installed.
     """
     parts = []
     for name, distributions in _LIBRARIES.items():

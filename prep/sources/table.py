@@ -49,7 +49,7 @@ class FileStates:
         size_bytes: Int64 [files]; NO_FILE if the file could not be checked.
         mtime_ns: Modification time, int64 [files]; 0 if the file could not be checked. For an object, it also depends
             on the etag (`clipmill.prep.sources.remote.object_state`).
-        failures: row -> why the file could not be checked.
+        failures: Row -> why the file could not be checked.
     """
 
     size_bytes: np.ndarray

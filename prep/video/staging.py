@@ -53,7 +53,7 @@ def _lock_root() -> Path:
     """Return the folder of the copies, locked until this process exits; remove what killed processes left.
 
     Raises:
-        OSError: it cannot be created, or is not a folder exclusive to this user.
+        OSError: It cannot be created, or is not a folder exclusive to this user.
     """
     global _in_use
     root = private_root("sources")
@@ -80,8 +80,8 @@ def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -
     """Return a copy of an object that stays on this node until it is closed.
 
     Args:
-        limit_bytes: limit of all copies on this node; None for most of the free space.
-        on_wait: called repeatedly while the object is fetched or waited for, as a heartbeat.
+        limit_bytes: Limit of all copies on this node; None for most of the free space.
+        on_wait: Called repeatedly while the object is fetched or waited for, as a heartbeat.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, source_changed, source_too_large, disk_full or io_error.
@@ -113,7 +113,7 @@ def _fetch(objects: Objects, key: str, path: Path, *, state: tuple[int, int], on
 
     Raises:
         SourceFailure: source_changed.
-        UserError, OSError: see `Objects`; or the file cannot be written.
+        UserError, OSError: See `Objects`; or the file cannot be written.
     """
     size_bytes = state[0]
     begins = range(0, size_bytes, _RANGE_BYTES)
