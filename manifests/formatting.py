@@ -157,7 +157,7 @@ def escape_invisible(text: str) -> str:
 
 
 def on_one_line(text: str, *, max_chars: int = MAX_LINE_CHARS) -> str:
-    """Format `text` for a terminal: collapse white space, escape unprintable characters, and truncate."""
+    """Format `text` for a terminal: collapse whitespace, escape unprintable characters, and truncate."""
     flat = " ".join(text[: 4 * max_chars].split())
     # An unprintable character may move the cursor, change colors or reverse the writing direction.
     escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in flat)

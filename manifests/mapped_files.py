@@ -128,7 +128,7 @@ def _on_bus_error(_number: int, info: int, _context: int) -> None:
     name = on_one_line(path, max_chars=_MAX_PATH_CHARS)
     text = (
         f"failed: {name} became unreadable while in use: another program truncated it, or its disk failed or is full\n"
-        "hint: prep verify lists all damage; replace files of a data folder by new ones, do not change them in place\n"
+        "hint: prep verify lists all damage; replace a data folder's files with new ones, do not change them in place\n"
     )
     with suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))

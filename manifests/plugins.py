@@ -35,7 +35,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
         group: Group of the entry points.
         kind: Class of the parts, whose `name` equals the name of the entry point.
         builtin: Parts of clipmill, or their import paths `package.module:NAME`.
-        taken: Further names that no part can have, such as other commands.
+        taken: Additional names that no part can have, such as other commands.
         form: Pattern of names, by default words of lower-case letters and digits that are joined by `-`.
         fault: Function that returns the fault of a part of another package; empty if it has none.
     """

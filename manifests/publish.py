@@ -210,7 +210,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def record_sha256(record: dict[str, Any]) -> str:
-    """Compute the SHA-256 (hex) of the canonical JSON of `record`, independent of white space and key order."""
+    """Compute the SHA-256 (hex) of the canonical JSON of `record`, independent of whitespace and key order."""
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -403,7 +403,7 @@ def _publish(
     records: Mapping[str, Mapping[str, Any]],
     replaced: Collection[str],
 ) -> np.ndarray:
-    """Replace the captions of the sources `replaced` by new captions; return the new IDs, int64[N]."""
+    """Replace the captions of the sources `replaced` with new captions; return the new IDs, int64[N]."""
     is_replaced = of_sources(replaced)
     ids, next_id = stable_ids(old, captions, is_replaced=is_replaced if replaced else None)
     further = FurtherCaptions.read(old)

@@ -6,8 +6,8 @@ shards, so that a run writes only the parts in which something has changed, and 
 Where a part is missing or stale, readers take the indexes of its shards.
 
 `Moments` numbers moments, each a row of a list of videos and a time, so that they are sorted and searched as integers.
-The numbers are dense: row times range plus time. 10^9 videos of up to 100 days fit into 64 bits. Moments that do not
-fit are refused, because two of them could have the same number.
+The numbers are dense: row times range plus time. 10^9 videos of up to 100 days fit into 64-bit numbers. Moments that do
+not fit are refused, because two of them could have the same number.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -97,7 +97,7 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
 
 
 def chunk_table_problem(variant: Variant) -> str | None:
-    """Return why the table of a variant is damaged; None if it is intact, or only missing or stale."""
+    """Return the reason why the table of a variant is damaged; None if it is intact, or only missing or stale."""
     try:
         for part in _parts(variant):
             if (table := part.open_current()) is not None:
@@ -340,7 +340,7 @@ class Moments:
         """Return the numbering of the moments (row, time), for each array of times; row -1 stands for no video.
 
         Raises:
-            UserError: The videos are too many, or too long, for numbers of 64 bits.
+            UserError: The videos are too many, or too long, for 64-bit numbers.
         """
         if not len(rows):
             return cls(0, 0, 0)

@@ -1,6 +1,6 @@
 """All commits of a variant in one table, `<variant>/commits.arrow`, so that readers open one file instead of thousands.
 
-An Arrow IPC file of one batch, one row per intact commit, ascending by shard ID (columns: SCHEMA). It is derived from
+An Arrow IPC file of one batch, one row per intact commit, by ascending shard ID (columns: SCHEMA). It is derived from
 the commit records, and only they make a shard exist. `clipmill.shards.lists.finish_run` writes it before contents.json,
 which records its SHA-256. Like the records, its bytes depend on nothing but the commits.
 
@@ -145,7 +145,7 @@ def table_written_ns(variant_dir: Path) -> int | None:
 
 
 def table_bytes(rows: pa.Table) -> bytes:
-    """Return the content of the file for rows of SCHEMA, ascending by shard ID."""
+    """Return the content of the file for rows of SCHEMA, by ascending shard ID."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_table(rows)

@@ -91,7 +91,7 @@ class Records:
     """All commit records of a variant, and where they were read.
 
     Attributes:
-        commits: Intact commits by shard ID, ascending.
+        commits: Intact commits in ascending order of shard ID.
         damaged: Errors for the damaged and missing records.
         folders: Modification time in ns of each folder of commits, from before its records were read.
         table: Table of commits of the variant; None if there is none that counts.
@@ -222,7 +222,7 @@ def read_commits(variant_dir: Path) -> Records:
     known = records.commits.keys() | {damaged.shard_id for damaged in records.damaged}
     missing = contents.shard_ids - known
     if missing:
-        # A run that finishes meanwhile removes unwanted shards from contents.json before it deletes their records.
+        # A run that ends in the meantime removes unwanted shards from contents.json before it deletes their records.
         missing &= listed_contents(variant_dir).shard_ids
         lost = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing)
         damaged = sorted((*records.damaged, *lost), key=lambda damaged: damaged.shard_id)

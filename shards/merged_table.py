@@ -47,7 +47,7 @@ def write_merged_table(path: Path, table: pa.Table, *, commits: TableCommits, me
     """Publish `table`, whose columns have one chunk each, as the merged table of `commits`.
 
     Args:
-        metadata: Further metadata of the schema.
+        metadata: Additional metadata of the schema.
     """
     fields = [field.with_metadata({_CRC_KEY: _crc32(table[field.name])}) for field in table.schema]
     schema = pa.schema(fields, metadata={**metadata, _DIGEST_KEY: commits.digest})

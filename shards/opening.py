@@ -1,8 +1,8 @@
-"""Opening files that cannot be trusted: damaged ones, ones on a dead mount, and containers that lead to other files.
+"""Open untrusted files: damaged files, files on a dead mount, and containers that refer to other files.
 
 On a dead network mount `open` blocks and cannot be interrupted. Each `open` therefore runs in a daemon thread. A thread
 that does not return in time is abandoned, so that neither its caller nor interpreter shutdown waits for it. While it is
-blocked, further calls for its path fail at once, and a folder with `_MAX_BLOCKED` blocked threads fails as a unit. The
+blocked, later calls for its path fail at once, and a folder with `_MAX_BLOCKED` blocked threads fails as a unit. The
 number of abandoned threads is thus bounded by the number of folders.
 
 `scan` reads a file once, in constant memory, and returns its SHA-256 and the CRC-32 of some ranges.

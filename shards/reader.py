@@ -1,4 +1,4 @@
-"""Reading a variant: its committed shards, the members of its samples, and lookup by key."""
+"""Reader of a variant: its committed shards, the members of its samples, and lookup by key."""
 
 import os
 import shlex

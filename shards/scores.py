@@ -136,7 +136,7 @@ def has_score_table(variant: Variant) -> bool:
 
 
 def score_table_problem(variant: Variant) -> str | None:
-    """Return why the table of a variant cannot be used, because it is missing, stale or damaged; None if it can."""
+    """Return the reason why the table of a variant is unusable (missing, stale or damaged); None if it is usable."""
     path = variant.directory / CHUNKS_FILE
     try:
         table = _read_table(path, columns=None, hint="")
@@ -218,7 +218,7 @@ def pairs_alike(hashes: NDArray[np.uint64]) -> Iterator[tuple[NDArray[np.int64],
         key = _bits(hashes, *band) << np.uint32(other[1]) | _bits(hashes, *other)
         order = np.argsort(key, kind="stable")
         key, in_order = key[order], hashes[order]
-        # Number of further hashes in the bucket of each.
+        # Number of other hashes in the bucket of each.
         is_last = np.append(key[1:] != key[:-1], True)
         ends = np.flatnonzero(is_last)
         num_after = np.repeat(ends, np.diff(ends, prepend=-1)) - np.arange(len(key))
@@ -241,7 +241,7 @@ def first_look_alikes(
 
     Args:
         phash: uint64 [N], hashes of comparable pictures.
-        video: [N], video of each picture, ascending.
+        video: [N], video of each picture, in ascending order.
 
     Returns:
         int64 [N], the first row of an earlier video that looks alike, or -1.

@@ -124,7 +124,7 @@ class LocalTars:
 
 @dataclass(frozen=True)
 class TarFiles:
-    """The tars of a variant; one entry of each array per tar, ascending by shard ID.
+    """The tars of a variant; one entry of each array per tar, by ascending shard ID.
 
     Attributes:
         directory: Folder of the variant.

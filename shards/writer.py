@@ -1,4 +1,4 @@
-"""Writing a shard: samples stream into a temporary tar, and tar and indexes are published together once complete."""
+"""Writer of a shard: samples stream into a temporary tar, and tar and indexes are published together once complete."""
 
 import errno
 import hashlib

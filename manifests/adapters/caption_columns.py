@@ -151,7 +151,7 @@ def _number(value: object) -> float | None:
 
 
 CLASS = f"{LABEL_PREFIX}class"
-# Further names of a column, compared without case, spaces, punctuation and accents.
+# Additional names of a column, compared without case, spaces, punctuation and accents.
 NAMES: Mapping[str, Sequence[str]] = {
     "video": ("videoid", "videoname", "videopath", "videofile", "file", "filename", "filepath", "path", "clip"),
     "text": ("caption", "captions", "sentence", "description", "narration", "transcript", "utterance"),

@@ -44,7 +44,7 @@ from clipmill.manifests.publish import parse_json
 
 CLASS_SOURCE = "class"  # source of captions that are the names of classes
 _STRING = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-# Items are separated by commas, or by white space as NumPy writes arrays.
+# Items are separated by commas, or by whitespace as NumPy writes arrays.
 _LIST = re.compile(rf"\[\s*{_STRING}(?:[\s,]+{_STRING})*[\s,]*\]", re.DOTALL)
 _LIST_BEGIN = re.compile(r"""\[\s*(?:['"]|\])""")
 _BOOLEANS = frozenset({"true", "false"})

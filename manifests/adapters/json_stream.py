@@ -76,7 +76,7 @@ class _Window:
         self._opened = ""
 
     def peek(self) -> str:
-        """Return the next character that is not white space, or an empty string at the end of the file."""
+        """Return the next character that is not whitespace, or an empty string at the end of the file."""
         while True:
             text, at, end = self._text, self._at, len(self._text)
             while at < end and text[at] in " \t\r\n":
@@ -138,7 +138,7 @@ class _Window:
                     return value
 
     def expect_end(self) -> None:
-        """Raise UserError unless only white space is left."""
+        """Raise UserError unless only whitespace is left."""
         if self.peek():
             raise self._error("expected the end of the file")
 

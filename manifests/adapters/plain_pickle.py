@@ -1,4 +1,4 @@
-"""Loading pickles of plain containers; a pickle that references other classes or functions is rejected, not run."""
+"""Load pickles of plain containers; a pickle that references other classes or functions is rejected, not run."""
 
 import pickle
 from pathlib import Path

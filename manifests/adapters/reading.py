@@ -343,12 +343,12 @@ def is_encodable(text: str) -> bool:
 
 
 def escape_unencodable(text: str) -> str:
-    """Replace the characters of `text` that cannot be encoded as UTF-8 by escapes."""
+    """Replace the characters of `text` that cannot be encoded as UTF-8 with escapes."""
     return text if is_encodable(text) else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _file_fault(path: Place, *, size_bytes: int | None) -> tuple[Reason | None, str]:
-    """Return why a video file is unusable, as far as can be determined without opening it."""
+    """Return the reason why a video file is unusable, found without opening it; None if there is no such reason."""
     if not is_encodable(str(path)):
         return Reason.BAD_NAME, "the path is not valid UTF-8"
     if isinstance(path, str):

@@ -259,7 +259,7 @@ def _rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
 
 
 def _has_lines(path: Path) -> bool:
-    """Return True if the first line is an object, and further lines follow."""
+    """Return True if the first line is an object, and other lines follow."""
     with open_annotations(path, encoding="utf-8-sig", errors="replace") as file:
         lines = (line for line in iter(lambda: file.readline(_MAX_LINE_CHARS), "") if line.strip())
         first = next(lines, "")

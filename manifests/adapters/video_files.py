@@ -272,7 +272,7 @@ class NearestName:
 
     Args:
         files: Video files; if they are very many, only names that differ in case are found.
-        max_compared: Number of names to compare; for further names, only names that differ in case are found.
+        max_compared: Number of names to compare; for all other names, only names that differ in case are found.
     """
 
     def __init__(self, files: Sequence[VideoFile], *, max_compared: int = _MAX_COMPARED) -> None:

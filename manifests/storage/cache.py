@@ -219,7 +219,7 @@ class ObjectCache:
                 with hold_lock(self._lock_of(target), waits=False) as is_held:
                     if is_held:
                         path.unlink(missing_ok=True)
-        # Downloads first: a download that becomes a copy meanwhile is then seen as both, and counted once.
+        # Downloads first: a download that becomes a copy during the scan is then seen as both, and counted once.
         downloads = self._downloads()
         copies = self._copies()
         used_bytes = sum(state.st_size for state in copies.values())
@@ -251,7 +251,7 @@ def files_in(folder: Path) -> dict[Path, os.stat_result]:
     states = {}
     with os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(FileNotFoundError):  # it was removed meanwhile
+            with suppress(FileNotFoundError):  # it was removed in the meantime
                 states[Path(entry.path)] = entry.stat(follow_symlinks=False)
     return states
 
@@ -260,7 +260,7 @@ def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked
     """Remove files, the least recently used first, until `excess_bytes` are freed; return the bytes that were freed.
 
     Args:
-        files: Files that may be removed, with their state; the time of modification is the time of the last use.
+        files: Files that may be removed, with their state; the modification time is the time of the last use.
         are_locked: True if processes lock the files that they use (`try_lock`); locked files stay.
     """
     freed_bytes = 0

@@ -446,7 +446,7 @@ def _held_record(objects: Objects, info: ObjectInfo, *, time_s: float) -> dict[s
     if record and (is_abandoned(record) or time_s - info.modified_s >= EXPIRY_S):
         try:
             objects.write(info.key, released_content(), replaces=info.etag)
-        except Conflict:  # renewed, released or removed meanwhile
+        except Conflict:  # renewed, released or removed in the meantime
             return read(objects, info.key)
         return {}
     return record

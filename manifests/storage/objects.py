@@ -515,7 +515,7 @@ class Objects:
                 if seen is not None and present == old.read_bytes():
                     # Some servers name another etag in their answer to a write.
                     return self.write(key, content, replaces=info.etag, guard=guard)
-            refused.strerror = "another command has written it meanwhile"
+            refused.strerror = "another command has written it in the meantime"
             raise
 
     def copy(self, source: str, target: str, *, guard: Guard = allow_always) -> None:

@@ -100,7 +100,7 @@ _NO_HEAD = frozenset({400, 403, 405, 501})
 def host_problem(url: str) -> str | None:
     """Return the reason why requests to the host of a URL are not allowed; None if they are allowed.
 
-    The variable `CLIPMILL_ALLOWED_HOSTS` lists further allowed hosts, separated by commas; `*` allows all hosts.
+    The variable `CLIPMILL_ALLOWED_HOSTS` lists additional allowed hosts, separated by commas; `*` allows all hosts.
     """
     host = (urlsplit(url).hostname or "").lower()
     allowed = {name.strip().lower() for name in os.environ.get(ALLOWED_HOSTS, "").split(",")}

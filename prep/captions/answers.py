@@ -39,7 +39,7 @@ _LENGTH, _FILTERED = "length", "content_filter"
 _COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")
 _RECORD_BYTES = 8
 _FINGERPRINT = re.compile(rb'"chunk_fingerprint": "([0-9a-f]{32})"')
-_MAX_TOKENS = (1 << 31) - 1  # maximum for one answer, since the index has 32 bits
+_MAX_TOKENS = (1 << 31) - 1  # maximum for one answer, since the index uses 32-bit integers
 _MIN_SECRET_CHARS = 8  # minimum length of keys that are also hidden within words
 # Invisible characters that Unicode does not classify as format characters: joiners, fillers, selectors.
 _INVISIBLE = re.compile(
@@ -99,7 +99,7 @@ class Answer:
         )
 
     def problem(self, model: str) -> SourceFailure | None:
-        """Return why the answer is not a caption by `model`, or None; the message does not contain the key.
+        """Return the reason why the answer is not a caption by `model`, without the key; None if it is a caption.
 
         A server may add the date of a snapshot to the name: gpt-4o-2024-08-06 for gpt-4o.
         """

@@ -77,7 +77,7 @@ def publish_caption_table(variant: Variant) -> Path:
 
 
 def caption_table_problem(variant: Variant) -> str | None:
-    """Return why the table of a variant cannot be used; None if it can, or if the variant has no captions."""
+    """Return the reason why the table of a variant is unusable; None if it is usable, or there are no captions."""
     if not any(commit.files for commit in variant.commits.values()):
         return None
     path = variant.directory / TABLE_FILE

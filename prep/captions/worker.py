@@ -1,4 +1,4 @@
-"""Captioning the chunks of one shard in a worker.
+"""Caption the chunks of one shard in a worker.
 
 Captions in the journal are used; the model is asked about all other chunks. Until no question is left, answers are only
 in the journal. A chunk without a caption does not affect the others.

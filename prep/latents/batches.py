@@ -33,7 +33,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class WantedFrames:
-    """Frames to decode of an MP4 file: `wanted` has their indices, ascending; an index may occur several times."""
+    """Frames to decode of an MP4 file: `wanted` has their indices in ascending order, some of them several times."""
 
     content: bytes
     fps: Fraction

@@ -1,4 +1,4 @@
-"""Encoding the chunks of one shard in a worker, and their samples: member, index row and check by `verify --deep`.
+"""Encode the chunks of one shard in a worker, and make their samples: member, index row and check by `verify --deep`.
 
 Chunks are decoded ahead, and batches span chunks. Numbers are stored as float16, or as the bits of bfloat16 in uint16,
 since npy has no bfloat16.

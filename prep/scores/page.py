@@ -88,7 +88,7 @@ class Chunks:
 
         Args:
             middles: Rows whose middle frame is shown.
-            moments_s: Row -> times of further frames.
+            moments_s: Row -> times of additional frames.
         """
         pictures: dict[tuple[int, float | None], Thumbnail] = {}
         rows = dict.fromkeys([*middles, *moments_s])

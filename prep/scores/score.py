@@ -63,7 +63,7 @@ class ChunkFile:
     packet_flags: list[int]
 
     def decode(self, indices: Sequence[int]) -> Iterator[tuple[int, VideoFrame]]:
-        """Yield (index, frame) of the frames with these indices, ascending.
+        """Yield (index, frame) of the frames with these indices, in ascending order.
 
         Raises:
             SourceFailure: A frame cannot be decoded.
@@ -229,7 +229,7 @@ def check_scores(row: dict[str, Any], members: dict[str, bytes], split: str) -> 
         stated = parse_json(members[EXTENSION])
         digits = stated["phash"]
         stated["phash"] = None if digits is None else int(digits, 16)
-        # The index has 32 bits for some numbers, to which the values of the member are rounded.
+        # The index stores some numbers as 32-bit values, to which the values of the member are rounded.
         rounded = pa.Table.from_pylist([stated], pa.schema(SCORES_FIELDS))
         in_member = {"key": stated["key"], **rounded.to_pylist()[0]}
     except (ValueError, KeyError, TypeError, pa.ArrowException) as error:

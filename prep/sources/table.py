@@ -364,7 +364,7 @@ def _outcomes(
     readable = [row for row in todo if row not in failures]
     if not readable:
         return
-    # Size and modification time are from before the probe: if the file grew meanwhile, the next run notices it.
+    # Size and modification time are from before the probe: if the file grew since then, the next run notices it.
     given = paths.take(pa.array(readable)).to_pylist()
     if run is None:
         from clipmill.prep.sources.probe_processes import probe_each

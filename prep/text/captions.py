@@ -47,7 +47,7 @@ class CaptionPiece:
 class CaptionReader:
     """Context manager that reads the manifest's captions.
 
-    It keeps reading the same manifest even if a new manifest is written meanwhile.
+    It keeps reading the same manifest even if a new manifest is written in the meantime.
 
     Args:
         where: Conditions on captions and their videos; captions that are not selected are skipped.
@@ -161,7 +161,7 @@ class DigestSet:
             self._sort_in()
 
     def pop_sorted(self) -> np.ndarray:
-        """Return all digests, ascending and without duplicates, and empty the set."""
+        """Return all digests in ascending order and without duplicates, and empty the set."""
         self._sort_in()
         ordered = np.empty(sum(map(len, self._parts)), DIGESTS)
         begin = 0

@@ -175,7 +175,7 @@ def _wanted_shards(shard_ids: np.ndarray, videos: pa.Table, *, fingerprint: str)
     """Yield the shards of the planned videos.
 
     Args:
-        shard_ids: Shard id of each video, ascending.
+        shard_ids: Shard id of each video, in ascending order.
         videos: Rows of the manifest, in the order of the plan.
         fingerprint: Fingerprint of the recipe and of the conditions on captions.
     """

@@ -1,4 +1,4 @@
-"""Running a plan of `text`: encode every distinct text once, then write the shards from the bank.
+"""Run a plan of `text`: encode every distinct text once, then write the shards from the bank.
 
 First the bank is filled: embeddings in committed shards of the variant are copied, all other texts are encoded exactly
 once. Every text of the shards to be made then has an embedding in the bank, or a recorded reason why not. All state is
@@ -67,7 +67,7 @@ def run_text(
         engine: Engine that encodes the texts.
         part_run: part whose texts are encoded; None for all.
         lag_limit_s: Time limit in seconds for embeddings that workers report to become visible on this machine.
-        asked: Further values of the request that the records keep, by the names of their flags.
+        asked: Additional values of the request that the records keep, by the names of their flags.
     """
     begin_s = time.monotonic()
     if part_run is not None:
@@ -184,7 +184,7 @@ class ShardTexts:
 
     Attributes:
         video_ids: Ids of the videos in these shards.
-        digests: Digests of their texts, ascending and unique.
+        digests: Digests of their texts, unique and in ascending order.
         row_groups: Row groups of the table of captions that contain captions of each shard, by shard ID.
     """
 

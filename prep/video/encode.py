@@ -453,7 +453,7 @@ def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps:
 
     Args:
         times_s: Times of the source frames shown, float64 [frames], in seconds from the start of the video.
-        packets_s: Times of the source's packets, float64 [packets], ascending, in seconds from the start of the video.
+        packets_s: Times of all source packets in ascending order, float64 [packets], in seconds from the video's start.
 
     Raises:
         SourceFailure: source_truncated, or frames_differ.

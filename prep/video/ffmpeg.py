@@ -161,7 +161,7 @@ def find_ffmpeg() -> Ffmpeg:
 
 
 def version_mismatch(version: str) -> str | None:
-    """Return why a worker's machine cannot carry out a plan for ffmpeg `version`, or None if it can."""
+    """Return the reason why a worker's machine cannot carry out a plan for ffmpeg `version`; None if it can."""
     try:
         available = find_ffmpeg().version
     except (UserError, FailedWork) as error:

@@ -269,7 +269,7 @@ def left_out_lines(values: Mapping[str, Any], *, cut: str) -> list[str]:
 
 
 def named_videos(video_ids: Sequence[str], *, num_all: int) -> str:
-    """Return the names of the first few videos, and the number of further videos."""
+    """Return the names of the first few videos, and the number of other videos."""
     more = f", and {num_all - len(video_ids):,} more" if num_all > len(video_ids) else ""
     return f"{on_one_line(', '.join(video_ids))}{more}"
 
@@ -333,7 +333,7 @@ class CaptionGroups:
 
     Attributes:
         begins: First entry of each video in `groups`, and the number of all entries, int64 [videos + 1].
-        groups: Row groups of one video after another, ascending, int32.
+        groups: Row groups of one video after another, in ascending order, int32.
     """
 
     begins: np.ndarray

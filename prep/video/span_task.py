@@ -261,7 +261,7 @@ class SpanChunks:
     """Chunks of one span: all of them, or only the chunks that are still intact.
 
     Attributes:
-        chunks: Chunks by their number in the span, ascending.
+        chunks: Chunks by their number in the span, in ascending order.
         num_chunks: Number of chunks of the complete span.
     """
 
@@ -293,7 +293,7 @@ class StoredTar:
 class OldChunks:
     """The intact chunks that stored tars have of a shard's spans, unpacked into scratch space.
 
-    They come from the shard's last commit and from further tars: shards that the videos leave, or earlier commits. The
+    They come from the shard's last commit and from other tars: shards that the videos leave, or earlier commits. The
     fingerprint of a span covers everything that its bytes depend on, and neither the name nor the split of its video.
     """
 

@@ -47,7 +47,7 @@ class ShotChunks:
     """The chunks of one video with `--cut shots`.
 
     Attributes:
-        chunks: (first frame, number of frames) of each chunk, ascending.
+        chunks: (first frame, number of frames) of each chunk, in ascending order.
         num_left_out: Number of shots that are too short for a chunk and fit into no neighbour.
     """
 
@@ -65,7 +65,7 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
     3. A shot that is still too short is omitted.
 
     Args:
-        cuts: First frame of every shot but the first, ascending.
+        cuts: First frame of every shot but the first, in ascending order.
         min_frames: At most half of `max_frames`, rounded up, so that the parts of a long shot are long enough.
     """
     parts: list[tuple[int, int]] = []  # first frame and number of frames of each shot, or of a part of a long shot
@@ -279,7 +279,7 @@ class VideoShots:
     Attributes:
         cuts: First frame of every shot but the first, list<int32> [videos]; null if they are unknown.
         failures: Row of a video -> (failure code, message) of its last detection.
-        undetected: Rows of the videos whose shots have to be detected, ascending.
+        undetected: Rows of the videos whose shots have to be detected, in ascending order.
     """
 
     cuts: pa.ListArray
@@ -376,7 +376,7 @@ class ExtendedLayout:
     Attributes:
         table: Layout with schema LAYOUT; the original table if it had all spans.
         video_rows: Row in the manifest of the video of each row of `table`, int64; -1 if the manifest lacks it.
-        wanted: Rows of `table` with required spans, ascending, int64.
+        wanted: Rows of `table` with required spans, in ascending order, int64.
     """
 
     table: pa.Table

@@ -67,7 +67,7 @@ def _lock_root() -> Path:
         lock(folder, is_shared=True)
         if is_still_at(root, folder):
             break
-        os.close(folder)  # the sweeper has removed it meanwhile
+        os.close(folder)  # the sweeper has removed it in the meantime
     if is_first:
         command = [sys.executable, "-I", "-S", "-c", _SWEEPER, os.fspath(root)]
         null = subprocess.DEVNULL
@@ -109,7 +109,7 @@ def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -
 
 
 def _fetch(objects: Objects, key: str, path: Path, *, state: tuple[int, int], on_wait: Callable[[], None]) -> None:
-    """Fetch an object by ranges in parallel, and check that it has not changed meanwhile.
+    """Fetch an object by ranges in parallel, and check that it has not changed during the fetch.
 
     Raises:
         SourceFailure: source_changed.

@@ -1,4 +1,4 @@
-"""Making one shard of the `video` column in a worker, independent of machine and engine.
+"""Make one shard of the `video` column in a worker, independent of machine and engine.
 
 Spans whose encoder pass is unchanged are copied from stored tars; all others are encoded. Every chunk, new or copied,
 is read back and compared with the plan before it is written to the tar. A failed span is recorded in the commit and
@@ -77,7 +77,7 @@ class ShardTask:
 
     Attributes:
         old_commit: Previous commit of the shard, from which unchanged chunks are copied.
-        others: Further tars with chunks of these spans.
+        others: Other tars with chunks of these spans.
         captions_file: Table of captions in the manifest, or None if no video has captions.
         caption_groups: Row groups of that table with captions of the shard's videos.
         scratch_bytes: Limit of the copies of remote sources on a node; None for most of the free space.

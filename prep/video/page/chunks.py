@@ -54,7 +54,7 @@ class Chunks:
 
     Attributes:
         video_ids: Distinct ids of videos.
-        video: Video of each chunk, as an index of `video_ids`, ascending.
+        video: Video of each chunk, as an index of `video_ids`, in ascending order.
         start_ms, duration_s, size_bytes: Start of each chunk in its video, duration, and size of its MP4 file.
         split: Split of each chunk, as an index of `splits`.
         shard, row: Shard ID of each chunk, and row of the shard's index.
@@ -179,7 +179,7 @@ def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
 
 
 def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
-    """Return the rows of up to `num_chunks` chunks, ascending: evenly spaced in each split, small splits included.
+    """Return the rows of up to `num_chunks` chunks in ascending order: evenly spaced in each split, also in small ones.
 
     Half of them are divided evenly among the splits and the other half by size, so that a validation split of one
     percent is included.

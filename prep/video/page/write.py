@@ -1,4 +1,4 @@
-"""Writing the page of `prep inspect --html`: the choice of chunks, their clips, the pages, and the final report.
+"""Writer of the page of `prep inspect --html`: the choice of chunks, their clips, the pages, and the final report.
 
 Cards are read only for the chosen chunks, one page at a time.
 """
@@ -332,7 +332,7 @@ def _or_note(read: Callable[[], Any], notes: list[str]) -> Any:
 
 @dataclass(frozen=True)
 class Pages:
-    """The pages that belong together: page 1, `name`, beside the folder; further pages, and a list of all, in it.
+    """The pages that belong together: page 1, `name`, beside the folder; all other pages, and a list of all, in it.
 
     Attributes:
         folder: Address of the folder beside the first page.
