@@ -148,7 +148,7 @@ def is_unlikely(captions: pa.Table, *, min_likelihood: float) -> np.ndarray:
 def is_duplicate(captions: pa.Table) -> np.ndarray:
     """Return True for captions that repeat another caption of the same clip and source, bool[N].
 
-    Texts are compared without regard to case and white space. The most likely of equal captions is not a duplicate;
+    Texts are compared without regard to case and whitespace. The most likely of equal captions is not a duplicate;
     among equally likely captions, the first is not.
     """
     if not captions.num_rows:

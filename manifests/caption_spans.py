@@ -50,7 +50,7 @@ class SpanBlock:
     """Consecutive spans of complete videos; zero-copy views of the file.
 
     Attributes:
-        video: int32 [S], row of the video, ascending.
+        video: int32 [S], row of the video, in ascending order.
         begin_s, end_s: float64 [S].
         counts: int32 [S], number of captions of each span.
         source: int16 [C]; row: int32 [C], of captions.parquet; caption_id: int64 [C]; span by span.
@@ -136,7 +136,7 @@ class CaptionSpans:
         """Yield the spans in order.
 
         Args:
-            video_row: New row of each video, ascending; -1 to omit it. None keeps all videos as they are.
+            video_row: New row of each video, in ascending order; -1 to omit it. None keeps all videos as they are.
         """
         reader = pa.ipc.open_file(self._spans)
         for number in range(reader.num_record_batches):
@@ -179,7 +179,7 @@ def write_caption_spans(
         scratch_folder: Folder for files without a name, since the columns take 30 bytes per caption; None for memory.
 
     Raises:
-        ValueError: a caption refers to a video that is not in `video_ids`.
+        ValueError: A caption refers to a video that is not in `video_ids`.
     """
 
     def new_array(count: int, kind: Any) -> NDArray[Any]:
@@ -264,7 +264,7 @@ def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[N
     parts = [slice(begin, begin + _READ) for begin in range(0, len(video), _READ)]
     for part in parts:
         counts += np.bincount(video[part], minlength=num_videos)
-    batch_of_video = ((np.cumsum(counts) - counts) // _BATCH).astype(np.uint16)  # NumPy sorts 16 bits by radix
+    batch_of_video = ((np.cumsum(counts) - counts) // _BATCH).astype(np.uint16)  # NumPy sorts 16-bit integers by radix
     ends = np.cumsum(np.bincount(batch_of_video, weights=counts)).astype(np.int64)
     begins = np.r_[0, ends][:-1]
     order, filled = np.empty(len(video), np.int32), begins.copy()
@@ -307,10 +307,10 @@ class StoredCaptions(CaptionSpans):
 
 
 def open_stored_captions(data_dir: Path) -> StoredCaptions:
-    """Map the captions of the current manifest; they stay the same if another manifest is written meanwhile.
+    """Map the captions of the current manifest; they do not change if another manifest is written.
 
     Raises:
-        UserError: there is no manifest, or a file is missing or has another length.
+        UserError: There is no manifest, or a file is missing or has another length.
     """
 
     def read(manifest: dict[str, Any]) -> StoredCaptions:
@@ -325,7 +325,7 @@ def rows_of_split(data_dir: Path, split: str, *, video_ids: pa.Array) -> NDArray
     """Return the row of each video of the manifest in `video_ids`, the videos of a split; -1 for other videos.
 
     Raises:
-        UserError: these are not the videos of the split: another manifest was written meanwhile.
+        UserError: These are not the videos of the split: another manifest was written in the meantime.
     """
     videos = read_videos(data_dir, columns=["video_id", "split"])
     is_member = pc.equal(videos["split"], split)

@@ -1,12 +1,12 @@
-"""Tables of captions: the streaming writer of the manifest's table, digests of captions, and tables that models write.
+"""Caption tables: the streaming writer of captions.parquet, digests of captions, and tables of model-written captions.
 
-The writer merges the captions of one dataset with the captions of the others by ID. A digest for each video lets a plan
-detect changed captions.
+The writer merges the captions of one dataset with the captions of the other datasets by ID. A digest for each video
+lets a plan detect changed captions.
 
-`train caption-chunks` and `prep captions` write pseudo-captions: a Parquet file that `prep manifest captions` takes as
-a source of captions. Its schema metadata has a JSON object under METADATA_KEY: `kind`, `weights`, `weights_sha256`
-(null if unknown), `video_variant`, `settings`, and further facts that the writer knows. The source of a caption is
-`<name>@<8 hexadecimal digits>`; captions with other digits replace it.
+`train caption-chunks` and `prep captions` write pseudo-captions to a Parquet file, which `prep manifest captions` reads
+as a source of captions. The schema metadata of the file stores a JSON object under METADATA_KEY: `kind`, `weights`,
+`weights_sha256` (null if unknown), `video_variant`, `settings`, and other keys that depend on the writer. The source of
+a caption is `<name>@<8 hexadecimal digits>`; captions with the same name and different digits replace it.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ LABEL_PREFIX = "label_"
 _PLAIN_COLUMNS = frozenset({"caption_id", "begin_s", "end_s", "text", LIKELIHOOD.name})  # not dictionary-encoded
 # Row groups have a fixed size, so that equal tables give equal bytes.
 ROWS_PER_GROUP = 131_072
-# Function that selects captions by the columns caption_id, video_id and source (dictionary-encoded): bool, one per row.
+# Function that takes the columns caption_id, video_id and source (dictionary-encoded) and returns a bool mask of rows.
 Selection = Callable[[pa.Table], np.ndarray]
 
 
@@ -38,11 +38,11 @@ class CaptionChange:
     """The change that a write makes to the captions of a manifest.
 
     Attributes:
-        added: Captions in the form of `write_manifest`.
+        added: New captions, in the format that `write_manifest` takes.
         ids: IDs of `added`, int64[N].
         next_id: First ID that was never used.
-        keep: Selection of the previous captions that stay; None if none do.
-        keep_labels: Keep the label columns of the previous captions.
+        keep: Selection of the previous captions to keep; None to keep none.
+        keep_labels: True to keep the label columns of the previous captions.
     """
 
     added: pa.Table
@@ -55,13 +55,13 @@ class CaptionChange:
 def write_caption_table(
     path: Path, change: CaptionChange, *, old_path: Path | None, metadata: dict[bytes, bytes]
 ) -> None:
-    """Publish `path`: the captions in `old_path` that stay, and the captions that are added, ordered by ID.
+    """Publish the kept captions of `old_path` and the added captions as `path`, ordered by ID.
 
     Args:
         old_path: Previous table; None if there is none.
 
     Raises:
-        UserError: a label column already exists with another type.
+        UserError: A label column already exists with another type.
     """
     captions, keep = change.added, change.keep
     kept: Iterator[pa.Table] = iter(())
@@ -86,7 +86,7 @@ def write_caption_table(
 
 
 def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
-    """Take the rows int64[N >= 1] of a table, in this order and as one chunk.
+    """Take rows (int64[N], N >= 1) of a table in the given order, and return them as one chunk.
 
     Arrow's own `take` concatenates all chunks of a string column on each call; this concatenates only the chunks that
     contain the rows.
@@ -99,10 +99,10 @@ def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
 
 
 def kept_batches(path: Path, keep: Selection, *, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """Iterate over the captions in a table that `keep` selects, in batches that are not empty.
+    """Yield the captions of a table that `keep` selects, in non-empty batches.
 
     Args:
-        columns: Columns to read, among them caption_id, video_id and source; by default all.
+        columns: Columns to read, including caption_id, video_id and source. Default: all columns.
     """
     with pq.ParquetFile(path, read_dictionary=["video_id", "source"], pre_buffer=False) as file:
         for batch in file.iter_batches(batch_size=ROWS_PER_GROUP, columns=columns):
@@ -113,9 +113,9 @@ def kept_batches(path: Path, keep: Selection, *, columns: list[str] | None = Non
 
 
 def caption_blocks(captions: pa.Table | pq.ParquetFile, columns: Sequence[str], *, num_rows: int) -> Iterator[pa.Table]:
-    """Yield some columns of all captions in order, at least `num_rows` at a time except for the last block.
+    """Yield `columns` of all captions in order, in blocks of at least `num_rows` rows except for the last one.
 
-    A block of a file consists of row groups. Dictionaries are unified in each block.
+    Blocks of a file consist of complete row groups. Dictionaries are unified in each block.
     """
     if isinstance(captions, pa.Table):
         for begin in range(0, captions.num_rows, num_rows):
@@ -137,7 +137,7 @@ def _has_likelihood(captions: pa.Table) -> bool:
 
 
 def _stored_schema(old_path: Path | None, new: pa.Schema, *, has_likelihood: bool) -> pa.Schema:
-    """Return the schema of the file: CAPTIONS, likelihood if any, the labels of both tables; with plain strings.
+    """Return the schema of the output file: CAPTIONS, LIKELIHOOD if needed, and all labels, without dictionaries.
 
     Args:
         old_path: Previous table, if its labels are kept.
@@ -164,7 +164,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 def _merge_rows(
     kept: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, schema: pa.Schema
 ) -> Iterator[pa.Table]:
-    """Yield the kept captions with the new ones among them, by ID, in tables of the schema."""
+    """Merge the kept and the new captions by ID, and yield them in tables with the given schema."""
     order = np.argsort(ids)
     ids_in_order = ids[order]
     done = 0
@@ -217,13 +217,13 @@ _ROWS_AT_ONCE = 131_072
 def captions_sha256(
     captions: pa.Table, *, caption_ids: np.ndarray, video_rows: np.ndarray, num_videos: int
 ) -> list[str]:
-    """Compute a digest of each video's captions, ordered by begin, end and ID: IDs, times, texts, sources and labels.
+    """Compute a digest of each video's captions (IDs, times, texts, sources, labels), sorted by begin, end and ID.
 
-    Likelihoods count for videos that have any. The digest of other videos does not depend on the column.
+    Likelihoods are included for videos that have at least one. The digests of other videos do not depend on them.
 
     Args:
-        captions: Columns after caption_id, N rows.
-        caption_ids: int64[N].
+        captions: All caption columns except caption_id, N rows.
+        caption_ids: ID of each caption, int64[N].
         video_rows: int[N], index of each caption's video, in [0, num_videos).
 
     Returns:
@@ -256,7 +256,7 @@ def captions_sha256(
 
 
 class TextDigest:
-    """SHA-256 of a sequence of texts, however it is divided into blocks; different sequences have different digests."""
+    """SHA-256 of a sequence of texts, independent of its division into blocks; distinct sequences differ in digest."""
 
     def __init__(self) -> None:
         self._lengths, self._bytes = hashlib.sha256(), hashlib.sha256()
@@ -287,7 +287,7 @@ def _windows(bounds: np.ndarray) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Stream:
-    """Bytes in row order: rows a..b are data[offsets[a]:offsets[b]], or have a fixed number of bytes each."""
+    """Bytes of rows, in order. Rows a to b are data[offsets[a]:offsets[b]], or each row has `row_bytes` bytes."""
 
     data: memoryview
     offsets: np.ndarray | None = None
@@ -305,7 +305,7 @@ class _Stream:
 
 
 def _streams(array: pa.Array) -> list[_Stream]:
-    """Return the content of a column as streams, lengths before bytes, so that different contents differ."""
+    """Return a column as streams, lengths before bytes, so that different columns have different streams."""
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
     streams = []
@@ -338,13 +338,13 @@ SCHEMA = pa.schema(
         ("text", pa.string()),
         ("source", pa.string()),
         ("likelihood", pa.float32()),
-        ("sample", pa.int16()),  # number of the caption among the captions of its clip
+        ("sample", pa.int16()),  # index of the caption among the captions of its clip
     ]
 )
 
 
 def write_pseudo_captions(path: Path, tables: Iterable[pa.Table], *, record: Mapping[str, Any]) -> None:
-    """Publish `tables` (SCHEMA), one row group or more for each, with the metadata `record`."""
+    """Publish `tables` (SCHEMA) as `path`, with one or more row groups per table and the metadata `record`."""
     schema = SCHEMA.with_metadata({METADATA_KEY: json.dumps(record, sort_keys=True).encode()})
     with publish_atomically(path) as temporary, pq.ParquetWriter(temporary, schema, write_page_checksum=True) as writer:
         for rows in tables:

@@ -97,7 +97,7 @@ class UserErrors(UserError):
 
 
 class Inaccessible(ClipmillError):
-    """A file of a bucket cannot be read now, which says nothing about its content.
+    """A file in a bucket cannot be read now, which says nothing about its content.
 
     It is not an OSError, so that code that takes an OSError for a damaged or missing file does not catch it.
 

@@ -1,4 +1,4 @@
-"""Values in messages and pages: sizes, durations, rates, counts, and untrusted texts; parsing of sizes in flags."""
+"""Formatting of values in messages (sizes, durations, rates, counts, untrusted text), and parsing of sizes in flags."""
 
 import math
 import re
@@ -22,7 +22,7 @@ def short_number(value: float) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    """Format a number of bytes with a suitable unit of powers of 1000: 999 bytes, 12.3 MB, 100 GB."""
+    """Format a number of bytes with a suitable decimal unit: 999 bytes, 12.3 MB, 100 GB."""
     power = 0
     while size_bytes >= 999.5 and power < len(_SIZE_UNITS) - 1:
         size_bytes, power = size_bytes / 1000, power + 1
@@ -37,7 +37,7 @@ def duration_text(seconds: float) -> str:
 
 
 def range_text(low: str, high: str) -> str:
-    """Return a range of two texts with units in words; the unit once if both have the same."""
+    """Format a range of two formatted values, with a shared unit only once: 2 to 3 s, 50 s to 2.0 min."""
     if low == high:
         return low
     number, unit = low.split(" ")
@@ -63,15 +63,15 @@ def rate_text(per_s: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Format a fraction in percent; a dash for None."""
+    """Format a fraction as a percentage; return a dash for None."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def parse_size(text: str, *, flag: str) -> int:
-    """Return the bytes of a size such as 100GB or 1.5TB (units of 1000).
+    """Parse a size such as 100GB or 1.5TB (units of 1000) to bytes.
 
     Raises:
-        UserError: the text is not a size above 0 with a unit.
+        UserError: The text is not a size above 0 with a unit.
     """
     match = _SIZE.fullmatch(text.strip())
     size_bytes = 0 if match is None else int(Fraction(match[1]) * 1000 ** " kmgtp".index((match[2] or " ").lower()))
@@ -83,13 +83,13 @@ def parse_size(text: str, *, flag: str) -> int:
 
 
 def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
-    """Return the seconds of a length such as 15s or 500ms, exact.
+    """Parse a length such as 15s or 500ms to exact seconds.
 
     Args:
-        also: Further values that the flag takes, for the hint, such as ", or 81f for frames".
+        also: Other values that the flag accepts, appended to the hint, such as ", or 81f for frames".
 
     Raises:
-        UserError: the text is not a length above 0 with a unit.
+        UserError: The text is not a length above 0 with a unit.
     """
     match = _LENGTH.fullmatch(text)
     if match is None or Fraction(match["number"]) == 0:
@@ -100,10 +100,10 @@ def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
 
 
 def parse_bitrate(text: str, *, flag: str) -> int:
-    """Return the bits per second of a bitrate such as 800k, 0.8M or 2M, as ffmpeg reads it.
+    """Parse a bitrate such as 800k, 0.8M or 2M to bits per second, with the same suffixes as ffmpeg.
 
     Raises:
-        UserError: the text is not a bitrate, has no unit, or is not an integral number of bits per second.
+        UserError: The text is not a bitrate, has no unit, or is not an integral number of bits per second.
     """
     if text.isdecimal() and int(text):
         likely = f"{int(text) // 1000}k" if int(text) >= 10_000 else f"{int(text)}k"
@@ -118,7 +118,7 @@ def parse_bitrate(text: str, *, flag: str) -> int:
 
 
 def bitrate_text(bits_per_s: int) -> str:
-    """Return the canonical form of a bitrate: integral megabits as 2M, others in kilobits, as 800k or 1.5k."""
+    """Format a bitrate in canonical form: 2M for integral megabits; otherwise in kilobits, such as 800k or 1.5k."""
     if bits_per_s % 10**6 == 0:
         return f"{bits_per_s // 10**6}M"
     return f"{bits_per_s // 1000}{f'.{bits_per_s % 1000:03d}'.rstrip('.0')}k"
@@ -130,8 +130,8 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = MAX_VALUE_CHARS
 
 
-# Control characters except white space, line separators, surrogates, and overrides of the writing direction. The
-# joiners of emoji and the marks of right-to-left scripts are parts of texts.
+# Control characters other than whitespace, plus line separators, surrogates and bidirectional overrides. Emoji joiners
+# and right-to-left marks are not included, because valid text contains them.
 _HIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -143,7 +143,7 @@ def count_noun(number: int, noun: str, plural: str = "") -> str:
 def quote_value(value: object) -> str:
     """Return `repr(value)`, shortened to about 80 characters, for any value from a JSON file or a pickle.
 
-    Unlike `repr` it neither recurses without limit nor fails on an integer of thousands of digits.
+    Unlike `repr`, it limits recursion and does not fail on an integer with thousands of digits.
     """
     try:
         return f"{_repr.repr(value):.{MAX_VALUE_CHARS}}"
@@ -152,12 +152,12 @@ def quote_value(value: object) -> str:
 
 
 def escape_invisible(text: str) -> str:
-    """Return a text or a page with invisible and misleading characters as escapes."""
+    """Escape the invisible and misleading characters in a text or a page."""
     return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def on_one_line(text: str, *, max_chars: int = MAX_LINE_CHARS) -> str:
-    """Format `text` for a terminal: collapse white space, escape unprintable characters, and truncate."""
+    """Format `text` for a terminal: collapse whitespace, escape unprintable characters, and truncate."""
     flat = " ".join(text[: 4 * max_chars].split())
     # An unprintable character may move the cursor, change colors or reverse the writing direction.
     escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in flat)

@@ -1,8 +1,8 @@
 """Further sources of captions, which `prep manifest captions` adds to videos of any dataset.
 
 A source has a record in manifest.json: the kind of its table, the number of its captions, and the metadata of the
-models that wrote them. No dataset has captions with the name of a further source, so that the source of a caption tells
-where the caption belongs.
+models that wrote them. The datasets of the manifest never use the name of a further source. The source of a caption
+therefore shows whether it belongs to a dataset or to a further source.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.previous import PreviousManifest, rows_of
 from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD, OWN_DIGEST
 
-# Names that `--captions.sources` can give: its syntax uses `=`, `,` and shell patterns.
+# Characters allowed in source names: the syntax of `--captions.sources` uses `=`, `,` and shell patterns.
 SOURCE_CHARS = "letters, digits, '.', '-' and '_'"
 _NAME = re.compile(r"[\w.-]+")
 _VERSION = re.compile(r"(?P<name>.+)@[0-9a-f]{8}", re.DOTALL)
@@ -36,19 +36,19 @@ def source_name(source: str) -> str:
 
 
 def is_source_name(source: str) -> bool:
-    """Return True if captions can be added under this name, which must not have a version of a model."""
+    """Return True if captions can be added under this name. A name with a model version is not allowed."""
     return _NAME.fullmatch(source) is not None
 
 
 def source_fault(source: str) -> str | None:
-    """Return why captions cannot have a source, which may have the version of a model; None if they can."""
+    """Return the reason why a source is invalid, with or without a model version; None if it is valid."""
     if is_source_name(source_name(source)):
         return None
     return f"source is {quote_value(source)}, expected {SOURCE_CHARS}"
 
 
 def of_sources(names: Iterable[str]) -> Selection:
-    """Select the captions of some sources."""
+    """Select the captions whose source is in `names`."""
     values = pa.chunked_array([pa.array(list(names), pa.string())])
     return lambda table: rows_of(table["source"], values) >= 0
 
@@ -68,7 +68,7 @@ def require_own_sources(captions: pa.Table, further: Mapping[str, Any], *, datas
     for name in names:
         if name in further:
             raise UserError(
-                f"dataset {dataset} has captions with the source {name!r}, but that is the name of captions added by "
+                f"dataset {dataset} has captions with the source {name!r}, which is the name of captions added by "
                 "`prep manifest captions`",
                 hint="rename the source in the annotations, or use a separate data folder (--data)",
             )
@@ -101,38 +101,38 @@ class FurtherCaptions:
         return self.captions.num_rows
 
     def of_videos(self, video_ids: pa.ChunkedArray) -> "FurtherCaptions":
-        """Return the captions of some videos."""
+        """Return the captions of the given videos."""
         if not len(self):
             return self
         return self._select_rows(rows_of(self.captions["video_id"], video_ids) >= 0)
 
     def without(self, sources: Iterable[str]) -> "FurtherCaptions":
-        """Return the captions of all other sources."""
+        """Return these captions without the captions of `sources`."""
         return self._select_rows(~of_sources(sources)(self.captions)) if len(self) else self
 
     def with_source(self, captions: pa.Table, *, ids: np.ndarray, records: Mapping[str, Any]) -> "FurtherCaptions":
-        """Return these captions and new captions, which are given without IDs."""
+        """Return these captions with new captions appended; `ids` has the IDs of the new captions."""
         fresh = _in_schema(captions.append_column("caption_id", pa.array(ids)))
         joined = pa.concat_tables([self.captions, fresh]).unify_dictionaries()
         return FurtherCaptions(joined, {**self.records, **records})
 
     def stored_records(self) -> dict[str, Any]:
-        """Return the records of sources with captions for manifest.json, with the number of captions."""
+        """Return the manifest.json records of the sources that have captions, with the number of captions of each."""
         counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(self.captions["source"]).to_pylist()}
         return {
             name: {**record, "num_captions": counts[name]} for name, record in self.records.items() if name in counts
         }
 
     def select(self, table: pa.Table) -> np.ndarray:
-        """Select these captions, at least one, by ID (a Selection)."""
+        """Return a mask of the rows of `table` that have an ID of these captions, which must not be empty."""
         ids, table_ids = self.captions["caption_id"].to_numpy(), table["caption_id"].to_numpy()
         return np.asarray(ids[np.minimum(np.searchsorted(ids, table_ids), len(ids) - 1)] == table_ids)
 
     def added_to(self, videos: pa.Table) -> pa.Table:
-        """Return a table of videos that counts these captions as well.
+        """Return `videos` with these captions included in its counts and digests.
 
         Args:
-            videos: Table of schema.VIDEOS and schema.OWN_DIGEST that counts the captions of datasets.
+            videos: Table of schema.VIDEOS and schema.OWN_DIGEST whose counts include only the captions of datasets.
         """
         if not len(self):
             return videos

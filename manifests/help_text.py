@@ -293,7 +293,7 @@ def check_values(_app: Any, _names: tuple[str, ...], arguments: Iterable[Any]) -
         arguments: Argument collection of cyclopts, with values from flags and configuration files.
 
     Raises:
-        UserError: an integer flag has a fraction, which would be rounded; a flag for local paths has an address, which
+        UserError: An integer flag has a fraction, which would be rounded; a flag for local paths has an address, which
             `Path` would turn into a local folder such as `s3:`; or the name of a group has a value, which the group's
             first flag would take.
     """

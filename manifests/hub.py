@@ -22,7 +22,7 @@ def hub_if_reachable() -> Iterator[None]:
     """Context manager of a download: if the name of the Hub cannot be resolved, only its cache is used.
 
     Raises:
-        ConnectionError: the name cannot be resolved, and the cache does not have the files.
+        ConnectionError: The name cannot be resolved, and the cache does not have the files.
     """
     host = urlsplit(os.environ.get("HF_ENDPOINT") or _ENDPOINT).hostname or ""
     # If there is a proxy, it resolves the names.

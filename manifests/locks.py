@@ -94,7 +94,7 @@ class FileLock:
             is_shared: Let others hold the lock too, if they share it.
 
         Raises:
-            UserError: the folder is not writable, or its file system has no locks.
+            UserError: The folder is not writable, or its file system has no locks.
         """
         file_lock = cls._open(path)
         return file_lock if file_lock._acquire(is_shared=is_shared, waits=False) else None
@@ -104,7 +104,7 @@ class FileLock:
         """Return the lock as soon as it is free; `on_wait` is called if that takes long.
 
         Raises:
-            UserError: see `take`.
+            UserError: See `take`.
         """
         for _ in range(_NUM_TRIES):
             if (file_lock := cls.take(path)) is not None:
@@ -181,8 +181,8 @@ def open_private(folder: Path) -> int:
     """Create a private folder if it is missing, and return a descriptor of it, which can be locked.
 
     Raises:
-        PermissionError: the path is a link or a file, or others have rights in the folder.
-        OSError: the folder cannot be created.
+        PermissionError: The path is a link or a file, or others have rights in the folder.
+        OSError: The folder cannot be created.
     """
     while True:
         with suppress(FileExistsError):

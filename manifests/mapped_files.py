@@ -63,7 +63,7 @@ def map_arrow_file(path: Path) -> Any:
     """Map an Arrow file read-only; an access to a lost page ends the process with the name of the file.
 
     Raises:
-        OSError: the file cannot be mapped.
+        OSError: The file cannot be mapped.
     """
     report_lost_pages()
     return pa.memory_map(str(path))
@@ -76,7 +76,7 @@ def map_descriptor(descriptor: int, size: int) -> memoryview:
     may have more files than a process may have open. A lock of the open file is kept by the map.
 
     Raises:
-        OSError: the file cannot be mapped.
+        OSError: The file cannot be mapped.
     """
     report_lost_pages()
     address = _unlocked.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
@@ -92,7 +92,7 @@ def read_ahead(content: memoryview) -> None:
     """Read a part of a map into memory, without the interpreter lock.
 
     Raises:
-        OSError: the disk fails, or the file ends earlier. Kernels before Linux 5.14 do not report it.
+        OSError: The disk fails, or the file ends earlier. Kernels before Linux 5.14 do not report it.
     """
     address = int(np.frombuffer(content, np.uint8).ctypes.data)
     begin = address - address % mmap.PAGESIZE
@@ -128,7 +128,7 @@ def _on_bus_error(_number: int, info: int, _context: int) -> None:
     name = on_one_line(path, max_chars=_MAX_PATH_CHARS)
     text = (
         f"failed: {name} became unreadable while in use: another program truncated it, or its disk failed or is full\n"
-        "hint: prep verify lists all damage; replace files of a data folder by new ones, do not change them in place\n"
+        "hint: prep verify lists all damage; replace a data folder's files with new ones, do not change them in place\n"
     )
     with suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))

@@ -35,7 +35,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
         group: Group of the entry points.
         kind: Class of the parts, whose `name` equals the name of the entry point.
         builtin: Parts of clipmill, or their import paths `package.module:NAME`.
-        taken: Further names that no part can have, such as other commands.
+        taken: Additional names that no part can have, such as other commands.
         form: Pattern of names, by default words of lower-case letters and digits that are joined by `-`.
         fault: Function that returns the fault of a part of another package; empty if it has none.
     """
@@ -68,8 +68,8 @@ class Parts(Mapping[str, Part], Generic[Part]):
         """Import a part.
 
         Raises:
-            KeyError: there is no part with that name.
-            UnusablePart: the package that declares it cannot be imported, or declares something else.
+            KeyError: There is no part with that name.
+            UnusablePart: The package that declares it cannot be imported, or declares something else.
         """
         if name in self._builtin:
             place = self._builtin[name]

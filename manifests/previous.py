@@ -196,7 +196,7 @@ def num_other_splits(old: pa.Table, new: pa.Table) -> int:
 
 
 def replace_dataset(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
-    """Replace the videos of `dataset` in `old` by `new`: known videos keep their rows, others are appended."""
+    """Replace the videos of `dataset` in `old` with `new`: known videos keep their rows, others are appended."""
     position = pc.index_in(new["video_id"], value_set=old["video_id"].combine_chunks()).to_numpy(zero_copy_only=False)
     position = np.where(np.isnan(position.astype(float)), old.num_rows + np.arange(new.num_rows), position)
     is_other = pc.not_equal(old["dataset"], dataset)

@@ -75,7 +75,7 @@ def remove_all(paths: Sequence[Path]) -> None:
     """Remove files of one folder or of its subfolders, if they exist, in any order; in a bucket with few requests.
 
     Raises:
-        OSError: a file cannot be removed; then others may be left.
+        OSError: A file cannot be removed; then others may be left.
     """
     if paths and (mirror := mirror_of(paths[0])) is not None:
         mirror.remove(*paths)
@@ -109,7 +109,7 @@ def read_record(path: Path) -> bytes:
     """Read a small file.
 
     Raises:
-        OSError: the file cannot be read, or is not a regular file: reading a pipe might block for ever.
+        OSError: The file cannot be read, or is not a regular file: reading a pipe might block for ever.
     """
     with naming(path), open(path, "rb", opener=_open_regular) as file:
         return file.read()
@@ -153,7 +153,7 @@ def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda targe
         of: Predicate on the final name that selects the files of these writers.
 
     Raises:
-        OSError: a file cannot be removed.
+        OSError: A file cannot be removed.
     """
     for path in temporaries_in(folder, of=of):
         remove(path)
@@ -201,7 +201,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse a JSON document.
 
     Raises:
-        ValueError: the text is not JSON, not valid UTF-8, or nested too deeply for the parser.
+        ValueError: The text is not JSON, not valid UTF-8, or nested too deeply for the parser.
     """
     try:
         return json.loads(text)
@@ -210,7 +210,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def record_sha256(record: dict[str, Any]) -> str:
-    """Compute the SHA-256 (hex) of the canonical JSON of `record`, independent of white space and key order."""
+    """Compute the SHA-256 (hex) of the canonical JSON of `record`, independent of whitespace and key order."""
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -224,7 +224,7 @@ def read_checked_json(path: Path) -> dict[str, Any]:
     """Read the record at `path` and remove its checksum.
 
     Raises:
-        OSError: the file cannot be read; the exception has the file name.
+        OSError: The file cannot be read; the exception has the file name.
         ValueError: `path` is a folder, the content is not a JSON object, or its checksum is missing or does not match.
     """
     try:

@@ -2,8 +2,8 @@
 
     videos.parquet     one row per video; the order of rows never changes, new videos are appended
     captions.parquet   one row per caption, ordered by caption_id; IDs are dense from 0 and never reassigned
-    rejected.parquet   one row for each unusable input row, with the reason; rejected.csv has the same rows for people,
-                       whose `entry` counts from 1
+    rejected.parquet   one row for each unusable input row, with the reason; rejected.csv has them in a human-readable
+                       form, and its `entry` counts from 1
     caption_spans*     derived from large tables (clipmill.manifests.caption_spans)
     manifest.json      format version, size and SHA-256 of each table, and its own; counts, and rejected rows by
                        reason, for each dataset in the manifest; further sources of captions

@@ -1,9 +1,9 @@
-"""Reading the manifest of a data folder: which table files are current, and their checksums.
+"""Manifest reader for a data folder: it finds the current table files and verifies their checksums.
 
-clipmill.manifests.schema defines the tables, clipmill.manifests.write writes them. A write replaces one dataset and
-keeps the others. The result depends only on the given rows and the last complete manifest: remains of an interrupted
+clipmill.manifests.schema defines the tables, and clipmill.manifests.write writes them. A write replaces one dataset and
+keeps the others. The result depends only on the given rows and the last complete manifest: files left by an interrupted
 write are never read. The new tables are staged beside the old ones; publishing manifest.json makes them valid. Each
-table carries the fingerprint of the manifest.
+table stores the fingerprint of the manifest.
 """
 
 import errno
@@ -49,7 +49,7 @@ def read_videos(data_dir: Path, *, columns: Sequence[str] = VIDEOS.names) -> pa.
     """Read the videos: columns of schema.VIDEOS.
 
     Raises:
-        UserError: there is no manifest, a write of it was interrupted, or it has too many videos.
+        UserError: The manifest is missing, its last write was interrupted, or it has too many videos.
     """
     videos = _read(data_dir, VIDEOS_FILE, VIDEOS, columns=columns)
     require_numbers(manifest_dir(data_dir) / VIDEOS_FILE, num_rows=len(videos), videos=videos)
@@ -57,12 +57,12 @@ def read_videos(data_dir: Path, *, columns: Sequence[str] = VIDEOS.names) -> pa.
 
 
 def read_captions(data_dir: Path) -> pa.Table:
-    """Read the captions: schema.CAPTIONS, schema.LIKELIHOOD if any caption has one, and label_ columns.
+    """Read the captions table: schema.CAPTIONS, schema.LIKELIHOOD if any caption has a likelihood, label_ columns.
 
     Dictionaries are unified across chunks.
 
     Raises:
-        UserError: see `read_videos`.
+        UserError: See `read_videos`.
     """
     return _read(data_dir, CAPTIONS_FILE, CAPTIONS, coded=_CODED)
 
@@ -70,27 +70,27 @@ def read_captions(data_dir: Path) -> pa.Table:
 def open_captions(data_dir: Path, *, coded: Sequence[str] = ()) -> pq.ParquetFile:
     """Open the captions for reading by row group. The caller closes the file.
 
-    The open table stays unchanged if a new manifest is written meanwhile.
+    The open table does not change if a new manifest is written in the meantime.
 
     Args:
         coded: Columns to read as dictionaries.
 
     Raises:
-        UserError: see `read_videos`.
+        UserError: See `read_videos`.
     """
     return read_consistently(data_dir, lambda manifest: _open(data_dir, CAPTIONS_FILE, CAPTIONS, manifest, coded))
 
 
 def open_videos(data_dir: Path) -> pq.ParquetFile:
-    """Open the videos, like `open_captions`."""
+    """Open the videos table for reading by row group. The caller closes the file. See `open_captions`."""
     return read_consistently(data_dir, lambda manifest: _open(data_dir, VIDEOS_FILE, VIDEOS, manifest))
 
 
 def captions_path(data_dir: Path) -> Path:
-    """Return the path of the captions after verifying the checksum. It stays valid until a manifest is written.
+    """Return the path of the captions after verifying the checksum. The path is valid until the next manifest write.
 
     Raises:
-        UserError: see `read_videos`.
+        UserError: See `read_videos`.
     """
     return read_consistently(
         data_dir, lambda manifest: table_path(manifest_dir(data_dir), CAPTIONS_FILE, manifest=manifest)
@@ -98,10 +98,10 @@ def captions_path(data_dir: Path) -> Path:
 
 
 def read_rejected_rows(data_dir: Path) -> pa.Table:
-    """Read the rejected rows, schema.REJECTED.
+    """Read the table of rejected rows (schema.REJECTED).
 
     Raises:
-        UserError: see `read_videos`.
+        UserError: See `read_videos`.
     """
     return _read(data_dir, REJECTED_FILE, REJECTED)
 
@@ -110,7 +110,7 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
     """Read the content of manifest.json.
 
     Raises:
-        UserError: there is no manifest, or it uses another format.
+        UserError: There is no manifest, or it uses another format.
     """
     path = manifest_dir(data_dir) / MANIFEST_FILE
     try:
@@ -137,16 +137,16 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
 
 
 def num_captions_of(data_dir: Path) -> int:
-    """Return the number of captions of datasets according to the manifest's entries, without further sources."""
+    """Return the number of dataset captions recorded in the manifest, excluding the captions of further sources."""
     return sum(int(entry.get("num_captions", 0)) for entry in read_manifest(data_dir).get("datasets", {}).values())
 
 
 def known_files(data_dir: Path, dataset: str) -> dict[str, str]:
-    """Return source_id -> file name, without folders, of the videos of `dataset`; empty if no manifest can be read."""
+    """Map the source ID of each video in `dataset` to its file name; empty if the manifest cannot be read."""
     try:
         videos = read_videos(data_dir)
     except UserError:
-        return {}  # missing or damaged, which the write handles
+        return {}  # the next write handles a missing or damaged manifest
     videos = videos.filter(pc.equal(videos["dataset"], dataset))
     names = (path.rpartition("/")[2] for path in videos["path"].to_pylist())
     return dict(zip(videos["source_id"].to_pylist(), names, strict=True))
@@ -164,7 +164,7 @@ def _read(
 
     def read(manifest: dict[str, Any]) -> pa.Table:
         with _open(data_dir, name, schema, manifest, coded) as file:
-            table = file.read(columns=columns)  # one chunk per row group, while `read_table` returns many
+            table = file.read(columns=columns)  # returns one chunk per row group; `read_table` returns several
         return table if columns is None else table.select(columns)
 
     return read_consistently(data_dir, read).replace_schema_metadata().unify_dictionaries()
@@ -191,7 +191,7 @@ def _open(
 
 
 def read_consistently(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """Return `read(content of manifest.json)`, retried in case another manifest was published meanwhile."""
+    """Call `read` on the content of manifest.json; retry in case a new manifest was published in the meantime."""
     for is_last in (False, False, True):
         manifest = read_manifest(data_dir)
         try:
@@ -208,17 +208,15 @@ def read_consistently(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _
 VIDEOS_FILE = "videos.parquet"
 CAPTIONS_FILE = "captions.parquet"
 REJECTED_FILE = "rejected.parquet"
-REJECTED_LIST = "rejected.csv"  # the same rows for people; nothing reads it
+REJECTED_LIST = "rejected.csv"  # human-readable copy of the rejected rows; no code reads it
 TABLE_FILES = (CAPTIONS_FILE, REJECTED_FILE, VIDEOS_FILE)
 SPANS_FILE, TEXTS_FILE = "caption_spans.arrow", "caption_texts.arrow"
 MAPPED_FILES = (SPANS_FILE, TEXTS_FILE)  # derived from the tables (clipmill.manifests.caption_spans)
 FINGERPRINT_KEY = b"clipmill_manifest"  # in the metadata of each table: the fingerprint of the write that created it
 _STAGED = re.compile(r"(captions|rejected|videos)-[0-9a-f]{16}\.parquet|caption_(spans|texts)-[0-9a-f]{16}\.arrow")
-_TOO_LARGE = "divide the videos among several data folders, which `train` takes together: --shards A --shards B"
-MAX_ROWS = MAX_TEXT_BYTES = 2**31 - 1  # of a table, of the texts of a column: row numbers and offsets have 32 bits
-REPAIR_HINT = (
-    "run the `prep manifest` command of the dataset again; it rewrites the tables, or reports why that is impossible"
-)
+_TOO_LARGE = "split the videos across several data folders, and pass all of them to `train`: --shards A --shards B"
+MAX_ROWS = MAX_TEXT_BYTES = 2**31 - 1  # rows per table, text bytes per column: row numbers and offsets are 32-bit
+REPAIR_HINT = "run the dataset's `prep manifest` command again; it rewrites the tables, or reports why it cannot"
 
 
 class DamagedManifest(UserError):
@@ -235,13 +233,13 @@ def is_table_file(name: str) -> bool:
 
 
 def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None) -> None:
-    """Reject a table that is too large for row numbers and offsets of 32 bits.
+    """Reject a table that is too large for 32-bit row numbers and offsets.
 
     Args:
-        videos: The table of videos, if it is that table: its columns are also used as single arrays.
+        videos: Videos table, if `path` is that table. Its text columns are also checked, as each becomes one array.
 
     Raises:
-        UserError: the table has too many rows, or too long texts.
+        UserError: The table has too many rows, or a text column has too many bytes.
     """
     if num_rows > MAX_ROWS:
         raise UserError(f"{path} would have {num_rows:,} rows, but at most {MAX_ROWS:,} are supported", hint=_TOO_LARGE)
@@ -256,7 +254,7 @@ def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None
 
 
 def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:
-    """Return the path of table `name` of the write `fingerprint` before it is renamed to its plain name."""
+    """Return the staged path of table `name`, which the write `fingerprint` later renames to its final name."""
     path = folder / name
     return path.with_name(f"{path.stem}-{fingerprint[:16]}{path.suffix}")
 
@@ -264,7 +262,8 @@ def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:
 def describe(path: Path) -> dict[str, Any]:
     """Return the entry of a table's file in manifest.json.
 
-    Mapped files have a CRC-32, a third of the cost of SHA-256: opening tens of millions of captions computes it.
+    Mapped files use CRC-32, which costs a third of SHA-256: it is computed whenever the captions are opened, and there
+    may be tens of millions of them.
     """
     size_bytes = path.stat().st_size
     if path.suffix == ".arrow":
@@ -275,7 +274,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def promote(folder: Path, *, fingerprint: str) -> None:
-    """Rename the staged tables of a write to their plain names, and remove the staged tables of killed writes."""
+    """Rename the staged tables of a write to their final names, and remove tables staged by interrupted writes."""
     for name in (*TABLE_FILES, *MAPPED_FILES):
         rename(staged_path(folder, name, fingerprint=fingerprint), folder / name)
     for path in folder.iterdir():
@@ -291,20 +290,20 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_chec
         has_checksum: False to verify only the size.
 
     Raises:
-        DamagedManifest: the file is missing, or is not the file that `manifest` records.
-        OSError: the file cannot be read.
+        DamagedManifest: The file is missing, or is not the file that `manifest` records.
+        OSError: The file cannot be read.
     """
     # Check the staged name first: a file is renamed from it to the plain name, never back.
     staged = staged_path(folder, name, fingerprint=manifest["fingerprint"])
     path = staged if staged.exists() else folder / name
     recorded = manifest.get("tables", {}).get(name)
     if recorded is None:
-        raise DamagedManifest(folder / "manifest.json", f"it has no checksum of {name}")
+        raise DamagedManifest(folder / "manifest.json", f"it has no checksum for {name}")
     try:
         require_regular(path, path=path)
         size_bytes = path.stat().st_size
         if size_bytes != recorded["bytes"]:
-            raise DamagedManifest(path, f"it has {size_bytes} bytes, but {recorded['bytes']} in manifest.json")
+            raise DamagedManifest(path, f"it has {size_bytes} bytes, but manifest.json records {recorded['bytes']}")
         if has_checksum and describe(path) != recorded:
             raise DamagedManifest(path, "its checksum does not match manifest.json")
     except FileNotFoundError as error:
@@ -313,7 +312,7 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_chec
 
 
 def check_data_dir(data_dir: Path, *, videos: "Place | None" = None) -> None:
-    """Reject a data folder that would mix with the program's source or with the source videos.
+    """Reject a data folder that is inside the source code of clipmill, or is the folder of the videos.
 
     Raises:
         UserError: `data_dir` is a file, is the folder of clipmill's packages, is inside one of them, or is the folder
@@ -327,7 +326,7 @@ def check_data_dir(data_dir: Path, *, videos: "Place | None" = None) -> None:
     resolved = resolved_folder(data_dir)
     if resolved.exists() and not resolved.is_dir():
         raise UserError(f"the data folder {data_dir} is a file", hint="give a folder with --data")
-    # `<tree>/shards` is a package of clipmill, `<tree>/data` is not.
+    # `<tree>/shards` is a package of clipmill, but `<tree>/data` is not.
     packages = [folder for folder in (resolved, *resolved.parents) if (folder / "__init__.py").exists()]
     if _is_source_tree(resolved) or any(_is_source_tree(folder.parent) for folder in packages):
         raise UserError(
@@ -339,7 +338,7 @@ def check_data_dir(data_dir: Path, *, videos: "Place | None" = None) -> None:
 
 
 def address_of(data_dir: Path) -> "Place":
-    """Return the address of a data folder in a bucket, and the path of a local one."""
+    """Return the address of a data folder in a bucket, or the path of a local data folder."""
     mirror = mirror_of(data_dir)
     return data_dir if mirror is None else mirror.address
 
@@ -354,11 +353,11 @@ def resolved_folder(folder: Path) -> Path:
     """Resolve symbolic links in `folder`, which need not exist, and verify that it is accessible.
 
     Raises:
-        UserError: it is not accessible: a loop of links, a name that is too long, or a parent without permission.
+        UserError: It is not accessible: a symbolic link loop, a name that is too long, or a parent without permission.
     """
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
-            folder.stat()  # `exists` is False for a loop of links
+            folder.stat()  # `exists` returns False for a symbolic link loop
         return folder.resolve()
     except OSError as error:
         why = "its symbolic links form a loop" if error.errno == errno.ELOOP else error.strerror or str(error)

@@ -120,7 +120,7 @@ def write_manifest(
         may_remove: Allow more than a third of the dataset's videos to leave the manifest.
 
     Raises:
-        UserError: the previous manifest is damaged, captions have the source of other captions or other types of
+        UserError: The previous manifest is damaged, captions have the source of other captions or other types of
             labels, or too many videos would leave the manifest.
     """
     folder = manifest_dir(data_dir)
@@ -254,7 +254,7 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
     """Publish a manifest in `folder`.
 
     Raises:
-        UserError: the previous manifest is damaged and this manifest is different, or labels have another type.
+        UserError: The previous manifest is damaged and this manifest is different, or labels have another type.
     """
     videos, rejected = new.videos, new.rejected
     if videos[OWN_DIGEST.name].null_count == videos.num_rows:
@@ -326,7 +326,7 @@ def write_further_captions(
         records: Source -> {"kind", "models"} of each source in `captions`.
 
     Raises:
-        UserError: there is no manifest, it is damaged, or a source has the name of other captions.
+        UserError: There is no manifest, it is damaged, or a source has the name of other captions.
     """
     old = _sound_manifest(data_dir)
     before = _counts(old.captions_path)
@@ -366,7 +366,7 @@ def remove_further_sources(data_dir: Path, names: Collection[str]) -> dict[str, 
         names: Names of sources; a name without the version of a model stands for all versions.
 
     Raises:
-        UserError: there is no manifest, it is damaged, or there is no such further source.
+        UserError: There is no manifest, it is damaged, or there is no such further source.
     """
     old = _sound_manifest(data_dir)
     removed: set[str] = set()
@@ -403,7 +403,7 @@ def _publish(
     records: Mapping[str, Mapping[str, Any]],
     replaced: Collection[str],
 ) -> np.ndarray:
-    """Replace the captions of the sources `replaced` by new captions; return the new IDs, int64[N]."""
+    """Replace the captions of the sources `replaced` with new captions; return the new IDs, int64[N]."""
     is_replaced = of_sources(replaced)
     ids, next_id = stable_ids(old, captions, is_replaced=is_replaced if replaced else None)
     further = FurtherCaptions.read(old)

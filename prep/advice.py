@@ -235,7 +235,7 @@ def advice_text(load: Load, origin: Mapping[str, str], *, storage: str = "disk")
     return "\n".join(lines)
 
 
-READERS = 32  # threads by which a process of train reads clips of a bucket ahead
+READERS = 32  # threads by which a process of train reads clips in a bucket ahead
 SEGMENT_S = 5.0  # train's default for --segment
 _MAX_THREADS, _NUM_LATENCIES = 128, 25
 _MAX_SHARDS = 64  # number of sampled shards, spread over the set

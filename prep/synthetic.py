@@ -56,7 +56,7 @@ def encode_video(
 
     Args:
         pictures: One array per frame in `picture_format` (an FFmpeg pixel format: gray, yuv420p, ...).
-        ticks: Presentation timestamp of each frame in units of 1 / (TICKS_PER_FRAME x fps) seconds, ascending.
+        ticks: Presentation timestamp of each frame in units of 1 / (TICKS_PER_FRAME x fps) seconds, in ascending order.
     """
     import av
 

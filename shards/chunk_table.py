@@ -6,8 +6,8 @@ shards, so that a run writes only the parts in which something has changed, and 
 Where a part is missing or stale, readers take the indexes of its shards.
 
 `Moments` numbers moments, each a row of a list of videos and a time, so that they are sorted and searched as integers.
-The numbers are dense: row times range plus time. 10^9 videos of up to 100 days fit into 64 bits. Moments that do not
-fit are refused, because two of them could have the same number.
+The numbers are dense: row times range plus time. 10^9 videos of up to 100 days fit into 64-bit numbers. Moments that do
+not fit are refused, because two of them could have the same number.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -76,10 +76,10 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
         columns: Columns of `table`; None for all.
 
     Raises:
-        DamagedTable: a part differs from its checksums.
-        DamagedIndex: an index is not the committed one, or is not an index of this column.
-        OSError: a file cannot be read.
-        UserError: the package of the column declares fields that its samples lack.
+        DamagedTable: A part differs from its checksums.
+        DamagedIndex: An index is not the committed one, or is not an index of this column.
+        OSError: A file cannot be read.
+        UserError: The package of the column declares fields that its samples lack.
     """
     tables, members, open_gops = [], set[str](), set[int]()
     is_known = True
@@ -97,7 +97,7 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
 
 
 def chunk_table_problem(variant: Variant) -> str | None:
-    """Return why the table of a variant is damaged; None if it is intact, or only missing or stale."""
+    """Return the reason why the table of a variant is damaged; None if it is intact, or only missing or stale."""
     try:
         for part in _parts(variant):
             if (table := part.open_current()) is not None:
@@ -116,7 +116,7 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
     """Write the parts of the merged table of a variant that are not up to date; return True if there were any.
 
     Raises:
-        UserError: an index cannot be read. The variant then has a missing part, or one that readers recognise as stale.
+        UserError: An index cannot be read. The variant then has a missing part, or one that readers recognise as stale.
     """
     if not has_chunk_table(column) or variant.damaged:
         return False
@@ -211,7 +211,7 @@ class _Part:
         """Return the rows, with the metadata of the schema; rows of unchanged shards are taken from `old`.
 
         Raises:
-            DamagedIndex: an index is not the committed one, or is not an index of this column.
+            DamagedIndex: An index is not the committed one, or is not an index of this column.
         """
         changed = self.changed_shards(old)
         kept = self.index_sha256.keys() - set(changed)
@@ -340,7 +340,7 @@ class Moments:
         """Return the numbering of the moments (row, time), for each array of times; row -1 stands for no video.
 
         Raises:
-            UserError: the videos are too many, or too long, for numbers of 64 bits.
+            UserError: The videos are too many, or too long, for 64-bit numbers.
         """
         if not len(rows):
             return cls(0, 0, 0)

@@ -1,6 +1,6 @@
 """All commits of a variant in one table, `<variant>/commits.arrow`, so that readers open one file instead of thousands.
 
-An Arrow IPC file of one batch, one row per intact commit, ascending by shard ID (columns: SCHEMA). It is derived from
+An Arrow IPC file of one batch, one row per intact commit, by ascending shard ID (columns: SCHEMA). It is derived from
 the commit records, and only they make a shard exist. `clipmill.shards.lists.finish_run` writes it before contents.json,
 which records its SHA-256. Like the records, its bytes depend on nothing but the commits.
 
@@ -52,9 +52,9 @@ def read_contents(variant_dir: Path) -> Contents | None:
     """Read the contents of a variant; None during its first run.
 
     Raises:
-        DamagedContents: the file is damaged.
-        UserError: the file is intact, but uses another version of the format.
-        OSError: the file cannot be read.
+        DamagedContents: The file is damaged.
+        UserError: The file is intact, but uses another version of the format.
+        OSError: The file cannot be read.
     """
     path = variant_dir / CONTENTS_FILE
     try:
@@ -145,7 +145,7 @@ def table_written_ns(variant_dir: Path) -> int | None:
 
 
 def table_bytes(rows: pa.Table) -> bytes:
-    """Return the content of the file for rows of SCHEMA, ascending by shard ID."""
+    """Return the content of the file for rows of SCHEMA, by ascending shard ID."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_table(rows)
@@ -181,7 +181,7 @@ def commit_folders(variant_dir: Path) -> dict[str, int]:
     """Return the modification time in ns of each folder of commits by its name; the name of `commits/` is empty.
 
     Raises:
-        FileNotFoundError: the variant has no folder of commits.
+        FileNotFoundError: The variant has no folder of commits.
     """
     root = variant_dir / COMMITS_FOLDER
     times = {"": root.stat().st_mtime_ns}
@@ -220,6 +220,6 @@ def distrust(record: Path) -> None:
     """Declare that the records in the folder of `record` have to be read, because this one is damaged.
 
     Raises:
-        OSError: the folder belongs to another user, or the disk is read-only.
+        OSError: The folder belongs to another user, or the disk is read-only.
     """
     os.utime(record.parent)

@@ -91,7 +91,7 @@ class Records:
     """All commit records of a variant, and where they were read.
 
     Attributes:
-        commits: Intact commits by shard ID, ascending.
+        commits: Intact commits in ascending order of shard ID.
         damaged: Errors for the damaged and missing records.
         folders: Modification time in ns of each folder of commits, from before its records were read.
         table: Table of commits of the variant; None if there is none that counts.
@@ -173,9 +173,9 @@ def read_commit(path: Path) -> Commit:
     """Read one commit record.
 
     Raises:
-        DamagedCommit: the file is damaged, or is not a commit written by clipmill.
-        UserError: the record is intact, but uses another version of the format.
-        FileNotFoundError: the file does not exist.
+        DamagedCommit: The file is damaged, or is not a commit written by clipmill.
+        UserError: The record is intact, but uses another version of the format.
+        FileNotFoundError: The file does not exist.
     """
     try:
         record = read_checked_json(path)
@@ -213,7 +213,7 @@ def read_commits(variant_dir: Path) -> Records:
     A record that is listed in the variant's contents.json but missing is reported as damaged.
 
     Raises:
-        UserError: a record is intact, but uses another version of the format.
+        UserError: A record is intact, but uses another version of the format.
     """
     from clipmill.shards.commit_table import listed_contents
 
@@ -222,7 +222,7 @@ def read_commits(variant_dir: Path) -> Records:
     known = records.commits.keys() | {damaged.shard_id for damaged in records.damaged}
     missing = contents.shard_ids - known
     if missing:
-        # A run that finishes meanwhile removes unwanted shards from contents.json before it deletes their records.
+        # A run that ends in the meantime removes unwanted shards from contents.json before it deletes their records.
         missing &= listed_contents(variant_dir).shard_ids
         lost = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing)
         damaged = sorted((*records.damaged, *lost), key=lambda damaged: damaged.shard_id)
@@ -234,7 +234,7 @@ def read_commits_of(variant_dir: Path, shard_ids: Iterable[int]) -> dict[int, Co
     """Return the intact commit records of some shards, by shard id.
 
     Raises:
-        UserError: a record is intact, but uses another version of the format.
+        UserError: A record is intact, but uses another version of the format.
     """
     commits = {}
     for shard_id in sorted(shard_ids):

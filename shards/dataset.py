@@ -164,7 +164,7 @@ def begin_variant(data_dir: Path, column: str, variant: str) -> None:
     """Record that a run makes `variant`; it is the current variant if there is none, or if dataset.json is damaged.
 
     Raises:
-        UserError: see `set_current_variant`.
+        UserError: See `set_current_variant`.
     """
     try:
         entry = _read(data_dir)["columns"].get(column, {})

@@ -49,7 +49,7 @@ def read_speed(
         repeats: Start again after the last read.
 
     Raises:
-        OSError, Damaged: something cannot be read.
+        OSError, Damaged: Something cannot be read.
     """
     lock, taken_s, sizes = threading.Lock(), list[float](), list[int]()
     num_begun, began_s = 0, time.perf_counter()
@@ -110,7 +110,7 @@ def speed_of_file(file: int) -> DiskSpeed | None:
     """Measure a disk by reading up to 48 MB of an open file, in at most 4 s; return None if the file is too small.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     size = min(os.fstat(file).st_size, _NUM_BLOCKS * _BLOCK)
     if size < 2 * _PIECE:
@@ -130,7 +130,7 @@ def speed_of_folder(folder: Path) -> DiskSpeed:
     """Measure a disk by a file of up to 48 MB, which is written, flushed, read and removed, in at most 6 s.
 
     Raises:
-        OSError: no file can be written in the folder.
+        OSError: No file can be written in the folder.
     """
     block = random.Random(0).randbytes(_BLOCK)  # zeros might be compressed or not written
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

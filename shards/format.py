@@ -163,7 +163,7 @@ TEXT_FIELDS = [
     # of sequences, the number of tokens of each of the R texts, whose vectors follow one another: [sum, D]
     pa.field("row_tokens", pa.list_(pa.int32()), nullable=False),
     pa.field("text_digest", pa.list_(pa.binary(16)), nullable=False),  # BLAKE2b-128 of the UTF-8 text, one per row
-    # The captions of the video, ascending by ID, and the row of each.
+    # The captions of the video, by ascending ID, and the row of each.
     pa.field("caption_id", pa.list_(pa.int64()), nullable=False),
     pa.field("caption_row", pa.list_(pa.int32()), nullable=False),
 ]

@@ -21,7 +21,7 @@ def index_schema(extensions: Sequence[str], *, fields: Sequence[pa.Field]) -> pa
     """Return the index schema of a column whose samples have `extensions`, in member order, and `fields`.
 
     Raises:
-        ValueError: two columns have the same name.
+        ValueError: Two columns have the same name.
     """
     columns = [pa.field("key", pa.string(), nullable=False)]
     for extension in extensions:
@@ -49,7 +49,7 @@ class IndexBuilder:
         """Add one row.
 
         Raises:
-            ValueError: the row's names differ from the schema's, or a required value is missing.
+            ValueError: The row's names differ from the schema's, or a required value is missing.
         """
         if set(row) != self._names:
             raise ValueError(f"index row has the wrong columns: {sorted(set(row) ^ self._names)}")
@@ -86,10 +86,10 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
         columns: Columns to open; the others are neither validated nor read from disk. None opens all of them.
 
     Raises:
-        DamagedIndex: the file is not an index of this format, or its structure is broken. Changed values in an
+        DamagedIndex: The file is not an index of this format, or its structure is broken. Changed values in an
             intact structure are detected only by the commit's checksum (clipmill.shards.verify).
-        FileNotFoundError: the file does not exist.
-        TimeoutError: the file could not be opened in time.
+        FileNotFoundError: The file does not exist.
+        TimeoutError: The file could not be opened in time.
     """
     return open_index_content(path, columns=columns)[0]
 
@@ -131,7 +131,7 @@ def index_seconds(path: Path) -> float:
     """Return the seconds of video in a shard, from its index; 0 if its samples have no duration.
 
     Raises:
-        DamagedIndex, OSError: see `open_index`.
+        DamagedIndex, OSError: See `open_index`.
     """
     try:
         index = open_index(path, columns=_DURATION_COLUMNS)

@@ -32,7 +32,7 @@ def shard_lists(commits: Mapping[int, Commit]) -> dict[str, bytes]:
     """Return file contents by name: shards.txt and shards-<split>.txt for each split with shards, ordered by shard ID.
 
     Raises:
-        ValueError: a split's name is not valid in a file name.
+        ValueError: A split's name is not valid in a file name.
     """
     lists: dict[str, list[str]] = {ALL_SHARDS_FILE: []}
     for _, commit in sorted(commits.items()):
@@ -51,7 +51,7 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
     Lists that are already up to date are left unchanged; the list of a split without shards is removed.
 
     Raises:
-        ValueError: a split's name is not valid in a file name.
+        ValueError: A split's name is not valid in a file name.
     """
     lists = shard_lists(commits)
     for file_name, content in lists.items():

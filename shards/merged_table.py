@@ -47,7 +47,7 @@ def write_merged_table(path: Path, table: pa.Table, *, commits: TableCommits, me
     """Publish `table`, whose columns have one chunk each, as the merged table of `commits`.
 
     Args:
-        metadata: Further metadata of the schema.
+        metadata: Additional metadata of the schema.
     """
     fields = [field.with_metadata({_CRC_KEY: _crc32(table[field.name])}) for field in table.schema]
     schema = pa.schema(fields, metadata={**metadata, _DIGEST_KEY: commits.digest})
@@ -61,8 +61,8 @@ def open_merged_table(path: Path) -> pa.Table:
     """Map a merged table and verify its schema. The columns are zero-copy views of the file, with one chunk each.
 
     Raises:
-        FileNotFoundError: the table does not exist.
-        DamagedTable: the file is not a readable table, or its schema differs from its checksum.
+        FileNotFoundError: The table does not exist.
+        DamagedTable: The file is not a readable table, or its schema differs from its checksum.
     """
     try:
         descriptor = open_regular(path)
@@ -86,7 +86,7 @@ def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | No
     """Return some columns of a table (None: all) after comparing them with their checksums.
 
     Raises:
-        DamagedTable: the table lacks a column, or a column differs from its checksum.
+        DamagedTable: The table lacks a column, or a column differs from its checksum.
     """
     try:
         selected = table.select(table.column_names if columns is None else sorted(columns))
@@ -115,8 +115,8 @@ def read_away_schema(path: Path) -> pa.Schema:
     schema.
 
     Raises:
-        DamagedTable: the file does not begin like an Arrow file, or the schema differs from its checksum.
-        OSError: the file cannot be read.
+        DamagedTable: The file does not begin like an Arrow file, or the schema differs from its checksum.
+        OSError: The file cannot be read.
     """
     try:
         size = int.from_bytes(read_range(path, len(_FILE_MARK) + 4, 4), "little", signed=True)

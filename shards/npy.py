@@ -19,7 +19,7 @@ def npy_bytes(array: np.ndarray) -> bytes:
     Payloads in a tar begin on 512-byte boundaries, so the array's data do too.
 
     Raises:
-        ValueError: the array has dtype object, which would require pickling.
+        ValueError: The array has dtype object, which would require pickling.
     """
     if array.dtype.hasobject:
         raise ValueError(f"an array of {array.dtype} contains Python objects, which would require pickling")
@@ -61,7 +61,7 @@ def decompress_frame(packed: bytes | memoryview, *, size_bytes: int) -> bytes:
     """Return the payload that `compress_frame` was given, of `size_bytes` bytes.
 
     Raises:
-        ValueError: the frame is damaged, or its payload has another size.
+        ValueError: The frame is damaged, or its payload has another size.
     """
     try:
         payload: bytes = pa.decompress(packed, decompressed_size=size_bytes, codec="zstd", asbytes=True)

@@ -1,8 +1,8 @@
-"""Opening files that cannot be trusted: damaged ones, ones on a dead mount, and containers that lead to other files.
+"""Open untrusted files: damaged files, files on a dead mount, and containers that refer to other files.
 
 On a dead network mount `open` blocks and cannot be interrupted. Each `open` therefore runs in a daemon thread. A thread
 that does not return in time is abandoned, so that neither its caller nor interpreter shutdown waits for it. While it is
-blocked, further calls for its path fail at once, and a folder with `_MAX_BLOCKED` blocked threads fails as a unit. The
+blocked, later calls for its path fail at once, and a folder with `_MAX_BLOCKED` blocked threads fails as a unit. The
 number of abandoned threads is thus bounded by the number of folders.
 
 `scan` reads a file once, in constant memory, and returns its SHA-256 and the CRC-32 of some ranges.
@@ -92,7 +92,7 @@ def open_regular(path: Path) -> int:
     In a data folder in a bucket, the content is fetched first if it is not on local disk.
 
     Raises:
-        OSError: the file cannot be opened, or it is a pipe, a device or a folder.
+        OSError: The file cannot be opened, or it is a pipe, a device or a folder.
         TimeoutError: `open` has not returned, for this call or for an earlier one with the same path.
     """
     if (mirror := mirror_of(path)) is not None and (fetched := mirror.open(path)) is not None:
@@ -119,7 +119,7 @@ def open_lock(lock: threading.Lock, path: Path) -> Iterator[None]:
     """Hold `lock`, which serializes opening and checking `path`.
 
     Raises:
-        TimeoutError: another thread has held the lock for `OPEN_LIMIT_S` seconds.
+        TimeoutError: Another thread has held the lock for `OPEN_LIMIT_S` seconds.
     """
     if not lock.acquire(timeout=OPEN_LIMIT_S):
         raise _not_answering(path)

@@ -53,7 +53,7 @@ class PacketTable:
         A frame needs the packet that contains it, and the reference packets before that one, from its GOP's keyframe.
 
         Raises:
-            ValueError: a frame is not in the table, or no keyframe packet precedes it.
+            ValueError: A frame is not in the table, or no keyframe packet precedes it.
         """
         # Plain lists: for a few hundred packets, the overhead of NumPy calls exceeds the cost of a Python loop.
         frame_of = self.frame.tolist()

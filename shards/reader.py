@@ -1,4 +1,4 @@
-"""Reading a variant: its committed shards, the members of its samples, and lookup by key."""
+"""Reader of a variant: its committed shards, the members of its samples, and lookup by key."""
 
 import os
 import shlex
@@ -76,8 +76,8 @@ class CommittedShard:
         clipmill.shards.format defines its columns.
 
         Raises:
-            DamagedIndex: the file is not the committed one, or not an index of this format.
-            OSError: the file cannot be read.
+            DamagedIndex: The file is not the committed one, or not an index of this format.
+            OSError: The file cannot be read.
         """
         index = self._index
         if index is None:
@@ -114,8 +114,8 @@ class CommittedShard:
         """Verify the index file against its commit: read it completely, once as long as it stays the same file.
 
         Raises:
-            DamagedIndex: the index is not the committed file.
-            OSError: the index cannot be read.
+            DamagedIndex: The index is not the committed file.
+            OSError: The index cannot be read.
         """
         if self.shard_id in self._verified and _identity(self.index_path) == self._verified[self.shard_id]:
             return
@@ -164,7 +164,7 @@ def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
     """Open the shard of a single commit.
 
     Raises:
-        ValueError: the commit has no files.
+        ValueError: The commit has no files.
     """
     if commit.files is None:
         raise ValueError(f"shard {commit.shard_id} has no files")
@@ -201,7 +201,7 @@ class Variant:
         """Open a variant of `column`: the current one by default.
 
         Raises:
-            UserError: the variant does not exist.
+            UserError: The variant does not exist.
         """
         hint = f"run {how_to_make(column, data_dir)}"
         name = variant or current_variant(data_dir, column)
@@ -219,7 +219,7 @@ class Variant:
         """Return self if it can be read: it has commits, and none of them is damaged or missing.
 
         Raises:
-            UserError: there are no commits, or the samples of some shard would be dropped silently.
+            UserError: There are no commits, or the samples of some shard would be dropped silently.
         """
         if not self.commits and not self.damaged:
             hint = f"run {how_to_make(self.directory.parent.name, self.directory.parent.parent)}"
@@ -306,7 +306,7 @@ class Variant:
         """Return the shard and row of the sample `key`. The first call reads the keys of all shards.
 
         Raises:
-            KeyError: no committed shard contains the key.
+            KeyError: No committed shard contains the key.
         """
         with self._lock:
             if self._lookup is None:

@@ -73,7 +73,7 @@ def publish_score_table(variant: Variant) -> Path:
     """Merge the indexes of a variant of `scores` into its table, with near duplicates.
 
     Raises:
-        UserError: an index is damaged, or holds a NaN.
+        UserError: An index is damaged, or holds a NaN.
     """
     return write_score_table(variant, _order_rows(_read_rows(variant), data_dir=variant.directory.parent.parent))
 
@@ -103,7 +103,7 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
         columns: Columns to open and verify; None for all.
 
     Raises:
-        UserError: there are no scores, they were made from another variant of `video`, or the table is missing, stale
+        UserError: There are no scores, they were made from another variant of `video`, or the table is missing, stale
             or damaged.
     """
     variant = Variant.open(data_dir, column=SCORES).require_complete()
@@ -136,7 +136,7 @@ def has_score_table(variant: Variant) -> bool:
 
 
 def score_table_problem(variant: Variant) -> str | None:
-    """Return why the table of a variant cannot be used, because it is missing, stale or damaged; None if it can."""
+    """Return the reason why the table of a variant is unusable (missing, stale or damaged); None if it is usable."""
     path = variant.directory / CHUNKS_FILE
     try:
         table = _read_table(path, columns=None, hint="")
@@ -151,8 +151,8 @@ def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa
     """Read and verify columns of a table.
 
     Raises:
-        FileNotFoundError: the table does not exist.
-        UserError: the table is damaged.
+        FileNotFoundError: The table does not exist.
+        UserError: The table is damaged.
     """
     try:
         return verify_columns(open_merged_table(path), path, columns=columns)
@@ -218,7 +218,7 @@ def pairs_alike(hashes: NDArray[np.uint64]) -> Iterator[tuple[NDArray[np.int64],
         key = _bits(hashes, *band) << np.uint32(other[1]) | _bits(hashes, *other)
         order = np.argsort(key, kind="stable")
         key, in_order = key[order], hashes[order]
-        # Number of further hashes in the bucket of each.
+        # Number of other hashes in the bucket of each.
         is_last = np.append(key[1:] != key[:-1], True)
         ends = np.flatnonzero(is_last)
         num_after = np.repeat(ends, np.diff(ends, prepend=-1)) - np.arange(len(key))
@@ -241,7 +241,7 @@ def first_look_alikes(
 
     Args:
         phash: uint64 [N], hashes of comparable pictures.
-        video: [N], video of each picture, ascending.
+        video: [N], video of each picture, in ascending order.
 
     Returns:
         int64 [N], the first row of an earlier video that looks alike, or -1.
@@ -335,7 +335,7 @@ def find_leakage(data_dir: Path) -> Leakage | None:
     """Find the pairs of look-alikes; return None if the data folder has no scores.
 
     Raises:
-        UserError: a record of the data folder is damaged.
+        UserError: A record of the data folder is damaged.
     """
     if current_variant(data_dir, SCORES) is None:
         return None
@@ -360,7 +360,7 @@ def keys_alike(data_dir: Path, *, split: str, other_split: str) -> set[str]:
     """Return the keys of the chunks of a split that look like a chunk of another split.
 
     Raises:
-        UserError: there are no scores, or they cannot be used.
+        UserError: There are no scores, or they cannot be used.
     """
     table, part, names = _look_alikes(data_dir)
     if not {split, other_split} <= set(names):

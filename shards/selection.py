@@ -118,7 +118,7 @@ def stored_rows(data_dir: Path, column: str, names: Collection[str]) -> tuple[pa
     """Read `video_id`, `start_ms` and these fields of a column of chunks, and the keys of failed chunks.
 
     Raises:
-        UserError: the column cannot be read, or was made from another variant of `video`.
+        UserError: The column cannot be read, or was made from another variant of `video`.
     """
     if column == SCORES:
         return open_scores(data_dir, columns={"video_id", "start_ms", *names}).table, frozenset()
@@ -169,7 +169,7 @@ def labelled_captions(where: Where | None, data_dir: Path) -> pa.Table | None:
     """Read the captions with a label that `where` uses; return None if it uses no label.
 
     Raises:
-        UserError: the captions have no such label.
+        UserError: The captions have no such label.
     """
     return read_labelled(data_dir, where.labels) if where is not None and where.labels else None
 
@@ -263,7 +263,7 @@ def read_labelled(data_dir: Path, names: Collection[str] | None = None) -> pa.Ta
         names: Names of labels; None for all labels that are not lists.
 
     Raises:
-        UserError: the captions have no such label, or can have several values of it.
+        UserError: The captions have no such label, or can have several values of it.
     """
     with open_captions(data_dir) as file:
         fields = {field.name: field for field in file.schema_arrow if field.name.startswith(LABEL_PREFIX)}

@@ -25,7 +25,7 @@ from clipmill.shards.opening import DamagedCommit
 
 
 class TableCommits(Mapping[int, Commit]):
-    """Commits by shard ID, ascending, in the rows of a table (clipmill.shards.commit_table.SCHEMA)."""
+    """Commits in ascending order of shard ID, in the rows of a table (clipmill.shards.commit_table.SCHEMA)."""
 
     def __init__(self, rows: pa.Table) -> None:
         self.rows = rows

@@ -34,8 +34,8 @@ class TarBytes(Protocol):
         """Read `size` bytes of the tar at `path`, starting at `offset`.
 
         Raises:
-            DamagedTar: the tar is too short.
-            OSError: the tar cannot be read.
+            DamagedTar: The tar is too short.
+            OSError: The tar cannot be read.
         """
         ...
 
@@ -47,8 +47,8 @@ class TarBytes(Protocol):
         """Make sure that the index of a tar is at the path `index`, with this size and digest.
 
         Raises:
-            Inaccessible: the bucket does not provide the index.
-            OSError: the index cannot be written, or is another file.
+            Inaccessible: The bucket does not provide the index.
+            OSError: The index cannot be written, or is another file.
         """
         ...
 
@@ -124,7 +124,7 @@ class LocalTars:
 
 @dataclass(frozen=True)
 class TarFiles:
-    """The tars of a variant; one entry of each array per tar, ascending by shard ID.
+    """The tars of a variant; one entry of each array per tar, by ascending shard ID.
 
     Attributes:
         directory: Folder of the variant.

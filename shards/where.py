@@ -108,7 +108,7 @@ def parse_conditions(text: str, *, fields: Mapping[str, Kind], flag: str) -> lis
         flag: Flag with the text, for messages.
 
     Raises:
-        UserError: the text is not a condition; the message has the position, and the nearest name for an unknown name.
+        UserError: The text is not a condition; the message has the position, and the nearest name for an unknown name.
     """
     if len(text) > MAX_CHARS:
         raise UserError(f"{flag} has {len(text):,} characters", hint=f"use {MAX_CHARS:,} or fewer", flags=(flag,))
@@ -386,7 +386,7 @@ class Where:
             table: Table with at least `columns`.
 
         Raises:
-            UserError: a condition cannot be evaluated, for example because a number exceeds the range of its type.
+            UserError: A condition cannot be evaluated, for example because a number exceeds the range of its type.
         """
         import duckdb
 
@@ -409,7 +409,7 @@ class Where:
             labels_of: Subject of conditions on labels: captions or chunks.
 
         Raises:
-            UserError: a condition is on both a chunk and a caption, and belongs to neither.
+            UserError: A condition is on both a chunk and a caption, and belongs to neither.
         """
         on_chunks: list[Condition] = []
         on_captions: list[Condition] = []
@@ -447,7 +447,7 @@ def parse_where(text: str) -> Where:
     """Parse an expression.
 
     Raises:
-        UserError: it is not an expression; the message has the position, and the nearest name for an unknown name.
+        UserError: It is not an expression; the message has the position, and the nearest name for an unknown name.
     """
     if not isinstance(text, str):
         raise UserError(

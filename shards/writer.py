@@ -1,4 +1,4 @@
-"""Writing a shard: samples stream into a temporary tar, and tar and indexes are published together once complete."""
+"""Writer of a shard: samples stream into a temporary tar, and tar and indexes are published together once complete."""
 
 import errno
 import hashlib
@@ -111,8 +111,8 @@ class ShardWriter:
         """Append a sample to the tar.
 
         Raises:
-            ValueError: the sample violates the format; nothing was written.
-            OSError: the disk is full, or an I/O error occurred.
+            ValueError: The sample violates the format; nothing was written.
+            OSError: The disk is full, or an I/O error occurred.
         """
         self.check(sample)
         row: dict[str, Any] = {"key": sample.key, **sample.fields}
@@ -139,8 +139,8 @@ class ShardWriter:
             fingerprint: Fingerprint of the shard's content (hex); its first 8 digits are part of the names.
 
         Raises:
-            ValueError: the shard is empty, or `fingerprint` is invalid.
-            OSError: the disk is full, an I/O error occurred, or the bytes read differ from those written.
+            ValueError: The shard is empty, or `fingerprint` is invalid.
+            OSError: The disk is full, an I/O error occurred, or the bytes read differ from those written.
         """
         if not self._keys:
             raise ValueError(f"shard {self._shard_id} has no samples; shards cannot be empty")

@@ -32,7 +32,7 @@ def open_annotations(path: Path, mode: str = "r", **options: Any) -> Iterator[IO
     pipe blocks until another process writes to it.
 
     Raises:
-        UserError: the file cannot be opened or read, or is a folder, a pipe, a socket or a device.
+        UserError: The file cannot be opened or read, or is a folder, a pipe, a socket or a device.
     """
     with reading(path):
         require_file(path)
@@ -102,7 +102,7 @@ def read_csv(path: Path, *, required: Sequence[str], separator: str = ",") -> It
     """Iterate over the rows of a CSV file with a header.
 
     Raises:
-        UserError: the file cannot be read as text, lacks a required column, or has two columns of the same name.
+        UserError: The file cannot be read as text, lacks a required column, or has two columns of the same name.
     """
     rows = csv_rows(text_lines(path), path=path, separator=separator)
     header = next(rows, [])
@@ -127,7 +127,7 @@ def csv_rows(lines: Iterable[str], *, path: Path, separator: str = ",") -> Itera
     """Iterate over the cells of each row of a CSV file, without blank lines.
 
     Raises:
-        UserError: a cell is longer than csv allows; or text follows its closing quotation mark; or that mark is
+        UserError: A cell is longer than csv allows; or text follows its closing quotation mark; or that mark is
             missing in its line, so that the cell would include later rows.
     """
     reader = csv.reader(lines, delimiter=separator, strict=True)
@@ -165,7 +165,7 @@ def json_rows(path: Path, *, encoding: str = _UTF8) -> Iterator[Row]:
     """Iterate over the rows of a JSON Lines file.
 
     Raises:
-        UserError: the file cannot be read as text.
+        UserError: The file cannot be read as text.
     """
     for number, line in enumerate(line for line in text_lines(path, encoding=encoding) if line.strip()):
         try:
@@ -203,7 +203,7 @@ def text_lines(path: Path, *, encoding: str = _UTF8) -> Iterator[str]:
     """Iterate over the lines of a file in UTF-8, with or without a byte order mark, or in another encoding.
 
     Raises:
-        UserError: the file cannot be read, or has another encoding; the message includes the line number.
+        UserError: The file cannot be read, or has another encoding; the message includes the line number.
     """
     try:
         with open_annotations(path, encoding=encoding, newline="") as file:
@@ -227,7 +227,7 @@ def seconds(value: object, *, default: float) -> float:
     A time may also have the format of a clock: 00:01:02.5, or 1:02 for a minute and two seconds.
 
     Raises:
-        ValueError: the value is neither, infinite, or not representable as a float.
+        ValueError: The value is neither, infinite, or not representable as a float.
     """
     if value is None or value == "":
         return default
@@ -264,7 +264,7 @@ def log_probability(value: object) -> float | None:
     """Convert a cell to the logarithm of a probability; an empty cell gives None.
 
     Raises:
-        ValueError: the value is not a number, or more than 0; the message begins with the value.
+        ValueError: The value is not a number, or more than 0; the message begins with the value.
     """
     if value is None or value == "":
         return None
@@ -306,7 +306,7 @@ def split_of_list(path: Path, *, example: str) -> str:
         example: Published name of such a list.
 
     Raises:
-        UserError: the name contains no split.
+        UserError: The name contains no split.
     """
     if not any(word in _NAMES for word in _WORD.findall(path.name.lower())):
         raise UserError(

@@ -102,7 +102,7 @@ def times_of(values: Mapping[str, Any]) -> tuple[float, float]:
     """Return start and end of a row in seconds; a row without times applies to a complete video, from 0 to +inf.
 
     Raises:
-        Unusable: a time cannot be converted, end and duration differ, or a frame rate is not a positive number.
+        Unusable: A time cannot be converted, end and duration differ, or a frame rate is not a positive number.
     """
     begin_s, end_s, duration_s = (_time_s(values, edge) for edge in _EDGES)
     begin_s = 0.0 if begin_s is None else begin_s
@@ -151,7 +151,7 @@ def _number(value: object) -> float | None:
 
 
 CLASS = f"{LABEL_PREFIX}class"
-# Further names of a column, compared without case, spaces, punctuation and accents.
+# Additional names of a column, compared without case, spaces, punctuation and accents.
 NAMES: Mapping[str, Sequence[str]] = {
     "video": ("videoid", "videoname", "videopath", "videofile", "file", "filename", "filepath", "path", "clip"),
     "text": ("caption", "captions", "sentence", "description", "narration", "transcript", "utterance"),
@@ -220,7 +220,7 @@ def take_columns(header: Sequence[str], *, path: Path, note: Callable[[str], Non
     """Return `columns_of(header)`, and note differences from the documented names.
 
     Raises:
-        UserError: two columns have the same name, or the same meaning; times are in frames without a frame rate, or in
+        UserError: Two columns have the same name, or the same meaning; times are in frames without a frame rate, or in
             columns that are not understood.
     """
     require_once([cell for cell in header if cell], path=path)

@@ -44,7 +44,7 @@ from clipmill.manifests.publish import parse_json
 
 CLASS_SOURCE = "class"  # source of captions that are the names of classes
 _STRING = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-# Items are separated by commas, or by white space as NumPy writes arrays.
+# Items are separated by commas, or by whitespace as NumPy writes arrays.
 _LIST = re.compile(rf"\[\s*{_STRING}(?:[\s,]+{_STRING})*[\s,]*\]", re.DOTALL)
 _LIST_BEGIN = re.compile(r"""\[\s*(?:['"]|\])""")
 _BOOLEANS = frozenset({"true", "false"})
@@ -113,7 +113,7 @@ def texts_of(value: object) -> tuple[str | None, ...]:
     """Return the captions of a cell.
 
     Raises:
-        Unusable: the value is neither a text nor a list of texts, or begins like such a list but is not one.
+        Unusable: The value is neither a text nor a list of texts, or begins like such a list but is not one.
     """
     if isinstance(value, str) and _LIST_BEGIN.match(stripped := value.strip()):
         value = _parse_list(stripped)
@@ -234,7 +234,7 @@ def read_caption_rows(
         required: Columns that a table with a header must have; a label can replace the text.
 
     Raises:
-        UserError: the file is not such a table, lacks a column, has two columns with the same meaning, or times that
+        UserError: The file is not such a table, lacks a column, has two columns with the same meaning, or times that
             are not understood.
     """
     is_noted = False
@@ -252,7 +252,7 @@ def label_columns(path: Path, *, required: Sequence[str]) -> list[str]:
         required: As in `read_caption_rows`.
 
     Raises:
-        UserError: see `read_caption_rows`.
+        UserError: See `read_caption_rows`.
     """
     names = dict[str, None]()
     for row in _named_rows(path, note=lambda _: None, required=required):
@@ -272,7 +272,7 @@ def open_caption_table(path: Path, *, note: Callable[[str], None], source: str |
         source: Source of all captions, in place of the column. Captions without a source have the name of the file.
 
     Raises:
-        UserError: the file cannot be read, has another format, or lacks a column; `batches` raises it as well.
+        UserError: The file cannot be read, has another format, or lacks a column; `batches` raises it as well.
     """
     require_file(path)
     model = _model(path) if path.suffix.lower() == _PARQUET_SUFFIX else None
@@ -284,7 +284,7 @@ def source_of_file(path: Path) -> str:
     """Return the source of captions whose table has none: the name of the file, without its extension.
 
     Raises:
-        UserError: the name has no character that a source can have.
+        UserError: The name has no character that a source can have.
     """
     name = re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")
     if not name:

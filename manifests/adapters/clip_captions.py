@@ -68,7 +68,7 @@ def read_msrvtt(
     """Read MSR-VTT with its official splits, or with the splits of CSVs.
 
     Raises:
-        UserError: no videos are found, an annotation file cannot be read or has another form, the name of a CSV has no
+        UserError: No videos are found, an annotation file cannot be read or has another form, the name of a CSV has no
             split, or a CSV lists videos without the JSON file that has their captions, or the reverse.
     """
     builder, videos = begin_reading(dataset, directory, skip=skip, labels=LABELS)
@@ -187,7 +187,7 @@ def read_vatex(
     """Read VATEX.
 
     Raises:
-        UserError: no videos are found, or an annotation file cannot be read.
+        UserError: No videos are found, or an annotation file cannot be read.
     """
     builder, videos = begin_reading(dataset, directory, skip=skip)
     for path in annotations:

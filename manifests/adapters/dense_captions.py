@@ -45,7 +45,7 @@ def read_activitynet(
     """Read ActivityNet Captions.
 
     Raises:
-        UserError: no videos are found, or an annotation file cannot be read.
+        UserError: No videos are found, or an annotation file cannot be read.
     """
     builder, videos = begin_reading(dataset, directory, skip=skip)
     for path in annotations:
@@ -101,7 +101,7 @@ def read_didemo(
     """Read DiDeMo.
 
     Raises:
-        UserError: no videos are found, or an annotation file cannot be read.
+        UserError: No videos are found, or an annotation file cannot be read.
     """
     builder, videos = begin_reading(dataset, directory, skip=skip)
     lists: dict[str, dict[str, Path]] = {}

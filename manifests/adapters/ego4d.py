@@ -1,8 +1,9 @@
-"""Ego4D narrations (Grauman et al. 2022): the official files, the pickled lists of AVION and LaViLa, EgoVLP's files.
+"""Ego4D narrations (Grauman et al. 2022): the official files, pickled lists of AVION and LaViLa, and EgoVLP files.
 
-`narration.json` has the narrations of a video by pass (`narration_pass_1`: `narration_text`, `timestamp_sec`),
-`all_narrations_redacted.json` of version 2 in one list (`narrations`: `text`, `time`, and the pass of one annotator as
-`_annotation_uid`); passes are numbered in the order of the file. Both give every narration a single timestamp. EgoVLP's
+`narration.json` lists the narrations of a video by pass (`narration_pass_1`: `narration_text`, `timestamp_sec`).
+`all_narrations_redacted.json` (version 2) has one list for each video (`narrations`: `text`, `time`). There,
+`_annotation_uid` identifies the pass of one annotator, and passes are numbered in the order in which they first occur.
+Both files give every narration a single timestamp. EgoVLP's
 rule (Lin et al. 2022, section 3) expands it to an interval: [t - beta_i / (2 alpha), t + beta_i / (2 alpha)], where
 beta_i is the mean gap between consecutive narrations of video i and alpha is the mean of beta_i over all videos of the
 file. Gaps are measured within one annotator's pass. All videos of the file are counted, whether they have been
@@ -10,8 +11,8 @@ downloaded or not, so that captions do not shift when more of the dataset is dow
 
 As in EgoVLP, narrations tagged #unsure are rejected, and all other tags stay in the text (`#C C opens the door`).
 
-The files have no splits, so all their videos belong to train, unless `ego4d.json`, the metadata of the videos, is given
-too: it has a split for each group of benchmarks (`split_em`, `split_av`, `split_fho`, ...). A video in a test split
+The narration files have no splits. Their videos belong to train unless `ego4d.json`, the metadata of the videos, is
+also given: it has a split for each group of benchmarks (`split_em`, `split_av`, ...). A video in a test split
 belongs to test, a video in a validation split or in several splits (`multi`) to val. No training video is therefore
 used in the evaluation of a benchmark, as in EgoVLP's selection.
 
@@ -20,10 +21,10 @@ Lists of LaViLa's narrator append the scores of the narrations, which are ignore
 name: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, and their captions with the same interval
 belong to the same clip.
 
-EgoVLP's `egoclip.csv`, separated by tabs, has a pair of clip and text in each row: `video_uid`, `clip_start`,
-`clip_end` in seconds, `clip_text`. They are training pairs, their source is `egoclip`, and a start before 0 becomes 0.
-The clips of `egomcq.json` (clipmill.manifests.adapters.egomcq) are captions of the split val with the source `egomcq`,
-one for each span. A text file lists videos to omit.
+EgoVLP's `egoclip.csv` is tab-separated. Each row is a clip-text pair: `video_uid`, `clip_start` and `clip_end` in
+seconds, and `clip_text`. The pairs belong to train with the source `egoclip`, and a negative start time becomes 0.
+Each distinct clip of `egomcq.json` (clipmill.manifests.adapters.egomcq) becomes one caption in the split val with the
+source `egomcq`. A text file lists videos to omit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,10 +72,10 @@ def read_ego4d(
     """Read Ego4D narrations from JSON and pickle files.
 
     Args:
-        annotations: Files of narrations, `ego4d.json` for their splits, and files of EgoVLP.
+        annotations: Narration files, `ego4d.json` for their splits, EgoVLP files, and text files of videos to omit.
 
     Raises:
-        UserError: no videos are found, or an annotation file cannot be read.
+        UserError: No videos are found, or an annotation file cannot be read.
     """
     builder, videos = begin_reading(dataset, directory, skip=skip)
     omissions = [path for path in annotations if path.suffix.lower() == ".txt"]
@@ -101,13 +102,13 @@ def read_ego4d(
             case _:
                 raise UserError(
                     f"{path} is not a .json, .pkl, .csv or .txt file",
-                    hint="give all_narrations_redacted.json, narration.json, egoclip.csv or a pickled list; ego4d.json "
-                    "for splits, egomcq.json for questions, a .txt list of videos to omit",
+                    hint="use all_narrations_redacted.json, narration.json, egoclip.csv or a pickled list; ego4d.json "
+                    "adds splits, egomcq.json adds questions, and a .txt file lists videos to omit",
                 )
     if lists and set(annotations) == set(lists):
         raise UserError(
-            f"{' and '.join(map(str, lists))} has splits, but no narrations",
-            hint="give all_narrations_redacted.json or narration.json too",
+            f"no narrations are given, only splits: {', '.join(map(str, lists))}",
+            hint="also pass all_narrations_redacted.json or narration.json",
         )
     for path, splits_of_list in lists.items():
         for video in builder.source_ids():
@@ -115,13 +116,13 @@ def read_ego4d(
                 builder.use_row(path)
     if lists and (num_others := sum(video not in splits for video in builder.source_ids())):
         builder.note(
-            f"{count_noun(num_others, 'video')} without a split in {' and '.join(path.name for path in lists)}"
+            f"{' and '.join(path.name for path in lists)}: no split found for {count_noun(num_others, 'video')}"
         )
     return builder.build()
 
 
 def _splits(path: Path) -> dict[str, str]:
-    """Return the split of each video in `ego4d.json`; nothing for another file."""
+    """Return the split of each video in `ego4d.json`; empty for any other file."""
     splits: dict[str, str] = {}
     for key, entry in object_items(path, inside="videos"):
         if key == "videos" and isinstance(entry, dict) and isinstance(entry.get("video_uid"), str):
@@ -208,7 +209,7 @@ def _passes(entry: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _field(row: Any, *names: str) -> Any:
-    """Return the first of the fields that a narration has; None if it has none."""
+    """Return the value of the first field in `names` that a narration contains; None if it contains no such field."""
     return next((row[name] for name in names if name in row), None) if isinstance(row, dict) else None
 
 
@@ -298,7 +299,7 @@ _COLUMNS = ("video_uid", "clip_start", "clip_end", "clip_text")
 
 
 def add_questions(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> None:
-    """Add each clip of the questions of `egomcq.json` once, with its text."""
+    """Add each distinct clip in `egomcq.json` once, with its text."""
     seen: set[Clip] = set()
     for row, question in enumerate(read_questions(path)):
         if isinstance(question, str):
@@ -333,13 +334,13 @@ def add_pairs(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> N
 
 
 def leave_out(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> None:
-    """Omit the videos of a list, an ID in each line.
+    """Omit the videos listed in a text file, one ID per line.
 
     Raises:
-        UserError: the file cannot be read, or is empty.
+        UserError: The file cannot be read, or is empty.
     """
     names = {line.strip() for line in text_lines(path) if line.strip()}
     if not names:
-        raise UserError(f"{path} lists no video to omit", hint="write the ID of a video in each line")
+        raise UserError(f"{path} lists no videos to omit", hint="write one video ID per line")
     videos.leave_out(names, why=f"listed in {path.name}")
     builder.note(f"{count_noun(len(names), 'video')} to omit, listed in {path.name}")

@@ -63,7 +63,7 @@ def read_questions(path: Path) -> Iterator[Question | str]:
     """Yield the questions in the order of the file; for a malformed question, a description of its fault.
 
     Raises:
-        UserError: the file cannot be read, or is not a JSON object.
+        UserError: The file cannot be read, or is not a JSON object.
     """
     for number, (key, entry) in enumerate(object_items(path)):
         try:
@@ -81,7 +81,7 @@ def clip_of(values: dict[str, Any]) -> Clip:
     """Return the clip of a choice, or of a row of EgoClip; a start before 0 becomes 0.
 
     Raises:
-        ValueError: the times are invalid.
+        ValueError: The times are invalid.
     """
     begin_s, end_s = (seconds(values[name], default=nan) for name in ("clip_start", "clip_end"))
     begin_s = max(begin_s, 0.0)

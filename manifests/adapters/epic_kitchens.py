@@ -35,7 +35,7 @@ def read_epic_kitchens(
     """Read EPIC-KITCHENS-100.
 
     Raises:
-        UserError: no videos are found, an annotation file cannot be read, lacks a column, belongs to EPIC-KITCHENS-55,
+        UserError: No videos are found, an annotation file cannot be read, lacks a column, belongs to EPIC-KITCHENS-55,
             or has no split in its name.
     """
     builder, videos = begin_reading(dataset, directory, skip=skip, labels=LABELS)

@@ -64,7 +64,7 @@ def read_folder(
         known: Source ID -> file name of this dataset's videos in the manifest, which keep their IDs.
 
     Raises:
-        UserError: no videos are found, the files cannot be listed, or the caption table cannot be read.
+        UserError: No videos are found, the files cannot be listed, or the caption table cannot be read.
     """
     base = directory if isinstance(directory, str) and is_web(directory) else None
     is_named = captions is not None and (directory is None or base is not None)
@@ -126,7 +126,7 @@ class _Videos:
         """Return the file that a row refers to by `name`; None if there is none.
 
         Raises:
-            Unusable: several files match, or the name is a URL that cannot be served.
+            Unusable: Several files match, or the name is a URL that cannot be served.
         """
         resolved = name
         if self._is_named or is_remote(name):

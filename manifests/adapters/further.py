@@ -70,7 +70,7 @@ def read_caption_tables(
         limits: Limits for the times of captions.
 
     Raises:
-        UserError: a table cannot be read or lacks a column, two tables have the same content, or tables of different
+        UserError: A table cannot be read or lacks a column, two tables have the same content, or tables of different
             models have the same source.
     """
     _require_different(tables)
@@ -123,8 +123,8 @@ class _Videos:
         An absolute path that does not exist stands for the video with this file name.
 
         Raises:
-            Ambiguous: several videos match.
-            UserError: several such paths match one video.
+            Ambiguous: Several videos match.
+            UserError: Several such paths match one video.
         """
         if not self._lookups:
             paths = [place_of(path) for path in self._videos["path"].to_pylist()]

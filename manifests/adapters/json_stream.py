@@ -25,7 +25,7 @@ def array_items(path: Path, *, hook: ObjectHook | None = None) -> Iterator[Any]:
         hook: `object_pairs_hook` of the parser; a ValueError that it raises is an error of the file.
 
     Raises:
-        UserError: the file cannot be read, or is not a JSON array; the message includes the line number.
+        UserError: The file cannot be read, or is not a JSON array; the message includes the line number.
     """
     with open_annotations(path, encoding="utf-8-sig") as file:
         window = _Window(path, file, hook=hook)
@@ -45,7 +45,7 @@ def object_items(path: Path, *, inside: str | None = None, hook: ObjectHook | No
         hook: As in `array_items`.
 
     Raises:
-        UserError: the file cannot be read, or is not a JSON object; the message includes the line number.
+        UserError: The file cannot be read, or is not a JSON object; the message includes the line number.
     """
     with open_annotations(path, encoding="utf-8-sig") as file:
         window = _Window(path, file, hook=hook)
@@ -76,7 +76,7 @@ class _Window:
         self._opened = ""
 
     def peek(self) -> str:
-        """Return the next character that is not white space, or an empty string at the end of the file."""
+        """Return the next character that is not whitespace, or an empty string at the end of the file."""
         while True:
             text, at, end = self._text, self._at, len(self._text)
             while at < end and text[at] in " \t\r\n":
@@ -138,7 +138,7 @@ class _Window:
                     return value
 
     def expect_end(self) -> None:
-        """Raise UserError unless only white space is left."""
+        """Raise UserError unless only whitespace is left."""
         if self.peek():
             raise self._error("expected the end of the file")
 

@@ -82,7 +82,7 @@ def read_kinetics(
     """Read lists of clips. The videos are searched for under `videos`, by default the folder of the first list.
 
     Raises:
-        UserError: no videos are found, or a list cannot be read.
+        UserError: No videos are found, or a list cannot be read.
     """
     builder = ReadingBuilder(dataset, labels=LABELS)
     files = builder.find_videos(lists[0].parent if videos is None else videos, skip=skip)
@@ -234,7 +234,7 @@ def read_something_something(
     """Read Something-Something v2.
 
     Raises:
-        UserError: no videos are found, or an annotation file cannot be read.
+        UserError: No videos are found, or an annotation file cannot be read.
     """
     builder, clips = begin_reading(dataset, directory, skip=skip, labels=LABELS)
     tables = [path for path in annotations if path.stem.lower().endswith("labels")]

@@ -1,4 +1,4 @@
-"""Loading pickles of plain containers; a pickle that references other classes or functions is rejected, not run."""
+"""Load pickles of plain containers; a pickle that references other classes or functions is rejected, not run."""
 
 import pickle
 from pathlib import Path
@@ -20,7 +20,7 @@ def load_plain_pickle(path: Path) -> Any:
     """Load a pickle of lists, tuples, dicts, sets, strings, bytes, numbers, booleans and None.
 
     Raises:
-        UserError: the file cannot be read, is not a pickle, or references a class or function.
+        UserError: The file cannot be read, is not a pickle, or references a class or function.
     """
     try:
         with open_annotations(path, "rb") as file:

@@ -343,12 +343,12 @@ def is_encodable(text: str) -> bool:
 
 
 def escape_unencodable(text: str) -> str:
-    """Replace the characters of `text` that cannot be encoded as UTF-8 by escapes."""
+    """Replace the characters of `text` that cannot be encoded as UTF-8 with escapes."""
     return text if is_encodable(text) else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _file_fault(path: Place, *, size_bytes: int | None) -> tuple[Reason | None, str]:
-    """Return why a video file is unusable, as far as can be determined without opening it."""
+    """Return the reason why a video file is unusable, found without opening it; None if there is no such reason."""
     if not is_encodable(str(path)):
         return Reason.BAD_NAME, "the path is not valid UTF-8"
     if isinstance(path, str):
@@ -388,7 +388,7 @@ def begin_reading(
     """Return a builder, and the lookup of the videos of `directory` by the IDs of annotations.
 
     Raises:
-        UserError: there are no videos.
+        UserError: There are no videos.
     """
     builder = ReadingBuilder(dataset, labels=labels)
     files = builder.find_videos(directory, skip=skip)
@@ -470,7 +470,7 @@ def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]],
     """Return `read(local files)`, with the URLs of the tables in place of the names of their copies.
 
     Raises:
-        UserError: a table cannot be fetched, or `read` raises an error.
+        UserError: A table cannot be fetched, or `read` raises an error.
     """
     if not any(isinstance(table, str) for table in tables):
         return read([Path(table) for table in tables])

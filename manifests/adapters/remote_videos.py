@@ -29,7 +29,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
         beside: Other extensions to list, in lower case.
 
     Raises:
-        UserError: the URL cannot be served, the bucket does not exist or refuses the credentials, the server cannot
+        UserError: The URL cannot be served, the bucket does not exist or refuses the credentials, the server cannot
             list its files, or there is no object with a video extension.
     """
     require_listable(folder)
@@ -88,7 +88,7 @@ def normal_url(name: str, *, base: str | None) -> str:
     """Return the URL for `name` in a table: a URL, or a path below the URL `base`.
 
     Raises:
-        UserError: the URL cannot be served, has a password or a query string, or leads into this machine's network.
+        UserError: The URL cannot be served, has a password or a query string, or leads into this machine's network.
         ValueError: `name` is not a URL, and there is no base.
     """
     if not is_remote(name):
@@ -112,7 +112,7 @@ def named_videos(names: Iterable[str], *, base: str | None) -> Scan:
         base: URL of a folder, or None.
 
     Raises:
-        UserError: a bucket does not exist, or it refuses the credentials.
+        UserError: A bucket does not exist, or it refuses the credentials.
     """
     urls: dict[str, str] = {}  # URL -> path below the folder, or host and path
     for name in names:

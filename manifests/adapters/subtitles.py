@@ -74,7 +74,7 @@ def decode_text(content: bytes) -> tuple[str, str | None]:
     """Decode the text of a file: UTF-8, UTF-16, else Windows-1252. Return it and the encoding if that was guessed.
 
     Raises:
-        Unreadable: the content is not text.
+        Unreadable: The content is not text.
     """
     for mark, encoding in _MARKS:
         if content.startswith(mark):
@@ -103,7 +103,7 @@ def read_cues(text: str) -> Iterator[Cue]:
     files, each line belongs to the cue that shows it first, and cues that only repeat lines are omitted.
 
     Raises:
-        Unreadable: there are no cues.
+        Unreadable: There are no cues.
     """
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     is_vtt = lines[0].startswith("WEBVTT")
@@ -153,7 +153,7 @@ def read_bytes(path: Place) -> bytes:
     """Read a file or an object.
 
     Raises:
-        Unreadable: the file cannot be read, or is too large for subtitles.
+        Unreadable: The file cannot be read, or is too large for subtitles.
     """
     try:
         root, key = split_url(path) if isinstance(path, str) else ("", "")
@@ -343,7 +343,7 @@ def add_files_beside(
         numbers: Relative path of each video -> index in `builder`; None if the video was rejected.
 
     Raises:
-        UserError: there are no subtitles, and no output of speech recognition.
+        UserError: There are no subtitles, and no output of speech recognition.
     """
     videos: dict[str, list[str]] = defaultdict(list)
     for name in numbers:

@@ -62,7 +62,7 @@ def encoding_of(path: Path) -> str:
     A file that is not UTF-8, but has lines in UTF-8 beyond ASCII, is damaged rather than in another encoding.
 
     Raises:
-        UserError: the file is not a text file, or is damaged; the message has the line number.
+        UserError: The file is not a text file, or is damaged; the message has the line number.
     """
     with open_annotations(path, "rb") as file:
         head = file.read(_HEAD_BYTES)
@@ -141,7 +141,7 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
         required: Columns that the table must have.
 
     Raises:
-        UserError: the file is not such a table, lacks a column, or has two columns with the same meaning.
+        UserError: The file is not such a table, lacks a column, or has two columns with the same meaning.
     """
     encoding = note_encoding(path, note=note)
     header_line, named = _head(path, encoding=encoding)
@@ -170,7 +170,7 @@ def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
     """Return the line, from 1, at which each of some rows of a table of captions begins.
 
     Raises:
-        UserError: the file is not such a table any more.
+        UserError: The file is not such a table any more.
     """
     encoding, requested = encoding_of(path), set(rows)
     if path.suffix.lower() in LINE_SUFFIXES:
@@ -212,7 +212,7 @@ def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str]
         note: Function that is called for each difference from the documented form.
 
     Raises:
-        UserError: the file is not JSON, or not a table of captions. A column that no row has is reported after the last
+        UserError: The file is not JSON, or not a table of captions. A column that no row has is reported after the last
             row.
     """
     lacking: Sequence[str] = required
@@ -259,7 +259,7 @@ def _rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
 
 
 def _has_lines(path: Path) -> bool:
-    """Return True if the first line is an object, and further lines follow."""
+    """Return True if the first line is an object, and other lines follow."""
     with open_annotations(path, encoding="utf-8-sig", errors="replace") as file:
         lines = (line for line in iter(lambda: file.readline(_MAX_LINE_CHARS), "") if line.strip())
         first = next(lines, "")

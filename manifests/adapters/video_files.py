@@ -223,7 +223,7 @@ class VideoLookup:
         """Find the file that `name` refers to; None if there is none.
 
         Raises:
-            Ambiguous: several files match, and none of them has exactly this relative path.
+            Ambiguous: Several files match, and none of them has exactly this relative path.
         """
         name = name.removeprefix("./")
         matches = self._by_name.get(name) or self._by_composed.get(compose_unicode(name), [])
@@ -255,7 +255,7 @@ class LooseLookup:
         """Find the only file that `name` can refer to; None if there is none.
 
         Raises:
-            Ambiguous: several files match, and not exactly one of them by its relative path.
+            Ambiguous: Several files match, and not exactly one of them by its relative path.
         """
         plain = _fold_name(name)
         matches = self._by_name.get(plain, [])
@@ -272,7 +272,7 @@ class NearestName:
 
     Args:
         files: Video files; if they are very many, only names that differ in case are found.
-        max_compared: Number of names to compare; for further names, only names that differ in case are found.
+        max_compared: Number of names to compare; for all other names, only names that differ in case are found.
     """
 
     def __init__(self, files: Sequence[VideoFile], *, max_compared: int = _MAX_COMPARED) -> None:
@@ -326,7 +326,7 @@ def _is_folder(entry: os.DirEntry[str], *, is_video: bool) -> bool:
     """Return True if `entry` is a folder or a link to one.
 
     Raises:
-        OSError: the type is unknown and the name has no video extension: a broken link may have pointed to a folder of
+        OSError: The type is unknown and the name has no video extension: a broken link may have pointed to a folder of
             videos. Entries with a video extension are checked again when they are used.
     """
     try:

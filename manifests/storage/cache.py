@@ -81,7 +81,7 @@ class ObjectCache:
         claims: Sizes of the objects that this process will keep, by name.
 
     Raises:
-        OSError: the folder cannot be created.
+        OSError: The folder cannot be created.
     """
 
     def __init__(self, folder: Path, *, limit_bytes: int | None = None, is_durable: bool = True) -> None:
@@ -138,9 +138,9 @@ class ObjectCache:
             waits: Wait for another process or thread that fetches the same object; otherwise return None.
 
         Raises:
-            NoRoom: the object does not fit, because it is larger than the limit or because of copies in use.
-            Damaged: the fetched bytes have another size or digest.
-            OSError: the object cannot be fetched or written.
+            NoRoom: The object does not fit, because it is larger than the limit or because of copies in use.
+            Damaged: The fetched bytes have another size or digest.
+            OSError: The object cannot be fetched or written.
         """
         if copy := self.find(name, size_bytes=size_bytes):
             return copy
@@ -170,7 +170,7 @@ class ObjectCache:
         """Note objects, by name, that this process will keep in the cache; return False if they do not fit.
 
         Raises:
-            NoRoom: they do not fit, unless `only_if_it_fits`.
+            NoRoom: They do not fit, unless `only_if_it_fits`.
         """
         with self._claims_lock:
             new = {name: size for name, size in sizes.items() if name not in self.claims}
@@ -219,7 +219,7 @@ class ObjectCache:
                 with hold_lock(self._lock_of(target), waits=False) as is_held:
                     if is_held:
                         path.unlink(missing_ok=True)
-        # Downloads first: a download that becomes a copy meanwhile is then seen as both, and counted once.
+        # Downloads first: a download that becomes a copy during the scan is then seen as both, and counted once.
         downloads = self._downloads()
         copies = self._copies()
         used_bytes = sum(state.st_size for state in copies.values())
@@ -251,7 +251,7 @@ def files_in(folder: Path) -> dict[Path, os.stat_result]:
     states = {}
     with os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(FileNotFoundError):  # it was removed meanwhile
+            with suppress(FileNotFoundError):  # it was removed in the meantime
                 states[Path(entry.path)] = entry.stat(follow_symlinks=False)
     return states
 
@@ -260,7 +260,7 @@ def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked
     """Remove files, the least recently used first, until `excess_bytes` are freed; return the bytes that were freed.
 
     Args:
-        files: Files that may be removed, with their state; the time of modification is the time of the last use.
+        files: Files that may be removed, with their state; the modification time is the time of the last use.
         are_locked: True if processes lock the files that they use (`try_lock`); locked files stay.
     """
     freed_bytes = 0

@@ -84,8 +84,8 @@ class Lease:
         """Take the lease.
 
         Raises:
-            LeaseHeld: another process holds it.
-            AccessRefused: the bucket is not writable.
+            LeaseHeld: Another process holds it.
+            AccessRefused: The bucket is not writable.
         """
         free = self._find_free()
         begun_s = now_s()
@@ -129,8 +129,8 @@ class Lease:
             on_wait: Function that is called once with the name of the holder.
 
         Raises:
-            LeaseHeld: the holder runs on this machine, or has renewed the lease.
-            AccessRefused: the bucket is not writable.
+            LeaseHeld: The holder runs on this machine, or has renewed the lease.
+            AccessRefused: The bucket is not writable.
         """
         first: ObjectInfo | None = None
         while True:
@@ -163,7 +163,7 @@ class Lease:
         """Replace the note.
 
         Raises:
-            LeaseLost: another process holds the lease.
+            LeaseLost: Another process holds the lease.
         """
         with self._lock:
             self._note = text
@@ -356,7 +356,7 @@ class HeldLeases:
         """Check a lease, which has been acquired, before each attempt to write; release it at the end.
 
         Raises:
-            LeaseLost: the lease was lost, even if the block has handled the error.
+            LeaseLost: The lease was lost, even if the block has handled the error.
         """
         fence = (lease.key, lease.token)
         self._guards.append(lease.require)
@@ -428,7 +428,7 @@ def held_leases(objects: Objects, keys: re.Pattern[str], *, but: str = "") -> di
     The leases of processes that have died are released, so that none of these can publish after this has returned.
 
     Raises:
-        OSError: the bucket cannot be read or written.
+        OSError: The bucket cannot be read or written.
     """
     listed = (info for info in objects.list(recursive=False) if info.key != but and keys.fullmatch(info.key))
     infos = [info for info in listed if not is_released(info)]
@@ -446,7 +446,7 @@ def _held_record(objects: Objects, info: ObjectInfo, *, time_s: float) -> dict[s
     if record and (is_abandoned(record) or time_s - info.modified_s >= EXPIRY_S):
         try:
             objects.write(info.key, released_content(), replaces=info.etag)
-        except Conflict:  # renewed, released or removed meanwhile
+        except Conflict:  # renewed, released or removed in the meantime
             return read(objects, info.key)
         return {}
     return record

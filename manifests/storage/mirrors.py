@@ -1,10 +1,10 @@
-"""The local folders that mirror a folder of a bucket: a table of mounts, as the kernel has one of file systems.
+"""Mount table of the local folders that mirror a folder in a bucket, like the kernel's table of mounted file systems.
 
-`clipmill.manifests.publish` and `clipmill.shards.opening` ask here for every durable file that they write, remove or
-open. This file knows nothing of buckets, and without a data folder in a bucket, nothing else of this package is
-imported.
+`clipmill.manifests.publish` and `clipmill.shards.opening` call this module for every durable file that they write,
+remove or open. This module does not access buckets. If no data folder is in a bucket, no other module of this package
+is imported.
 
-A mirror is mounted at two places only (`working_copy.py`): by the command that opens an address, and by each worker
+A mirror is mounted in only two places (`working_copy.py`): by the command that opens an address, and by each worker
 process, on this machine or another, before its first task (`Mirror.access`).
 """
 
@@ -33,13 +33,13 @@ class Mirror(Protocol):
 
     @property
     def is_empty(self) -> bool:
-        """True if the bucket holds nothing at the address; lists it, unless this command has."""
+        """True if there are no objects at the address. Lists the bucket unless this command has already done so."""
 
     def upload(self, temporary: Path, path: Path) -> None:
-        """Write the object of `path` with the content of `temporary`, which then replaces `path`."""
+        """Upload `temporary` as the object of `path`, then replace `path` with it."""
 
     def move(self, source: Path, target: Path) -> None:
-        """Copy the objects of the file or folder `source` to `target` and delete them; nothing local changes."""
+        """Copy the objects of the file or folder `source` to `target`, then delete them; local files do not change."""
 
     def remove(self, *paths: Path) -> None:
         """Delete the objects of files and of folders."""
@@ -48,7 +48,7 @@ class Mirror(Protocol):
         """Write an object again, so that it is newer than all others."""
 
     def state(self, path: Path) -> tuple[int, int]:
-        """Return size in bytes and time of modification in ns of an object."""
+        """Return the size in bytes and the modification time in nanoseconds of an object."""
 
     def read_range(self, path: Path, offset: int, size: int) -> bytes:
         """Read a range of an object, without a local copy."""
@@ -57,19 +57,19 @@ class Mirror(Protocol):
         """Return True if the content of a durable file is only in the bucket."""
 
     def open(self, path: Path) -> int | None:
-        """Return a descriptor of a file whose content is only in the bucket; None if the local file is complete."""
+        """Return a file descriptor if the content is only in the bucket; None if the local file is complete."""
 
     def drop_content(self) -> None:
-        """Forget the local content of all objects, so that files that are opened next are read from the bucket."""
+        """Discard the local content of all objects, so that later reads use the bucket."""
 
     def local_copy(self, path: Path) -> AbstractContextManager[None]:
-        """Context manager during which the content of a file is on local disk."""
+        """Context manager that keeps the content of a file on local disk."""
 
     def folder_lock(self) -> AbstractContextManager[None]:
-        """Context manager that holds the lock of the data folder, with the records in it up to date."""
+        """Context manager that holds the lock of the data folder and refreshes its records first."""
 
     def column_lock(self, name: str, *, unless: re.Pattern[str] | None = None) -> AbstractContextManager[None]:
-        """Context manager that holds the lock of a column as the object `name`.
+        """Context manager that holds the lock of a column; the lock is the object `name`.
 
         It raises LeaseHeld if another command holds that lock, or a lock whose name matches `unless`.
         """
@@ -79,22 +79,22 @@ class Mirror(Protocol):
 
     @property
     def access(self) -> tuple[str, ...]:
-        """Arguments with which a worker mounts the same address, with the locks that protect its writes."""
+        """Arguments that a worker needs to mount the same address, including the locks that protect its writes."""
 
     def publish_token(self, path: Path) -> None:
-        """Write the object of a temporary file for workers on other nodes; other temporary files have no object."""
+        """Upload a temporary file as an object for workers on other nodes; other temporary files have no object."""
 
     def require_locks(self) -> None:
-        """Raise LeaseLost if another command may have taken over a lock of this one."""
+        """Raise LeaseLost if another command may have taken over one of this command's locks."""
 
     def holder_of(self, name: str) -> str | None:
-        """Return the holder of the lock of a column, and since when; None if it is free."""
+        """Return the name of the holder of a column's lock and the time it was acquired; None if the lock is free."""
 
     def refresh(self, folder: Path) -> None:
-        """Bring the files of a folder to the state of the bucket."""
+        """Update the local files of a folder to match the bucket."""
 
 
-_mounted: dict[str, Mirror] = {}  # by folder
+_mounted: dict[str, Mirror] = {}  # keyed by local folder
 
 
 def is_remote(address: str) -> bool:
@@ -112,7 +112,7 @@ def require_not_mistyped(text: str) -> None:
 
 
 def mount(mirror: Mirror) -> None:
-    """Make the files below a mirror's folder stand for its objects, until this process ends."""
+    """Register a mirror, so that files below its folder represent its objects until this process ends."""
     _mounted[os.fspath(mirror.folder)] = mirror
 
 
@@ -128,20 +128,20 @@ def mirror_of(path: Path) -> Mirror | None:
 
 
 def refresh(folder: Path) -> None:
-    """Bring a folder to the state of the bucket that it mirrors; do nothing for other folders."""
+    """Update a local folder to match the bucket that it mirrors; do nothing for other folders."""
     if (mirror := mirror_of(folder)) is not None:
         mirror.refresh(folder)
 
 
 def require_locks(folder: Path) -> None:
-    """Raise LeaseLost if another command may have taken over a lock of this one in a bucket."""
+    """Raise LeaseLost if another command may have taken over one of this command's locks in a bucket."""
     if (mirror := mirror_of(folder)) is not None:
         mirror.require_locks()
 
 
 @contextmanager
 def local_copy(path: Path) -> Iterator[None]:
-    """Context manager during which the content of a file of a bucket is on local disk."""
+    """Context manager that keeps the content of a file in a bucket on local disk."""
     mirror = mirror_of(path)
     with nullcontext() if mirror is None else mirror.local_copy(path):
         yield
@@ -154,10 +154,10 @@ def is_away(path: Path) -> bool:
 
 
 def read_range(path: Path, offset: int, size: int) -> bytes:
-    """Read a range of a file of a bucket without a local copy.
+    """Read a byte range of a file in a bucket without making a local copy.
 
     Raises:
-        OSError: the object cannot be read, or is shorter.
+        OSError: The object cannot be read, or ends before the range does.
     """
     mirror = mirror_of(path)
     assert mirror is not None
@@ -165,11 +165,11 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
 
 
 def file_state(path: Path) -> tuple[int, int]:
-    """Return size in bytes and time of modification in ns of a durable file, or of its object.
+    """Return the size in bytes and the modification time in nanoseconds of a durable file or its object.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        IsADirectoryError: the path is a folder.
+        FileNotFoundError: The file does not exist.
+        IsADirectoryError: The path is a folder.
     """
     if (mirror := mirror_of(path)) is not None:
         return mirror.state(path)
@@ -180,10 +180,10 @@ def file_state(path: Path) -> tuple[int, int]:
 
 
 def set_modified_time(path: Path, *, time_ns: int) -> None:
-    """Set the time of modification of a file; an object is written again, and is then newer than all others.
+    """Set the modification time of a file. An object is written again instead, which makes it the newest object.
 
     Raises:
-        OSError: the file or the bucket is not writable.
+        OSError: The file or the bucket is not writable.
     """
     if (mirror := mirror_of(path)) is not None:
         mirror.touch(path)
@@ -192,7 +192,7 @@ def set_modified_time(path: Path, *, time_ns: int) -> None:
 
 
 def show_addresses(text: str) -> str:
-    """Replace the folders of mirrors by their addresses in a text for people."""
+    """Replace the local folders of mirrors with their addresses in human-readable text."""
     for folder, mirror in _mounted.items():
         text = text.replace(folder, mirror.address)
     return text
@@ -205,7 +205,7 @@ class AddressStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text."""
+        """Write `text`, with addresses in place of local folders, and return its length."""
         self._stream.write(show_addresses(text) if _mounted else text)
         return len(text)
 

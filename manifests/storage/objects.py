@@ -223,7 +223,7 @@ class Changes:
         """Write an object that does not exist (None), or that has the etag `replaces`; return the new etag.
 
         Raises:
-            Conflict: another writer was faster. If that was an earlier attempt of this one, it has succeeded.
+            Conflict: Another writer was faster. If that was an earlier attempt of this one, it has succeeded.
         """
         try:
             mode: Any = "create"
@@ -306,7 +306,7 @@ def open_objects(address: str) -> "Objects":
     """Return the objects below `address`; no request is sent yet.
 
     Raises:
-        UserError: the scheme is unknown, the address names no bucket or host, or required settings are missing.
+        UserError: The scheme is unknown, the address names no bucket or host, or required settings are missing.
     """
     return Objects(address)
 
@@ -415,7 +415,7 @@ class Objects:
             recursive: Also yield the objects in folders below it.
 
         Raises:
-            UserError: a web server cannot be listed.
+            UserError: A web server cannot be listed.
         """
         if not self.is_writable:
             raise UserError(f"{self.address} cannot be listed", hint="give an address with s3://, gs:// or az://")
@@ -488,7 +488,7 @@ class Objects:
             guard: Function that is called before each attempt (*Changing* above).
 
         Raises:
-            Conflict: the condition does not hold.
+            Conflict: The condition does not hold.
         """
         if not only_new and replaces is None:
             return self._changes.put(key, content, guard=guard)
@@ -503,7 +503,7 @@ class Objects:
             old: Local file with its content.
 
         Raises:
-            Conflict: another process has written or removed the record.
+            Conflict: Another process has written or removed the record.
         """
         replaces = None if seen is None else seen.etag
         try:
@@ -515,7 +515,7 @@ class Objects:
                 if seen is not None and present == old.read_bytes():
                     # Some servers name another etag in their answer to a write.
                     return self.write(key, content, replaces=info.etag, guard=guard)
-            refused.strerror = "another command has written it meanwhile"
+            refused.strerror = "another command has written it in the meantime"
             raise
 
     def copy(self, source: str, target: str, *, guard: Guard = allow_always) -> None:

@@ -1,7 +1,7 @@
 """Requests for S3 that obstore has no function for: listings with names that it rejects, and unfinished uploads.
 
 obstore signs the URLs of objects. The path of a store whose endpoint has a query is appended to the last value of that
-query, so it also signs any other URL of a bucket, with the credentials, region and endpoint of all other requests.
+query, so it also signs any other URL in a bucket, with the credentials, region and endpoint of all other requests.
 Azure drops unfinished uploads after a week; Google needs a rule of the bucket for that (docs/cluster.md).
 """
 

@@ -48,14 +48,14 @@ def scheme_of(address: str, *, is_written: bool = False) -> str:
         is_written: Omit the forms of web servers in hints.
 
     Raises:
-        UserError: the scheme is not supported, or the address names no bucket or host.
+        UserError: The scheme is not supported, or the address names no bucket or host.
     """
     match = _ADDRESS.fullmatch(address)
     scheme = match[1].lower() if match else ""
     if match is not None and "@" in match[2].partition("/")[0]:
         raise UserError(
             f"the address {scheme}://...@{match[2].partition('@')[2]} contains a user name or password",
-            hint="give the address without them; credentials are taken from the variables of the account",
+            hint="remove them from the address; credentials are read from the environment",
         )
     if scheme in ("s3a", "s3n"):
         raise UserError(f"addresses of the form {scheme}:// are not supported: {address}", hint="write it as s3://...")
@@ -176,7 +176,7 @@ def storage_errors(address: str, where: str, *, num_bytes: int = 0) -> Iterator[
         num_bytes: Number of bytes that are sent or received, as far as it is known.
 
     Raises:
-        RuntimeError: this process was forked from a process that had used obstore, whose threads do not exist here;
+        RuntimeError: This process was forked from a process that had used obstore, whose threads do not exist here;
             without this check, the call would never return.
     """
     global _was_used

@@ -1,11 +1,12 @@
-"""URLs of single objects, such as `s3://bucket/videos/a.mp4`: their parts, secrets in them, and allowed hosts.
+"""URLs of single objects, such as `s3://bucket/videos/a.mp4`: parsing, masking of secrets, and restriction of hosts.
 
-In URLs of buckets everything after the bucket is the key, literally. In `http(s)` URLs, the path is percent-encoded.
-They must not have a user, a password or a query string: a manifest would store them, and a signed URL expires.
+In the URL of a bucket, everything after the bucket name is the literal key. In `http(s)` URLs, the path is
+percent-encoded. No URL may contain a user name or password, and no `http(s)` URL may contain a query string: the
+manifest would store them, and a signed URL expires.
 Credentials are taken from the environment (`clipmill.manifests.storage.objects`).
 
-A table of URLs may come from elsewhere, and so may the answer of a server. Neither may make this machine send requests
-to services that only it can reach, such as services of other users, routers, or the credentials of a cloud's machines.
+A table of URLs and the response of a server may be untrusted. Neither may cause this machine to send requests to
+services that only it can reach, such as services of other users, routers, or the metadata server of a cloud instance.
 Requests to this machine and its network are therefore rejected, unless the user allows them. An address that the user
 types is not checked.
 """
@@ -31,7 +32,7 @@ _QUERY = re.compile(r"(\bhttps?://[^\s?#\"']*)[?#][^\s\"']*", re.IGNORECASE)
 
 
 def place_of(text: str) -> Place:
-    """Return a URL as it is, and anything else as a local path; raise UserError for a URL with a single slash."""
+    """Return a URL unchanged, or any other text as a local path; raise UserError for a URL with a single slash."""
     if is_remote(text):
         return text
     require_not_mistyped(text)
@@ -52,7 +53,7 @@ def split_url(url: str) -> tuple[str, str]:
     """Return the address of the bucket or host, and the key of the object in it.
 
     Raises:
-        UserError: the URL has a user, a password or a query string.
+        UserError: The URL has a user, a password or a query string.
     """
     match = _PARTS.fullmatch(url)
     if match is None:
@@ -61,7 +62,7 @@ def split_url(url: str) -> tuple[str, str]:
     if "@" in root:
         raise UserError(
             f"{mask_secrets(url)} contains a user name or password, which the manifest would store",
-            hint="give the URL without them; credentials are taken from the variables of the account",
+            hint="remove them from the URL; credentials are read from the environment",
         )
     if not is_web(url):
         return root, key
@@ -79,7 +80,7 @@ def url_below(folder: str, relative: str) -> str:
 
 
 def mask_secrets(text: str) -> str:
-    """Return a text without the users, passwords and query strings of the URLs in it."""
+    """Mask user names, passwords and query strings in the URLs of a text."""
     return _QUERY.sub(r"\1?...", _USER.sub("...@", text))
 
 
@@ -97,9 +98,9 @@ _NO_HEAD = frozenset({400, 403, 405, 501})
 
 
 def host_problem(url: str) -> str | None:
-    """Return why no request may be sent to the host of a URL; None if one may.
+    """Return the reason why requests to the host of a URL are not allowed; None if they are allowed.
 
-    The variable `CLIPMILL_ALLOWED_HOSTS` holds the names of further hosts, separated by commas, or `*` for all.
+    The variable `CLIPMILL_ALLOWED_HOSTS` lists additional allowed hosts, separated by commas; `*` allows all hosts.
     """
     host = (urlsplit(url).hostname or "").lower()
     allowed = {name.strip().lower() for name in os.environ.get(ALLOWED_HOSTS, "").split(",")}
@@ -108,11 +109,11 @@ def host_problem(url: str) -> str | None:
     private = _private_address(host)
     if private is None:
         return None
-    return f"{host} is in the network of this machine ({private}); {ALLOWED_HOSTS}={host} allows it"
+    return f"{host} is in the network of this machine ({private}); set {ALLOWED_HOSTS}={host} to allow it"
 
 
 def redirect_problem(url: str) -> str | None:
-    """Return why the redirects of a URL may not be followed; None if they may, or if the server does not answer."""
+    """Return the reason why the redirects of a URL must not be followed; None if they are allowed or cannot be read."""
     for _ in range(_MAX_REDIRECTS):
         target = _redirect(url)
         if target is None:
@@ -120,12 +121,12 @@ def redirect_problem(url: str) -> str | None:
         if urlsplit(target).hostname != urlsplit(url).hostname and (problem := host_problem(target)) is not None:
             return f"the server redirects to another host: {problem}"
         url = target
-    return "the server redirects too often"
+    return f"the server redirects {_MAX_REDIRECTS} times or more"
 
 
 @lru_cache(maxsize=4096)
 def _private_address(host: str) -> str | None:
-    """Return an address of a host outside the public internet; None if all are public, or if it has none."""
+    """Return an IP address of a host that is not public; None if all are public, or the host cannot be resolved."""
     try:
         addresses = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
@@ -144,9 +145,9 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _redirect(url: str) -> str | None:
-    """Return the target of a server's redirect for a URL; None without a redirect.
+    """Return the target if the server redirects a URL; otherwise return None.
 
-    If a server does not answer HEAD, or only with another signature, one byte is requested instead.
+    If the server rejects HEAD, or its URL is signed for another method, one byte is requested with GET instead.
     """
     for method, headers in (("HEAD", {}), ("GET", {"Range": "bytes=0-0"})):
         request = urllib.request.Request(url, method=method, headers=headers)

@@ -23,7 +23,7 @@ _watcher: threading.Thread | None = None
 
 
 def tell_of_waiting(tell: Callable[[str], object] | None) -> None:
-    """Set the function that is called with a line when a request has not been answered for some seconds."""
+    """Set the function that is called with a line when a request has not been answered for a few seconds."""
     global _tell
     _tell = tell
 
@@ -65,5 +65,5 @@ def _watch() -> None:
         is_told = bool(late)  # once for each outage
         if not pending:
             _has_begun.clear()
-            if _pending:  # a request that has begun meanwhile
+            if _pending:  # a request that has begun in the meantime
                 _has_begun.set()

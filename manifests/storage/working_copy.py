@@ -192,11 +192,11 @@ class WorkingCopy:
     # Reading
 
     def sync(self) -> None:
-        """Bring all local files to the state of the bucket.
+        """Update all local files to match the bucket.
 
         Raises:
-            UserError: the bucket does not exist, or the credentials are refused.
-            OSError: the bucket cannot be read.
+            UserError: The bucket does not exist, or the credentials are refused.
+            OSError: The bucket cannot be read.
         """
         self._refresh("")
 
@@ -229,7 +229,7 @@ class WorkingCopy:
             self._foreign |= foreign
             try:
                 self._mirror(infos, prefix, recursive=recursive)
-            except FileNotFoundError:  # an object was removed meanwhile
+            except FileNotFoundError:  # an object was removed in the meantime
                 if is_last:
                     raise
             else:
@@ -241,7 +241,7 @@ class WorkingCopy:
             self._listed = kept | infos
 
     def _mirror(self, infos: dict[str, ObjectInfo], prefix: str, *, recursive: bool) -> None:
-        """Bring the local files below a prefix to the state of the listed objects."""
+        """Update the local files below a prefix to match the listed objects."""
         local = dict(local_files(self.folder, prefix, recursive=recursive))
         to_fetch: list[ObjectInfo] = []
         made: set[Path] = set()
@@ -464,7 +464,7 @@ def open_data(address: str) -> Path:
     """Return the local folder that mirrors a data folder in a bucket; no request is sent yet.
 
     Raises:
-        UserError: the address cannot hold a data folder.
+        UserError: The address cannot hold a data folder.
     """
     scheme_of(address, is_written=True)
     objects = open_objects(address)
@@ -472,7 +472,7 @@ def open_data(address: str) -> Path:
     if not objects.is_writable:
         raise UserError(
             f"{address} cannot be a data folder of prep, because prep writes and lists it",
-            hint="give a folder of a bucket (s3://, gs:// or az://); train can read from https://",
+            hint="give a folder in a bucket (s3://, gs:// or az://); train can read from https://",
         )
     root = private_root("data")
     root = root.parent.resolve() / root.name
@@ -498,7 +498,7 @@ def open_data(address: str) -> Path:
 
 
 def mount_problem(access: tuple[str, ...], token_file: Path | None = None, token: str = "") -> str | None:
-    """Mount the data folder of a command in this worker; return the reason why it must not work, or None.
+    """Mount the data folder of a command in this worker; return the reason why it must not work; None if it may.
 
     Args:
         access: `Mirror.access` of the command.
@@ -521,8 +521,8 @@ def _mount_in_worker(access: tuple[str, ...]) -> WorkingCopy:
     """Return the working copy of a worker; make its folder if this node has no folder of the run.
 
     Raises:
-        UserError: the bucket cannot be used on this node.
-        OSError: the local folder cannot be made.
+        UserError: The bucket cannot be used on this node.
+        OSError: The local folder cannot be made.
     """
     address, folder, run, *leases = access
     path = Path(folder)

@@ -39,7 +39,7 @@ _LENGTH, _FILTERED = "length", "content_filter"
 _COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")
 _RECORD_BYTES = 8
 _FINGERPRINT = re.compile(rb'"chunk_fingerprint": "([0-9a-f]{32})"')
-_MAX_TOKENS = (1 << 31) - 1  # maximum for one answer, since the index has 32 bits
+_MAX_TOKENS = (1 << 31) - 1  # maximum for one answer, since the index uses 32-bit integers
 _MIN_SECRET_CHARS = 8  # minimum length of keys that are also hidden within words
 # Invisible characters that Unicode does not classify as format characters: joiners, fillers, selectors.
 _INVISIBLE = re.compile(
@@ -53,12 +53,12 @@ class Answer:
     """Answer of a model to the question about a chunk. Its strings lose lone surrogates, which files cannot hold.
 
     Attributes:
-        text: text as received.
-        finish_reason: reason why the model ended: stop, length, content_filter; None if the server gave none.
-        refusal: reason why the model declines to answer, as a separate field.
-        tokens_in, tokens_out: number of tokens of pictures and prompt, and of the answer; None if the server gave none.
-        seconds: time in seconds from the request to the answer, retries included; for a batch, its share.
-        model: name under which the model answered.
+        text: Text as received.
+        finish_reason: Reason why the model ended: stop, length, content_filter; None if the server gave none.
+        refusal: Reason why the model declines to answer, as a separate field.
+        tokens_in, tokens_out: Number of tokens of pictures and prompt, and of the answer; None if the server gave none.
+        seconds: Time in seconds from the request to the answer, retries included; for a batch, its share.
+        model: Name under which the model answered.
     """
 
     text: str
@@ -99,7 +99,7 @@ class Answer:
         )
 
     def problem(self, model: str) -> SourceFailure | None:
-        """Return why the answer is not a caption by `model`, or None; the message does not contain the key.
+        """Return the reason why the answer is not a caption by `model`, without the key; None if it is a caption.
 
         A server may add the date of a snapshot to the name: gpt-4o-2024-08-06 for gpt-4o.
         """
@@ -138,7 +138,7 @@ def _storable(text: object) -> str:
     """Return the text without lone surrogates.
 
     Raises:
-        ValueError: it is not a text.
+        ValueError: It is not a text.
     """
     if not isinstance(text, str):
         raise ValueError(f"{quote_value(text)} is not a text")
@@ -196,7 +196,7 @@ class Journal:
     """Context manager for the journal of a shard while a worker adds to it; threads may share it.
 
     Args:
-        others: journals of shards that held chunks of this shard before; the answers of this journal take precedence.
+        others: Journals of shards that held chunks of this shard before; the answers of this journal take precedence.
     """
 
     def __init__(self, path: Path, others: Sequence[Path] = ()) -> None:
@@ -230,8 +230,8 @@ class Budget:
     """`--max-tokens-total`: the tokens of a variant's answers, which all workers of a run share by a file.
 
     Args:
-        limit: number of tokens; None for no limit.
-        spent: tokens of the answers of earlier runs.
+        limit: Number of tokens; None for no limit.
+        spent: Tokens of the answers of earlier runs.
     """
 
     def __init__(self, variant_dir: Path, *, limit: int | None, spent: int) -> None:

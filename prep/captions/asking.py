@@ -1,4 +1,4 @@
-"""The interface between a worker and a model in its process, or a server; the frames of a chunk that they receive."""
+"""Interface between a caption worker and a model or server, and the frames of a chunk that it receives."""
 
 import base64
 from collections.abc import Callable, Iterator, Sequence
@@ -20,17 +20,17 @@ Picture = NDArray[np.uint8]  # [H, W, 3], RGB
 
 
 def frames_to_show(num_frames: int, *, count: int) -> list[int]:
-    """Return the frames in the middle of `count` parts of equal length, ascending; all frames if there are fewer."""
+    """Return the middle frame of each of `count` equal parts, in ascending order; all frames if there are fewer."""
     if num_frames <= count:
         return list(range(num_frames))
     return [(2 * number + 1) * num_frames // (2 * count) for number in range(count)]
 
 
 def decode_pictures(content: bytes, video: CommittedShard, row: int, *, count: int, size: int) -> list[Picture]:
-    """Decode frames of a chunk from its MP4 file, their longer side at most `size` pixels.
+    """Decode frames of a chunk from its MP4 file, and limit their longer side to `size` pixels.
 
     Raises:
-        SourceFailure: the chunk cannot be decoded.
+        SourceFailure: The chunk cannot be decoded.
     """
     index = video.index
     frames = decode_frames(
@@ -66,14 +66,14 @@ class Questions:
     """Chunks to be captioned.
 
     Attributes:
-        rows: rows of the shard to ask about.
-        stop: function that returns the reason to stop asking, or None; called before each request.
-        read: function that returns the file of a row; it may raise SourceFailure, and threads may call it.
-        pictures: function that decodes the pictures of a row from its file; it may raise SourceFailure, and threads may
-            call it.
-        keep: function that keeps the answer about a row, or the reason why there is none; on return, an answer is on
-            disk. Threads may call it.
-        seed: function that returns the random seed of a row.
+        rows: Rows of the shard to caption.
+        stop: Function that returns the reason to stop asking, or None; called before each request.
+        read: Function that returns the MP4 file of a row. It may raise SourceFailure and must be thread-safe.
+        pictures: Function that decodes the frames of a row from its file. It may raise SourceFailure and must be
+            thread-safe.
+        keep: Function that stores the answer for a row, or the reason why there is no answer. An answer is on disk
+            when the function returns. It must be thread-safe.
+        seed: Function that returns the random seed of a row.
     """
 
     rows: Iterator[int]
@@ -85,8 +85,8 @@ class Questions:
 
 
 class Captioner(Protocol):
-    """A model or a server."""
+    """Model or server that writes captions."""
 
     def answer(self, questions: Questions) -> Stop | None:
-        """Answer all questions; return the reason why some could not be asked, or None."""
+        """Answer all questions. Return the reason if some were not asked; otherwise return None."""
         ...

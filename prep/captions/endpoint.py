@@ -41,13 +41,13 @@ class Endpoint:
     """A server.
 
     Args:
-        settings: settings with the text of the prompt.
-        in_flight: number of requests at a time.
-        retries: number of times that a request is repeated.
-        timeout_s: time limit of each request in seconds.
+        settings: Settings with the text of the prompt.
+        in_flight: Number of requests at a time.
+        retries: Number of times that a request is repeated.
+        timeout_s: Time limit of each request in seconds.
 
     Raises:
-        UserError: see `require_client`.
+        UserError: See `require_client`.
     """
 
     def __init__(self, settings: CaptionsSettings, *, in_flight: int, retries: int, timeout_s: float) -> None:
@@ -110,7 +110,7 @@ class Endpoint:
         """Return the body of the request about a row, given its file.
 
         Raises:
-            SourceFailure: its pictures cannot be decoded.
+            SourceFailure: Its pictures cannot be decoded.
         """
         settings = self._settings
         addresses = map(jpeg_address, questions.pictures(file, row))
@@ -130,7 +130,7 @@ class Endpoint:
         """Ask about the pictures of a chunk.
 
         Raises:
-            SourceFailure: there is no answer.
+            SourceFailure: There is no answer.
         """
         import openai
 

@@ -40,9 +40,9 @@ class Model:
     """An image-text-to-text model of transformers on this machine.
 
     Attributes:
-        name: name given by the user; for a folder only its last component.
-        source: name or absolute path, with which another machine finds the model.
-        sha256: hash of configuration, processor, tokenizer and weights.
+        name: Name given by the user; for a folder only its last component.
+        source: Name or absolute path, with which another machine finds the model.
+        sha256: Hash of configuration, processor, tokenizer and weights.
     """
 
     name: str
@@ -56,7 +56,7 @@ def find_model(name: str) -> Model:
     """Find a model on this machine, or download it, and hash its files; once per process.
 
     Raises:
-        UserError: it does not exist, or lacks weights or a processor.
+        UserError: It does not exist, or lacks weights or a processor.
     """
     directory = model_folder(name, files=_FILES, what="model", asked="--model", hint=_SUGGESTION)
     if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
@@ -160,7 +160,7 @@ class CaptionsSettings(Checked):
         """Return the settings with the text of `prompt_file`.
 
         Raises:
-            UserError: it cannot be read, or is not a prompt.
+            UserError: It cannot be read, or is not a prompt.
         """
         if self.prompt_file is None:
             return self
@@ -194,7 +194,7 @@ def resolve(settings: CaptionsSettings) -> tuple[CaptionsSettings, dict[str, Any
     """Read the prompt and find the model; return the settings with both, and the values that they add to the recipe.
 
     Raises:
-        UserError: there is no such prompt or model.
+        UserError: There is no such prompt or model.
     """
     settings = settings.with_prompt()
     if settings.endpoint is not None:

@@ -96,7 +96,7 @@ def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
     """Ask about a few chunks for the estimate; the answers are kept.
 
     Raises:
-        UserError: the model or the server does not answer.
+        UserError: The model or the server does not answer.
     """
     left = request.trial
     with writing(plan.data_dir, column=CAPTIONS), Activity("captioning a few chunks for the estimate"):
@@ -139,7 +139,7 @@ class Cost:
     """The cost of the answers of a variant: tokens in and out, and seconds.
 
     Attributes:
-        num_uncounted: number of answers for which the server did not report the tokens.
+        num_uncounted: Number of answers for which the server did not report the tokens.
     """
 
     num_answers: int

@@ -24,7 +24,7 @@ class LocalModel:
     """A model and its processor.
 
     Args:
-        name: name under which its answers are recorded.
+        name: Name under which its answers are recorded.
     """
 
     def __init__(self, model: Any, processor: Any, *, name: str, device: Device) -> None:
@@ -41,7 +41,7 @@ class LocalModel:
         """Return the answer about each chunk, given its pictures, or the reason why there is none.
 
         Raises:
-            MemoryError: the GPU does not have enough memory for the batch.
+            MemoryError: The GPU does not have enough memory for the batch.
         """
         import torch
 

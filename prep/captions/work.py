@@ -38,8 +38,8 @@ def publish_caption_table(variant: Variant) -> Path:
     """Write the table of a variant.
 
     Raises:
-        Damaged: a merged table or an index is damaged.
-        OSError: a file cannot be read or written.
+        Damaged: A merged table or an index is damaged.
+        OSError: A file cannot be read or written.
     """
     rows = read_chunk_rows(variant, columns=_COLUMNS)
     ids, codes = rows.dictionary_codes("video_id")
@@ -77,7 +77,7 @@ def publish_caption_table(variant: Variant) -> Path:
 
 
 def caption_table_problem(variant: Variant) -> str | None:
-    """Return why the table of a variant cannot be used; None if it can, or if the variant has no captions."""
+    """Return the reason why the table of a variant is unusable; None if it is usable, or there are no captions."""
     if not any(commit.files for commit in variant.commits.values()):
         return None
     path = variant.directory / TABLE_FILE

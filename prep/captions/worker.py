@@ -1,4 +1,4 @@
-"""Captioning the chunks of one shard in a worker.
+"""Caption the chunks of one shard in a worker.
 
 Captions in the journal are used; the model is asked about all other chunks. Until no question is left, answers are only
 in the journal. A chunk without a caption does not affect the others.
@@ -28,12 +28,12 @@ class Asking:
     """Options of requests to models that do not affect their answers.
 
     Attributes:
-        batch: batch size of a model in the worker, in chunks.
-        num_threads: number of threads of that model; None for the number that the engine has assigned to the worker.
-        in_flight, retries, timeout_s: number of requests of the worker at a time, and number of repetitions and time
+        batch: Batch size of a model in the worker, in chunks.
+        num_threads: Number of threads of that model; None for the number that the engine has assigned to the worker.
+        in_flight, retries, timeout_s: Number of requests of the worker at a time, and number of repetitions and time
             limit in seconds of each.
-        max_tokens_total, spent: limit of the tokens of the variant, and tokens of the answers of earlier runs.
-        retry_codes: codes of answers that are not captions, for which the model is asked again.
+        max_tokens_total, spent: Limit of the tokens of the variant, and tokens of the answers of earlier runs.
+        retry_codes: Codes of answers that are not captions, for which the model is asked again.
     """
 
     device: Device
@@ -73,7 +73,7 @@ class Inquiry:
     """State of the chunks of a shard that have no sample yet.
 
     Attributes:
-        failed: reason why a row has no answer, by row.
+        failed: Reason why a row has no answer, by row.
     """
 
     chunks: Chunks
@@ -132,7 +132,7 @@ def open_captioner(recipe: Recipe[CaptionsSettings], asking: Asking) -> Captione
     """Open the model or the server that answers.
 
     Raises:
-        UserError: it cannot be opened here, or its weights differ from the planned ones.
+        UserError: It cannot be opened here, or its weights differ from the planned ones.
     """
     settings = recipe.settings
     if settings.endpoint is not None:

@@ -60,7 +60,7 @@ def captions(
         bool,
         Parameter(
             negative="",
-            help="Drop captions that repeat another one of the same clip and source, apart from case and white space. "
+            help="Drop captions that repeat another one of the same clip and source, apart from case and whitespace. "
             "The most likely one is kept.",
         ),
     ] = False,

@@ -140,7 +140,7 @@ def unused_files(reading: Reading) -> list[str]:
 
 
 def unused_text(reading: Reading) -> str:
-    """Return why no row in `unused_files` could be used, with the first few rows by name, and advice."""
+    """Return the reasons why all rows in `unused_files` are unusable, with the first few rows by name, and advice."""
     files = unused_files(reading)
     is_from = pc.is_in(reading.rejected["file"], value_set=pa.array(files, pa.string()))
     for file in files:  # a folder of annotation files

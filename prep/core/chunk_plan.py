@@ -207,7 +207,7 @@ class Holders:
         return len(self._digits)
 
     def of(self, fingerprints: Sequence[str]) -> list[int]:
-        """Return the shards that hold something about any of the chunks, ascending."""
+        """Return the shards that hold something about any of the chunks, in ascending order."""
         digits = np.array(fingerprints, _DIGITS)
         begins, ends = (np.searchsorted(self._digits, digits, side) for side in ("left", "right"))
         pairs = zip(begins.tolist(), ends.tolist(), strict=True)

@@ -81,7 +81,7 @@ class ChunkWork:
             worker cannot open the model, and also ends the shard.
         require: Function (settings) that raises UserError if this machine lacks something that the settings need;
             called before any lock is taken.
-        resolve: Function settings -> the settings to use, and further values of the recipe by name, such as the hash of
+        resolve: Function settings -> the settings to use, and other values of the recipe by name, such as the hash of
             a model; a value with the name of a setting replaces it. It raises UserError if the model does not exist.
         name: Function recipe -> readable part of the variant's name: letters, digits, `-`, `_` and dots.
         weights: Function recipe -> path of local weights, which the records of a run keep; None if there are none.

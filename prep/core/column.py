@@ -121,7 +121,7 @@ class ColumnSpec:
         plan_help: Help of `prep plan NAME`.
         request: Import path of the dataclass with the flags that are not settings, a `Request`
             (`prep/core/request.py`). Fields that are `KEPT` are recorded, and used again by `prep retry`.
-        plan_request: Import path of the dataclass with the further flags of `prep plan NAME`, a `PlanRequest`.
+        plan_request: Import path of the dataclass with the additional flags of `prep plan NAME`, a `PlanRequest`.
         sample: Noun for a sample of the column, singular.
         verb: Regular verb for making a sample, such as encode.
         checked_noun: Noun for the things that `verify --deep` counts, singular: "decoded frame".

@@ -54,7 +54,7 @@ class BucketTars:
         return [self.read(path, offset, size) for offset, size in ranges]
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
-        """Opening the index fetches it."""
+        """Do nothing: opening the index fetches it."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _why_not_current(variant: str, lost: Sequence[Failure]) -> str:
 
 
 def why_unfinished(column: ColumnSpec, variant_dir: Path, *, current: str) -> str:
-    """Return why the variant of the last run is not the current one, and the command that completes it."""
+    """Return the reason why the variant of the last run is not current, and the command that completes it."""
     data = variant_dir.parent.parent
     lost = lost_samples(data, column.name, variant=variant_dir.name, former=current)
     again = shlex.join(retry_words(column, data=data))

@@ -148,7 +148,7 @@ def first_few(named: Iterable[FailureEntry]) -> list[FailureEntry]:
 
 
 def named_lines(entries: Sequence[FailureEntry], *, num_all: int, listed: Path | None, indent: str) -> Iterator[str]:
-    """Yield one line per failure, then the number of further failures and the file that lists all of them."""
+    """Yield one line per failure, then the number of other failures and the file that lists all of them."""
     for entry in entries:
         yield f"{indent}{on_one_line(f'{entry.name}: {entry.code}: {entry.message}')}"
     parts = [f"and {num_all - len(entries):,} more"] if num_all > len(entries) else []

@@ -1,4 +1,4 @@
-"""Planning and making a column: the commands `prep NAME`, `prep plan NAME` and `prep retry`, built from its spec."""
+"""Plan and make a column: the commands `prep NAME`, `prep plan NAME` and `prep retry`, built from its spec."""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Reports of plans and runs, for people and for scripts, and HTML pages; shared by all columns."""
+"""Human-readable and machine-readable reports of plans and runs, and HTML pages; shared by all columns."""
 
 import json as json_module
 from collections import Counter
@@ -147,7 +147,7 @@ def summary_report(
         nothing: Reason why there was no work, if the reason is not that everything is up to date.
         verb: Regular verb for making a chunk, such as encode.
         retry: Words of the command that tries the failures of the column again.
-        more: Further JSON values, placed before the common ones.
+        more: Additional JSON values, placed before the common ones.
     """
     lines = [f"variant  {summary.variant}"]
     if summary.num_shards_made and summary.failures and not summary.num_encoded + summary.num_reused:

@@ -87,7 +87,7 @@ class Job(Generic[W]):
         read_again: Ids of the videos whose unusable sources were read again, as their failure may pass.
         chunk_s: Seconds of video in a full chunk, for the progress bar; None to omit the speed.
         where: Condition on the samples of the plan, which the variant's records keep; None for all.
-        asked: Further values of the request that the records keep, by the names of their flags.
+        asked: Additional values of the request that the records keep, by the names of their flags.
         lag_limit_s: Time to wait for commits that workers report and that are not visible here.
         needs: Requirements on the worker's machine (`clipmill.prep.engines.admission.Ticket`); None if there are none.
     """
@@ -330,7 +330,7 @@ def why_missing(
     gave_up: str | None = None,
     other_part: Part | None = None,
 ) -> Stop | None:
-    """Return why a shard is not on disk as planned; None if it is, or if it is orphaned.
+    """Return the reason why a shard is not on disk as planned; None if it is, or if it is orphaned.
 
     Args:
         commit: Commit on disk.

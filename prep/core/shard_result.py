@@ -1,4 +1,4 @@
-"""Making a shard in a worker, in all columns: samples, failures and commit, progress, and the result.
+"""Make a shard in a worker, in all columns: samples, failures and commit, progress, and the result.
 
 Progress is a heartbeat: a small file in `<variant>/.tmp-running/`, where the driver's progress bar and `prep status` in
 another terminal read it, from any node of a cluster. Heartbeats are not part of the records: each run begins by

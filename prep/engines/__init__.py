@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 # Signals by which the kernel, or the program itself, ends a program that is faulty. All others come from outside.
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
 
-Check = Callable[[], str | None]  # called in a worker: return why it must not work, or None
+Check = Callable[[], str | None]  # called in a worker: returns the reason why it must not work, or None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Running an engine in a separate process.
+"""Run an engine in a separate process.
 
 The libraries of the engine then cannot print to the command's output or terminate the command. Ray, for example,
 terminates its process when it loses the cluster; the command keeps running and reports it.

@@ -1,4 +1,4 @@
-"""Running a function in Ray actors: workers that take one task after another and keep what the function has loaded.
+"""Run a function in Ray actors: workers that take one task after another and keep what the function has loaded.
 
 A worker is checked when it starts, on any node, and gets its first task once it has passed. When no task is left for
 it, it ends, and its resources become free.
@@ -240,7 +240,7 @@ class ActorRun:
                 self._waiting.append(_Attempt(*new))
             if not self._waiting and not self._busy:
                 return
-            # Actors that the nodes have no room for make an autoscaler start further nodes.
+            # Actors that the nodes have no room for make an autoscaler start additional nodes.
             while len(self._starting) < min(len(self._waiting), num_actors - len(self._busy)):
                 avoided = set.intersection(*(set(attempt.failed_on) for attempt in self._waiting))
                 options = self._nodes.options(avoided=avoided)

@@ -33,7 +33,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class WantedFrames:
-    """Frames to decode of an MP4 file: `wanted` has their indices, ascending; an index may occur several times."""
+    """Frames to decode of an MP4 file: `wanted` has their indices in ascending order, some of them several times."""
 
     content: bytes
     fps: Fraction
@@ -57,10 +57,10 @@ class ChunkVideo:
     """The frames and crops of a chunk that are decoded.
 
     Attributes:
-        sources: frames of the chunk, and a frame of the next chunk if a segment ends there.
-        num_repeated: number of repetitions of the last frame.
-        segment_frames: number of frames in a segment.
-        squares: crop of each segment.
+        sources: Frames of the chunk, and a frame of the next chunk if a segment ends there.
+        num_repeated: Number of repetitions of the last frame.
+        segment_frames: Number of frames in a segment.
+        squares: Crop of each segment.
         is_video: True if each segment is encoded as a unit.
     """
 
@@ -87,10 +87,10 @@ def pieces_in_order(chunks: Iterable[C], *, read: Callable[[C], ChunkVideo], num
     """Yield the pieces of all `chunks` in order; `num_threads` chunks are decoded in parallel.
 
     Args:
-        read: read a chunk and return its frames and crops; may raise SourceFailure.
+        read: Read a chunk and return its frames and crops; may raise SourceFailure.
 
     Raises:
-        Exception: any other exception that `read` raises.
+        Exception: Any other exception that `read` raises.
     """
     waiting = iter(chunks)
     running: deque[_Decoding[C]] = deque()
@@ -243,7 +243,7 @@ class PicturesOfChunk(Generic[C]):
     """The pictures in a batch that belong to one chunk, from its picture number `first` on.
 
     Attributes:
-        pictures: array or tensor of N pictures of the same size, or of N segments, in memory or on a device.
+        pictures: Array or tensor of N pictures of the same size, or of N segments, in memory or on a device.
     """
 
     owner: _Growing[C]
@@ -268,10 +268,10 @@ def encoded_chunks(
     """Run the model over the pieces of many chunks, `batch` pictures at a time, and yield the chunks in order.
 
     Args:
-        pieces: pieces of one chunk after another; the last piece of each chunk has no crops.
-        resize: convert crops [N, S, S, 3] to N pictures of the same size for all chunks, or [N, F, S, S, 3] to N
+        pieces: Pieces of one chunk after another; the last piece of each chunk has no crops.
+        resize: Convert crops [N, S, S, 3] to N pictures of the same size for all chunks, or [N, F, S, S, 3] to N
             segments.
-        encode: return the latents of the pictures of all parts, concatenated.
+        encode: Return the latents of the pictures of all parts, concatenated.
     """
     growing: deque[_Growing[C]] = deque()
     waiting: list[PicturesOfChunk[C]] = []

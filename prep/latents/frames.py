@@ -29,10 +29,10 @@ class SegmentFrames:
     """The frames of a chunk's segments, one segment after another.
 
     Attributes:
-        frames: index of each frame in the chunk, ascending; a frame on the border of two segments is in both.
+        frames: Index of each frame in the chunk, in ascending order; a frame on the border of two segments is in both.
         has_border: True if the first frame of the next chunk follows them.
-        num_repeated: number of repetitions of the last frame that complete the last segment.
-        lengths: number of frames of the video in each segment; the other frames of a full segment are repetitions.
+        num_repeated: Number of repetitions of the last frame that complete the last segment.
+        lengths: Number of frames of the video in each segment; the other frames of a full segment are repetitions.
     """
 
     frames: list[int]

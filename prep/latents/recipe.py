@@ -183,7 +183,7 @@ class Encoding:
         """Check that the VAE supports the settings: all frames of a segment, tiles, samples, the size.
 
         Raises:
-            UserError: it does not, or it lacks the statistics to normalise a segment.
+            UserError: It does not, or it lacks the statistics to normalise a segment.
         """
         if self.is_video:
             num_frames, step, vae = self.segment_frames, self.vae.frames_step, self.vae
@@ -224,7 +224,7 @@ def resolve(settings: LatentsSettings) -> tuple[LatentsSettings, dict[str, Any]]
     Settings that cannot affect the bytes are null, such as the seed if nothing is random.
 
     Raises:
-        UserError: there is no such VAE, or it does not support the settings.
+        UserError: There is no such VAE, or it does not support the settings.
     """
     vae = find_vae(settings.vae)
     settings = replace(settings, vae=vae.source)
@@ -267,11 +267,11 @@ def vae_of(values: Mapping[str, Any], *, source: str) -> Vae:
     """Return the VAE of a recipe, without its folder.
 
     Args:
-        values: content of recipe.json.
-        source: name or folder of the VAE.
+        values: Content of recipe.json.
+        source: Name or folder of the VAE.
 
     Raises:
-        UserError: the recipe lacks a value.
+        UserError: The recipe lacks a value.
     """
     optional = ("kind", "temporal_factor", *_STATISTICS)
     try:

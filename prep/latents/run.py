@@ -74,8 +74,8 @@ class FrameCost:
     """Cost of a frame: decoding, resizing and the VAE, with one thread on a CPU, or with one GPU.
 
     Attributes:
-        num_workers: number of cores or GPUs of this machine.
-        segment_bytes: peak memory of a worker that encodes one segment, including libraries, weights and, on a CPU, the
+        num_workers: Number of cores or GPUs of this machine.
+        segment_bytes: Peak memory of a worker that encodes one segment, including libraries, weights and, on a CPU, the
             segments that are decoded ahead; None for a VAE of images.
     """
 
@@ -96,7 +96,7 @@ def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | N
     """Encode a few frames or a segment of a chunk; return None if chunks or model cannot be read, as the run reports.
 
     Args:
-        num_gpus: number of GPUs of this machine; None to count them.
+        num_gpus: Number of GPUs of this machine; None to count them.
     """
     encoding = Encoding.of(plan.recipe)
     settings, is_video = encoding.settings, encoding.is_video
@@ -155,10 +155,10 @@ class Content:
     """The encoded part of chunks and, for a VAE of videos, the part that is in no segment.
 
     Attributes:
-        num_frames: maximum number of frames to encode; unchanged chunks of a changed shard are copied.
-        num_units: number of frames, or of segments of a VAE of videos.
-        num_without: number of chunks without a segment, which have no sample.
-        left_out_s: seconds of video at the ends of chunks, including the chunks without a segment.
+        num_frames: Maximum number of frames to encode; unchanged chunks of a changed shard are copied.
+        num_units: Number of frames, or of segments of a VAE of videos.
+        num_without: Number of chunks without a segment, which have no sample.
+        left_out_s: Seconds of video at the ends of chunks, including the chunks without a segment.
     """
 
     num_frames: int
@@ -189,7 +189,7 @@ def require_segments(plan: ChunksPlan, request: Request) -> None:
     """Check that a VAE of videos finds a segment in a chunk.
 
     Raises:
-        UserError: all chunks are shorter than a segment.
+        UserError: All chunks are shorter than a segment.
     """
     encoding = Encoding.of(plan.recipe)
     lengths = [(length.seconds, length.has_next) for shard in plan.chunk_shards.values() for length in shard.lengths]

@@ -25,7 +25,7 @@ class Encoder:
     """The encoder of a VAE, for a single thread: some of these models keep state while they encode.
 
     Args:
-        model: a model of a class in clipmill.prep.latents.weights.
+        model: A model of a class in clipmill.prep.latents.weights.
     """
 
     def __init__(self, model: Any, encoding: Encoding, *, device: Device) -> None:
@@ -66,14 +66,14 @@ class Encoder:
         """Return the normalised latents of the N pictures, uint8 [3, H, W], or segments, [F, 3, H, W], in all parts.
 
         Args:
-            noise: standard normal noise to sample the posterior, of the shape of the result; None for its mean.
+            noise: Standard normal noise to sample the posterior, of the shape of the result; None for its mean.
 
         Returns:
             Latents [N, C, h, w] or [N, C, T', h, w].
 
         Raises:
-            MemoryError: the GPU does not have enough memory for the batch.
-            UserError: the VAE did not encode all frames.
+            MemoryError: The GPU does not have enough memory for the batch.
+            UserError: The VAE did not encode all frames.
         """
         import torch
 

@@ -24,14 +24,14 @@ class VaeClass:
     """A class of diffusers.
 
     Attributes:
-        channels: name of the configuration entry with the number of latent channels, and its default.
-        spatial: factor by which each side shrinks.
-        temporal: factor by which the number of frames after the first one shrinks; None for a VAE of images, which
+        channels: Name of the configuration entry with the number of latent channels, and its default.
+        spatial: Factor by which each side shrinks.
+        temporal: Factor by which the number of frames after the first one shrinks; None for a VAE of images, which
             encodes frame by frame.
-        frames_step: step of the segment lengths, k x frames_step + 1 frames; None for the temporal factor.
-        in_channels: number of input channels of the encoder for pictures in RGB.
-        scaling_factor: default of the entry of this name.
-        statistics: location of the mean and standard deviation of each channel, by which latents are normalised: in the
+        frames_step: Step of the segment lengths, k x frames_step + 1 frames; None for the temporal factor.
+        in_channels: Number of input channels of the encoder for pictures in RGB.
+        scaling_factor: Default of the entry of this name.
+        statistics: Location of the mean and standard deviation of each channel, by which latents are normalised: in the
             configuration, or as tensors beside the weights; None if latents are scaled by one factor.
         has_posterior: True if the encoder returns a distribution to sample, False if it returns the latents themselves.
         can_tile: True if the encoder can divide a frame into tiles.
@@ -161,18 +161,18 @@ class Vae:
     """A VAE that `find_vae` has found, or that a recipe names.
 
     Attributes:
-        name: name given by the user; for a folder only its last component, since moving a folder does not change the
+        name: Name given by the user; for a folder only its last component, since moving a folder does not change the
             weights.
-        source: name or absolute path of the folder, with which another machine finds the VAE.
-        directory: folder of the files; None for `tiny`, and if only the recipe is known.
-        sha256: hash of configuration and weights.
-        channels: number of latent channels.
-        factor: factor by which the VAE downsamples each side.
-        scaling_factor, shift_factor: stored latents are (latents - shift_factor) x scaling_factor.
-        kind: class of diffusers, a row of CLASSES.
-        temporal_factor: temporal factor: a segment of k x temporal_factor + 1 frames has k + 1 latent frames; None for
+        source: Name or absolute path of the folder, with which another machine finds the VAE.
+        directory: Folder of the files; None for `tiny`, and if only the recipe is known.
+        sha256: Hash of configuration and weights.
+        channels: Number of latent channels.
+        factor: Factor by which the VAE downsamples each side.
+        scaling_factor, shift_factor: Stored latents are (latents - shift_factor) x scaling_factor.
+        kind: Class of diffusers, a row of CLASSES.
+        temporal_factor: Temporal factor: a segment of k x temporal_factor + 1 frames has k + 1 latent frames; None for
             a VAE of images.
-        latents_mean, latents_std: statistics of each channel, or of each channel and latent frame in turn. With them,
+        latents_mean, latents_std: Statistics of each channel, or of each channel and latent frame in turn. With them,
             stored latents are (latents - latents_mean) x (scaling_factor / latents_std).
     """
 
@@ -206,7 +206,7 @@ def find_vae(name: str) -> Vae:
     A folder may contain the VAE itself, or a pipeline with the VAE in `vae/`.
 
     Raises:
-        UserError: it does not exist, or is not a VAE of CLASSES with three input channels and safetensors weights.
+        UserError: It does not exist, or is not a VAE of CLASSES with three input channels and safetensors weights.
     """
     if name == TINY:
         return _make_vae(name, name, None, _TINY_SHA256, TINY_CONFIG)
@@ -248,7 +248,7 @@ def vae_folder(name: str) -> Path | None:
     """Return the folder with the files of a VAE that `find_vae` has found; None for `tiny`.
 
     Raises:
-        UserError: it does not exist.
+        UserError: It does not exist.
     """
     return None if name == TINY else _find_folders(name)[1]
 
@@ -278,7 +278,7 @@ def _make_vae(name: str, source: str, directory: Path | None, sha256: str, confi
     """Return the VAE of a configuration.
 
     Raises:
-        UserError: an entry is wrong or missing.
+        UserError: An entry is wrong or missing.
     """
     row = CLASSES[config["_class_name"]]
     if (channels := config.get("in_channels", 3)) != row.in_channels(config):

@@ -1,4 +1,4 @@
-"""Encoding the chunks of one shard in a worker, and their samples: member, index row and check by `verify --deep`.
+"""Encode the chunks of one shard in a worker, and make their samples: member, index row and check by `verify --deep`.
 
 Chunks are decoded ahead, and batches span chunks. Numbers are stored as float16, or as the bits of bfloat16 in uint16,
 since npy has no bfloat16.
@@ -44,8 +44,8 @@ class EncoderUse:
     """Options of workers that do not affect the stored values.
 
     Attributes:
-        batch: batch size of the model in frames; a VAE of videos encodes at least one segment.
-        num_threads: number of the model's threads, and of chunks decoded in parallel; None for the number that the
+        batch: Batch size of the model in frames; a VAE of videos encodes at least one segment.
+        num_threads: Number of the model's threads, and of chunks decoded in parallel; None for the number that the
             engine has assigned to the worker.
     """
 

@@ -226,7 +226,7 @@ def intervals_to_refine(samples: Sequence[tuple[int, Picture]], *, threshold: fl
 
 
 def find_cuts(frames: Iterable[tuple[int, Picture]], *, threshold: float) -> list[int]:
-    """Return the first frames of new shots, ascending; `frames` are (index, picture) in order, beginning with 0."""
+    """Return the first frame of each new shot in ascending order; `frames` are (index, picture) in order, from 0."""
     detector = ContentDetector(threshold=threshold, min_scene_len=MIN_SHOT_FRAMES)
     cuts: list[int] = []
     for frame, picture in frames:
@@ -280,7 +280,7 @@ def frozen_frames(looks: Sequence[Look], *, num_frames: int, min_frames: float, 
     where compression changes all blocks, frames are also compared with the first frame after it.
 
     Args:
-        key_frames: indices of the key frames, ascending.
+        key_frames: Indices of the key frames, in ascending order.
     """
     borders = np.concatenate([[0.0], np.cumsum(shown_frames(looks, num_frames=num_frames))])
     groups = [bisect_right(key_frames, look.frame) for look in looks]
@@ -407,7 +407,7 @@ def is_speech(samples: NDArray[np.int16]) -> NDArray[np.bool_]:
     """Return which complete windows of 30 ms are speech, bool [windows].
 
     Args:
-        samples: mono samples at RATE_HZ.
+        samples: Mono samples at RATE_HZ.
     """
     windows = samples[: len(samples) // _WINDOW * _WINDOW].reshape(-1, _WINDOW)
     detector = webrtcvad.Vad(_AGGRESSIVENESS)

@@ -54,8 +54,8 @@ class Chunks:
     """The rows of the merged table (clipmill.shards.scores), and the chunks behind them.
 
     Args:
-        table: merged table.
-        video: variant of video that was scored.
+        table: Merged table.
+        video: Variant of video that was scored.
     """
 
     def __init__(self, table: pa.Table, *, video: Variant) -> None:
@@ -87,8 +87,8 @@ class Chunks:
         """Return pictures by (row, seconds in the chunk); the middle frame has None in place of seconds.
 
         Args:
-            middles: rows whose middle frame is shown.
-            moments_s: row -> times of further frames.
+            middles: Rows whose middle frame is shown.
+            moments_s: Row -> times of additional frames.
         """
         pictures: dict[tuple[int, float | None], Thumbnail] = {}
         rows = dict.fromkeys([*middles, *moments_s])
@@ -160,7 +160,7 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
     """Publish the page of the current variant; with an expression it also shows the chunks kept and dropped.
 
     Raises:
-        UserError: the page cannot be written, `variant` is not the current one, its merged table is missing or stale,
+        UserError: The page cannot be written, `variant` is not the current one, its merged table is missing or stale,
             or the page does not support the request.
     """
     require_page_path(request.path, flag="--html")

@@ -63,10 +63,10 @@ class ChunkFile:
     packet_flags: list[int]
 
     def decode(self, indices: Sequence[int]) -> Iterator[tuple[int, VideoFrame]]:
-        """Yield (index, frame) of the frames with these indices, ascending.
+        """Yield (index, frame) of the frames with these indices, in ascending order.
 
         Raises:
-            SourceFailure: a frame cannot be decoded.
+            SourceFailure: A frame cannot be decoded.
         """
         frames = decode_frames(
             self.content, indices, fps=self.fps, packet_frame=self.packet_frame, packet_flags=self.packet_flags
@@ -79,9 +79,9 @@ class _Seen:
     """Data of the frames of the first pass.
 
     Attributes:
-        looks, pictures: looks of all frames, and pictures of the samples, by frame.
-        sharp: luma of full size of the samples whose sharpness is measured.
-        lines: mean luma of the lines of all samples that are not black.
+        looks, pictures: Looks of all frames, and pictures of the samples, by frame.
+        sharp: Luma of full size of the samples whose sharpness is measured.
+        lines: Mean luma of the lines of all samples that are not black.
         size: (height, width) of the frames.
     """
 
@@ -99,7 +99,7 @@ def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
     Numbers are rounded to six decimals; unknown values are None.
 
     Raises:
-        SourceFailure: the chunk or its audio cannot be decoded.
+        SourceFailure: The chunk or its audio cannot be decoded.
     """
     cv2.setNumThreads(1)  # the flow depends on the number of threads, and the caller already works in parallel
     chosen = choose_frames(
@@ -208,7 +208,7 @@ def scores_sample(chunk: Chunk, *, cut_threshold: float) -> Sample:
     """Score a chunk and return its sample.
 
     Raises:
-        SourceFailure: the chunk is damaged or cannot be decoded, or a value is not finite.
+        SourceFailure: The chunk is damaged or cannot be decoded, or a value is not finite.
     """
     file = ChunkFile(
         content=chunk.read(),
@@ -229,7 +229,7 @@ def check_scores(row: dict[str, Any], members: dict[str, bytes], split: str) -> 
         stated = parse_json(members[EXTENSION])
         digits = stated["phash"]
         stated["phash"] = None if digits is None else int(digits, 16)
-        # The index has 32 bits for some numbers, to which the values of the member are rounded.
+        # The index stores some numbers as 32-bit values, to which the values of the member are rounded.
         rounded = pa.Table.from_pylist([stated], pa.schema(SCORES_FIELDS))
         in_member = {"key": stated["key"], **rounded.to_pylist()[0]}
     except (ValueError, KeyError, TypeError, pa.ArrowException) as error:

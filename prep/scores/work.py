@@ -44,7 +44,7 @@ def installed_libraries() -> str:
     """Return the versions of the libraries that compute the scores, on one line.
 
     Raises:
-        UserError: a library is not installed.
+        UserError: A library is not installed.
     """
     parts = []
     for name, distributions in _LIBRARIES.items():
@@ -58,7 +58,7 @@ def installed_libraries() -> str:
 
 
 def version_mismatch(planned: str) -> str | None:
-    """Return why this machine must not score chunks of a plan with the libraries `planned`, or None."""
+    """Return the reason why this machine must not score for a plan with the libraries `planned`; None if it may."""
     try:
         available = installed_libraries()
     except UserError as error:
@@ -67,7 +67,7 @@ def version_mismatch(planned: str) -> str | None:
 
 
 def _table_problem(variant: Variant) -> str | None:
-    """Return why the merged table cannot be used; None if it can, or if the variant has no scores to merge."""
+    """Return the reason why the merged table is unusable; None if it is usable, or if there are no scores to merge."""
     from clipmill.shards.scores import score_table_problem
 
     return score_table_problem(variant) if any(commit.files for commit in variant.commits.values()) else None

@@ -52,6 +52,6 @@ def scenedetect_version() -> str:
 
 
 def version_mismatch(version: str) -> str | None:
-    """Return why this machine must not detect shots for a run with PySceneDetect `version`, or None."""
+    """Return the reason why this machine must not detect shots with PySceneDetect `version`; None if it may."""
     installed = scenedetect_version()
     return None if installed == version else f"PySceneDetect {installed} differs from {version} of this command"

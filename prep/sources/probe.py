@@ -1,4 +1,4 @@
-"""Probing a source file: its properties are read and verified before anything is encoded.
+"""Probe a source file: its properties are read and verified before anything is encoded.
 
 The index of an MP4 lists the position of every packet, so that truncation is detected without reading the file. Other
 containers are demuxed once from end to end, without decoding. In every case one frame is decoded, to obtain the actual

@@ -1,4 +1,4 @@
-"""Probing many sources in separate processes, so that a problem with one source does not affect the others.
+"""Probe many sources in separate processes, so that a problem with one source does not affect the others.
 
 A hostile or damaged file can make its reader block for ever (a dead mount), crash, or use all memory. A reader without
 a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. When a reader ends by itself

@@ -1,8 +1,8 @@
-"""Probing sources in the workers of an engine, so that all nodes of a cluster share the reading.
+"""Source probing in the workers of an engine, so that all nodes of a cluster share the read load.
 
-Only properties are taken from a worker. A failure may be the fault of its machine, which may lack a mount, credentials
-or memory, or show another file under the path. Sources without properties are therefore probed again by this process,
-as without a cluster.
+A result from a worker is used only if it has properties of a file of the expected size. A failure may be caused by the
+worker's machine, which may lack a mount, credentials or memory, or have a different file at the path. All other sources
+are therefore probed again by this process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +16,11 @@ from clipmill.prep.engines import Outcome, Refused
 from clipmill.prep.sources.access import SourceFacts
 from clipmill.prep.sources.probe_processes import Reader, probe_each
 
-MAX_SOURCES = 64  # per task, which costs the driver some milliseconds
-MAX_BYTES = 1 << 30  # per task with several sources; reading them from end to end takes seconds
-# Readers wait for disks and buckets most of the time. These fit into the memory that a worker of `video` reserves.
+MAX_SOURCES = 64  # per task; each task costs the driver a few milliseconds
+MAX_BYTES = 1 << 30  # per task with several sources; reading this many bytes takes seconds
+# Readers wait for disks and buckets most of the time. Four readers fit in the memory that a worker of `video` reserves.
 _READERS_PER_WORKER = 4
-_readers: list[Reader] = []  # readers of a worker, from one of its tasks to the next; they end with it
+_readers: list[Reader] = []  # readers that a worker keeps between tasks; they end when the worker ends
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ProbeTask:
 
     @property
     def name(self) -> str:
-        """Name of the task where an engine lists it."""
+        """Name of the task in the engine's list of tasks."""
         return f"probe {PurePath(self.paths[0]).name}"
 
 
@@ -61,7 +61,7 @@ def probe_on_workers(
     Args:
         sizes: Size of each source in bytes, as this process sees it.
         run: Function that applies `probe_group` to tasks in the workers of an engine, and yields its outcomes.
-        max_processes: Maximum number of readers of this process, which probes sources that fit into a single task.
+        max_processes: Maximum number of readers in this process, which probes the sources if they fit in one task.
     """
     tasks, left = divide(paths, sizes), list[int]()
     if len(tasks) == 1:
@@ -71,7 +71,7 @@ def probe_on_workers(
         if isinstance(outcome, Refused):
             warn_refused(outcome)
         elif outcome is not None:
-            results = () if outcome.result is None else outcome.result.results  # None: its workers were lost
+            results = () if outcome.result is None else outcome.result.results  # None if the workers were lost
             for number, result in zip_longest(outcome.task.numbers, results):
                 if isinstance(result, SourceFacts) and result.size_bytes == sizes[number]:
                     yield number, result
@@ -82,7 +82,7 @@ def probe_on_workers(
 
 
 def divide(paths: Sequence[str], sizes: Sequence[int]) -> list[ProbeTask]:
-    """Divide sources into tasks of at most MAX_SOURCES sources with at most MAX_BYTES, or of one larger source."""
+    """Divide sources into tasks of at most MAX_SOURCES and MAX_BYTES; a larger source has its own task."""
     tasks, begin, num_bytes = list[ProbeTask](), 0, 0
     for number, size_bytes in enumerate(sizes):
         if number > begin and (number - begin == MAX_SOURCES or num_bytes + size_bytes > MAX_BYTES):

@@ -88,7 +88,7 @@ def object_state(info: ObjectInfo) -> tuple[int, int]:
 def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
     """Yield (row, state or failure) of all `urls`, in any order.
 
-    The sources of a bucket are found by listing their common folder, a thousand in a request; sources that the listing
+    The sources in a bucket are found by listing their common folder, a thousand in a request; sources that the listing
     lacks, and all sources of a web server, take a request each.
 
     Raises:

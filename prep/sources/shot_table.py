@@ -213,7 +213,7 @@ def _search_sources(
 ) -> Iterator[Outcome[ShotTask, FoundShots] | Refused | None]:
     """Run `find_shots`; sources whose workers were lost are searched again, one at a time, once all others are done.
 
-    Without the shots of a source its chunks are unknown, and chunks of later runs are assigned to further shards.
+    Without the shots of a source its chunks are unknown, and chunks of later runs are assigned to other shards.
     """
     lost = []
     for outcome in engine.run(find_shots, tasks, check=check, name=_name):

@@ -26,7 +26,7 @@ _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXA
 
 
 def detect_cuts(place: Place, *, timeline: Timeline, num_frames: int, detector: Detector) -> list[int]:
-    """Return the first frame of every shot except the first one, ascending, each from 1 to `num_frames` - 1.
+    """Return the first frame of every shot except the first one, in ascending order, each from 1 to `num_frames` - 1.
 
     Damaged frames are skipped: the encoder pass that contains them reports them.
 

@@ -49,7 +49,7 @@ class FileStates:
         size_bytes: Int64 [files]; NO_FILE if the file could not be checked.
         mtime_ns: Modification time, int64 [files]; 0 if the file could not be checked. For an object, it also depends
             on the etag (`clipmill.prep.sources.remote.object_state`).
-        failures: row -> why the file could not be checked.
+        failures: Row -> why the file could not be checked.
     """
 
     size_bytes: np.ndarray
@@ -364,7 +364,7 @@ def _outcomes(
     readable = [row for row in todo if row not in failures]
     if not readable:
         return
-    # Size and modification time are from before the probe: if the file grew meanwhile, the next run notices it.
+    # Size and modification time are from before the probe: if the file grew since then, the next run notices it.
     given = paths.take(pa.array(readable)).to_pylist()
     if run is None:
         from clipmill.prep.sources.probe_processes import probe_each

@@ -38,10 +38,10 @@ def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np
     """Publish one block.
 
     Args:
-        folder: folder of the bank.
-        digests: digests of the texts, DIGESTS [texts].
-        rows: embeddings or sequences, float16 [sum of lengths, width].
-        lengths: number of rows of each text, [texts].
+        folder: Folder of the bank.
+        digests: Digests of the texts, DIGESTS [texts].
+        rows: Embeddings or sequences, float16 [sum of lengths, width].
+        lengths: Number of rows of each text, [texts].
     """
     ends = np.concatenate([[0], np.cumsum(lengths)]) * rows.shape[1] * rows.itemsize
     buffers = [None, pa.py_buffer(ends.astype(np.int64).tobytes()), pa.py_buffer(np.ascontiguousarray(rows).tobytes())]
@@ -63,8 +63,8 @@ class Bank:
     """The content of the bank, for one run or the parts of one run. Damaged blocks are removed.
 
     Args:
-        folder: folder of the bank; it need not exist.
-        width: embedding dimension.
+        folder: Folder of the bank; it need not exist.
+        width: Embedding dimension.
         is_alone: True if no other process is writing to the bank.
     """
 
@@ -115,7 +115,7 @@ class Bank:
         """Return the embeddings or sequences of texts.
 
         Args:
-            digests: digests of the texts, DIGESTS [texts].
+            digests: Digests of the texts, DIGESTS [texts].
 
         Returns:
             Rows, float16 [sum of lengths, width], and the number of rows of each text, int64 [texts]; 0 if the bank
@@ -241,8 +241,8 @@ class TowerUse:
     """The text tower that workers load, and its options.
 
     Attributes:
-        recipe: recipe of the plan.
-        batch: batch size in texts.
+        recipe: Recipe of the plan.
+        batch: Batch size in texts.
         device: cuda or cpu.
     """
 
@@ -266,9 +266,9 @@ class BlockResult:
     """Result of encoding a block.
 
     Attributes:
-        num_encoded: number of texts encoded.
-        num_cut: number of encoded texts longer than the tower's context length.
-        not_finite: digests of texts whose embedding contains NaN or infinity; the bank does not contain them.
+        num_encoded: Number of texts encoded.
+        num_cut: Number of encoded texts longer than the tower's context length.
+        not_finite: Digests of texts whose embedding contains NaN or infinity; the bank does not contain them.
         stopped: (code, reason) if no embedding was stored, or None.
     """
 

@@ -33,9 +33,9 @@ class CaptionPiece:
     """Captions of the requested videos from one row group of the table.
 
     Attributes:
-        videos: position of each caption's video among the requested videos, int64 [captions].
-        ids: caption ids, int64 [captions].
-        texts: texts, string [captions].
+        videos: Position of each caption's video among the requested videos, int64 [captions].
+        ids: Caption ids, int64 [captions].
+        texts: Texts, string [captions].
     """
 
     row_group: int
@@ -47,10 +47,10 @@ class CaptionPiece:
 class CaptionReader:
     """Context manager that reads the manifest's captions.
 
-    It keeps reading the same manifest even if a new manifest is written meanwhile.
+    It keeps reading the same manifest even if a new manifest is written in the meantime.
 
     Args:
-        where: conditions on captions and their videos; captions that are not selected are skipped.
+        where: Conditions on captions and their videos; captions that are not selected are skipped.
     """
 
     def __init__(self, data_dir: Path, *, where: Where | None = None) -> None:
@@ -69,10 +69,10 @@ class CaptionReader:
         """Yield the captions of `video_ids`, in the order of the table.
 
         Args:
-            row_groups: row groups to read; all by default.
+            row_groups: Row groups to read; all by default.
 
         Raises:
-            UserError: the table is damaged.
+            UserError: The table is damaged.
         """
         for group in range(self._file.num_row_groups) if row_groups is None else row_groups:
             try:
@@ -161,7 +161,7 @@ class DigestSet:
             self._sort_in()
 
     def pop_sorted(self) -> np.ndarray:
-        """Return all digests, ascending and without duplicates, and empty the set."""
+        """Return all digests in ascending order and without duplicates, and empty the set."""
         self._sort_in()
         ordered = np.empty(sum(map(len, self._parts)), DIGESTS)
         begin = 0

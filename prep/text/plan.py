@@ -55,12 +55,12 @@ class TextPlan:
     """All shards of `text` that the manifest requires under one recipe.
 
     Attributes:
-        where: conditions on captions; None for all.
-        layout: layout with every video assigned; to be written before the work begins.
-        video_ids: ids of the videos in the plan; the `rows` of a shard are a range of them.
-        num_captions: total number of captions of all videos.
-        num_left_out: number of videos of the manifest without captions, which have no sample.
-        shards: shards, in order of their ids.
+        where: Conditions on captions; None for all.
+        layout: Layout with every video assigned; to be written before the work begins.
+        video_ids: Ids of the videos in the plan; the `rows` of a shard are a range of them.
+        num_captions: Total number of captions of all videos.
+        num_left_out: Number of videos of the manifest without captions, which have no sample.
+        shards: Shards, in order of their ids.
     """
 
     recipe: Recipe[TextSettings]
@@ -90,10 +90,10 @@ def make_text_plan(
     """Plan `recipe` for the manifest in `data_dir`.
 
     Args:
-        retry_codes: failure codes to try again even if nothing changed.
+        retry_codes: Failure codes to try again even if nothing changed.
 
     Raises:
-        UserError: there is no manifest, the layout is damaged, or there is no caption to encode.
+        UserError: There is no manifest, the layout is damaged, or there is no caption to encode.
     """
     videos = read_videos(data_dir)
     of_videos, of_captions = None, None  # conditions
@@ -175,9 +175,9 @@ def _wanted_shards(shard_ids: np.ndarray, videos: pa.Table, *, fingerprint: str)
     """Yield the shards of the planned videos.
 
     Args:
-        shard_ids: shard id of each video, ascending.
-        videos: rows of the manifest, in the order of the plan.
-        fingerprint: fingerprint of the recipe and of the conditions on captions.
+        shard_ids: Shard id of each video, in ascending order.
+        videos: Rows of the manifest, in the order of the plan.
+        fingerprint: Fingerprint of the recipe and of the conditions on captions.
     """
     bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)).tolist() if len(shard_ids) else [0]
     for begin, end in pairwise(bounds):
@@ -200,10 +200,10 @@ def extend_text_layout(
     """Assign every video with captions that has no shard yet to new shards, one split after another.
 
     Args:
-        layout: table with schema clipmill.prep.core.tables.LAYOUT.
-        video_ids: ids of the videos, in manifest order.
-        splits: splits of the videos, in the same order.
-        num_captions: number of captions of each video, int.
+        layout: Table with schema clipmill.prep.core.tables.LAYOUT.
+        video_ids: Ids of the videos, in manifest order.
+        splits: Splits of the videos, in the same order.
+        num_captions: Number of captions of each video, int.
 
     Returns:
         Layout with the new rows appended; `layout` itself if there are none.

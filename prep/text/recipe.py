@@ -114,11 +114,11 @@ def text_recipe(settings: TextSettings, *, encoder: str, sha256: str, width: int
     """Return the recipe of settings on this machine.
 
     Args:
-        settings: settings in which local weights have an absolute path.
-        encoder: name of the encoder: tiny, MODEL:TAG, or MODEL: followed by the file name; or t5: followed by the name.
-        sha256: hash of the weights file; for tiny, hash of the version of the code that makes it; for a T5, hash of
+        settings: Settings in which local weights have an absolute path.
+        encoder: Name of the encoder: tiny, MODEL:TAG, or MODEL: followed by the file name; or t5: followed by the name.
+        sha256: Hash of the weights file; for tiny, hash of the version of the code that makes it; for a T5, hash of
             weights, configuration and tokenizer.
-        width: embedding dimension.
+        width: Embedding dimension.
     """
     of_sequences = {} if settings.encoder is None else {name: getattr(settings, name) for name in OF_SEQUENCES}
     stored = {"encoder": encoder, "encoder_sha256": sha256, "width": width, "dtype": DTYPE, **of_sequences}
@@ -153,7 +153,7 @@ def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return tensor name -> shape for a safetensors file, from its header.
 
     Raises:
-        UserError: the file is not a safetensors file, or is truncated.
+        UserError: The file is not a safetensors file, or is truncated.
     """
     try:
         with path.open("rb") as file:

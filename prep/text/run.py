@@ -1,4 +1,4 @@
-"""Running a plan of `text`: encode every distinct text once, then write the shards from the bank.
+"""Run a plan of `text`: encode every distinct text once, then write the shards from the bank.
 
 First the bank is filled: embeddings in committed shards of the variant are copied, all other texts are encoded exactly
 once. Every text of the shards to be made then has an embedding in the bank, or a recorded reason why not. All state is
@@ -63,11 +63,11 @@ def run_text(
     makes the shards.
 
     Args:
-        tower: text tower of the plan's recipe.
-        engine: engine that encodes the texts.
+        tower: Text tower of the plan's recipe.
+        engine: Engine that encodes the texts.
         part_run: part whose texts are encoded; None for all.
-        lag_limit_s: time limit in seconds for embeddings that workers report to become visible on this machine.
-        asked: further values of the request that the records keep, by the names of their flags.
+        lag_limit_s: Time limit in seconds for embeddings that workers report to become visible on this machine.
+        asked: Additional values of the request that the records keep, by the names of their flags.
     """
     begin_s = time.monotonic()
     if part_run is not None:
@@ -183,9 +183,9 @@ class ShardTexts:
     """The videos and texts of the shards that need work.
 
     Attributes:
-        video_ids: ids of the videos in these shards.
-        digests: digests of their texts, ascending and unique.
-        row_groups: row groups of the table of captions that contain captions of each shard, by shard ID.
+        video_ids: Ids of the videos in these shards.
+        digests: Digests of their texts, unique and in ascending order.
+        row_groups: Row groups of the table of captions that contain captions of each shard, by shard ID.
     """
 
     video_ids: pa.Array
@@ -203,11 +203,11 @@ class Filled:
     """Result of filling the bank.
 
     Attributes:
-        num_encoded: number of texts encoded.
-        num_cut: number of encoded texts longer than the tower's context length.
-        not_finite: digests of texts without an embedding.
-        error: reason why the bank lacks other texts; None if it is complete.
-        refused: workers that failed the admission check and received no tasks.
+        num_encoded: Number of texts encoded.
+        num_cut: Number of encoded texts longer than the tower's context length.
+        not_finite: Digests of texts without an embedding.
+        error: Reason why the bank lacks other texts; None if it is complete.
+        refused: Workers that failed the admission check and received no tasks.
     """
 
     num_encoded: int
@@ -297,9 +297,9 @@ class ShardMaker:
     """Maker of shards in the driver, from captions and bank.
 
     Attributes:
-        row_groups: row groups of the table of captions that contain captions of each shard, by shard ID.
-        not_finite: digests of texts that the tower cannot encode.
-        error: reason why the bank lacks texts, or None.
+        row_groups: Row groups of the table of captions that contain captions of each shard, by shard ID.
+        not_finite: Digests of texts that the tower cannot encode.
+        error: Reason why the bank lacks texts, or None.
     """
 
     plan: TextPlan

@@ -35,7 +35,7 @@ def resolve_t5(settings: TextSettings) -> Recipe[TextSettings]:
     """Find the model that `settings` name; it is downloaded if it is not in the cache.
 
     Raises:
-        UserError: the model does not exist, is not a T5, or lacks files.
+        UserError: The model does not exist, is not a T5, or lacks files.
     """
     model, tokenizer = _folders(settings.t5)
     config = _config(model)
@@ -59,7 +59,7 @@ class T5Encoder:
     """The encoder of a T5 with its tokenizer.
 
     Args:
-        max_tokens: maximum number of tokens, the end token included; longer texts are truncated.
+        max_tokens: Maximum number of tokens, the end token included; longer texts are truncated.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, max_tokens: int, device: str) -> None:
@@ -103,7 +103,7 @@ def load_t5(settings: TextSettings, *, sha256: str, device: str) -> T5Encoder:
     """Load the model that `settings` name, once per process.
 
     Raises:
-        UserError: this machine lacks the model, or its hash is not `sha256`.
+        UserError: This machine lacks the model, or its hash is not `sha256`.
     """
     import torch
 

@@ -21,10 +21,10 @@ class Encoded:
     """Embeddings or sequences of some texts.
 
     Attributes:
-        rows: vectors of one text after another, float16 [sum of lengths, width]; may include non-finite rows.
+        rows: Vectors of one text after another, float16 [sum of lengths, width]; may include non-finite rows.
             Embeddings are normalised to unit length.
-        lengths: number of rows of each text, int64 [texts]: 1 for an embedding, the number of tokens for a sequence.
-        num_cut: number of texts truncated to the encoder's context length.
+        lengths: Number of rows of each text, int64 [texts]: 1 for an embedding, the number of tokens for a sequence.
+        num_cut: Number of texts truncated to the encoder's context length.
     """
 
     rows: np.ndarray

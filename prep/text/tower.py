@@ -32,8 +32,8 @@ class Tower:
     """A text tower with its tokenizer.
 
     Args:
-        model: an open_clip model; its image tower is removed.
-        tokenizer: tokenizer of the model.
+        model: An open_clip model; its image tower is removed.
+        tokenizer: Tokenizer of the model.
         device: cuda or cpu.
     """
 
@@ -120,7 +120,7 @@ def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
     """Load the tower that `clip` names (see `TextSettings`), once per process.
 
     Raises:
-        UserError: this machine lacks the weights, or their hash is not `sha256`.
+        UserError: This machine lacks the weights, or their hash is not `sha256`.
     """
     settings = TextSettings(clip=clip)
     open_clip = _import_open_clip()
@@ -158,7 +158,7 @@ def resolve(settings: TextSettings) -> Recipe[TextSettings]:
     """Find the weights that `settings` name; weights of a tag are downloaded if they are not in the cache.
 
     Raises:
-        UserError: the model, tag or file does not exist, or the file belongs to another model.
+        UserError: The model, tag or file does not exist, or the file belongs to another model.
     """
     if settings.clip == TINY:
         return text_recipe(settings, encoder=TINY, sha256=TINY_SHA256, width=TINY_WIDTH)
@@ -175,7 +175,7 @@ def weights_file(settings: TextSettings) -> Path:
     """Return the weights file that `settings` name; weights of a tag are downloaded if they are not in the cache.
 
     Raises:
-        UserError: the model, tag or file does not exist.
+        UserError: The model, tag or file does not exist.
     """
     open_clip = _import_open_clip()
     models = open_clip.list_models()
@@ -216,7 +216,7 @@ def check_weights(settings: TextSettings, path: Path) -> int:
     """Compare the names and shapes of the file's tensors with the model; return the embedding dimension.
 
     Raises:
-        UserError: the file is not a checkpoint, or belongs to another model.
+        UserError: The file is not a checkpoint, or belongs to another model.
     """
     import torch
 

@@ -90,7 +90,7 @@ def text_report(plan: TextPlan) -> Report:
     The number of new texts is not reported: it is unknown until the captions are read.
 
     Raises:
-        UserError: the table of captions is damaged.
+        UserError: The table of captions is damaged.
     """
     captions_path(plan.data_dir)  # verified, because a run needs them
     recipe = plan.recipe

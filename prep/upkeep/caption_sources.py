@@ -130,7 +130,7 @@ def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> l
 
 
 def _changed_column(models: list[Mapping[str, Any]], data_dir: Path) -> str | None:
-    """Return why captions of the column `captions` are stale; None if they are not, or have another origin."""
+    """Return the reason why captions of the column `captions` are stale; None if not, or if they are from elsewhere."""
     current = current_variant(data_dir, CAPTIONS)
     for model in models:
         variant = model.get("captions_variant")

@@ -235,7 +235,7 @@ class Comparison:
 
     Attributes:
         num_arrays: Number of compared arrays.
-        num_other_shape: Number of further arrays, which have different shapes.
+        num_other_shape: Number of other arrays, which have different shapes.
         largest, mean: Absolute difference of two values; None if no array was compared.
         deviation: Standard deviation of the values of the first variant.
     """

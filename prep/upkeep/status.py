@@ -54,14 +54,14 @@ class VariantStatus:
         num_shards: Number of committed shards that hold samples. num_samples counts their samples: chunks, or videos
             for `text`.
         hours: Hours of video in the shards whose length is known; 0 for `text`.
-        failures: code -> number of spans, chunks or videos that failed, from the commits.
+        failures: Code -> number of spans, chunks or videos that failed, from the commits.
         num_wanted: Number of samples that the recipe requires; None if unknown.
         where: Condition on the samples that the last run selected; None for all.
         num_running: Number of samples made so far in shards that are not committed yet; None if no worker is running.
         num_missing: Number of shards that a variant which is not current lacks; `ColumnStatus.to_make` has the shards
             of the current one.
         num_unread: Number of shards that `hours` lacks, because their index cannot be read.
-        lost: code -> number of failures that keep the variant from becoming the current one (`lost_samples`).
+        lost: Code -> number of failures that keep the variant from becoming the current one (`lost_samples`).
         left_out: Lines about what its settings omit, such as tails.
         is_late: True if a late run has written it after `prep gc` had removed the variant (`late_files`).
     """
@@ -90,7 +90,7 @@ class ColumnStatus:
     Attributes:
         problems: (shard id, "missing" or "corrupt", reason) for the current variant.
         stale_because: Reason why a run would make another variant now, or None.
-        to_make: state -> number of shards that the column's command would make, according to the last probes.
+        to_make: State -> number of shards that the column's command would make, according to the last probes.
         num_orphaned: Number of shards that it would remove.
         file_problems: Problems of files of the current variant that are derived from its shards.
         failures_file: List of the last run's failures, if there were any.
@@ -138,9 +138,9 @@ class VideosStatus:
     """Status of the manifest's videos, from their last probe.
 
     Attributes:
-        unusable: code -> number of videos from which nothing can be made.
+        unusable: Code -> number of videos from which nothing can be made.
         first_unusable: First few unusable videos.
-        lost: code -> number of videos that were usable before and cannot be read now; their samples are kept.
+        lost: Code -> number of videos that were usable before and cannot be read now; their samples are kept.
         first_lost: First few lost videos.
         num_to_read: Number of failed sources that a plan reads again: their failure may pass, or the file has changed.
         num_with_audio: Number of usable videos whose source has audio.

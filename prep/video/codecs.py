@@ -40,16 +40,16 @@ class Codec:
     """Properties of one value of `--codec`.
 
     Attributes:
-        encoder: name of the ffmpeg encoder.
+        encoder: Name of the ffmpeg encoder.
         decoder: libav name of the decoder, stored in the index.
-        gops: supported GOP layouts, the default first.
-        crf_range: smallest (best) and largest value of `--crf`; for MJPEG, the quantiser scale.
-        presets: values of `--preset`; empty if the encoder has none.
+        gops: Supported GOP layouts, the default first.
+        crf_range: Smallest (best) and largest value of `--crf`; for MJPEG, the quantiser scale.
+        presets: Values of `--preset`; empty if the encoder has none.
         gop_arguments: (gop, keyint) -> ffmpeg output arguments.
         crf_argument: ffmpeg option that takes the value of `--crf`.
-        encode_s_per_megapixel: core-seconds per megapixel at the default settings, on an x86-64 server core at about 3
+        encode_s_per_megapixel: Core-seconds per megapixel at the default settings, on an x86-64 server core at about 3
             GHz.
-        bits_per_pixel: bits per pixel of the chunks at the default settings.
+        bits_per_pixel: Bits per pixel of the chunks at the default settings.
     """
 
     encoder: str
@@ -229,7 +229,7 @@ def codec_named(name: str) -> Codec:
     """Return the codec for a value of `--codec`.
 
     Raises:
-        UserError: there is no codec of that name.
+        UserError: There is no codec of that name.
     """
     try:
         return CODECS[name]

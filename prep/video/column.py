@@ -129,7 +129,7 @@ class Recipe(Checked):
         """Return the settings with all values filled in and normalised.
 
         Raises:
-            UserError: the settings conflict.
+            UserError: The settings conflict.
         """
         given = {field.name: getattr(self, field.name) for field in fields(ChunkSettings)}
         named = NAMED_RECIPES[self.recipe]
@@ -169,7 +169,7 @@ def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
     """Fill in the settings that `recipe` does not contain, so that equal bytes always have equal recipes.
 
     Args:
-        ffmpeg_version: version of the program, since another build may produce other bytes.
+        ffmpeg_version: Version of the program, since another build may produce other bytes.
     """
     settings = recipe.settings()
     stored, changed = asdict(settings), changed_arguments(settings.codec, settings.gop)

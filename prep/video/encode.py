@@ -58,11 +58,11 @@ class Span:
     """One encoder pass.
 
     Attributes:
-        index: number of the span within its video.
-        first_frame: first frame of its first chunk, in output frames from the start of the video.
-        chunk_frames: number of frames of each chunk, in order.
+        index: Number of the span within its video.
+        first_frame: First frame of its first chunk, in output frames from the start of the video.
+        chunk_frames: Number of frames of each chunk, in order.
         is_last: True for the last span of a video.
-        gaps: number of frames omitted before each chunk, 0 for the first; empty if no frame is omitted.
+        gaps: Number of frames omitted before each chunk, 0 for the first; empty if no frame is omitted.
     """
 
     index: int
@@ -121,9 +121,9 @@ def chunks_of(num_frames: int, *, chunk_frames: int, tail: str) -> list[int]:
     """Return the number of frames in each chunk of a video of `num_frames` frames.
 
     Args:
-        num_frames: number of frames of the complete video.
-        chunk_frames: number of frames of a full chunk.
-        tail: handling of the remainder: `keep` makes it a chunk, `drop` discards it, `merge` appends it to the previous
+        num_frames: Number of frames of the complete video.
+        chunk_frames: Number of frames of a full chunk.
+        tail: Handling of the remainder: `keep` makes it a chunk, `drop` discards it, `merge` appends it to the previous
             chunk (a video shorter than one chunk is kept as one).
     """
     full, rest = divmod(num_frames, chunk_frames)
@@ -160,10 +160,10 @@ class EncodedSpan:
     """Output of an encoder pass.
 
     Attributes:
-        segments: files of the span's pieces, in order: its chunks, and the gaps between them.
+        segments: Files of the span's pieces, in order: its chunks, and the gaps between them.
         source_times_s: float64 [frames]: time in seconds, from the start of the video, of the source frame that each
             output frame shows.
-        cpu_s: user and system CPU time of the encoder in seconds.
+        cpu_s: User and system CPU time of the encoder in seconds.
     """
 
     segments: list[Path]
@@ -191,10 +191,10 @@ def encode_span(
     """Encode the chunks of `span` into a new folder below `folder`, and check their frames.
 
     Args:
-        on_frames: called periodically with the number of frames encoded so far.
+        on_frames: Called periodically with the number of frames encoded so far.
 
     Raises:
-        SourceFailure: the pass failed, or its frames differ from the span's plan.
+        SourceFailure: The pass failed, or its frames differ from the span's plan.
     """
     fps, timeline = recipe.settings.fps_exact, Timeline.from_json(source.timeline)
     limit_s = max(_MIN_LIMIT_S, _LIMIT_PER_VIDEO_S * float(span.num_frames / fps))
@@ -242,7 +242,7 @@ def span_arguments(
     """Return the ffmpeg command for one span; run it in an empty folder.
 
     Args:
-        reach: factor by which the pass starts reading further before the span than usual.
+        reach: Factor by which the pass starts reading further before the span than usual.
     """
     import ffmpeg
 
@@ -429,8 +429,8 @@ def source_times(lines: Sequence[str], *, start: Fraction) -> np.ndarray:
     """Return the source time of each output frame in seconds from the start of the video: float64 [frames].
 
     Args:
-        lines: a line in TIMES_FORMAT for each output frame.
-        start: timestamp of the start of the video in seconds.
+        lines: A line in TIMES_FORMAT for each output frame.
+        start: Timestamp of the start of the video in seconds.
 
     Raises:
         SourceFailure: io_error, if a line is truncated.
@@ -452,8 +452,8 @@ def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps:
     output frame later. If a video begins with a gap, its first output frames may show a later source frame.
 
     Args:
-        times_s: times of the source frames shown, float64 [frames], in seconds from the start of the video.
-        packets_s: times of the source's packets, float64 [packets], ascending, in seconds from the start of the video.
+        times_s: Times of the source frames shown, float64 [frames], in seconds from the start of the video.
+        packets_s: Times of all source packets in ascending order, float64 [packets], in seconds from the video's start.
 
     Raises:
         SourceFailure: source_truncated, or frames_differ.

@@ -83,8 +83,8 @@ class Ffmpeg:
     """An ffmpeg program that works.
 
     Attributes:
-        version: version, such as "9.0.2", or the name of the build.
-        passed_over: program on PATH that was too old, with its version; None if there was none.
+        version: Version, such as "9.0.2", or the name of the build.
+        passed_over: Program on PATH that was too old, with its version; None if there was none.
     """
 
     path: str
@@ -97,11 +97,11 @@ class Outcome:
     """Result of an ffmpeg run.
 
     Attributes:
-        return_code: exit status; minus the number of the signal that ended the process.
-        stderr_head: first bytes of the standard error output, which contain the first error.
-        stderr_tail: end of the standard error output.
+        return_code: Exit status; minus the number of the signal that ended the process.
+        stderr_head: First bytes of the standard error output, which contain the first error.
+        stderr_tail: End of the standard error output.
         timed_out: True if the process was killed because it exceeded its wall-clock limit.
-        cpu_s: user and system CPU time of the process in seconds.
+        cpu_s: User and system CPU time of the process in seconds.
     """
 
     return_code: int
@@ -120,8 +120,8 @@ def find_ffmpeg() -> Ffmpeg:
     """Find the program, in the order given in the module's docstring.
 
     Raises:
-        UserError: no program was found, or the requested one does not work or is too old.
-        FailedWork: the program was killed, or did not answer, at each request for its version.
+        UserError: No program was found, or the requested one does not work or is too old.
+        FailedWork: The program was killed, or did not answer, at each request for its version.
     """
     named = os.environ.get(PROGRAM_VARIABLE)
     if named:
@@ -161,7 +161,7 @@ def find_ffmpeg() -> Ffmpeg:
 
 
 def version_mismatch(version: str) -> str | None:
-    """Return why a worker's machine cannot carry out a plan for ffmpeg `version`, or None if it can."""
+    """Return the reason why a worker's machine cannot carry out a plan for ffmpeg `version`; None if it can."""
     try:
         available = find_ffmpeg().version
     except (UserError, FailedWork) as error:
@@ -189,8 +189,8 @@ def _ask(command: Sequence[str], *, what: str) -> "subprocess.CompletedProcess[s
     """Run a short command of ffmpeg; repeat it if it is killed or takes too long, as happens where memory is short.
 
     Raises:
-        OSError: it cannot be started.
-        FailedWork: it was killed or took too long each time; the message begins with `what`.
+        OSError: It cannot be started.
+        FailedWork: It was killed or took too long each time; the message begins with `what`.
     """
     why = ""
     for _ in range(_TRIES):
@@ -216,8 +216,8 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
     """Check that `ffmpeg` can encode with `codec_name` by encoding four frames.
 
     Raises:
-        UserError: the program lacks the encoder, or the encoder lacks its hardware.
-        FailedWork: the program was killed.
+        UserError: The program lacks the encoder, or the encoder lacks its hardware.
+        FailedWork: The program was killed.
     """
     encoder = CODECS[codec_name].encoder
     asked = f'"{encoder}" (required by --codec {codec_name})'
@@ -250,10 +250,10 @@ def run(
     raised here. If the calling process itself is killed, the kernel terminates ffmpeg as well.
 
     Args:
-        arguments: program and arguments.
-        folder: working directory.
-        limit_s: wall-clock limit in seconds.
-        on_poll: called about ten times a second, for progress reports.
+        arguments: Program and arguments.
+        folder: Working directory.
+        limit_s: Wall-clock limit in seconds.
+        on_poll: Called about ten times a second, for progress reports.
     """
     # A pipe, because a file could not hold a message about a full disk.
     reading, writing = os.pipe()
@@ -332,10 +332,10 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
     """Return if ffmpeg read all of its source and wrote its files.
 
     Args:
-        limit_s: wall-clock limit of the run in seconds.
+        limit_s: Wall-clock limit of the run in seconds.
 
     Raises:
-        SourceFailure: it did not; the message is the line that states the cause.
+        SourceFailure: It did not; the message is the line that states the cause.
     """
     text = outcome.stderr
     if outcome.timed_out:

@@ -35,7 +35,7 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
     """Return the report on one chunk.
 
     Raises:
-        UserError: the chunk cannot be read.
+        UserError: The chunk cannot be read.
     """
     row = {name: shard.index[name][number].as_py() for name in shard.index.column_names}
     key = row["key"]

@@ -98,15 +98,15 @@ class Videos:
 
     Attributes:
         ids: ID of each video.
-        splits: split of each video.
+        splits: Split of each video.
     """
 
     def __init__(self, file: pq.ParquetFile, *, path: Path) -> None:
         """Read the IDs and splits.
 
         Args:
-            file: open table, which stays open as long as this object exists.
-            path: name of the table in messages.
+            file: Open table, which stays open as long as this object exists.
+            path: Name of the table in messages.
         """
         self._file, self._path, self._lock = file, path, Lock()
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
@@ -121,7 +121,7 @@ class Videos:
         """Read a column of all videos.
 
         Raises:
-            UserError: its texts are too long for one array.
+            UserError: Its texts are too long for one array.
         """
         table = self._file.read(columns=[name])
         require_numbers(self._path, num_rows=len(table), videos=table)
@@ -148,16 +148,16 @@ class Plan:
     """All shards that the manifest requires under one recipe.
 
     Attributes:
-        layout: layout with every span assigned; to be written before the work begins.
-        shards: shards, in order of their ids.
-        unusable: code -> number of videos that cannot be used, according to their probes or to the detection of their
+        layout: Layout with every span assigned; to be written before the work begins.
+        shards: Shards, in order of their ids.
+        unusable: Code -> number of videos that cannot be used, according to their probes or to the detection of their
             shots. Videos whose source was readable once but is not any more are not included: their existing chunks
             are kept, and missing chunks will fail with a failure code.
-        shots: known and missing shots of the videos; None with `--cut even`.
-        cutting: chunks of all videos.
-        probes: probes of the videos, one row per video.
-        num_frames: number of output frames of each video, int64; 0 if it is unusable.
-        video_rows: row in the manifest of the video of each span of the plan, int64.
+        shots: Known and missing shots of the videos; None with `--cut even`.
+        cutting: Chunks of all videos.
+        probes: Probes of the videos, one row per video.
+        num_frames: Number of output frames of each video, int64; 0 if it is unusable.
+        video_rows: Row in the manifest of the video of each span of the plan, int64.
     """
 
     def __init__(
@@ -174,12 +174,12 @@ class Plan:
         """Compute the plan.
 
         Args:
-            videos: videos of the manifest.
-            probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
-            layout: stored layout (clipmill.prep.core.tables.LAYOUT).
-            stored: shards of the variant.
-            shots: known shots of the videos; required by `--cut shots`.
-            retry_codes: failure codes to try again even if nothing changed.
+            videos: Videos of the manifest.
+            probes: One row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
+            layout: Stored layout (clipmill.prep.core.tables.LAYOUT).
+            stored: Shards of the variant.
+            shots: Known shots of the videos; required by `--cut shots`.
+            retry_codes: Failure codes to try again even if nothing changed.
         """
         self.recipe, self._recipe_fingerprint = recipe, recipe.fingerprint
         self._videos, self.probes = videos, probes
@@ -364,7 +364,7 @@ class Plan:
         """Yield the bytes that represent the spans of each shard in its fingerprint: one line per span.
 
         Args:
-            bounds: first row of each shard, and the number of all rows.
+            bounds: First row of each shard, and the number of all rows.
         """
         names, sources = ("source_id", "dataset", "captions_sha256"), self.probes.select(["fingerprint"])
         first = 0
@@ -401,11 +401,11 @@ class ShardChange:
     """Difference between a planned shard and the stored one.
 
     Attributes:
-        rows: rows of the plan with the spans that are encoded; all other spans are copied.
-        num_copied: number of chunks that are copied; None if it is unknown how much of a damaged shard is intact.
-        copied_bytes: estimated size of these chunks in the tar and the index.
-        because: reason for writing the shard.
-        others: tars of other shards, or of earlier commits, with chunks that are copied.
+        rows: Rows of the plan with the spans that are encoded; all other spans are copied.
+        num_copied: Number of chunks that are copied; None if it is unknown how much of a damaged shard is intact.
+        copied_bytes: Estimated size of these chunks in the tar and the index.
+        because: Reason for writing the shard.
+        others: Tars of other shards, or of earlier commits, with chunks that are copied.
     """
 
     rows: tuple[int, ...]
@@ -421,7 +421,7 @@ class StoredSpans:
 
     Attributes:
         spans: (video ID, fingerprint) of each span.
-        chunk_bytes: mean size of a chunk with its share of the tar and of the index.
+        chunk_bytes: Mean size of a chunk with its share of the tar and of the index.
     """
 
     spans: frozenset[tuple[str, str]] = frozenset()
@@ -475,7 +475,7 @@ def _change(
     """Compare a shard with its commit and the spans in its tar.
 
     Args:
-        stored: spans in the tar of the shard.
+        stored: Spans in the tar of the shard.
     """
     # A span can be copied if any tar has its fingerprint, whatever the name of its video was then.
     keys = plan.span_keys(shard.rows)
@@ -526,8 +526,8 @@ def _copied_size(plan: Plan, shard: ShardPlan, rows: Sequence[int], chunk_bytes:
     """Return the number of chunks that are copied into a shard, and their size in bytes.
 
     Args:
-        rows: rows of the plan with the spans that are encoded.
-        chunk_bytes: mean bytes of a chunk in the tar of each copied span.
+        rows: Rows of the plan with the spans that are encoded.
+        chunk_bytes: Mean bytes of a chunk in the tar of each copied span.
     """
     num_copied = shard.num_chunks - sum(len(span.span.chunk_frames) for span in plan.spans(rows))
     return num_copied, num_copied * sum(chunk_bytes) / max(1, len(chunk_bytes))
@@ -541,8 +541,8 @@ def stored_spans(
     In a bucket, tars without a commit are not used, because looking for them costs requests and time.
 
     Args:
-        commits: commits of the variant, by shard ID.
-        compared: shards whose tars are opened.
+        commits: Commits of the variant, by shard ID.
+        compared: Shards whose tars are opened.
     """
     chosen = [commits[shard_id] for shard_id in compared if shard_id in commits]
     tars = [StoredTar(commit.files.tar, commit) for commit in chosen if commit.files is not None]

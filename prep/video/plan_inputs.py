@@ -66,11 +66,11 @@ class Planned:
     """A plan and its inputs.
 
     Attributes:
-        probes: one row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
-        shots: stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
-        changes: differences between shards that are written and the stored ones, by shard ID.
-        detection: result of the detection of shots, if `with_shots` ran it.
-        read_again: ids of the videos whose source was read again and failed, although it is unchanged.
+        probes: One row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
+        shots: Stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
+        changes: Differences between shards that are written and the stored ones, by shard ID.
+        detection: Result of the detection of shots, if `with_shots` ran it.
+        read_again: Ids of the videos whose source was read again and failed, although it is unchanged.
     """
 
     plan: Plan
@@ -114,8 +114,8 @@ def make_plan(
     """Plan `recipe` for the manifest in `data_dir`. With an engine, call it while holding the lock of the column.
 
     Args:
-        retry_codes: failure codes to try again even if nothing changed; unless empty, failed sources are probed again.
-        engine: engine of a cluster whose workers probe the sources; None to probe them on this machine.
+        retry_codes: Failure codes to try again even if nothing changed; unless empty, failed sources are probed again.
+        engine: Engine of a cluster whose workers probe the sources; None to probe them on this machine.
     """
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
     with Activity(looking := f"looking at {count_noun(len(videos), 'video')}") as now:
@@ -255,7 +255,7 @@ def left_out_lines(values: Mapping[str, Any], *, cut: str) -> list[str]:
     """Return lines on the parts of videos that are in no chunk, and the first few videos; none if there are none.
 
     Args:
-        cut: value of `--cut`.
+        cut: Value of `--cut`.
     """
     if not values.get("num_left_out"):
         return []
@@ -269,7 +269,7 @@ def left_out_lines(values: Mapping[str, Any], *, cut: str) -> list[str]:
 
 
 def named_videos(video_ids: Sequence[str], *, num_all: int) -> str:
-    """Return the names of the first few videos, and the number of further videos."""
+    """Return the names of the first few videos, and the number of other videos."""
     more = f", and {num_all - len(video_ids):,} more" if num_all > len(video_ids) else ""
     return f"{on_one_line(', '.join(video_ids))}{more}"
 
@@ -283,7 +283,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
     """Write the layout of the plan and return the plan as a job for the driver.
 
     Args:
-        scratch_bytes: limit of the copies of remote sources on a node; None for most of the free space.
+        scratch_bytes: Limit of the copies of remote sources on a node; None for most of the free space.
     """
     from clipmill.prep.core.run import Job
     from clipmill.prep.video.worker import ShardTask, make_shard
@@ -332,8 +332,8 @@ class CaptionGroups:
     """The row groups of a table of captions with captions of each video, so that workers read no other groups.
 
     Attributes:
-        begins: first entry of each video in `groups`, and the number of all entries, int64 [videos + 1].
-        groups: row groups of one video after another, ascending, int32.
+        begins: First entry of each video in `groups`, and the number of all entries, int64 [videos + 1].
+        groups: Row groups of one video after another, in ascending order, int32.
     """
 
     begins: np.ndarray
@@ -389,7 +389,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
     """Return the missing part of a variant, without checking whether its sources have changed.
 
     Raises:
-        UserError: there is no manifest, the recipe is of another version, or the layout is damaged.
+        UserError: There is no manifest, the recipe is of another version, or the layout is damaged.
     """
     if not has_manifest(data_dir):
         raise UserError(

@@ -86,7 +86,7 @@ class EncodeTrial:
     """Cost of one second of a video.
 
     Attributes:
-        row: index in the estimated workload.
+        row: Index in the estimated workload.
     """
 
     row: int
@@ -99,7 +99,7 @@ class EncodeTrials:
     """The trial encodes of a plan.
 
     Attributes:
-        lacking: reasons why videos were omitted; empty if none was.
+        lacking: Reasons why videos were omitted; empty if none was.
     """
 
     trials: tuple[EncodeTrial, ...] = ()
@@ -114,7 +114,7 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> EncodeTrials:
     cannot be encoded, are too short, or are remote and too large, are omitted; no output is kept.
 
     Args:
-        rows: rows of the layout with work, int64[N].
+        rows: Rows of the layout with work, int64[N].
         work: `plan.workload(rows)`.
     """
     order = np.argsort(work.width * work.height * work.fps, kind="stable")
@@ -188,12 +188,12 @@ class Estimate:
     """Estimated cost of encoding; chunks copied from old shards count as free.
 
     Attributes:
-        core_hours_range, size_bytes_range: lowest and highest value, from trial encodes; None without any.
-        num_trials: number of videos with sections that were encoded on this machine.
-        lacking_trials: reasons why other videos were omitted from the trials.
-        num_cores: number of cores of this machine that the run may use.
-        wall_hours_range: duration of the run on this machine: on idle cores, and under the present load.
-        idle_hours: longest duration on idle cores.
+        core_hours_range, size_bytes_range: Lowest and highest value, from trial encodes; None without any.
+        num_trials: Number of videos with sections that were encoded on this machine.
+        lacking_trials: Reasons why other videos were omitted from the trials.
+        num_cores: Number of cores of this machine that the run may use.
+        wall_hours_range: Duration of the run on this machine: on idle cores, and under the present load.
+        idle_hours: Longest duration on idle cores.
     """
 
     core_hours: float
@@ -218,7 +218,7 @@ def estimate(
     """Estimate the cost of encoding `work`, scaled by the ratio of measured to estimated costs of trial encodes.
 
     Args:
-        bytes_per_second: bytes per second of video, measured on shards of the same variant; None if there are none yet.
+        bytes_per_second: Bytes per second of video, measured on shards of the same variant; None if there are none yet.
     """
     # The model of a machine on which the constants were measured, in core-seconds per second of video.
     codec = codec_named(settings.codec)
@@ -280,8 +280,8 @@ def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: flo
     """Return an estimate with the duration of the run, with one worker per core.
 
     Args:
-        num_shards: number of shards to make; a worker makes one after another.
-        load: mean number of other processes that need a core. They get the same share of the cores as the workers.
+        num_shards: Number of shards to make; a worker makes one after another.
+        load: Mean number of other processes that need a core. They get the same share of the cores as the workers.
     """
     low, high = cost.core_hours_range or (cost.core_hours, cost.core_hours)
     workers = min(num_cores, num_shards)
@@ -342,7 +342,7 @@ def plan_report(planned: Planned) -> Report:
     """Return the report of a plan: the work by state and reason, with an estimate.
 
     Raises:
-        UserError: the table of captions is damaged.
+        UserError: The table of captions is damaged.
     """
     if planned.plan.has_captions:
         captions_path(planned.data_dir)  # verified, because a run needs them
@@ -496,7 +496,7 @@ def explanation(planned: Planned, name: str) -> Report:
     """Explain why one chunk, or one video, would or would not be made.
 
     Raises:
-        UserError: the manifest does not contain the video.
+        UserError: The manifest does not contain the video.
     """
     plan = planned.plan
     video_id = name

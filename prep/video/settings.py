@@ -35,12 +35,12 @@ class ChunkSettings(Checked):
     """Every setting that affects the bytes of chunks; see `clipmill.prep.video.column.Recipe` for their meaning.
 
     Attributes:
-        crf: constant rate factor; None if `bitrate` is given.
-        preset: speed preset; None if the encoder has no presets.
-        detector, threshold, min_scene_len, min_len: settings of shots; None unless `cut` is shots.
+        crf: Constant rate factor; None if `bitrate` is given.
+        preset: Speed preset; None if the encoder has no presets.
+        detector, threshold, min_scene_len, min_len: Settings of shots; None unless `cut` is shots.
 
     Raises:
-        UserError: the codec does not support a value, or two settings exclude each other.
+        UserError: The codec does not support a value, or two settings exclude each other.
     """
 
     len: str
@@ -179,7 +179,7 @@ def _seconds(flag: str, length: str) -> Fraction:
     """Return a length such as 15s or 500ms in seconds, exact.
 
     Raises:
-        UserError: it is not a length, or not a whole number of milliseconds.
+        UserError: It is not a length, or not a whole number of milliseconds.
     """
     seconds = parse_length(length, flag=flag)
     if (seconds * 1000).denominator != 1:
@@ -195,7 +195,7 @@ def canonical_length(flag: str, length: str) -> str:
     """Return the canonical form of a length: whole seconds as 15s, others in milliseconds.
 
     Raises:
-        UserError: it is not a length, or not a whole number of milliseconds.
+        UserError: It is not a length, or not a whole number of milliseconds.
     """
     length_s = _seconds(flag, length)
     return f"{length_s}s" if length_s.denominator == 1 else f"{int(length_s * 1000)}ms"

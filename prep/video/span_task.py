@@ -47,9 +47,9 @@ class StagedSources:
     """Sources as local files, one at a time: a source stays in use until the next one is requested.
 
     Args:
-        folder: folder for copies with other timestamps; needed by `continuous`.
-        limit_bytes: limit of all copies on this node; None for most of the free space.
-        on_wait: called repeatedly while a source is fetched or waited for, as a heartbeat.
+        folder: Folder for copies with other timestamps; needed by `continuous`.
+        limit_bytes: Limit of all copies on this node; None for most of the free space.
+        on_wait: Called repeatedly while a source is fetched or waited for, as a heartbeat.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class StagedSources:
         which is valid until this method is called for another source.
 
         Args:
-            path: local file with the content of the source.
+            path: Local file with the content of the source.
             with_sound: True to keep sound, which cannot be decoded after a seek that lands inside one of its frames.
 
         Raises:
-            SourceFailure: the packets cannot be copied.
+            SourceFailure: The packets cannot be copied.
         """
         timeline = Timeline.from_json(source.timeline)
         if timeline.is_continuous and not (timeline.is_blind and with_sound and source.num_audio):
@@ -130,9 +130,9 @@ class ChunkFacts:
     """Properties of a demuxed chunk. The packet lists are in decoding order.
 
     Attributes:
-        packet_offset: byte offset of each packet in the file.
-        packet_size: size of each packet in bytes.
-        packet_frame: presentation index of each packet; 0 is the first frame shown.
+        packet_offset: Byte offset of each packet in the file.
+        packet_size: Size of each packet in bytes.
+        packet_frame: Presentation index of each packet; 0 is the first frame shown.
         packet_flags: PACKET_KEY and PACKET_REFERENCE of clipmill.shards.format.
         packet_crc32: CRC-32 of each packet's bytes.
     """
@@ -157,9 +157,9 @@ class ReadyChunk:
     """A chunk that was read back and matches its plan.
 
     Attributes:
-        path: file in scratch space.
-        facts: properties, from demuxing the file.
-        num_source_frames: number of distinct source frames that the chunk shows.
+        path: File in scratch space.
+        facts: Properties, from demuxing the file.
+        num_source_frames: Number of distinct source frames that the chunk shows.
     """
 
     path: Path
@@ -179,11 +179,11 @@ def make_span(
     """Encode a span into new folders below `folder`.
 
     Args:
-        sources: local copies of remote sources.
-        on_frames: called periodically with the number of frames encoded so far.
+        sources: Local copies of remote sources.
+        on_frames: Called periodically with the number of frames encoded so far.
 
     Raises:
-        SourceFailure: the span cannot be made.
+        SourceFailure: The span cannot be made.
     """
     for tries_left in reversed(range(_TRIES)):
         try:
@@ -261,8 +261,8 @@ class SpanChunks:
     """Chunks of one span: all of them, or only the chunks that are still intact.
 
     Attributes:
-        chunks: chunks by their number in the span, ascending.
-        num_chunks: number of chunks of the complete span.
+        chunks: Chunks by their number in the span, in ascending order.
+        num_chunks: Number of chunks of the complete span.
     """
 
     chunks: dict[int, ReadyChunk]
@@ -293,7 +293,7 @@ class StoredTar:
 class OldChunks:
     """The intact chunks that stored tars have of a shard's spans, unpacked into scratch space.
 
-    They come from the shard's last commit and from further tars: shards that the videos leave, or earlier commits. The
+    They come from the shard's last commit and from other tars: shards that the videos leave, or earlier commits. The
     fingerprint of a span covers everything that its bytes depend on, and neither the name nor the split of its video.
     """
 
@@ -358,8 +358,8 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
     """Demux an MP4 chunk.
 
     Args:
-        content: bytes of the complete file.
-        fps: frame rate, used to convert presentation timestamps into indices.
+        content: Bytes of the complete file.
+        fps: Frame rate, used to convert presentation timestamps into indices.
 
     Raises:
         SourceFailure: frames_differ, if the file is not an MP4 chunk or a packet is not where the container says.

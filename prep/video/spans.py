@@ -47,8 +47,8 @@ class ShotChunks:
     """The chunks of one video with `--cut shots`.
 
     Attributes:
-        chunks: (first frame, number of frames) of each chunk, ascending.
-        num_left_out: number of shots that are too short for a chunk and fit into no neighbour.
+        chunks: (first frame, number of frames) of each chunk, in ascending order.
+        num_left_out: Number of shots that are too short for a chunk and fit into no neighbour.
     """
 
     chunks: list[tuple[int, int]]
@@ -65,8 +65,8 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
     3. A shot that is still too short is omitted.
 
     Args:
-        cuts: first frame of every shot but the first, ascending.
-        min_frames: at most half of `max_frames`, rounded up, so that the parts of a long shot are long enough.
+        cuts: First frame of every shot but the first, in ascending order.
+        min_frames: At most half of `max_frames`, rounded up, so that the parts of a long shot are long enough.
     """
     parts: list[tuple[int, int]] = []  # first frame and number of frames of each shot, or of a part of a long shot
     for shot_begin, shot_end in zip([0, *cuts], [*cuts, num_frames], strict=True):
@@ -102,7 +102,7 @@ class EvenCutting:
     """Chunks of equal length; a video without chunks is unusable.
 
     Attributes:
-        num_frames: number of frames of each video, int64; 0 if it is unusable.
+        num_frames: Number of frames of each video, int64; 0 if it is unusable.
     """
 
     num_frames: np.ndarray
@@ -166,12 +166,12 @@ class ShotCutting:
     A video without chunks is unusable, or its shots are unknown.
 
     Attributes:
-        begins: index of the first chunk of each video, and the number of all chunks, int64 [videos + 1].
-        first_frame: first frame of each chunk in its video, int64 [chunks].
-        chunk_frames: number of frames of each chunk, int64 [chunks].
-        num_left_out: number of shots of all videos that are in no chunk.
-        frames_left_out: number of frames of these shots.
-        videos_left_out: videos with such shots.
+        begins: Index of the first chunk of each video, and the number of all chunks, int64 [videos + 1].
+        first_frame: First frame of each chunk in its video, int64 [chunks].
+        chunk_frames: Number of frames of each chunk, int64 [chunks].
+        num_left_out: Number of shots of all videos that are in no chunk.
+        frames_left_out: Number of frames of these shots.
+        videos_left_out: Videos with such shots.
     """
 
     begins: np.ndarray
@@ -246,8 +246,8 @@ def shot_cutting(
     """Cut all videos at their shots; see `shot_chunks`.
 
     Args:
-        cuts: cuts of each video; None if they are unknown, in which case the video has no chunks.
-        num_frames: number of frames of each video, int64.
+        cuts: Cuts of each video; None if they are unknown, in which case the video has no chunks.
+        num_frames: Number of frames of each video, int64.
     """
     chunks: list[tuple[int, int]] = []
     begins, num_left_out, frames_left_out = [0], 0, 0
@@ -277,9 +277,9 @@ class VideoShots:
     """Known shots of videos.
 
     Attributes:
-        cuts: first frame of every shot but the first, list<int32> [videos]; null if they are unknown.
-        failures: row of a video -> (failure code, message) of its last detection.
-        undetected: rows of the videos whose shots have to be detected, ascending.
+        cuts: First frame of every shot but the first, list<int32> [videos]; null if they are unknown.
+        failures: Row of a video -> (failure code, message) of its last detection.
+        undetected: Rows of the videos whose shots have to be detected, in ascending order.
     """
 
     cuts: pa.ListArray
@@ -296,7 +296,7 @@ def frames_of(recipe: ResolvedRecipe, probes: pa.Table) -> np.ndarray:
     """Return the number of output frames of each video, int64; 0 if it is unusable.
 
     Args:
-        probes: probes of the videos (clipmill.prep.sources.table.PROBES).
+        probes: Probes of the videos (clipmill.prep.sources.table.PROBES).
     """
     ends_s = probes["end_s"]  # null if the video is unusable, as is its fingerprint
     num_frames = num_output_frames(np.asarray(pc.fill_null(ends_s, 0.0)), fps=recipe.settings.fps_exact)
@@ -309,8 +309,8 @@ def shots_of(
     """Look up the shots of videos; return None with `--cut even`.
 
     Args:
-        probes: probes of the videos (clipmill.prep.sources.table.PROBES).
-        shots: stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
+        probes: Probes of the videos (clipmill.prep.sources.table.PROBES).
+        shots: Stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
         retry_failed: True to repeat a failed detection.
     """
     if shots is None:
@@ -340,8 +340,8 @@ def cutting_of(settings: ChunkSettings, num_frames: np.ndarray, shots: VideoShot
     """Return the chunks of all videos.
 
     Args:
-        num_frames: number of frames of each video, int64; 0 if it is unusable.
-        shots: known shots of the videos; required by `--cut shots`.
+        num_frames: Number of frames of each video, int64; 0 if it is unusable.
+        shots: Known shots of the videos; required by `--cut shots`.
     """
     if settings.cut == "even":
         return EvenCutting(num_frames, settings.chunk_frames, settings.tail, SPAN_CHUNKS)
@@ -374,9 +374,9 @@ class ExtendedLayout:
     """A layout in which every required span has a shard.
 
     Attributes:
-        table: layout with schema LAYOUT; the original table if it had all spans.
-        video_rows: row in the manifest of the video of each row of `table`, int64; -1 if the manifest lacks it.
-        wanted: rows of `table` with required spans, ascending, int64.
+        table: Layout with schema LAYOUT; the original table if it had all spans.
+        video_rows: Row in the manifest of the video of each row of `table`, int64; -1 if the manifest lacks it.
+        wanted: Rows of `table` with required spans, in ascending order, int64.
     """
 
     table: pa.Table
@@ -388,10 +388,10 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
     """Assign every span of the given videos that has no shard yet, in rows after the rows of `layout`.
 
     Args:
-        layout: table with schema LAYOUT.
-        video_ids: ids of the videos, in manifest order.
-        splits: splits of the videos, in the same order.
-        num_chunks: number of chunks of each video (0 if it is unusable), int64.
+        layout: Table with schema LAYOUT.
+        video_ids: Ids of the videos, in manifest order.
+        splits: Splits of the videos, in the same order.
+        num_chunks: Number of chunks of each video (0 if it is unusable), int64.
     """
     rows_of_layout = video_rows_of(layout, video_ids)
     required, videos = wanted_rows(layout, video_rows=rows_of_layout, splits=splits, num_chunks=num_chunks)
@@ -443,13 +443,13 @@ def shards_of_moved_videos(
     """Find the shards that videos leave or enter because their split has changed.
 
     Args:
-        layout: table with schema LAYOUT, including the shards that videos enter.
-        video_rows: result of `clipmill.prep.core.tables.video_rows_of`.
-        splits: splits of the videos, in manifest order.
-        stored: ids of the shards that were written.
+        layout: Table with schema LAYOUT, including the shards that videos enter.
+        video_rows: Result of `clipmill.prep.core.tables.video_rows_of`.
+        splits: Splits of the videos, in manifest order.
+        stored: Ids of the shards that were written.
 
     Returns:
-        shard id -> True if all of its videos leave or enter it.
+        Shard id -> True if all of its videos leave or enter it.
     """
     is_known = video_rows >= 0
     has_other_split = np.zeros(len(layout), bool)
@@ -472,8 +472,8 @@ def video_layout_of_commits(
     """Rebuild the layout (schema LAYOUT) for the recipe's chunks from all variants that share it.
 
     Args:
-        video_ids: ids of the videos, in manifest order.
-        cutting: chunks of these videos. With `--cut shots`, other stored chunks are omitted.
+        video_ids: Ids of the videos, in manifest order.
+        cutting: Chunks of these videos. With `--cut shots`, other stored chunks are omitted.
     """
     chunk_ms = float(1000 * settings.chunk_frames / settings.fps_exact)
 

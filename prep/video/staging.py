@@ -53,7 +53,7 @@ def _lock_root() -> Path:
     """Return the folder of the copies, locked until this process exits; remove what killed processes left.
 
     Raises:
-        OSError: it cannot be created, or is not a folder exclusive to this user.
+        OSError: It cannot be created, or is not a folder exclusive to this user.
     """
     global _in_use
     root = private_root("sources")
@@ -67,7 +67,7 @@ def _lock_root() -> Path:
         lock(folder, is_shared=True)
         if is_still_at(root, folder):
             break
-        os.close(folder)  # the sweeper has removed it meanwhile
+        os.close(folder)  # the sweeper has removed it in the meantime
     if is_first:
         command = [sys.executable, "-I", "-S", "-c", _SWEEPER, os.fspath(root)]
         null = subprocess.DEVNULL
@@ -80,8 +80,8 @@ def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -
     """Return a copy of an object that stays on this node until it is closed.
 
     Args:
-        limit_bytes: limit of all copies on this node; None for most of the free space.
-        on_wait: called repeatedly while the object is fetched or waited for, as a heartbeat.
+        limit_bytes: Limit of all copies on this node; None for most of the free space.
+        on_wait: Called repeatedly while the object is fetched or waited for, as a heartbeat.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, source_changed, source_too_large, disk_full or io_error.
@@ -109,11 +109,11 @@ def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -
 
 
 def _fetch(objects: Objects, key: str, path: Path, *, state: tuple[int, int], on_wait: Callable[[], None]) -> None:
-    """Fetch an object by ranges in parallel, and check that it has not changed meanwhile.
+    """Fetch an object by ranges in parallel, and check that it has not changed during the fetch.
 
     Raises:
         SourceFailure: source_changed.
-        UserError, OSError: see `Objects`; or the file cannot be written.
+        UserError, OSError: See `Objects`; or the file cannot be written.
     """
     size_bytes = state[0]
     begins = range(0, size_bytes, _RANGE_BYTES)

@@ -1,4 +1,4 @@
-"""Making one shard of the `video` column in a worker, independent of machine and engine.
+"""Make one shard of the `video` column in a worker, independent of machine and engine.
 
 Spans whose encoder pass is unchanged are copied from stored tars; all others are encoded. Every chunk, new or copied,
 is read back and compared with the plan before it is written to the tar. A failed span is recorded in the commit and
@@ -76,11 +76,11 @@ class ShardTask:
     """Input of a worker: paths and small values only.
 
     Attributes:
-        old_commit: previous commit of the shard, from which unchanged chunks are copied.
-        others: further tars with chunks of these spans.
-        captions_file: table of captions in the manifest, or None if no video has captions.
-        caption_groups: row groups of that table with captions of the shard's videos.
-        scratch_bytes: limit of the copies of remote sources on a node; None for most of the free space.
+        old_commit: Previous commit of the shard, from which unchanged chunks are copied.
+        others: Other tars with chunks of these spans.
+        captions_file: Table of captions in the manifest, or None if no video has captions.
+        caption_groups: Row groups of that table with captions of the shard's videos.
+        scratch_bytes: Limit of the copies of remote sources on a node; None for most of the free space.
     """
 
     variant_dir: Path
@@ -179,7 +179,7 @@ def captions_of(
     """Return the captions of some videos, sorted by time.
 
     Args:
-        row_groups: row groups of the table that hold them; one is in memory at a time.
+        row_groups: Row groups of the table that hold them; one is in memory at a time.
     """
     import pyarrow.parquet as pq
 
@@ -212,8 +212,8 @@ def video_sample(
     """Return the sample of chunk `number` of a span.
 
     Args:
-        span_chunks: number of chunks that the span actually has.
-        captions: captions of the complete video; None if the dataset has no captions, in which case the sample has no
+        span_chunks: Number of chunks that the span actually has.
+        captions: Captions of the complete video; None if the dataset has no captions, in which case the sample has no
             txt member.
     """
     fps, first_frame = settings.fps_exact, plan.span.chunk_starts()[number]
@@ -267,10 +267,10 @@ def scratch_folder(run: str = "") -> Iterator[Path]:
     """Yield a new folder and remove it at the end; first remove folders left here by this user's killed workers.
 
     Args:
-        run: purpose of the folder, stored in the marker for information.
+        run: Purpose of the folder, stored in the marker for information.
 
     Raises:
-        OSError: the folder cannot be created, or its parent folder is not exclusive to this user.
+        OSError: The folder cannot be created, or its parent folder is not exclusive to this user.
     """
     remove_abandoned()
     folder, descriptor = _make_scratch(private_root("scratch"), run)
@@ -365,7 +365,7 @@ def _read_marker(descriptor: int) -> bytes:
     """Return the content of a small regular file, and close it.
 
     Raises:
-        OSError: it is not a regular file.
+        OSError: It is not a regular file.
     """
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -388,7 +388,7 @@ def _lock_scratch_root(root: Path) -> Iterator[None]:
     """Hold the lock of the parent folder, which is created if missing and removed at the end if empty.
 
     Raises:
-        OSError: it cannot be created, or is not a folder exclusive to this user.
+        OSError: It cannot be created, or is not a folder exclusive to this user.
     """
     while True:
         descriptor = open_private(root)

@@ -36,7 +36,7 @@ def page_title(path: Path) -> str | None:
     """Return the title of a page of clipmill; None if the file is not a page of clipmill.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         title = _TITLE.search(file.read(_TITLE_WITHIN).decode(errors="replace"))

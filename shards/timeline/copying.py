@@ -43,7 +43,7 @@ def write_continuous(
         on_packet: Called for every packet that is read.
 
     Raises:
-        TimelineError: see `read_timeline`.
+        TimelineError: See `read_timeline`.
         av.FFmpegError: A packet cannot be read or written.
     """
     import av

@@ -273,8 +273,8 @@ def frame_times(
 ) -> NDArray[np.float64]:
     """Return the times in seconds of the frames of a continuous source that begin from about `begin` to `end`.
 
-    They are the times of its packets, ascending: nothing is decoded. Very small packets are omitted: in some codecs
-    they mean that a frame is skipped, and the decoder shows no frame.
+    They are the times of its packets, in ascending order: nothing is decoded. Very small packets are omitted: in some
+    codecs they mean that a frame is skipped, and the decoder shows no frame.
 
     Raises:
         av.FFmpegError: A packet cannot be read.

@@ -221,7 +221,7 @@ def is_cut_avi(file: "IO[bytes]") -> bool:
 _RAW = frozenset({"h264", "hevc", "mpegvideo"})
 # Formats in which a seek lands on any packet instead of a key frame, because they have no list of key frames.
 _BLIND_SEEKS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
-# Timestamps of 33 bits, which libav continues above their limit: a part may seem to begin a day after the part before.
+# 33-bit timestamps, which libav continues above their limit: a part may seem to begin a day after the part before.
 _WRAPPING = frozenset({"mpegts", "mpeg", "wtv"})
 # Formats that store decoding times. For other formats, libav derives them from presentation times.
 _WITH_DECODING_TIMES = ("mpegts", "mpeg", "wtv", "mp4", "avi", "flv", "mxf")

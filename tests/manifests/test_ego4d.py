@@ -256,7 +256,7 @@ def test_splits_are_those_of_ego4d_json_and_no_evaluated_video_is_trained_on(
         found = dict(zip(*(reading.videos[name].to_pylist() for name in ("source_id", "split")), strict=True))
         wanted = {uid: uid if uid in ("val", "test") else "train" for uid in found} | {"multi": "val"}
         assert found == wanted and reading.captions.num_rows == 12
-        assert reading.notes == ("1 video without a split in ego4d.json",)
+        assert reading.notes == ("ego4d.json: no split found for 1 video",)
         assert reading.num_rows_used == {str(text): 12, str(meta): 5}
-    with pytest.raises(UserError, match=r"ego4d\.json has splits, but no narrations"):
+    with pytest.raises(UserError, match=r"no narrations are given, only splits: .*ego4d\.json"):
         read_ego4d(folder, annotations=[meta])

@@ -174,7 +174,8 @@ def test_a_table_leads_to_no_server_of_this_machine_that_the_user_does_not_allow
     assert reading.videos["path"].to_pylist() == [f"{there}/a.mp4"] and not web.num_bytes
     rejected = {row["source_id"]: row["detail"] for row in reading.rejected.to_pylist()}
     assert rejected.keys() == set(rows[1:])
-    assert "in the network of this machine (127.0.0.1); CLIPMILL_ALLOWED_HOSTS=127.0.0.1 allows" in rejected[rows[1]]
+    advice = "in the network of this machine (127.0.0.1); set CLIPMILL_ALLOWED_HOSTS=127.0.0.1 to allow it"
+    assert advice in rejected[rows[1]]
     # The folder that the user has typed is asked, and a host that is allowed.
     table.write_text("video,text\na.mp4,one\n")
     assert read_folder(web.address, captions=table).videos.num_rows == 1

@@ -62,13 +62,13 @@ def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int])
     """Decode single frames of a chunk.
 
     Args:
-        content: bytes of the MP4 file.
-        row: row of the index (clipmill.shards.format.VIDEO_FIELDS).
-        frames: presentation indices of the frames.
+        content: Bytes of the MP4 file.
+        row: Row of the index (clipmill.shards.format.VIDEO_FIELDS).
+        frames: Presentation indices of the frames.
 
     Raises:
-        NoPicture: a frame could not be decoded.
-        av.error.FFmpegError: the packets are damaged.
+        NoPicture: A frame could not be decoded.
+        av.error.FFmpegError: The packets are damaged.
     """
     context = av.CodecContext.create(_DECODERS.get(row["codec"], row["codec"]), "r")
     context.extradata = row["extradata"]
@@ -111,11 +111,11 @@ def preview(content: bytes, *, fps: Fraction) -> bytes:
     """Encode the first PREVIEW_S of a chunk as H.264 with a short side of 240 pixels and about 12 frames per second.
 
     Args:
-        content: bytes of the MP4 file.
-        fps: frame rate of the file.
+        content: Bytes of the MP4 file.
+        fps: Frame rate of the file.
 
     Raises:
-        av.error.FFmpegError: it cannot be decoded.
+        av.error.FFmpegError: It cannot be decoded.
     """
     step = max(1, round(fps / CLIP_FPS))
     with av.open(io.BytesIO(content), "r", format="mp4") as source:
@@ -161,7 +161,7 @@ class ClipFolder:
     """The folder of a page, `chunks.files/` beside `chunks.html`. Thread-safe.
 
     Raises:
-        UserError: something else has its name.
+        UserError: Something else has its name.
     """
 
     def __init__(self, page: Path) -> None:
@@ -179,7 +179,7 @@ class ClipFolder:
         """Create the folder.
 
         Raises:
-            UserError: it cannot be created.
+            UserError: It cannot be created.
         """
         try:
             make_folder(self.path)
@@ -200,7 +200,7 @@ class ClipFolder:
         """Publish a clip.
 
         Raises:
-            UserError: it cannot be written, most likely because the disk is full.
+            UserError: It cannot be written, most likely because the disk is full.
         """
         try:
             publish_bytes(self.path / name, content)
@@ -256,12 +256,12 @@ class Card:
     """One chunk on the page.
 
     Attributes:
-        place: position in the data folder: shard and row.
-        facts: codec, size, frame rate, in words.
-        scores: name of a score -> value.
-        written: caption in the column `captions`; empty without one.
-        labels: labels of the captions that overlap the chunk, such as "success true".
-        problem: reason why it cannot be shown; it then has neither pictures nor a clip.
+        place: Position in the data folder: shard and row.
+        facts: Codec, size, frame rate, in words.
+        scores: Name of a score -> value.
+        written: Caption in the column `captions`; empty without one.
+        labels: Labels of the captions that overlap the chunk, such as "success true".
+        problem: Reason why it cannot be shown; it then has neither pictures nor a clip.
     """
 
     key: str
@@ -323,7 +323,7 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
     """Return the fields of a card that are read from the shard; for a damaged chunk, the fields up to the `problem`.
 
     Raises:
-        UserError: the clip cannot be written.
+        UserError: The clip cannot be written.
     """
     details: dict[str, Any] = {}
     try:

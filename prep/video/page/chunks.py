@@ -53,12 +53,12 @@ class Chunks:
     """Chunks ordered by video and start, one entry of each array per chunk.
 
     Attributes:
-        video_ids: distinct ids of videos.
-        video: video of each chunk, as an index of `video_ids`, ascending.
-        start_ms, duration_s, size_bytes: start of each chunk in its video, duration, and size of its MP4 file.
-        split: split of each chunk, as an index of `splits`.
-        shard, row: shard ID of each chunk, and row of the shard's index.
-        holes: shards that cannot be read, by shard ID.
+        video_ids: Distinct ids of videos.
+        video: Video of each chunk, as an index of `video_ids`, in ascending order.
+        start_ms, duration_s, size_bytes: Start of each chunk in its video, duration, and size of its MP4 file.
+        split: Split of each chunk, as an index of `splits`.
+        shard, row: Shard ID of each chunk, and row of the shard's index.
+        holes: Shards that cannot be read, by shard ID.
     """
 
     video_ids: pa.Array
@@ -89,7 +89,7 @@ class Chunks:
         """Return the chunks that an expression keeps.
 
         Raises:
-            UserError: it is not an expression on chunks, or keeps none.
+            UserError: It is not an expression on chunks, or keeps none.
         """
         parsed = parse_where(where)
         parsed.require(("chunk", "video", "label"), because="the page shows chunks")
@@ -107,7 +107,7 @@ def read_chunks(variant: Variant) -> Chunks:
     """Return the chunks of a variant, from its merged table or, if that cannot be used, from the readable indexes.
 
     Raises:
-        UserError: no shard can be read.
+        UserError: No shard can be read.
     """
     holes = {
         shard_id: Hole(shard_id, None, None, why)
@@ -179,7 +179,7 @@ def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
 
 
 def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
-    """Return the rows of up to `num_chunks` chunks, ascending: evenly spaced in each split, small splits included.
+    """Return the rows of up to `num_chunks` chunks in ascending order: evenly spaced in each split, also in small ones.
 
     Half of them are divided evenly among the splits and the other half by size, so that a validation split of one
     percent is included.
@@ -252,7 +252,7 @@ def scores_of(chunks: Chunks, data_dir: Path) -> ChunkScores | None:
     """Return the scores of chunks of the current variant.
 
     Raises:
-        UserError: there are no scores, or they cannot be used.
+        UserError: There are no scores, or they cannot be used.
     """
     table = open_scores(data_dir, columns={"video_id", "start_ms", *BRIEF}).table
     rows = find_chunks(table, video_ids=chunks.video_ids, video_row=chunks.video, start_ms=chunks.start_ms)
@@ -263,7 +263,7 @@ def written_of(chunks: Chunks, data_dir: Path) -> dict[int, str]:
     """Return the captions of the column `captions` by the number of their chunk.
 
     Raises:
-        UserError: they cannot be used.
+        UserError: They cannot be used.
     """
     table, _ = stored_rows(data_dir, CAPTIONS, ["caption_text"])
     rows = find_chunks(table, video_ids=chunks.video_ids, video_row=chunks.video, start_ms=chunks.start_ms)
@@ -276,7 +276,7 @@ def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dic
     """Return the labels of the captions that overlap some chunks, such as "success true", by the number of the chunk.
 
     Raises:
-        UserError: there is no manifest, or it is damaged.
+        UserError: There is no manifest, or it is damaged.
     """
     labelled = read_labelled(data_dir)
     begin_s = chunks.start_ms[numbers] / 1000
@@ -297,7 +297,7 @@ def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
     The table of captions is read in batches, since tens of millions of captions do not fit into memory.
 
     Raises:
-        UserError: there is no manifest, or it is damaged.
+        UserError: There is no manifest, or it is damaged.
     """
     end_ms = chunks.start_ms + np.ceil(chunks.duration_s * 1000).astype(np.int64)
     moments = Moments.of(chunks.video, chunks.start_ms, end_ms)

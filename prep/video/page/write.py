@@ -1,4 +1,4 @@
-"""Writing the page of `prep inspect --html`: the choice of chunks, their clips, the pages, and the final report.
+"""Writer of the page of `prep inspect --html`: the choice of chunks, their clips, the pages, and the final report.
 
 Cards are read only for the chosen chunks, one page at a time.
 """
@@ -70,12 +70,12 @@ class Header:
     """Texts about all chunks on the first page.
 
     Attributes:
-        variant: name of the variant.
-        summary: number of chunks, videos and bytes, and the choice of chunks that are shown.
-        settings: settings in words, and all settings as they are stored.
-        notes: information that could not be read, or is not shown.
-        holes: shards that cannot be read.
-        clips: form of the clips.
+        variant: Name of the variant.
+        summary: Number of chunks, videos and bytes, and the choice of chunks that are shown.
+        settings: Settings in words, and all settings as they are stored.
+        notes: Information that could not be read, or is not shown.
+        holes: Shards that cannot be read.
+        clips: Form of the clips.
     """
 
     variant: str
@@ -140,7 +140,7 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     """Publish the pages and clips of up to `request.num_samples` chunks (by default PAGE_CHUNKS), drawn evenly.
 
     Raises:
-        UserError: a file cannot be written, no shard is readable, or `request.where` keeps no chunk.
+        UserError: A file cannot be written, no shard is readable, or `request.where` keeps no chunk.
     """
     require_page_path(request.path, flag="--html")
     folder = ClipFolder(request.path)
@@ -332,12 +332,12 @@ def _or_note(read: Callable[[], Any], notes: list[str]) -> Any:
 
 @dataclass(frozen=True)
 class Pages:
-    """The pages that belong together: page 1, `name`, beside the folder; further pages, and a list of all, in it.
+    """The pages that belong together: page 1, `name`, beside the folder; all other pages, and a list of all, in it.
 
     Attributes:
-        folder: address of the folder beside the first page.
-        number: number of this page; 0 for the list.
-        num_shown: number of chunks on all pages.
+        folder: Address of the folder beside the first page.
+        number: Number of this page; 0 for the list.
+        num_shown: Number of chunks on all pages.
     """
 
     name: str
@@ -380,8 +380,8 @@ def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages,
     """Return the values of the template.
 
     Args:
-        cards: chunks of the page with the number of the page that shows their pictures.
-        media: sources of clips.
+        cards: Chunks of the page with the number of the page that shows their pictures.
+        media: Sources of clips.
     """
     part = ", list of chunks" if pages.is_list else "" if pages.number == 1 else f", page {pages.number}"
     shown = [card for card, _ in cards]

@@ -129,7 +129,7 @@ def test_a_record_is_replaced_only_if_it_is_the_one_that_was_seen(
     copy = machine("a", endpoint=s3.endpoint)
     with copy.column_lock(".lock"):
         objects.write(RECORD, b"of another")
-        with pytest.raises(Conflict, match="another command has written it meanwhile"):
+        with pytest.raises(Conflict, match="another command has written it in the meantime"):
             publish_bytes(copy.folder / RECORD, b"mine")
         objects.write("new.json", b"of another")
         with pytest.raises(Conflict):
