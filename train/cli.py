@@ -126,7 +126,7 @@ def overview(
     Parameters
     ----------
     runs
-        Run folders. Other files and folders, such as embeddings beside them, are omitted.
+        Run folders. Other files and folders, such as embeddings next to them, are omitted.
     out
         HTML file to write.
     link

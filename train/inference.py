@@ -49,8 +49,8 @@ class LoadedModel:
     """A model in evaluation mode on a device, made by `load_model`.
 
     Attributes:
-        opened: the weights with their task.
-        model: the network.
+        opened: The weights with their task.
+        model: The network.
         remarks: Names of the embeddings of time and place that were interpolated, and what else was printed on opening.
     """
 
@@ -92,7 +92,7 @@ class LoadedModel:
 
     @property
     def logit_bias(self) -> float | None:
-        """Bias that SigLIP adds to them then; None without one."""
+        """Bias that SigLIP adds to the logits; None if the model has no bias."""
         return self._logits.bias
 
     @cached_property
@@ -124,16 +124,16 @@ class LoadedModel:
         """Embed clips.
 
         Args:
-            clips: a batch of the loader; uint8 RGB frames [B, T, H, W, 3], whose centre square is resized where it is
+            clips: A batch of the loader; uint8 RGB frames [B, T, H, W, 3], whose centre square is resized where it is
                 not of `settings.size_px`; or float clips [B, C, T, H, W], normalised as the model takes them.
-            tokens: return all tokens of the video tower after its last norm, the class token first where there is one.
+            tokens: Return all tokens of the video tower after its last norm, the class token first where there is one.
 
         Returns:
             float32 on the model's device: embeddings of unit length [B, E] of a dual encoder, pooled features [B, D] of
             another model, as probes see them; or tokens [B, N, D].
 
         Raises:
-            UserError: the clips have other shapes than the model takes.
+            UserError: The clips have other shapes than the model takes.
         """
         with self.opened.trained.precision.autocast():
             clips_BCTHW = self._clips(clips)
@@ -153,7 +153,7 @@ class LoadedModel:
         """Embed texts: float32 [B, E] of unit length, on the model's device.
 
         Raises:
-            UserError: the model has no text tower, or these are not texts.
+            UserError: The model has no text tower, or these are not texts.
         """
         if not isinstance(self.model, DualEncoder) or self.model.text is None:
             raise UserError(
@@ -245,16 +245,16 @@ def load_model(
     """Open trained weights as a model in evaluation mode.
 
     Args:
-        weights: a run, an exported folder, a file of AVION's, LaViLa's or VideoMAE's, or a NAME:TAG of open_clip.
-        num_frames: number of frames per clip. Default: as in training; otherwise temporal embeddings are interpolated.
-        sampling: frame sampling of the loader. Default: as in training.
-        size_px: side of the frames. Default: as in training; otherwise positional embeddings are interpolated.
+        weights: A run, an exported folder, a file of AVION's, LaViLa's or VideoMAE's, or a NAME:TAG of open_clip.
+        num_frames: Number of frames per clip. Default: as in training; otherwise temporal embeddings are interpolated.
+        sampling: Frame sampling of the loader. Default: as in training.
+        size_px: Side of the frames. Default: as in training; otherwise positional embeddings are interpolated.
         device: Device of the model; auto: the GPU if there is one.
-        shards: data folder for `samples`. Default: the run's own, in the variants of its training.
+        shards: Data folder for `samples`. Default: the run's own, in the variants of its training.
 
     Raises:
-        UserError: there are no such weights or no such device, the weights are damaged, or they cannot be shown such
-            clips.
+        UserError: The weights or the device do not exist, the weights are damaged, or they do not take
+            such clips.
     """
     given = {"num_frames": num_frames, "size_px": size_px}
     require_whole_numbers(**{name: value for name, value in given.items() if value is not None})
@@ -273,7 +273,7 @@ def model_of(opened: OpenedRun, *, remarks: Sequence[str] = ()) -> LoadedModel:
     """Return the model of opened weights; no data is needed.
 
     Raises:
-        UserError: the weights are damaged, or do not fit the settings.
+        UserError: The weights are damaged, or do not fit the settings.
     """
     model = opened.trained.fill(opened.task.build_model(None))
     return LoadedModel(opened, model, remarks=remarks)

@@ -6,7 +6,7 @@ from functools import partial
 from clipmill.manifests.plugins import Parts
 from clipmill.train.spec import EvaluationSpec, Tasks, TaskSpec
 
-# Commands of tasks besides training, evaluations and export, by their import paths.
+# Commands of tasks other than training, evaluations and export, by their import paths.
 COMMANDS = {
     "caption-video": "clipmill.train.tasks.caption.commands:caption_video",
     "caption-chunks": "clipmill.train.tasks.caption.commands:caption_chunks",

@@ -216,7 +216,7 @@ class TaskSpec:
 
     @property
     def first_evaluation(self) -> EvaluationSpec | None:
-        """First evaluation that needs no flags; None without one."""
+        """First evaluation that needs no flags; None if there is none."""
         return next((evaluation for evaluation in self.evaluations if not evaluation.needs), None)
 
     def open(self, settings: Any, *, run: RunFolder | None = None, **opened: Any) -> StartableTask:

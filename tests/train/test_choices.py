@@ -138,7 +138,7 @@ def test_a_preset_of_the_old_name_is_refused_with_the_new_one(
 ) -> None:
     assert train(command, "--preset", "fastclip-v3-medium") == 2
     error, hint = capsys.readouterr().err.splitlines()
-    assert error == "error: there is no preset 'fastclip-v3-medium' any more" and named in hint
+    assert error == "error: preset 'fastclip-v3-medium' no longer exists" and named in hint
 
 
 def test_a_run_says_and_saves_where_its_values_come_from(

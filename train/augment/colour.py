@@ -27,8 +27,8 @@ def colour_kind(*, colorspace: int, color_range: int, is_full_format: bool) -> i
     """Return the kind of a frame.
 
     Args:
-        colorspace: libav's number of the matrix (`frame.colorspace`); unspecified counts as BT.601, as in ffmpeg.
-        color_range: libav's number (`frame.color_range`): 2 is full, everything else limited.
+        colorspace: Number of the matrix in libav (`frame.colorspace`); unspecified counts as BT.601, as in ffmpeg.
+        color_range: Number of the range in libav (`frame.color_range`): 2 is full, everything else limited.
         is_full_format: True if the pixel format implies full range (yuvj420p and the like).
     """
     return 2 * _MATRIX_OF_COLORSPACE.get(colorspace, 0) + (is_full_format or color_range == _FULL_RANGE)

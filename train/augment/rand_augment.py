@@ -14,7 +14,7 @@ directions get a random sign:
     shear_x, shear_y                 by 0.3 s pixels per pixel, in either direction; the first row or column stays
     translate_x, translate_y         by 0.45 s of the side, in either direction
 
-Colour operations are torchvision's, on uint8. Operations that map each value by itself are tables, and consecutive
+Colour operations are torchvision's, on uint8. Operations that map each value separately are tables, and consecutive
 tables become a single table. The geometric operations are bilinear, with a grid of elementwise products: torchvision
 computes it by a matrix product, which TF32 would round to a tenth of a pixel. Pixels from outside the frame have the
 mean colour of the model's inputs.
@@ -139,7 +139,7 @@ def _repeat_channels(values: Triple, num_frames: int, device: torch.device) -> t
 
 
 def _look_up(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]]) -> torch.Tensor:
-    """Apply operations that map each of the 256 values by itself."""
+    """Apply operations that map each of the 256 values separately."""
     tables = send(np.concatenate([_table(step) for step in steps]), clips_NPHW.device)
     first_N111 = send(256 * np.arange(len(steps), dtype=np.int32)[:, None, None, None], clips_NPHW.device)
     index = clips_NPHW.to(torch.int32).add_(first_N111)

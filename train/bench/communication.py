@@ -152,7 +152,7 @@ def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: flo
         exchange: Exchange of a contrastive loss; None for the one of training.
 
     Raises:
-        UserError: the objective has no such exchange.
+        UserError: The objective has no such exchange.
     """
     steps, world = Steps(opened), opened.world
     if exchange is not None:

@@ -24,10 +24,10 @@ class Verdict:
     """The bottleneck.
 
     Attributes:
-        slowest: the slowest stage by itself.
+        slowest: Stage that is slowest when it runs separately.
         bound: "data" if the loader is slower than augmentation and model together.
-        cause: the slowest stage on that side; "loader" where the stages of loading are not known.
-        expected_wait_share: share of a step spent waiting for data, if loader and model do not share cores.
+        cause: Slowest stage on that side; "loader" if the stages of loading are not known.
+        expected_wait_share: Share of a step spent waiting for data, if loader and model do not share cores.
     """
 
     slowest: str
@@ -37,7 +37,7 @@ class Verdict:
 
 
 def judge(stages: dict[str, float], *, loader: float, compute: float) -> Verdict:
-    """Find the bottleneck from items per second: by stage, of the loader by itself, and of augmentation and model."""
+    """Find the bottleneck from items per second: of each stage, of the loader, and of augmentation and model."""
     is_data_bound = loader < compute
     sides = stages if any(name in stages for name in LOADING) else {**stages, "loader": loader}
     of_side = [name for name in sides if (name in _COMPUTE) != is_data_bound]
@@ -130,7 +130,7 @@ def _conclusion(result: dict[str, Any]) -> list[str]:
     if cause != result["slowest"]:
         lines.append(f"the bottleneck is {cause}: stages before the model add up in each loader thread")
     if result["device"] == "cpu":
-        lines.append("the model shares the cores with decoding, so each is slower than by itself")
+        lines.append("the model shares the cores with decoding, so each is slower than when it runs separately")
     lines += [f"what to change ({cause}): {one}" for one in result["advice"]]
     if result["num_failed"]:
         lines.append(

@@ -1,4 +1,4 @@
-"""A run of `train bench`: every stage by itself, then complete steps; or steps of several processes, by strategy."""
+"""A run of `train bench`: each stage separately, then complete steps; or steps of several processes, by strategy."""
 
 import math
 import os
@@ -27,11 +27,11 @@ from clipmill.train.spec import TaskSpec
 
 
 def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict[str, Any]:
-    """Measure every stage for about `seconds` and find the bottleneck; returns plain values.
+    """Measure every stage for about `seconds` and find the bottleneck; return plain values.
 
     Raises:
-        UserError: there is no such data, or less than a batch of it.
-        FailedWork: more samples than `settings.max_failures` could not be loaded.
+        UserError: The data do not exist, or have fewer samples than a batch.
+        FailedWork: More samples than `settings.max_failures` could not be loaded.
     """
     opened = _open(spec, settings, World(), seconds=seconds)
     disk = None
@@ -41,7 +41,7 @@ def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict
     rates, steps = measure_stages(opened, seconds=seconds)
     known = {name: rate for name, rate in rates.stages.items() if rate is not None}
     verdict = judge(known, loader=rates.loader, compute=rates.compute)
-    # Waiting shows only once the batches that were loaded ahead are used up.
+    # Steps wait for data only once the batches that were loaded ahead are used up.
     num_ahead = 2 * opened.settings.batches_ahead + 3 if verdict.bound == "data" else 2
     with Activity("measuring complete steps"):
         taken = take_steps(steps, opened, seconds=seconds, at_least=num_ahead)
@@ -72,11 +72,11 @@ def run_breakdown(
     seconds: float,
     world: World,
 ) -> dict[str, Any]:
-    """Break down steps of all processes under each strategy with each exchange; plain values, equal on all ranks.
+    """Break down the steps of all processes by strategy and exchange; return plain values, equal on all ranks.
 
     Raises:
-        UserError: as `run_bench`; or the model is divided into pipeline stages.
-        FailedWork: more samples than `settings.max_failures` could not be loaded.
+        UserError: The data do not exist or are too few (see `run_bench`), or --parallel.stages is above 1.
+        FailedWork: More samples than `settings.max_failures` could not be loaded.
     """
     if settings.parallel.stages > 1:
         raise UserError(
@@ -98,11 +98,11 @@ def run_breakdown(
 
 def _open(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds: float) -> Opened:
     if not (math.isfinite(seconds) and seconds > 0):
-        raise UserError(f"--seconds is {seconds}", hint="it must be more than 0", flags=("--seconds",))
+        raise UserError(f"--seconds is {seconds}", hint="use a number above 0", flags=("--seconds",))
     if len(settings.folders) > 1:
         raise UserError(
             f"train bench measures one data folder, and --shards names {len(settings.folders)}",
-            hint=f"measure each by itself: --shards {settings.folders[0]}",
+            hint=f"measure each folder separately: --shards {settings.folders[0]}",
             flags=("--shards",),
         )
     device = choose_device(settings.device, needs_gpu=settings.require_gpu)

@@ -57,7 +57,7 @@ def open_to_measure(spec: TaskSpec, settings: ClipSettings, *, world: World, dev
     """Open a task as `train TASK` does; all ranks call it.
 
     Raises:
-        UserError: the data or the weights do not suit the task.
+        UserError: The data or the weights do not suit the task.
     """
     products = open_precision(settings.precision, device_type=device.type).products
     attention, _ = choose_attention(settings, device=device, products=products, world=world)
@@ -115,10 +115,10 @@ class Taken:
     """Whole steps.
 
     Attributes:
-        first_s: time of the first one, which compiles, allocates and counts FLOPs.
-        step_times: seconds of the others, without those whose batches were loaded during the first one.
-        wait_share: share of these that was spent waiting for data.
-        memory_bytes: peak of this process; of the GPU's memory on a GPU.
+        first_s: Time of the first step, which compiles, allocates and counts FLOPs.
+        step_times: Seconds of the other steps, without steps whose batches were loaded during the first one.
+        wait_share: Share of `step_times` that was spent waiting for data.
+        memory_bytes: Peak memory of this process; on a GPU, of GPU memory.
     """
 
     first_s: float
@@ -136,7 +136,7 @@ def take_steps(steps: Steps, opened: Opened, *, seconds: float, at_least: int = 
     """Take a first step, and then as many as fit into `seconds`, but `at_least` some if they do not take long.
 
     Raises:
-        FailedWork: too many samples could not be loaded.
+        FailedWork: Too many samples could not be loaded.
     """
     taken, waited = list[float](), list[float]()
     with enough_samples(opened.settings), closing(steps.batches()) as batches:
@@ -191,7 +191,7 @@ class Stopwatch:
     """Seconds of each call by stage while `is_running`; a stage within another one counts only as itself.
 
     Args:
-        wait: waits for what a stage has queued on the device.
+        wait: Function that waits for what a stage has queued on the device.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -233,9 +233,9 @@ class Rates:
 
     Attributes:
         stages: Rates by stage; None for a stage that is not needed. The loader has stages only for clips of pixels.
-        loader, compute: Rates of the loader by itself, from disk to batches, and of steps whose batch is on the device.
-        read_bytes_per_item: read from the disk; None where the stages of loading are not known.
-        failed: details of samples that could not be loaded, by key.
+        loader, compute: Rates, measured separately, of the loader (disk to batch) and of steps (batch on the device).
+        read_bytes_per_item: Bytes read from the disk; None if the stages of loading are not known.
+        failed: Details of samples that could not be loaded, by key.
     """
 
     stages: dict[str, float | None]
@@ -249,7 +249,7 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
     """Measure the loader, the copy to the device and steps for about `seconds` each; return the steps too.
 
     Raises:
-        FailedWork: too many samples could not be loaded.
+        FailedWork: Too many samples could not be loaded.
     """
     settings, batch = opened.settings, opened.settings.batch
     watch, sizes, failed = Stopwatch(opened.wait), list[int](), dict[str, str]()

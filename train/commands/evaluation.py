@@ -43,8 +43,8 @@ def score_run(
         written: Function that is called with the path of the result file.
 
     Raises:
-        UserError: the weights do not exist, are of a task without this evaluation, or the data lack something.
-        FailedWork: nothing could be decoded.
+        UserError: The weights do not exist, are of a task without this evaluation, or the data lack something.
+        FailedWork: Nothing could be decoded.
     """
     tasks = _tasks_with(evaluation)
     require_named_weights(weights, takes_tags=take_tags(tasks))

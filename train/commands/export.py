@@ -60,7 +60,7 @@ def export_run(
     """Write the weights of a run's latest or named checkpoint, or other weights, in an export format.
 
     Raises:
-        UserError: there is no checkpoint, its weights are not finite, `out` exists already, or the format cannot hold
+        UserError: There is no checkpoint, its weights are not finite, `out` exists already, or the format cannot hold
             such a model.
     """
     _require_format(form)

@@ -265,7 +265,7 @@ def _processes(parallel: ParallelSettings, world: World) -> str:
 
 
 def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFolder | None) -> Source | None:
-    """Open the weights to start from, or those that the checkpoints of the resumed `run` omit; None without any."""
+    """Open the weights to start from, or those that checkpoints of the resumed `run` omit; None if there are none."""
     if settings.init.weights is None and not settings.lora.rank:
         return None
     from clipmill.train.weights.sources import fetch_tag, open_base, open_weights

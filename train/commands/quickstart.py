@@ -32,7 +32,7 @@ def quickstart(
 ) -> None:
     """Look at the data and this machine, measure a few training steps, and propose a first run.
 
-    The plan says task, preset, batch size, steps, expected time, memory and disk, and ends in the complete command.
+    The plan lists task, preset, batch size, steps, expected time, memory and disk, and ends with the complete command.
     On a terminal it asks whether to run it; elsewhere it runs only with --yes.
 
     Examples:
@@ -48,16 +48,16 @@ def quickstart(
     yes
         Run the command without asking.
     as_json
-        Print the plan as one JSON object. It is not run.
+        Print the plan as one JSON object, and do not run the command.
     """
     if yes and as_json:
         raise UserError(
             "--yes runs the command, and --json only prints the plan",
-            hint="leave out one of them",
+            hint="omit one of them",
             flags=("--yes", "--json"),
         )
     if asked.minutes is not None and not 0 < asked.minutes < float("inf"):
-        raise UserError(f"--minutes is {asked.minutes}", hint="it must be more than 0", flags=("--minutes",))
+        raise UserError(f"--minutes is {asked.minutes}", hint="use a number above 0", flags=("--minutes",))
     plan = _plan(data, asked)
     if as_json:
         print(json.dumps(plan.as_json()))
@@ -71,7 +71,7 @@ def quickstart(
 
 def _plan(data: Sequence[str], asked: Asked) -> "Plan":
     began_s = time.perf_counter()
-    from clipmill.train.quickstart.choice import survey  # before torch, so that a mistake is found at once
+    from clipmill.train.quickstart.choice import survey  # before torch: reports mistakes in the data at once
 
     surveys = []
     for address in data:
@@ -117,7 +117,7 @@ def _run(plan: "Plan") -> None:
 
 
 def _become_torchrun(words: tuple[str, ...]) -> NoReturn:
-    """Replace this process, and the memory that it holds on a GPU, by torchrun beside this interpreter."""
+    """Replace this process, which frees its GPU memory, with the torchrun that is next to this interpreter."""
     programs = Path(sys.executable).parent
     torchrun, *rest = words
     rest = [str(programs / word) if word == "train" and (programs / word).exists() else word for word in rest]

@@ -30,11 +30,11 @@ def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None
     """Return the command that the words name, with its arguments; its settings are checked together.
 
     Args:
-        provenance: Record of where each value comes from; filled even if this raises.
+        provenance: Record of where each value comes from; it is filled even if this function raises.
 
     Raises:
-        UserError: settings are invalid, or flags that were typed have no effect beside the others: all of them at once.
-        CycloptsError: a flag is unknown or missing, or has a value of another type.
+        UserError: Settings are invalid, or typed flags have no effect with the other settings; lists all mistakes.
+        CycloptsError: A flag is unknown or missing, or its value has the wrong type.
     """
     typed: dict[str, str] = {}
     origin = provenance or Provenance()
@@ -83,14 +83,14 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     def fill(path: Path, preset: str | None = None) -> None:
         yaml_source(path, kind, preset=preset, remarks=remarks)(app, commands, arguments)
 
-    # A source fills only values that are still empty: the strongest comes first.
+    # A source fills only values that are still empty, so the source that overrides all others comes first.
     for file in reversed(given_values("--config")):
         fill(Path(file))
     for preset in given_values("--preset"):
         fill(_preset_of(preset, commands[-1]), preset)
     if given_values("--resume"):
         out = Path(given_values("--out")[0]) if given_values("--out") else TrainingSettings.out
-        # Without a run, a new one is started, or opening it raises the error.
+        # If --out holds no run, a new run is started, or opening the run raises the error.
         if (saved := RunFolder(out).settings).is_file():
             RunFolder(out).require_task(commands[-1])
             old = load_settings(saved, find_task(commands[-1]).settings)
@@ -100,15 +100,15 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
 
 
 def _require_as_many(folders: Sequence[str], of_run: Sequence[str], *, out: Path) -> None:
-    """Raise a UserError if --shards names another number of data folders than a run with a checkpoint has.
+    """Raise a UserError if --shards names a different number of data folders than a run with a checkpoint has.
 
-    Other flags, such as --mix and the names of metrics, depend on the folders, and would be blamed for the mistake.
+    Without this check, the error would name flags that depend on the folders, such as --mix and names of metrics.
     """
     if folders and len(folders) != len(of_run) and any(RunFolder(out).checkpoints.glob("step_*")):
         raise UserError(
             f"--shards names {count_noun(len(folders), 'data folder')}, but the run in {out} has {len(of_run)}: "
             f"{', '.join(of_run)}",
-            hint="name each of them, or leave --shards out to continue, or start a new run with another --out",
+            hint="to continue, name each of these folders or omit --shards; or start a new run with another --out",
             flags=("--shards",),
         )
 
@@ -135,7 +135,7 @@ def _settings_of(command: str) -> type[TrainingSettings]:
 
 
 def name_sources(error: UserError, sources: Mapping[str, str]) -> None:
-    """Add to the hints of an error which preset or file set the flags that it names and that were not typed.
+    """Add hints to an error: the preset or file that set each flag that the error names and the user did not type.
 
     Args:
         sources: Source of each value by its flag (`Provenance`).

@@ -39,7 +39,7 @@ class CaptionSettings(Checked):
     prefix = "captions"
 
     sources: str | None = None
-    """Sampling weights of caption sources, such as `human=1,*rephraser*=2`; other sources are left out. Default: all
+    """Sampling weights of caption sources, such as `human=1,*rephraser*=2`; other sources are omitted. Default: all
     sources alike, except sources of models (`captioner@1f2e3d4c`)."""
     min_relevancy: Annotated[float | None, SHARE] = None
     """Also show captions of other clips whose relevancy, by verb and nouns, exceeds this (0.1 for EK-100). Default:
@@ -174,7 +174,7 @@ class ClipSettings(TrainingSettings):
     only_kind: ClassVar[Kind | None] = None
     """Kind of tower, for tasks that support a single kind."""
     has_head: ClassVar[bool] = False
-    """True if the model has trained parameters besides its towers'."""
+    """True if the model has trained parameters in addition to its towers'."""
 
     num_frames: NumFrames = 4
     """Number of frames per clip."""
@@ -214,7 +214,7 @@ class ClipSettings(TrainingSettings):
         return ("video",)
 
     def trains_besides_towers(self) -> bool:
-        """Return True if the model has trained parameters besides its towers'."""
+        """Return True if the model has trained parameters in addition to its towers'."""
         return self.has_head
 
     def adapts_pretrained(self) -> bool:
@@ -248,7 +248,7 @@ class LatentSettings(ClipSettings):
     input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
     """Input of the model. pixels: decoded clips; latents: segments of the column made by prep latents."""
     segment: Annotated[str | None, groups.CLIPS, _OF_LATENTS] = None
-    """Length of a segment of latents, such as 5s. Default: the stored segments of a VAE of videos; 5s of other
+    """Length of a segment of latents, such as 5s. Default: the stored segments of a video VAE; 5s for other
     latents."""
     max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9), _OF_LATENTS] = None
     """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""

@@ -179,8 +179,7 @@ class ProbeEvaluation(EvaluationSettings):
             yield UserError(
                 f"--evaluate.every is {self.every}, and --evaluate.labels is missing: the label to predict from frozen "
                 "features",
-                hint="name a label column of the captions, such as --evaluate.labels motion, or leave out "
-                "--evaluate.every",
+                hint="name a label column of the captions, such as --evaluate.labels motion, or omit --evaluate.every",
                 flags=("--evaluate.every", "--evaluate.labels"),
             )
         yield from named_once(self.flag("labels"), self.labels)

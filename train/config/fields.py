@@ -45,7 +45,7 @@ PARALLEL = help_group("Parallelism", 16)
 TRACKING = help_group("Tracking", 17)
 MACHINE = help_group("Machine", 18)
 HIDDEN = Parameter(show=False)
-SEVERAL = Parameter(negative_iterable=(), consume_multiple=True)  # --flag A B, besides --flag A --flag B
+SEVERAL = Parameter(negative_iterable=(), consume_multiple=True)  # --flag A B, in addition to --flag A --flag B
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Choice(Checked):
                 users = ", ".join(sorted(other for other, names in of_choices.items() if name in names))
                 yield UserError(
                     f"{self.flag(name)} is {value}, and {chosen} does not use it",
-                    hint=f"leave out {self.flag(name)}, or use {self.flag(self.choice)} with one of: {users}",
+                    hint=f"omit {self.flag(name)}, or use {self.flag(self.choice)} with one of: {users}",
                     flags=(self.flag(name),),
                 )
 

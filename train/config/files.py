@@ -261,7 +261,7 @@ def preset_path(name: str, command: str = "") -> Path:
         if stem in known:
             return PRESETS_FOLDER / f"{stem}.yaml"
     if name in RENAMED:
-        raise UserError(f"there is no preset {name!r} any more", hint=f"use --preset {RENAMED[name]}")
+        raise UserError(f"preset {name!r} no longer exists", hint=f"use --preset {RENAMED[name]}")
     raise UserError(f"there is no preset {name!r}", hint=f"presets: {', '.join(known)}")
 
 
@@ -399,7 +399,7 @@ def _drop_idle(
         given: Values of flags and stronger files, by flag.
 
     Returns:
-        The remaining values; and for the flag of each dropped value, the flag and value beside which it has no effect.
+        The remaining values; and for the flag of each dropped value, the flag and value with which it has no effect.
     """
     kept, idle = dict(values), dict[str, str]()
     annotations = {setting.name: setting for setting in annotations_of(defaults)}

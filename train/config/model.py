@@ -136,7 +136,7 @@ class Towers(Checked):
             flag = self.flag("patch_dropout" if self.patch_dropout else "tubelet")
             yield UserError(
                 f"--towers.attention is divided, which needs every patch of every frame; {flag} removes some",
-                hint=f"leave out {flag}, or use --towers.attention joint",
+                hint=f"omit {flag}, or use --towers.attention joint",
                 flags=("--towers.attention", flag),
             )
         if self.image is None:
@@ -151,7 +151,7 @@ class Towers(Checked):
         if self.kind not in (None, LIBRARY):
             yield UserError(
                 f"--towers.kind is {self.kind}, and --towers.image names a tower of a library",
-                hint="leave out one of them",
+                hint="omit one of them",
                 flags=("--towers.kind", "--towers.image"),
             )
 
@@ -165,7 +165,7 @@ class Towers(Checked):
             if getattr(self, other) != defaults[other]:
                 yield UserError(
                     f"{self.flag(other)} is {getattr(self, other)}, and {flag} {reference} has its own architecture",
-                    hint=f"leave out {self.flag(other)} or {flag}",
+                    hint=f"omit {self.flag(other)} or {flag}",
                     flags=(self.flag(other), flag),
                 )
 
@@ -417,7 +417,7 @@ def tuning_mistakes(
 
     Args:
         towers: Towers of the model.
-        has_head: True if the model has trained parameters besides.
+        has_head: True if the model has other trained parameters too.
         has_weights: True if it starts from the weights that --init.weights names.
     """
     parts = []
@@ -455,7 +455,7 @@ def tuning_mistakes(
     if not towers_to_adapt(lora, freeze, towers=towers):
         yield UserError(
             f"--lora.rank is {lora.rank}, and --freeze {' '.join(freeze)} leaves no tower to adapt",
-            hint="leave out one of them",
+            hint="omit one of them",
             flags=("--lora.rank", "--freeze"),
         )
 

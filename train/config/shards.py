@@ -159,7 +159,7 @@ def parse_mix(mix: str) -> tuple[Fraction, ...]:
         if weights[-1] <= 0:
             raise UserError(
                 f"--mix is {mix}, and {part.strip()!r} is not a weight",
-                hint="give a number above 0 for each --shards; leave out folders that are not to be trained on",
+                hint="give a number above 0 for each --shards; omit folders that are not to be trained on",
                 flags=("--mix",),
             )
         if max(weights[-1].as_integer_ratio()) > _MAX_WHOLE:
@@ -176,8 +176,8 @@ class DataSettings(Checked):
     """Location of the training data."""
 
     shards: Annotated[Shards, groups.WHERE, FIRST_RUN, _REPEATED] = "data"
-    """Data folder made by prep, or tars; several are mixed. A path, an address (s3://bucket/data), or tars of videos or
-    images: 'DIR/{000000..000099}.tar'. Several are given as --shards A --shards B."""
+    """Data folder made by prep, or tars; several are mixed. A path, an address (s3://bucket/data), or video tars or
+    image tars: 'DIR/{000000..000099}.tar'. Several are given as --shards A --shards B."""
     mix: Annotated[str | None, groups.WHERE] = None
     """Sampling weights of several --shards, in their order, such as 2,1. Default: in proportion to their sizes, so that
     each sample is visited once per epoch."""

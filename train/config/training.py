@@ -74,9 +74,9 @@ class OptimizerSettings(Choice):
     """Parameters whose steps lamb scales: all (paper), or those with weight decay (FastCLIP's code)."""
     schedule: Literal["cosine", "linear", "fixed"] = "cosine"
     """Learning rate schedule after warmup, from --lr to --optimizer.end-lr. fixed: constant at --lr."""
-    start_lr: Annotated[float | None, Range(above=0, hint="it must be more than 0, and at most --lr")] = None
+    start_lr: Annotated[float | None, Range(above=0, hint="use a number above 0, and at most --lr")] = None
     """Learning rate of the first warmup step (AVION: 1e-6); the last one has --lr. Default: --lr / --warmup-steps."""
-    end_lr: Annotated[float, Range(least=0, hint="it must be 0 or more, and at most --lr")] = 0.0
+    end_lr: Annotated[float, Range(least=0, hint="use 0 or more, and at most --lr")] = 0.0
     """Final learning rate of the schedule."""
     lr_batch: Annotated[int | None, Range(1, 10**6)] = None
     """Reference batch size: learning rates are multiplied by --batch / this (linear scaling). Default: no scaling."""
@@ -163,7 +163,7 @@ def check_rule(rule: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackSettings(Checked):
-    """Places where metrics are logged besides the console and metrics.jsonl."""
+    """Places where metrics are logged in addition to the console and metrics.jsonl."""
 
     prefix = "track"
 
@@ -193,7 +193,7 @@ class TrainingSettings(DataSettings):
     command: ClassVar[str] = ""
     """Command that has these settings."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
-    """Settings of the task that may differ when a run is resumed, besides FREE_ON_RESUME."""
+    """Settings of the task that may differ when a run is resumed, in addition to FREE_ON_RESUME."""
     of_other_data: ClassVar[Mapping[str, Any]] = {}
     """Settings that concern only the training data, with their values on other data."""
 
@@ -202,7 +202,7 @@ class TrainingSettings(DataSettings):
     split: Annotated[str, groups.WHERE, FIRST_RUN] = "train"
     """Split to train on."""
     variant: Annotated[tuple[str, ...], groups.WHERE, groups.SEVERAL] = ()
-    """Names of variants to read in place of the current ones, as prep status shows them; each applies to every data
+    """Names of variants to read instead of the current ones, as prep status shows them; each applies to every data
     folder that has it. Default: the current variants, or with --resume the variants of the run."""
     where: Annotated[str | None, groups.WHERE] = None
     """Condition that selects the samples to train on, on scores, captions and videos: 'motion > 0.2 and cuts = 0 and
@@ -309,7 +309,7 @@ class TrainingSettings(DataSettings):
         if self.require_gpu and self.device == "cpu":
             yield UserError(
                 "--require-gpu and --device cpu contradict each other",
-                hint="leave out one of them",
+                hint="omit one of them",
                 flags=("--require-gpu", "--device"),
             )
         start_lr = self.optimizer.start_lr
@@ -389,8 +389,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 # Hint to begin with the weights of a run, with other settings or data; OLD and NEW are run folders.
 NEW_RUN = "start another run from its weights: --init.weights OLD --out NEW"
 GO_ON = (
-    "to continue the run as it is, leave out these flags, and a --preset or --config that sets them; otherwise "
-    + NEW_RUN
+    "to continue the run as it is, omit these flags, and a --preset or --config that sets them; otherwise " + NEW_RUN
 )
 
 

@@ -25,7 +25,7 @@ _ARGUMENTS = {"--shards": "data"}  # arguments whose names differ from their fla
 
 
 def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return a function of the Python interface whose errors name its arguments (`num_frames=`) in place of flags.
+    """Return a function of the Python interface whose errors name its arguments (`num_frames=`) instead of flags.
 
     Errors from below name settings of a command (`--num-frames`). A flag without an argument stays as it is.
     """

@@ -132,7 +132,7 @@ class BatchMemory:
     Args:
         shape: Shape of the largest batch.
         pin: Use pinned memory, for copies to a GPU. No batch is overwritten (clipmill.train.device.transfer).
-        can_keep: Reuse memory only once nothing refers to its batch, in place of buffers in turn.
+        can_keep: Reuse memory only once nothing refers to its batch, instead of buffers in turn.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:

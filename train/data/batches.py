@@ -307,7 +307,7 @@ class LateBatch(dict[str, Any]):
 
 
 def _as_arrays(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with arrays in place of tensors; NumPy has no bfloat16."""
+    """Return the batch with arrays instead of tensors; NumPy has no bfloat16."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     arrays = {
         name: (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy() for name, tensor in tensors.items()

@@ -44,7 +44,7 @@ _LONGEST_S = 1e9  # longer than any video (clipmill.train.data.chunks), and far 
 
 @dataclass(frozen=True)
 class UsableCaptions:
-    """The captions that can be shown; one entry of each array per caption.
+    """The usable captions; one entry of each array per caption.
 
     Attributes:
         caption: Index in the given arrays.
@@ -244,7 +244,7 @@ def make_clip_table(
     each_caption: bool,
     table: pa.Table | None,
 ) -> SampleTable:
-    """Group the captions of a split that can be shown into clips.
+    """Group the usable captions of a split into clips.
 
     Args:
         spans: Captions of the videos of `data_dir`.

@@ -36,7 +36,7 @@ _MAX_TOKENIZED = 20_000
 
 
 class Annotations(Protocol):
-    """Entries of samples beside frames and names, such as captions or labels."""
+    """Entries of samples other than frames and names, such as captions or labels."""
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
         """Add the entries to a sample; `request.sample` is the row of the table."""
@@ -353,7 +353,7 @@ class Captions:
         rows: Captions of each row.
         texts: The stored texts of the manifest.
         tokenize: Tokenizer of captions; None for texts.
-        stored_text: Embeddings that samples get in place of captions; None for captions.
+        stored_text: Embeddings that samples get instead of captions; None for captions.
         relevant: Draw of captions by relevancy; None to draw among the captions of a clip.
     """
 

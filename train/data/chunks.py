@@ -221,7 +221,7 @@ def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int
 
 @dataclass(frozen=True)
 class ClipQuery:
-    """Clips that are asked of a data folder.
+    """Query for the clips of a data folder.
 
     Attributes:
         data_dir: Folder, or the local copy of its small files if its tars are elsewhere.
@@ -260,14 +260,14 @@ class ClipQuery:
         )
 
     def nothing(self, chunks: ChunkSet) -> tuple[str, str]:
-        """Return the message and hint of the error if none of the clips can be shown."""
+        """Return the message and hint of the error if none of the clips is usable."""
         hint = (
             "see prep status; captions and labels come from prep manifest"
             if not chunks.selection.text
             else "use a weaker condition: it must hold for all chunks that a clip touches, and a caption without times "
             "touches all chunks of its video"
         )
-        return f"no clip of split {self.split!r} can be shown", hint
+        return f"no clip of split {self.split!r} is usable", hint
 
 
 def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loading: LoaderSettings) -> ClipQuery:
@@ -333,7 +333,7 @@ class ClipReader(ThreadedReader):
     Args:
         chunks: Chunks, which are the parts of the table.
         shape: Rules by which clips are made.
-        annotations: Entries that samples get beside frames.
+        annotations: Entries that samples get in addition to frames.
         repeats: Samples of a clip in an epoch. They are consecutive, so that their chunks are read and decoded once if
             they are loaded as a group.
         same_frames: Number of consecutive requests, of one clip, that draw the same moments in training.
@@ -461,7 +461,7 @@ class ClipReader(ThreadedReader):
         return make_clip(pictures, self._shape, rng=plan.rng, in_graph=in_graph, key=plan.key)
 
     def annotate(self, sample: Sample, request: SampleRequest) -> None:
-        """Add the entries beside frames to a sample."""
+        """Add the entries other than frames to a sample."""
         for annotations in self._annotations:
             annotations.add(sample, request)
 

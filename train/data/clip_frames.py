@@ -277,7 +277,7 @@ class ClipShape:
         crop: Rule of the crop in training.
         min_crop_area: Minimum share of a frame's area that a "random" crop keeps.
         simple_share: Share of a frame's short side that a "simple" crop keeps.
-        rgb: Return RGB in place of YUV 4:2:0 (slower: twice the bytes, converted on the CPU).
+        rgb: Return RGB instead of YUV 4:2:0 (slower: twice the bytes, converted on the CPU).
         views: Views of an evaluation.
     """
 

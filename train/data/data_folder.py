@@ -303,7 +303,7 @@ class Selection:
 
     @property
     def depends_on(self) -> tuple[object, ...]:
-        """Facts that the selection depends on besides the chunks and the manifest."""
+        """Facts that the selection depends on in addition to the chunks and the manifest."""
         return selection_mark(None if self._where is None else self._where.text, self._data_dir)
 
     @property
@@ -315,7 +315,7 @@ class Selection:
         """Return which captions of the split are selected, bool [rows of captions.parquet]; None for all.
 
         Args:
-            table: Captions to select from, in place of the manifest's.
+            table: Captions to select from, instead of the manifest's.
 
         Raises:
             UserError: No caption is selected.
@@ -388,7 +388,7 @@ class Selection:
 
 
 def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | None" = None) -> tuple[object, ...]:
-    """Return what a selection depends on besides chunks and manifest; raises UserError as `parse_where` does.
+    """Return what a selection depends on in addition to chunks and manifest; raises UserError as `parse_where` does.
 
     Args:
         tars: Tars of a remote data folder, whose scores or other columns are copied if they are used.

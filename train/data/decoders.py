@@ -38,7 +38,7 @@ class ChunkBytes:
     Attributes:
         key: Key of the chunk.
         frames: Presentation indices of the frames that are needed.
-        codec: libav's name of the codec.
+        codec: Name of the codec in libav.
         extradata: Codec headers.
         packets: (presentation index, bytes) in decode order; None if the chunk is decoded through its container.
         whole: Bytes of the mp4 file, if the chunk is decoded through it.
@@ -166,7 +166,7 @@ class PacketDecoder:
         The frame is then still in the processor's cache. If `use` keeps no frame, the decoder reuses few buffers.
 
         Args:
-            codec: libav's name of the codec: h264, hevc, av1, vp9, mjpeg.
+            codec: Name of the codec in libav: h264, hevc, av1, vp9, mjpeg.
             packets: (presentation index, bytes) in decode order, from a key packet on, with all references.
             use: Function of the presentation index and the frame.
 

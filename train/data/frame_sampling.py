@@ -2,20 +2,21 @@
 
 A caption names a span [begin, end) of its video, from which T moments are taken (`moments_of`):
 
-    uniform  one moment from each of T equal segments: a random one in training, the centre in evaluation
+    uniform  one moment from each of T equal segments: a random moment in training, the centre in evaluation
     stride   T moments that are `stride` frames apart (VideoMAE's 16 x 4): the window of T x stride frames lies at a
              random offset in the span in training, in its middle in evaluation; in a shorter span the stride is
              span / T
-    lavila   LaViLa's rule: the span without its last frame in T segments with borders rounded to frames, half to
-             even; a random frame between two borders (both included) in training, the lower middle one in evaluation
+    lavila   LaViLa's rule: the span without its last frame is cut into T segments, with borders rounded to frames, half
+             to even; a random frame between two borders (both included) in training, the lower middle frame in
+             evaluation
 
-An evaluation with several views of a clip takes its moments at `view_offsets` in place of the middle.
+An evaluation with several views of a clip takes its moments at `view_offsets` instead of the middle.
 
 A moment belongs to the chunk that covers it, and there to the frame on screen (`locate_frames`): frame i of a chunk is
 shown during [start + i / fps, start + (i + 1) / fps). A clip may take frames from several chunks.
 
 Times are in microseconds. Captions arrive as floating-point seconds and are rounded once, so that 3.3 s is the
-beginning of frame 33 at 10 fps and not the end of frame 32. Nothing is rounded afterwards: moments are numerators over
+start of frame 33 at 10 fps and not the end of frame 32. Nothing is rounded afterwards: moments are numerators over
 a common denominator.
 
 Segments of latents have their frames in memory already; `spread_frames` (uniform) and `window_frames` (stride) select
@@ -46,7 +47,7 @@ SamplingRule = Literal["uniform", "stride", "lavila"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Moments of a span that are shown: `num_frames` of them; `stride`, in frames of the chunk, is for that rule."""
+    """Rule that selects `num_frames` moments of a span; `stride`, in frames of the chunk, is for the rule "stride"."""
 
     num_frames: int
     rule: SamplingRule = "uniform"
@@ -111,7 +112,7 @@ def frame_indices(
 
 
 def view_offsets(rule: SamplingRule, num_views: int) -> tuple[Fraction, ...]:
-    """Return the place of each of `num_views` views of a clip, from 0 to 1 of the room that the rule leaves.
+    """Return the offset of each view of a clip, as a fraction from 0 to 1 of the room that the rule leaves.
 
     With "stride" the windows reach from the start of the span to its end (VideoMAE's test clips); with the other rules
     each segment is sampled at the middles of equal parts. A single view is in the middle with every rule.
@@ -140,7 +141,7 @@ def moments_of(
     rng: np.random.Generator | None,
     at: Fraction = MIDDLE,
 ) -> Moments:
-    """Return the moments of [begin_us, end_us) that `sampling` selects, random with `rng` as in training.
+    """Return the moments of [begin_us, end_us) that `sampling` selects; `rng` draws them at random, as in training.
 
     Args:
         fps_num, fps_den: Frames per second, for the rules that count frames.
@@ -222,7 +223,7 @@ def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> F
 def window_frames(
     latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_B: NDArray[np.float64] | None
 ) -> "torch.Tensor":
-    """Return `num_frames` consecutive frames of each segment, in its middle or at `offset_B`, [0, 1) of the room."""
+    """Return `num_frames` consecutive frames of each segment, in its middle or at `offset_B`, in [0, 1) of the room."""
     import torch
 
     from clipmill.train.device.transfer import send

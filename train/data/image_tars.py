@@ -1,12 +1,13 @@
-"""Tars of images: where each image is, with its caption and class, from one pass over the headers of a tar.
+"""Image tars: the place, caption and class of each image, from one pass over the headers of a tar.
 
 The tars are as img2dataset writes them: `jpg`, `png` or `webp`, with `txt` or `json`, and `cls` for classes. The first
-sample of the first tar decides (`names_images`): an image makes them tars of images, a video a stream.
+image or video of the first tar decides (`names_images`): tars with images are indexed here, tars with videos are read
+as a stream.
 
-The payloads of images are skipped. A large index is kept in the cache folder (clipmill.train.data.node_cache) under the
-size and time of its tar, so that it is made once per machine. A remote tar is copied to the cache, under its limit, to
-be indexed; an evicted tar is later read by range. A sample without an image or a caption is omitted, counted and named;
-a video among the images is an error.
+The payloads of images are skipped. A large index is kept in the cache folder (clipmill.train.data.node_cache) by the
+size and modification time of its tar, so that it is made once per machine. A remote tar is copied to the cache, within
+the cache's size limit, to be indexed; if the copy is evicted, images are read from the remote tar by byte range. A
+sample without an image or a caption is omitted, counted and named; a video among the images is an error.
 """
 
 import hashlib
@@ -44,10 +45,10 @@ from clipmill.train.data.workers import Stuck, in_order
 
 # A sample's image is its first member in this order, which is open_clip's too.
 EXTENSIONS = ("jpg", "png", "jpeg", "webp")
-LABEL, _CLASS = "class", "cls"  # a label, and the member that has it; other labels are keys of json
+LABEL, _CLASS = "class", "cls"  # a label, and the member that holds it; other labels are keys of the json
 MAX_IMAGE_BYTES = 1 << 28
 _LIMITS = dict.fromkeys(("txt", "json", _CLASS), MAX_TEXT_BYTES)
-_BYTES_PER_ROW = 512  # a header: a tar has fewer samples than that
+_BYTES_PER_ROW = 512  # size of a header: every sample of a tar has at least one
 _NUM_AT_ONCE = 4
 _INDEX_TIMEOUT_S = 86400.0
 
@@ -59,32 +60,31 @@ class LeftOut:
         self._counts: dict[str, tuple[int, str]] = {}
 
     def add(self, reason: str, key: str, *, count: int = 1) -> None:
-        """Add samples; `reason` is the end of a sentence that begins with their number."""
+        """Add samples; `reason` completes a sentence that begins with a number, as in `3 without an image`."""
         before, first = self._counts.get(reason, (0, key))
         self._counts[reason] = before + count, first
 
     def as_list(self) -> list[tuple[str, int, str]]:
-        """List reason, number and first key of each."""
+        """List the reasons, each with its number of samples and the key of the first sample."""
         return [(reason, *count) for reason, count in self._counts.items()]
 
     def describe(self) -> list[str]:
-        """Return a line for the log."""
+        """Return a line for the log about each reason."""
         return [f"{count:,} {reason} (the first: {first})" for reason, (count, first) in self._counts.items()]
 
 
 @dataclass(frozen=True)
 class TarIndex:
-    """The images of a tar, in its order; R of them.
+    """The R images of a tar, in the order of the tar.
 
     Attributes:
         keys: Key of each sample.
-        captions, classes: Caption and class of each sample; '' without one.
-        offset, size: Bytes of the tar that hold each image, int64 [R].
-        left_out: Samples without a readable image: reason, as the end of a sentence that begins with a number, number,
-            and key of the first sample.
+        captions, classes: Caption and class of each sample; '' if the sample has none.
+        offset, size: Offset and size of each image in the tar, in bytes, int64 [R].
+        left_out: Samples without a readable image: reason, number of samples, and key of the first sample (`LeftOut`).
         first_video: Key of the first sample with a video; '' if there is none.
         damage: Reason why the tar cannot be read to its end; '' if it can.
-        order_sha256, content_sha256: Hashes of keys and sizes, and of captions and classes.
+        order_sha256, content_sha256: Hash of keys and sizes, and hash of captions and classes.
     """
 
     keys: pa.StringArray
@@ -103,7 +103,7 @@ class TarIndex:
 
 
 class ImageTars:
-    """Tars of images, local or remote, and the bytes of their members. Thread-safe.
+    """Image tars, local or remote, and the bytes of their members. Thread-safe.
 
     Args:
         tars: Paths or addresses.
@@ -112,7 +112,7 @@ class ImageTars:
 
     Attributes:
         indexes: Index of each tar.
-        offset, size: Bytes that hold the images of all tars, int64.
+        offset, size: Offset and size of the images of all tars, in bytes, int64.
 
     Raises:
         UserError: A tar cannot be read, or is compressed.
@@ -133,9 +133,8 @@ class ImageTars:
                 self.indexes.append(index)
                 add(1)
 
-        self._first: NDArray[np.int64] = np.cumsum(
-            [0, *map(len, self.indexes)]
-        )  # first image of each tar, then the number of images
+        # Index of the first image of each tar, then the number of images.
+        self._first: NDArray[np.int64] = np.cumsum([0, *map(len, self.indexes)])
         self.offset: NDArray[np.int64] = np.concatenate([index.offset for index in self.indexes])
         self.size: NDArray[np.int64] = np.concatenate([index.size for index in self.indexes])
         self._keys = pa.chunked_array([index.keys for index in self.indexes])
@@ -150,7 +149,7 @@ class ImageTars:
         return self.tars[tar].rpartition("/")[2]
 
     def tar_of(self, image: int) -> int:
-        """Return the tar that holds an image."""
+        """Return the index of the tar that holds an image."""
         return int(np.searchsorted(self._first, image, side="right")) - 1
 
     def key(self, image: int) -> str:
@@ -268,7 +267,7 @@ def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
 
 
 def _class_of(sample: TarSample, label: str) -> str:
-    """Return the class of an image, '' without one; raises ValueError if its json cannot be read."""
+    """Return the class of an image, '' if it has none; raises ValueError if its json cannot be read."""
     if label == LABEL:
         return sample.members.get(_CLASS, b"").decode("utf-8", "replace").strip()
     value = description_of(sample).get(label)
@@ -284,7 +283,7 @@ def _sha256(texts: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class ImageQuery:
-    """Images that are asked of tars.
+    """Query for the images of tars.
 
     Attributes:
         pattern: Pattern of local or remote tars (`clipmill.train.data.tar_samples.expand`).
@@ -308,7 +307,7 @@ def open_tars(pattern: str, *, cache: Path | None, cache_size: str | None, label
 
 
 def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> bool:
-    """Return True if tars have images, by the first sample of the first tar that has samples.
+    """Return True if the first image or video in the tars is an image.
 
     Raises:
         UserError: A tar is missing or cannot be read.

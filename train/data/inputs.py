@@ -70,7 +70,7 @@ def require_no_streams(settings: DataSettings) -> None:
         if not kind_of(folder, settings).can_be_mixed:
             raise UserError(
                 f"--shards names {folder}, a stream of tars, which cannot be mixed with other data",
-                hint="name data folders that prep made or tars of images, or train only on the tars",
+                hint="name data folders that prep made or image tars, or train only on the tars",
                 flags=("--shards",),
             )
 

@@ -50,16 +50,16 @@ ClipText = Literal["text", "embedding", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedClips:
-    """Last steps of a batch of clips, in the caller's thread.
+    """Final processing of a batch of clips, in the caller's thread.
 
     Attributes:
-        samples: Loader of clips, images or a stream, or of their mixture.
-        settings: Settings with normalisation and augmentation of model input; without a mean, clips stay uint8.
-        rgb: True if the loader makes RGB.
-        views: Views of an evaluation.
-        is_training: Augment clips.
-        all_captions: Add `captions`.
-        device: Device of tensors; None for NumPy arrays.
+        samples: Loader of clips, images or a stream, or of a mixture.
+        settings: Settings, with the normalisation and augmentation of model input; clips stay uint8 if no mean is set.
+        rgb: True if the loader returns RGB frames.
+        views: Temporal and spatial views of each clip in an evaluation.
+        is_training: True to augment clips.
+        all_captions: True to add `captions`, all captions of each clip.
+        device: Device of the tensors; None for NumPy arrays.
     """
 
     samples: Any
@@ -81,14 +81,14 @@ class FinishedClips:
             batch["video"] = video.reshape(len(video), len(self.views), -1, *video.shape[2:])
         if self.rgb or mean is not None:
             del batch["colour"]
-        if self.samples.num_samples is not None:  # a stream does not know its clips
+        if self.samples.num_samples is not None:  # a stream has no index of clips
             batch |= of_clips(batch["clip_id"], self.samples, device=self.device)
             if self.all_captions:
                 batch["captions"] = texts_of_clips(self.samples, np.asarray(batch["clip_id"]))
         return batch
 
     def _model_input(self, batch: dict[str, Any], *, mean: tuple[float, float, float]) -> torch.Tensor:
-        """Return normalised clips [B, 3, T, S, S]; of several views [B, V, 3, T, S, S]."""
+        """Return normalised clips: [B, 3, T, S, S] with one view, [B, V, 3, T, S, S] with several views."""
         settings = self.settings
         assert settings.init.pixel_std is not None
         positions = np.asarray(batch["position"])
@@ -106,7 +106,7 @@ class FinishedClips:
 
 
 def texts_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
-    """Return all captions of each clip, of captioned clips or a mixture of them, in the order of their sources."""
+    """Return all captions of each clip of `samples` (captioned clips or a mixture), in the order of their sources."""
     if samples.folders is None:
         return [samples.captions.texts_of(clip) for clip in clips.tolist()]
     texts: list[list[str]] = [[] for _ in clips]
@@ -117,7 +117,7 @@ def texts_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
 
 
 def of_clips(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
-    """Return the span of each clip in seconds, and in a mixture the index of its folder."""
+    """Return the start and end of each clip in seconds and, for a mixture, the index of its folder."""
     convert = np.asarray if device is None else torch.from_numpy
     clips = np.asarray(clip_id)
     begin_us, end_us = samples.span_us(clips)
@@ -128,7 +128,7 @@ def of_clips(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
 
 
 def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float | None) -> CaptionSettings:
-    """Return the settings of captions; raises UserError for invalid weights."""
+    """Return the caption settings; raises UserError for invalid weights."""
     if sources is not None and not isinstance(sources, Mapping):
         raise UserError(
             f"sources is {quote_value(sources)}", hint='give weights by name: {"human": 1, "*rephraser*": 2}'
@@ -138,7 +138,7 @@ def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float |
 
 
 def augmentation(values: Mapping[str, float] | None) -> Augment:
-    """Return the augmentation by the names of its settings; raises UserError for others."""
+    """Return the augmentation with these settings; raises UserError for unknown names and invalid values."""
     known = vars(Augment())
     if values is not None and (not isinstance(values, Mapping) or values.keys() - known.keys()):
         raise UserError(f"augment is {quote_value(values)}", hint=f"give a dictionary with some of {', '.join(known)}")
@@ -188,43 +188,46 @@ def open_clips(
     cache: Path | None = None,
     cache_size: str | None = None,
 ) -> Batches:
-    """Open the clips of a split: spans of videos, each with a caption or, with `label`, a class.
+    """Open the clips of a split: spans of videos, each with a caption or, if `label` is given, a class.
 
     Args:
-        data: Data folder of prep, a path or an address (s3://bucket/data); or tars of videos or of images:
-            DIR/{000..999}.tar. A list of folders and tars of images is a mixture.
-        mix: Weights of the folders of a mixture; by default in proportion to their sizes. A batch then has `folder`,
-            the index in the list. Every folder has its own epochs; an epoch of `Batches` has as many samples as all.
-        split: Split of the manifest. Tars have no splits: all of their clips are used.
+        data: Path or address (s3://bucket/data) of a data folder that prep made; or video tars or image tars, such as
+            DIR/{000..999}.tar. A list of data folders and image tars is a mixture, whose batches have `folder`: the
+            index in the list for each clip.
+        mix: Weights of the folders of a mixture. Default: in proportion to their sizes. Every folder has its own
+            epochs; an epoch of `Batches` has as many samples as all folders together.
+        split: Split of the manifest. Tars have no splits; all of their clips are used.
         where: Condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
         batch: Batch size of this process.
-        num_frames, size_px, sampling, stride, crop, min_crop_area: See the flags of `train dual-encoder`.
-        rgb: True for frames of RGB; False for YUV 4:2:0, half as many bytes.
-        pixel_mean, pixel_std: Mean and standard deviation of R, G and B, for values from 0 to 1. `video` is then the
-            input of a model of the commands, converted on the device: float32 [B, 3, T, S, S], normalised.
-        augment: Augmentation of this input with `shuffle`, by the names of `--augment.*`, such as {"flip": 0.5}.
-        captions: "text"; "embedding" (of `prep text`: `text` in place of `caption`); or "all": a batch also has
-            `captions`, the list of all captions of each clip from the sources that `sources` names.
-        sources: Sampling weights of caption sources, by name or pattern; others are omitted. See --captions.sources.
-        min_relevancy: Also show captions of other clips that are more relevant than this. See --captions.min-relevancy.
-        label: Name of a label column of the captions, without `label_`. A batch then has `label` in place of
+        num_frames, size_px, sampling, stride, crop, min_crop_area: See the same flags of `train dual-encoder`.
+        rgb: True for RGB frames; False for YUV 4:2:0 frames, which have half as many bytes.
+        pixel_mean, pixel_std: Mean and standard deviation of R, G and B, on a scale from 0 to 1. If they are given,
+            `video` is normalised on the device: float32 [B, 3, T, S, S], as the models of the commands expect it.
+        augment: Settings of augmentation by the names of `--augment.*`, such as {"flip": 0.5}. Augmentation needs
+            `pixel_mean`, `pixel_std` and `shuffle`.
+        captions: "text" for `caption`; "embedding" for `text`, the embedding that `prep text` stored, instead of
+            `caption`; "all" to add `captions`, the list of all captions of each clip from the sources in `sources`.
+        sources: Sampling weights of caption sources, by name or pattern; captions of other sources are omitted. See
+            --captions.sources.
+        min_relevancy: Relevancy above which captions of other clips are shown too. See --captions.min-relevancy.
+        label: Name of a label column of the captions, without the prefix `label_`. Batches then have `label` instead of
             `caption`.
-        shuffle: Random order, moments, crops and captions, as in training; False: every clip once, in order, with
-            centred moments and crops, as in evaluation.
-        clips, crops: Number of temporal and spatial views of each clip, without `shuffle`. With more than one view,
-            `video` has a dimension of views after the batch dimension; all crops of the first moments come first.
+        shuffle: True for random order, moments, crops and captions, as in training; False for every clip once, in
+            order, with centred moments and crops, as in evaluation.
+        clips, crops: Number of temporal and of spatial views of each clip; several views need shuffle=False. `video`
+            then has a view dimension after the batch dimension; all crops of the first moments come first.
         workers: Number of decoding threads.
         seed: Random seed for order, moments, crops and captions.
-        rank, world: Index of this process and number of processes; each gets its share. Default: values
-            of torch.distributed, else of torchrun's environment, else one process.
+        rank, world: Index of this process and number of processes; each process gets its share. Default: the
+            values of torch.distributed, else of torchrun's environment, else one process.
         device: Device of frames, labels and embeddings; None for NumPy arrays.
-        max_failures: Number of clips that may fail to load before iterating raises FailedWork.
+        max_failures: Maximum number of clips that may fail to load; one more failure raises FailedWork.
         cache: Folder for copies of remote data. Default: the user's cache folder.
-        cache_size: Limit for complete tars in it, such as "100GB". Default: 80 % of the free disk.
+        cache_size: Maximum size of complete tars in the cache, such as "100GB". Default: 80 % of the free disk space.
 
     Raises:
-        UserError: The data, split, label or device does not exist, no clip can be shown or is selected, or an argument
-            is of another type or out of range.
+        UserError: The data, split, label or device does not exist, no clip is selected or usable, or an argument has
+            the wrong type or is out of range.
     """
     numbers = {"batch": batch, "num_frames": num_frames, "size_px": size_px, "stride": stride}
     require_whole_numbers(**numbers, clips=clips, crops=crops, workers=workers, seed=seed, max_failures=max_failures)
@@ -238,16 +241,14 @@ def open_clips(
     if (mean is None) != (std is None) or (augment is not None and not is_normalised):
         raise UserError(
             f"pixel_mean is {mean}, pixel_std is {std} and augment is {augment}",
-            hint="give both mean and standard deviation, or neither; augmentation needs them",
+            hint="give both pixel_mean and pixel_std, or neither; augment needs both",
         )
     views = Views(num_clips=clips, num_crops=crops)
     if min(clips, crops) < 1 or (shuffle and len(views) > 1):
-        raise UserError(f"clips is {clips} and crops is {crops}", hint="use 1 or more; more with shuffle=False only")
+        raise UserError(f"clips is {clips} and crops is {crops}", hint="use 1 or more; more than 1 needs shuffle=False")
     shown = caption_settings(sources, min_relevancy)
     if label is not None and (captions != "text" or shown != CaptionSettings()):
-        raise UserError(
-            f"label is {label!r}, in place of captions", hint="leave out captions=, sources= and min_relevancy="
-        )
+        raise UserError(f"label is {label!r}, instead of captions", hint="omit captions=, sources= and min_relevancy=")
     if size_px < 1 or ((rgb or is_normalised) and size_px % 2):
         parity = "even number, as chroma has half the size of luma" if rgb or is_normalised else "number"
         raise UserError(f"size_px is {size_px}", hint=f"use a positive {parity}")
@@ -280,11 +281,11 @@ def open_clips(
         if kind_of(address).has_manifest:
             continue
         if where is not None:
-            raise UserError(f"{address} names tars, without scores", hint="name the data folder that prep made")
+            raise UserError(f"{address} names tars, which have no scores", hint="name the data folder that prep made")
         if captions != "text" or shown != CaptionSettings():
             raise UserError(
                 f"{address} names tars: each clip has only the caption in its tar",
-                hint="leave out captions=, sources= and min_relevancy=, or name a data folder that prep made",
+                hint="omit captions=, sources= and min_relevancy=, or name a data folder that prep made",
             )
     require_no_streams(settings)
     classes = None if label is None else read_classes_of(settings, label=label)
@@ -341,22 +342,23 @@ def open_latents(
     cache: Path | None = None,
     cache_size: str | None = None,
 ) -> Batches:
-    """Open the segments of the VAE latents of a split (`prep latents`), each with a caption or a class.
+    """Open the segments of a split, as VAE latents that `prep latents` made, each with a caption or a class.
 
     Args:
-        data: Data folder that prep made, as a path or an address; or a list of folders, a mixture, with latents of the
+        data: Path or address of a data folder that prep made; or a list of folders, a mixture, with latents of the
             same VAE.
-        segment: Length of a segment, such as 5s: a whole number of frames. None: the stored segments of a VAE of
-            videos, and 5s of other latents.
+        segment: Length of a segment, such as 5s: a whole number of frames. Default: the stored segments of a video VAE;
+            5s for other latents.
         max_segments: Maximum number of segments of each video, spread evenly over it; None for all.
-        tails: Treatment of a shorter rest of a chunk: "drop" it, or "pad" it with zeros.
-        captions: "text", "embedding" (of `prep text`: `text` in place of `caption`), or None for only segments.
+        tails: Treatment of the frames after the last full segment of a chunk: "drop" them, or "pad" them with zeros.
+        captions: "text" for `caption`; "embedding" for `text`, the embedding that `prep text` stored, instead of
+            `caption`; None for segments without captions.
         mix, split, where, batch, label, shuffle, seed, rank, world, device, max_failures, cache, cache_size: See
             `open_clips`.
 
     Raises:
-        UserError: There are no latents, embeddings, captions or labels of that split, the device does not exist, or an
-            argument is of another type or out of range.
+        UserError: The split has no latents, embeddings, captions or labels, the device does not exist, or an argument
+            has the wrong type or is out of range.
     """
     require_whole_numbers(batch=batch, seed=seed, max_failures=max_failures)
     require_texts(split=split, segment=segment, label=label, cache_size=cache_size)

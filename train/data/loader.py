@@ -1,11 +1,11 @@
 """`Loader`: batches of samples for one rank: their order, failures by name, and exact resumption.
 
-It knows rows only by number. The rows are the concern of a `SampleTable` (clipmill.train.data.samples), and a
+It knows rows only by index. The rows belong to a `SampleTable` (clipmill.train.data.samples), and a
 reader turns rows into samples: threads decode clips and images (clipmill.train.data.workers), latents are copied from
 mapped files, and a stream is read from front to back.
 
 Training follows the endless order of clipmill.train.data.order, and its state is a cursor in it. A sample that
-fails is reported beside the batch and replaced by the next sample in order, so the same failures give the same batches
+fails is reported with the batch and replaced by the next sample in order, so the same failures give the same batches
 (clipmill.train.data.outcomes).
 """
 
@@ -37,7 +37,7 @@ class SampleRequest:
     seed: int | None
 
     def generator(self, purpose: str, *, num_alike: int = 1) -> np.random.Generator | None:
-        """Return a generator of the draws for one purpose; None in an evaluation.
+        """Return a generator of the random draws for one purpose; None in an evaluation.
 
         Args:
             num_alike: Number of consecutive positions that draw the same numbers.
@@ -50,8 +50,8 @@ class Block(NamedTuple):
     """Samples to load, in order.
 
     Attributes:
-        samples: Numbers of the samples, int64 [N]; -1 for an empty position of the order.
-        positions: Positions in the order, int64 [N]; the numbers of the samples in an evaluation.
+        samples: Indices of the samples, int64 [N]; -1 for an empty position of the order.
+        positions: Positions in the order, int64 [N]; the indices of the samples in an evaluation.
         seed: Seed of random draws; None in an evaluation.
     """
 
@@ -70,7 +70,7 @@ class LoaderSettings:
         group: Number of consecutive samples that are loaded together.
         stuck_after_s: Seconds after which a sample that is still being loaded fails.
         pin: Put batches into pinned memory, for copies to a GPU.
-        can_keep: Never overwrite a batch that is still in use; otherwise the second batch after it overwrites it.
+        can_keep: Never overwrite a batch that is still in use; otherwise the second batch after a batch overwrites it.
     """
 
     batch: int = 32
@@ -95,7 +95,7 @@ class LoaderSettings:
 
 
 class Rows(Protocol):
-    """Facts about samples that a `Loader` needs beside a reader."""
+    """Facts about samples that a `Loader` needs in addition to a reader."""
 
     @property
     def fingerprint(self) -> str:
@@ -161,10 +161,10 @@ class Loader:
         rows: Facts about the samples.
         reader: Reader of the samples.
         loading: Batches and this rank's share.
-        order: Order of training; by default the samples by the seed, or as they come if their number is unknown.
+        order: Training order; by default shuffled by the seed, or as samples arrive if their number is unknown.
 
     Attributes:
-        reader, loading: As given.
+        reader, loading: Arguments of these names.
         cursor: Position up to which batches have been taken.
     """
 
@@ -214,12 +214,12 @@ class Loader:
         return LoaderState(position=position, ahead=list(ahead), seed=self.loading.seed, samples=self._rows.fingerprint)
 
     def load_state_dict(self, *states: LoaderState) -> None:
-        """Resume from the states of all ranks, whatever the batch size and the number of ranks were and are.
+        """Resume from the states of all ranks, even if the batch size or the number of ranks has changed.
 
         One state is enough if no sample had failed, or if there was one rank.
 
         Raises:
-            UserError: The states are of another sample set, another seed or different steps.
+            UserError: The states belong to another sample set, another seed or different steps.
         """
         order, _, content = self._rows.fingerprint.partition(SEPARATOR)
         for state in states:

@@ -110,7 +110,7 @@ class MappedTars:
         """Return the bytes at some places, one part after another.
 
         Raises:
-            UserError: A tar cannot be mapped any more.
+            UserError: A tar can no longer be mapped.
         """
         numbers = np.searchsorted(self.starts, places, side="right") - 1
         begins = places - self.starts[numbers]

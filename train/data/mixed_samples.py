@@ -42,7 +42,7 @@ class MixedOrder:
     Attributes:
         shares: Weights as the smallest whole numbers.
         period: W, number of groups after which each folder has had exactly its share, from the beginning on.
-        offsets: Number of the first sample of each folder, and then their total, int64 [K + 1].
+        offsets: Index of the first sample of each folder, and then the number of samples, int64 [K + 1].
     """
 
     def __init__(self, sizes: Sequence[int], *, weights: Sequence[Fraction] | None, seed: int, group: int = 1) -> None:
@@ -149,7 +149,7 @@ class MixedOrder:
         return number_NK
 
     def _num_in_left_half(self, group_N: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
-        """Return the number of the first `group_N` groups of a node that its left half has."""
+        """Return how many of the first `group_N` groups of a node are in its left half."""
         left = self._bounds[(low + high) // 2] - self._bounds[low]
         total = self._bounds[high] - self._bounds[low]
         rounds, rest = np.divmod(group_N, total)
@@ -344,7 +344,7 @@ class Numbering:
     """Numbers of the clips and captions of several folders, one folder after another.
 
     Attributes:
-        first_clip, first_caption: Number of the first clip and caption of each folder, then their total, int64 [K + 1].
+        first_clip, first_caption: Index of the first clip and caption of each folder, then their total, int64 [K + 1].
     """
 
     def __init__(self, parts: Sequence[Samples]) -> None:

@@ -228,7 +228,7 @@ def _verify(path: Path, content: memoryview, *, checksum: memoryview) -> None:
     """Compare a file with its checksum, once after each start of the machine and each change; note that it is used.
 
     Raises:
-        ValueError: They differ.
+        ValueError: File and checksum differ.
     """
     mark = _mark_of(path)
     is_verified = mark.exists() and mark.read_text() == _state(path)

@@ -212,6 +212,6 @@ def set_fingerprint(order: str, content: str) -> str:
 
     Args:
         order: Hash of the samples and their order.
-        content: Hash of the content of samples beside their frames.
+        content: Hash of the content of samples other than their frames.
     """
     return f"{order}{SEPARATOR}{content}"

@@ -34,16 +34,16 @@ class DataQuery:
 
     Attributes:
         settings: Settings of the task, with this folder.
-        content: Content of samples beside frames: captions, labels, or nothing.
+        content: Content of samples in addition to frames: captions, labels, or nothing.
         split: Split of the videos; tars have no splits.
         loading: Batches, threads and this rank's share.
         views: Temporal and spatial views of each clip in an evaluation.
-        is_rgb: Give frames of RGB in place of YUV 4:2:0.
+        is_rgb: Give frames of RGB instead of YUV 4:2:0.
         tokenize: Tokenizer of captions; None for captions as texts.
-        has_stored_text: Take the embeddings that prep text has stored in place of captions.
+        has_stored_text: Take the embeddings that prep text has stored instead of captions.
         captions: Caption sources and relevancy.
         each_caption: Make a clip of each caption, even if two have the same span.
-        table: Captions of a protocol, in place of the captions of the manifest.
+        table: Captions of a protocol, instead of the captions of the manifest.
         classes: Class lists of the labels; samples have at least one of them.
         repeats: Number of samples of a clip in an epoch.
         same_frames: Let the repeated samples of a chunk show the same moments.
@@ -87,7 +87,7 @@ def open_samples(query: DataQuery) -> Any:
     kind = kind_of(folder, query.settings)
     if query.content in kind.lacks:
         raise UserError(
-            f"{folder} names tars of videos, and {kind.lacks[query.content]}",
+            f"{folder} names video tars, and {kind.lacks[query.content]}",
             hint="name the data folder that prep made",
         )
     return import_object(kind.openers[query.content])(query)
@@ -128,5 +128,5 @@ def one_caption_each(folder: str) -> UserError:
     """Return the error about settings of captions that tars do not have."""
     return UserError(
         f"{folder} names tars: each clip has only the caption in its tar",
-        hint="leave out --text-tower and --captions, or name a data folder that prep made",
+        hint="omit --text-tower and --captions, or name a data folder that prep made",
     )

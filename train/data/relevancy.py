@@ -190,7 +190,7 @@ def _require_few(values_V: NDArray[np.float64]) -> None:
 
 
 class RelevantCaptions:
-    """Captions with which N clips can be shown.
+    """Captions that are usable for N clips.
 
     Args:
         rows: The captions of each clip.
@@ -225,7 +225,7 @@ class RelevantCaptions:
         )
 
     def relevant_entries(self, clip: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the sentences that a clip can be shown with, as entries of their captions, and their relevancy."""
+        """Return the sentences that are usable for a clip, as entries of their captions, and their relevancy."""
         values_M = self._relevancy.rows(np.array([clip]))[0]
         values_M[self._own[clip]] = 1.0
         chosen = np.flatnonzero(values_M > self._min)
@@ -255,7 +255,7 @@ def _actions(captions: pa.Table) -> Actions:
             raise UserError(
                 f"{num_missing:,} of {captions.num_rows:,} captions have no {name}, and --captions.min-relevancy "
                 "needs their classes",
-                hint="leave out the flag, or use a dataset with verb and noun classes: prep manifest epic-kitchens",
+                hint="omit the flag, or use a dataset with verb and noun classes: prep manifest epic-kitchens",
                 flags=("--captions.min-relevancy",),
             )
     verb = captions["label_verb"].to_numpy().astype(np.int64)

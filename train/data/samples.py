@@ -93,7 +93,7 @@ def open_fingerprint(
     """Return the hash of the samples, their order, and the texts of their captions; made once per machine if large.
 
     Args:
-        facts: Facts that the samples depend on beside the rows, such as variants.
+        facts: Facts that the samples depend on in addition to the rows, such as variants.
         parts: Function that returns arrays that identify the parts, if rows do not.
         depends_on, num_rows: See `open_table`.
     """
@@ -245,7 +245,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
     """Samples of one folder; sample i shows row i // repeats of a table.
 
     Args:
-        captions: Captions of the rows; None without.
+        captions: Captions of the rows; None if there are no captions.
         repeats: Samples of a row in an epoch.
 
     Attributes:

@@ -237,7 +237,7 @@ class StreamReader:
         message = f"{tars} holds fewer than the required {count_noun(at_least, 'clip')}: {self.describe()}"
         if self._first_unreadable is not None:
             key, why = self._first_unreadable.key, self._first_unreadable.detail
-            raise UserError(f"{message}; unreadable: {key}: {why}", hint="repair or leave out that tar")
+            raise UserError(f"{message}; unreadable: {key}: {why}", hint="repair or omit that tar")
         raise UserError(message, hint="name more tars, or use a smaller --batch")
 
     def _load(self, work: _Work) -> Sample | FailedSample:
@@ -285,7 +285,7 @@ def open_stream(query: DataQuery) -> VideoStream:
     if settings.selection is not None:
         raise UserError(
             f"{settings.folder} is a stream of tars: it has no manifest and no scores to select by",
-            hint="leave out --where and --share, or name a data folder that prep made",
+            hint="omit --where and --share, or name a data folder that prep made",
         )
     return VideoStream(
         settings.folder,

@@ -79,7 +79,7 @@ class _Pool(Generic[_Item, _Result]):
         return task
 
     def abandon(self, tasks: "Iterable[_Task[_Item, _Result]]") -> None:
-        """Stop waiting for `tasks`, and start a new thread in place of the thread of each task."""
+        """Stop waiting for `tasks`, and replace the thread of each task with a new one."""
         for task in tasks:
             task.abandoned.set()
             self.add_thread()
@@ -123,7 +123,7 @@ def in_order(
     """Yield (item, work(item)) in the order of `items`; threads run at most `num_ahead` items ahead of the caller.
 
     Args:
-        stuck_after_s: Seconds after which work yields a `Stuck` in place of its result. Its thread cannot be stopped:
+        stuck_after_s: Seconds after which work yields a `Stuck` instead of its result. Its thread cannot be stopped:
             it is abandoned and replaced by a new thread.
         size_of: Function that returns the size of an item in bytes.
         max_bytes: Maximum total size of the items ahead of the caller, unless a single item is larger; 0 for no limit.

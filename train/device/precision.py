@@ -137,7 +137,7 @@ def choose_device(name: str, *, needs_gpu: bool = False) -> torch.device:
         flag = "--require-gpu" if needs_gpu else "--device cuda"
         raise UserError(
             f"torch finds no CUDA device{f': {reason}' if reason else ''} (requested by {flag})",
-            hint="use --device cpu or auto" if not needs_gpu else "repair it, or leave out --require-gpu",
+            hint="use --device cpu or auto" if not needs_gpu else "repair it, or omit --require-gpu",
             flags=(flag,),
         )
     if reason is not None:

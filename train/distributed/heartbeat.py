@@ -23,7 +23,7 @@ from clipmill.train.distributed.world import World
 BEAT_S = 5.0
 SILENT_S = 40.0
 _TICK_S = 1.0
-# A failing rank also breaks connections; the others have this long to notice by themselves.
+# A failing rank also breaks connections; the other ranks have this long to notice that on their own.
 _GRACE_S = 10.0
 _LEFT, _FAILED = "left", "failed: "
 _MAX_REASON = 300  # characters

@@ -48,16 +48,16 @@ class Accelerator:
     """torch and the GPUs.
 
     Attributes:
-        torch_error: why torch cannot be used; everything else is then unknown.
+        torch_error: Reason why torch cannot be used; everything else is then unknown.
         torch_cuda: CUDA version that torch was built for; None without CUDA.
-        needed_driver: oldest NVIDIA driver for this version.
-        driver: version of the NVIDIA driver, if there is one.
+        needed_driver: Oldest NVIDIA driver for this version.
+        driver: Version of the NVIDIA driver, if there is one.
         cuda_error: torch's reason for finding no GPU.
         unusable_gpu: Reason why torch cannot use the GPU of this machine, as a run prints it; None without such a GPU.
         xformers: Version of xformers, "not installed" or "not loaded".
-        xformers_library: why xformers' own compiled library cannot be loaded.
-        attention: name of the backend of `--attention auto` on the first GPU; unknown if nothing was tried.
-        has_triton: triton, with which torch.compile generates GPU kernels, is installed.
+        xformers_library: Reason why xformers' own compiled library cannot be loaded.
+        attention: Name of the backend of `--attention auto` on the first GPU; unknown if nothing was tried.
+        has_triton: True if triton, with which torch.compile generates GPU kernels, is installed.
         environment: Facts that PyTorch asks for in bug reports (torch.utils.collect_env); empty if nothing was tried.
     """
 
@@ -84,8 +84,8 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
     """Examine torch and the GPUs.
 
     Args:
-        tries: run each attention backend on the device and load xformers, which changes global settings of torch.
-        has_gpus: look for GPUs, which initialises CUDA.
+        tries: True to run each attention backend on the device and load xformers, which changes global torch settings.
+        has_gpus: True to look for GPUs, which initialises CUDA.
     """
     # A run needs it only for its page.
     from clipmill.train.device.driver import driver_version, required_driver, why_no_gpu

@@ -222,7 +222,7 @@ def run_doctor(*, shards: Path | None, device: str, is_json: bool) -> None:
 
     Raises:
         UserError: `shards` is not a folder on a disk.
-        FailedWork: a finding would stop training.
+        FailedWork: A finding would stop training.
     """
     if shards is not None:
         _require_folder(shards)
@@ -250,7 +250,7 @@ def _require_folder(shards: Path) -> None:
             flags=("--shards",),
         )
     what = f"{shards} is a file, not a data folder" if shards.exists() else f"there is no folder {shards}"
-    raise UserError(f"{what} (requested by --shards)", hint="name the data folder of prep", flags=("--shards",))
+    raise UserError(f"{what} (requested by --shards)", hint="name the data folder that prep made", flags=("--shards",))
 
 
 def doctor_facts(*, asked_device: str, device_type: str) -> dict[str, Any]:

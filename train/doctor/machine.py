@@ -63,10 +63,10 @@ class Host:
     """The host.
 
     Attributes:
-        allowed_cores: number of cores in this process's affinity mask.
+        allowed_cores: Number of cores in this process's affinity mask.
         quota_cores: CPU time per wall-clock time that the cgroup allows, if limited.
         memory_bytes, free_bytes: Memory of the machine, or of the cgroup if that is less.
-        shm_bytes: size of /dev/shm.
+        shm_bytes: Size of /dev/shm.
     """
 
     processor: str
@@ -261,10 +261,10 @@ class Examined:
     """A machine.
 
     Attributes:
-        asked_device: the value of `--device`.
-        disk: disk of the data folder or the current one; None if not examined.
-        versions: versions of Python and packages, as on a run's page.
-        is_run: examined by a starting run, which reports elsewhere what it uses.
+        asked_device: The value of `--device`.
+        disk: Disk of the data folder or the current one; None if not examined.
+        versions: Versions of Python and packages, as on a run's page.
+        is_run: True if examined by a starting run, which reports elsewhere what it uses.
     """
 
     asked_device: str

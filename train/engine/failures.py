@@ -7,7 +7,7 @@ The life cycle of a failed sample ("why was this sample skipped?"):
 2. Before each step, `FailureLog.next_batch` gathers the failures of all ranks. The first rank appends them to
    failures.jsonl: position in the order of samples, chunk, reason, detail.
 3. Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run. A loader whose
-   rank by itself has used up the budget stops with `TooManyFailures`; that is caught here and counted like the others.
+   own failures exceed the budget stops with `TooManyFailures`, which is caught here and counted like the others.
 4. A resumed run drops the lines of samples that come after its checkpoint, and visits these samples again. The results
    page lists the rest.
 
@@ -37,8 +37,8 @@ class SyncedBatch:
     """This rank's batch, and what all ranks know. Of a pipeline's stages only the first has the pictures.
 
     Attributes:
-        stops: a rank was told to stop, so this step is not taken.
-        waited_s: the longest that any rank waited for its batch.
+        stops: True if a rank was told to stop, so this step is not taken.
+        waited_s: Longest time that any rank waited for its batch.
     """
 
     loaded: LoadedBatch
@@ -53,7 +53,7 @@ class FailureLog:
         cursor: Place where the run starts or continues in the order of samples; later failures in the file are dropped.
 
     Attributes:
-        num_failed: number of failed samples so far.
+        num_failed: Number of failed samples so far.
     """
 
     def __init__(self, run: RunFolder, *, world: World, max_failures: int, cursor: Cursor) -> None:
@@ -72,11 +72,11 @@ class FailureLog:
         """Return the next batch once every rank has one; all ranks call it before each step.
 
         Args:
-            stops: this rank was told to stop.
+            stops: True if this rank was told to stop.
 
         Raises:
-            FailedWork: too many samples failed.
-            ClipmillError: what the loader of a rank raised; all ranks raise it.
+            FailedWork: Too many samples failed.
+            ClipmillError: The error that the loader of a rank raised; all ranks raise it.
         """
         began_s = time.perf_counter()
         loaded, error = None, None
@@ -136,7 +136,7 @@ def explain_out_of_memory(settings: TrainingSettings, world: World, *, device: t
     """Turn out-of-memory errors within the block into a UserError that says which batch would probably fit.
 
     Raises:
-        UserError: instead of torch.OutOfMemoryError, or the RuntimeError of the CPU allocator.
+        UserError: Raised instead of torch.OutOfMemoryError, or the RuntimeError of the CPU allocator.
     """
     if device.type != "cuda":
         try:
@@ -177,9 +177,9 @@ def too_large(
     """Return the error for a step that needs more than `total_bytes`, the memory that this process can use.
 
     Args:
-        batch: samples of a step on all ranks; `share` on this rank; `at_once` of them in a microbatch.
-        before_bytes: allocated when the step began: weights, optimizer state, buffers.
-        peak_bytes: allocated when memory ran out, a lower bound of what the step needs.
+        batch: Samples of a step on all ranks; `share` on this rank; `at_once` of them in a microbatch.
+        before_bytes: Bytes allocated when the step began: weights, optimizer state, buffers.
+        peak_bytes: Bytes allocated when memory ran out, a lower bound of what the step needs.
     """
     fits = fitting(at_once, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
     message = (

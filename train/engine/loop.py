@@ -3,11 +3,11 @@
 `train` sets a run up and repeats: next batch, `run_step` (forward, backward, clip, step), log, evaluate, save.
 
 All ranks run it in lockstep. Before each step they exchange whether each has a batch and whether one has to stop; an
-error or signal on one rank therefore ends all of them (clipmill.train.engine.failures).
+error or signal on one rank therefore ends all ranks (clipmill.train.engine.failures).
 
 The metrics of a step are read after the next step has been started (clipmill.train.device.transfer), or at once for a
-checkpoint or an evaluation. A loss or gradient norm that is not finite ends the run, and no later step is saved; so do
-first steps without any gradient.
+checkpoint or an evaluation. A loss or gradient norm that is not finite ends the run, and no later step is saved.
+First steps without any gradient end the run too.
 """
 
 import shlex
@@ -63,23 +63,23 @@ def train(
 ) -> nn.Module:
     """Train up to `settings.steps`, from the latest checkpoint of `run` if there is one.
 
-    Killed at any moment and called again, it ends with the weights of an uninterrupted run (bit-identical on a CPU).
+    A run that is killed at any moment and resumed ends with the weights of an uninterrupted run (bit-identical on CPU).
 
     Returns:
         The trained model.
 
     Raises:
-        FailedWork: the loss or the weights are not finite, too many samples failed, or a checkpoint could not be
+        FailedWork: The loss or the weights are not finite, too many samples failed, or a checkpoint could not be
             written.
         Stopped: SIGTERM was received; the state has been saved.
-        UserError: the checkpoint does not fit, or a batch is larger than the set of samples or than memory.
+        UserError: The checkpoint does not fit, or a batch is larger than the sample set or than memory.
     """
     check_batch(settings, samples)
-    # Checkpoints keep the settings as they were given; the loop counts in steps what may be given in epochs.
+    # Checkpoints keep the settings as they were given; the loop converts settings in epochs to steps.
     counted = in_steps(settings, epoch_steps(settings, samples))
     state = new_state(task, samples, settings, world=world, device=device)
 
-    # The writer comes before the latest checkpoint is looked up: it renames one that a killed process left complete.
+    # Create the writer before the latest checkpoint is looked up: it renames a complete one that a killed process left.
     writer = CheckpointWriter(
         run.checkpoints,
         world=world,
@@ -102,7 +102,7 @@ def train(
     log = MetricsLog(trackers, throughput, run=run, world=world, num_samples=settings.batch, num_steps=settings.steps)
     guard = StepGuard(device)
     consumption = Consumption(run, world=world, device=device)
-    folders = getattr(samples, "folders", None)  # of a mixture, whose metrics count the samples of each data folder
+    folders = getattr(samples, "folders", None)  # the metrics of a mixture count the samples of each data folder
     # Pipeline stages exchange batches on the CPU: there, only the pictures are sent to the device ahead of the step.
     batches = prefetch(
         samples.batches(max_failures=failures.num_left), device, names=PICTURES if world.stages.size > 1 else TENSORS
@@ -111,14 +111,14 @@ def train(
     def save(metrics: dict[str, float]) -> None:
         nonlocal saved_step
         if state.step == saved_step:
-            return  # stopped right after a checkpoint of the same state, which may have metrics
+            return  # stopped right after this state was saved; that checkpoint may have metrics
         tensors = state.tensors()
         require_finite_state(tensors, step=state.step, world=world, run=run)
         writer.save(tensors, state.facts(task, samples, settings, world=world, metrics=metrics))
         consumption.record()
         saved_step = state.step
 
-    # However the loop ends: join the threads of loader and writer, and log the last metrics.
+    # However the loop ends, join the threads of loader and writer, and log the last metrics.
     with (
         resume_hint(run, command=settings.command),
         closing(trackers),
@@ -128,14 +128,14 @@ def train(
         StopSignal().handle() as stop,
     ):
         while state.step < settings.steps:
-            # Next batch: every rank gets one, or none takes the step, because a collective would wait for it forever.
+            # Next batch: every rank gets one, or no rank takes the step: a collective waits forever for a missing rank.
             began = log.end or DeviceEvent(device)
             try:
                 synced = failures.next_batch(batches, stops=stop.is_received)
             except ClipmillError:
                 log.settle()  # all ranks raise here; report a non-finite loss of the previous step first
                 if state.step:
-                    save({})  # the data is at fault, or the way to it, and not the weights
+                    save({})  # the data, or access to it, is at fault, and not the weights
                     writer.wait()
                 raise
             if synced.stops:
@@ -169,7 +169,7 @@ def train(
                 )
             )
 
-            # Evaluate and save: both need the metrics of this very step first, which prove that its weights are good.
+            # Evaluate and save: both first need the metrics of this step, which prove that its weights are good.
             is_last = state.step == settings.steps
             every = num_steps(counted.evaluate.every)
             is_evaluated = bool(every) and (state.step % every == 0 or is_last)
@@ -208,7 +208,7 @@ def run_step(
         metrics = state.objective.backward(state.trained, loaded.batch, step)
     average_gradients(list(state.objective.parameters()), step.world)
 
-    # Clip, by the norm over all ranks and stages; gradients of fp16 are unscaled by the same multiplication.
+    # Clip by the norm over all ranks and stages; the same multiplication unscales fp16 gradients.
     loss_scale, skips = state.precision.loss_scale, state.precision.skips_steps
     grad_norm = clip_gradients(
         state.parameters(),
@@ -218,7 +218,7 @@ def run_step(
         repeated=state.repeated_parameters(),
     )
 
-    # Step, unless loss or norm are not finite. The device decides that, so the host continues without their values.
+    # Step, unless the loss or the norm is not finite. The device decides that, so the host need not wait for them.
     state.precision.accepts(grad_norm)
     take_step(state.optimizer, guard.after(metrics["loss"], grad_norm, skips=skips), skips=skips)
     if state.zero is not None:
@@ -236,7 +236,7 @@ def run_step(
 
 
 def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *, world: World) -> Step:
-    """Return what an objective knows of the step that follows `state`."""
+    """Return the step that follows `state`, as an objective gets it."""
     return Step(
         number=state.step + 1,
         epoch=_epoch(state, samples, settings),
@@ -250,8 +250,8 @@ def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *,
 
 
 def _epoch(state: State, samples: TrainingSet, settings: TrainingSettings) -> float:
-    """Return the epochs completed so far; 0 for a set without end."""
-    # The cursor's position cannot tell: what a rank knows of the others' failures depends on where the run was resumed.
+    """Return the epochs completed so far; 0 for an endless set."""
+    # The cursor's position cannot tell: which failures of other ranks it counts depends on where the run was resumed.
     visits = samples.visits_per_epoch
     return state.step * settings.batch / visits if visits else 0.0
 
@@ -259,7 +259,7 @@ def _epoch(state: State, samples: TrainingSet, settings: TrainingSettings) -> fl
 def _evaluate(
     task: Task, state: State, settings: TrainingSettings, *, world: World
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return the metrics of the current model, and metrics that have a value for each batch."""
+    """Return the metrics of the current model, and separately the metrics that have a value for each batch."""
     with state.evaluation_model() as model, state.precision.autocast():
         metrics = task.evaluate(model, world.replicas)
     batch_metrics = {name: value for name, value in metrics.items() if isinstance(value, list)}
@@ -304,8 +304,8 @@ def epoch_steps(settings: TrainingSettings, samples: TrainingSet) -> float | Non
 class StopSignal:
     """SIGTERM, remembered until the loop has finished its step.
 
-    The ranks exchange it before each step (clipmill.train.engine.failures): once one has received it, all save a
-    checkpoint and stop.
+    The ranks exchange it before each step (clipmill.train.engine.failures): once one rank has received it, all ranks
+    save a checkpoint and stop.
     """
 
     def __init__(self) -> None:

@@ -230,7 +230,7 @@ def require_finite(what: str, value: float, batch: BatchIds, *, step: Step, worl
     """Stop all ranks if a value that they share is not finite, and list the samples of all in bad_batch.json.
 
     Raises:
-        FailedWork: the value is NaN or infinite.
+        FailedWork: The value is NaN or infinite.
     """
     if math.isfinite(value):
         return
@@ -248,7 +248,7 @@ def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, worl
     """Refuse to save a state that no run could continue from; all ranks call it before they save a checkpoint.
 
     Raises:
-        FailedWork: a tensor holds NaN or infinity; all ranks raise it.
+        FailedWork: A tensor holds NaN or infinity; all ranks raise it.
     """
     if (names := not_finite(tensors, world=world)) is not None:
         raise FailedWork(
@@ -350,7 +350,7 @@ class MetricsLog:
         """Wait for the pending step before it is evaluated: its line is then logged with the evaluation, or not at all.
 
         Raises:
-            FailedWork: the loss or the norm of the gradients is not finite, or all gradients of the first steps are 0;
+            FailedWork: The loss or the norm of the gradients is not finite, or all gradients of the first steps are 0;
                 all ranks raise it.
         """
         self._check()
@@ -386,7 +386,7 @@ class MetricsLog:
             batch_metrics: Metrics of each of its batches.
 
         Raises:
-            FailedWork: as `check`; the line is not written then.
+            FailedWork: See `check`; the line is not written then.
         """
         self._check()
         pending, self._pending = self._pending, None

@@ -67,7 +67,7 @@ def open_consistent(
         columns: Columns of the shard set that the samples are made of.
 
     Raises:
-        UserError: the data differ, or a rank cannot open its data; all ranks raise the same error.
+        UserError: The data differ, or a rank cannot open its data; all ranks raise the same error.
     """
     samples = world.each(open_samples)
     if world.size == 1:

@@ -114,7 +114,7 @@ class State:
         """Restore a checkpoint, whatever number of ranks wrote it; all ranks call it.
 
         Raises:
-            UserError: it cannot be read, is not finite, or is of another task, model, set of samples, or of other
+            UserError: `path` cannot be read, is not finite, or is of another task, model, set of samples, or of other
                 settings.
         """
         facts = read_metadata(path, world=world)

@@ -1,7 +1,7 @@
 """The interface between the training loop and a task.
 
-A task owns what is particular to it: samples, model, objective and evaluation. The loop owns the rest: steps,
-optimizer, ranks, logging, checkpoints, resuming.
+A task owns its samples, model, objective and evaluation. The loop owns the rest: steps, optimizer, ranks, logging,
+checkpoints, resuming.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +63,7 @@ class Task(Protocol):
         ...
 
     def build_objective(self, samples: Any, world: World) -> Objective:
-        """Return the loss. State per sample covers all of `samples`, sharded over the ranks."""
+        """Return the loss. Its state per sample covers all of `samples`, sharded over the ranks."""
         ...
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -71,10 +71,10 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module, world: World) -> Mapping[str, float | list[float]]:
-        """Return the metrics of the evaluations in the loop, equal on all ranks; {} if there is none.
+        """Return the metrics of the evaluations in the loop, equal on all ranks; {} if there are no evaluations.
 
-        There is one for each of `settings.evaluated_data()`, whose name begins its metrics: `<name>/<metric>`. A list
-        has a value for each batch, such as its loss; it is logged, and cannot be selected by --best.
+        There is one evaluation for each entry of `settings.evaluated_data()`; its metrics are named `<name>/<metric>`.
+        A list has a value for each batch, such as the loss; it is logged, and --best cannot select it.
         All ranks call it at the same step, with the model in evaluation mode and without gradients. Forward passes
         must not communicate, as ranks may make different numbers of them.
         """
@@ -97,7 +97,7 @@ class StartableTask(Task, Protocol):
         ...
 
     def files(self) -> dict[str, bytes]:
-        """Return files by path that a run keeps beside run.json, so that its weights can be used without the data."""
+        """Return files by path that a run keeps next to run.json, so that its weights can be used without the data."""
         ...
 
 
@@ -112,15 +112,15 @@ class PipelineTask(Protocol):
         ...
 
     def part(self, model: Any, layers: range) -> nn.Module:
-        """Return a module of some layers, which takes them out of the model; parameters keep their names."""
+        """Return a module of some layers, which are removed from the model; parameters keep their names."""
         ...
 
 
 def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world: World) -> None:
-    """Check that the task's model can be cut into --parallel.stages, on a model without memory.
+    """Check that the task's model can be cut into --parallel.stages, on the meta device.
 
     Raises:
-        UserError: the task's models cannot be cut, not into as many stages, or the microbatches do not fit them.
+        UserError: The task's models cannot be cut into so many stages, or at all, or the microbatches do not fit.
     """
     parallel = settings.parallel
     if parallel.stages == 1:
@@ -144,7 +144,7 @@ def own_part(task: object, model: nn.Module, parallel: ParallelSettings, *, stag
     """Return this rank's layers of a model; the model itself if there is a single stage.
 
     Raises:
-        UserError: it cannot be cut into as many stages.
+        UserError: The model cannot be cut into so many stages.
     """
     if stages.size == 1:
         return model
@@ -173,14 +173,14 @@ Model = TypeVar("Model", bound=nn.Module)
 class ClipTask(Generic[Settings, Samples, Model]):
     """Settings, device, initial weights and model input of a task; the task adds samples, model and objective.
 
-    The tasks that train a video tower on clips have it in common. A task outside of clipmill may derive from it too;
-    the loop asks only for `StartableTask`.
+    It is the base class of the tasks that train a video tower on clips. A task outside of clipmill may derive from it
+    too; the loop requires only `StartableTask`.
 
     Args:
         shape: Shape of models for weights that are used as they are; `build_model` then needs no samples.
 
     Attributes:
-        base: Weights that checkpoints omit, once `start_from` has been called in a run with adapters.
+        base: Weights that checkpoints omit; set by `start_from` in a run with adapters, else None.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         shape: ModelShape | None = None,
     ) -> None:
         self._settings, self._attention, self._device, self._shape = settings, attention, device, shape
-        size_of(settings.model, settings.towers)  # a mistake in it is reported before training starts
+        size_of(settings.model, settings.towers)  # a mistake in the size is reported before training starts
         self._start: Loaded | None = None
         self.base: Base | None = None
         self._evaluations: dict[str, dict[str, Any]] = {}
@@ -201,16 +201,16 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """Return the task, with its classes or tokens, on the data of an evaluation in the loop.
 
         Args:
-            shards: None for the data of the run.
+            shards: Data of the evaluation; None for the data of the run.
         """
         settings = self._settings if shards is None else self._settings.on(shards)
         return self._with(replace(settings, where=settings.evaluate.where, share=1.0))
 
     def open_mixture(self, open_one: Callable[[Self], Opened]) -> "Opened | MixedSamples":
-        """Open the training set: of the data folder or, of several, the mixture of their sets, each by its own task.
+        """Open the training set of a data folder, or the mixture of several folders, each opened by a task of its own.
 
         Raises:
-            UserError: see `open_mixed`.
+            UserError: See `open_mixed`.
         """
         return open_mixed(lambda folder: open_one(self._with(self._settings.on(folder))), self._settings)
 
@@ -225,7 +225,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """Record the data of an evaluation in the loop, for run.json and the results page.
 
         Args:
-            means_of: number and noun of what its metrics are means of, if not of clips.
+            means_of: Number and noun of the items over which its metrics are means, if these are not clips.
         """
         from clipmill.train.data.held_out import held_out_facts
 
@@ -261,7 +261,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """Make `build_model` initialise models from these weights.
 
         Raises:
-            UserError: they do not fit, and nothing explains why.
+            UserError: The weights do not fit, and nothing explains why.
         """
         with torch.device("meta"):
             model = self.new_model(samples)
@@ -282,7 +282,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
                     hint="name other weights, or other --lora.towers",
                     flags=("--lora.towers",),
                 )
-        # Resized tensors are not the same objects: they are in the checkpoints, so that no rule of resizing matters.
+        # Resized tensors are new objects: checkpoints keep them, so that reading the base needs no resizing.
         frozen = [plain_name(name) for name, one in model.named_parameters() if not one.requires_grad]
         names = [name for name in frozen if name in theirs and fitted.get(name) is theirs[name]]
         return base_of(source, self._settings.init, names=names, scale=self._settings.lora.scale)
@@ -368,11 +368,11 @@ class ClipTask(Generic[Settings, Samples, Model]):
 
 
 def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say) -> Source:
-    """Return the weights without the parts that a model has no place for; it is printed which these are.
+    """Return the weights without the parts that a model does not have, and print which parts these are.
 
     Args:
-        parts: prefix of tensor names -> description.
-        model: such as "a classifier", for the message.
+        parts: Description by the prefix of tensor names.
+        model: Noun for the message, such as "a classifier".
     """
     tensors = source.converted.tensors
     unused = {name: prefix for name in tensors for prefix in parts if name.startswith(prefix)}
@@ -384,7 +384,7 @@ def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: 
 
 
 def outline(task: Task, samples: Any) -> nn.Module | None:
-    """Return the model of a `ClipTask` as it is trained, without memory for its weights; None for another task."""
+    """Return the model of a `ClipTask` as it is trained, without memory for its weights; None for any other task."""
     if not isinstance(task, ClipTask):
         return None
     with torch.device("meta"):
@@ -393,7 +393,7 @@ def outline(task: Task, samples: Any) -> nn.Module | None:
 
 
 def describe_parameters(task: Task, model: nn.Module | None) -> dict[str, str]:
-    """Return the entry of run.json: number of parameters of an outline, and which are frozen; {} without one."""
+    """Return the entry of run.json about the parameters: their number and the frozen parts; {} without an outline."""
     if model is None or not isinstance(task, ClipTask):
         return {}
     sizes = [(one.numel(), one.requires_grad) for one in model.parameters()]

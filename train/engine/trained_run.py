@@ -54,7 +54,7 @@ class TrainedRun(Generic[Settings]):
         Adapters are merged: afterwards only a language model has any.
 
         Raises:
-            UserError: the weights are damaged, or do not fit the model.
+            UserError: The weights are damaged, or do not fit the model.
         """
         remove_adapters(model)
         model.to(self.device)
@@ -66,7 +66,7 @@ def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | N
     """Open the latest checkpoint of a run, or the one that is named, without data or a model.
 
     Raises:
-        UserError: there is no checkpoint, it is damaged, it was trained with other settings, or this
+        UserError: There is no checkpoint, it is damaged, it was trained with other settings, or this
             machine lacks what they require.
     """
     checkpoint = checkpoint or run.require_checkpoint()
@@ -91,7 +91,7 @@ def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
     """Return the dimensions of a run's model, from the table of its latest checkpoint.
 
     Raises:
-        UserError: there is no checkpoint.
+        UserError: There is no checkpoint.
     """
     path = run.require_checkpoint()
     sizes = {name: entry["size"] for name, entry in read_table(path).items()}
@@ -120,10 +120,10 @@ def prepare_run(
     """Return the weights with the device, precision and attention that the settings name.
 
     Args:
-        facts, weights: see `TrainedRun`; without the precision.
+        facts, weights: See `TrainedRun`; without the precision.
 
     Raises:
-        UserError: this machine lacks what the settings require.
+        UserError: This machine lacks what the settings require.
     """
     device = choose_device(settings.device)
     # The backend that the run was trained with, if that was on a GPU too.

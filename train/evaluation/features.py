@@ -65,7 +65,7 @@ def extract(
         inputs: Function from a batch to clips [B, C, T, H, W] as the towers take them.
 
     Raises:
-        FailedWork: a feature is not finite.
+        FailedWork: A feature is not finite.
     """
     parts: list[list[torch.Tensor]] = [[] for _ in towers]
     samples: list[torch.Tensor] = []
@@ -94,7 +94,7 @@ def gather_features(features: ClipFeatures, world: World) -> ClipFeatures:
     """Return the features of all ranks in the order of the samples, on every rank; collective.
 
     Raises:
-        FailedWork: no rank has any.
+        FailedWork: No rank has any features.
     """
     sample_N = gather_uneven(features.sample, world)
     num_failed = int(world.gather(torch.tensor([features.num_failed], device=sample_N.device)).sum())

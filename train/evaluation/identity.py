@@ -12,7 +12,7 @@ from clipmill.train.models.library_towers import LibraryTower
 from clipmill.train.models.video_vit import TokenTower
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD, MEANS, STDS, Mean
 
-# Settings, besides tensors and kind of task, on which an output depends.
+# Settings, in addition to tensors and kind of task, on which an output depends.
 _DECISIVE = ("num_frames", "sampling", "stride", "size_px", "input", "segment")
 
 

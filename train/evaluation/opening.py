@@ -61,7 +61,7 @@ def open_weights_as(
         say: Function that prints the origin of the weights, and which tensors were interpolated.
 
     Raises:
-        UserError: the weights do not exist, are damaged, of an unknown task, or of an unsupported model.
+        UserError: The weights do not exist, are damaged, of an unknown task, or of an unsupported model.
     """
     path = Path(weights)
     if is_run(path):
@@ -235,7 +235,7 @@ def read_record(folder: Path) -> RunFolder | None:
     """Return the record in an exported folder as a run folder without checkpoints; None if there is no record.
 
     Raises:
-        UserError: it is damaged or belongs to other weights, or an exported file has changed or is missing.
+        UserError: The record is damaged or belongs to other weights, or an exported file has changed or is missing.
     """
     record = RunFolder(folder / FOLDER)
     if not record.settings.is_file() and not (record.path / _FILES).is_file():

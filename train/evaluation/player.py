@@ -116,7 +116,7 @@ class Player:
         budget_bytes: Total size of the videos, 24 MB by default; clips beyond it are pictures.
 
     Raises:
-        UserError: the folder cannot be opened.
+        UserError: The folder cannot be opened.
     """
 
     def __init__(self, shards: str, *, split: str, cache: Path | None = None, budget_bytes: int | None = None) -> None:

@@ -330,7 +330,7 @@ def probe(
     """Score one tower by every method on every label.
 
     Raises:
-        FailedWork: nothing could be decoded for one of the labels.
+        FailedWork: Nothing could be decoded for one of the labels.
     """
     # Without autocast: neighbours differ in the third digit of their cosines.
     with torch.autocast(queries.features_ND.device.type, enabled=False):

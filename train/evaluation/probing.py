@@ -58,7 +58,7 @@ class ProbeSets:
         """Extract features of queries and bank for each tower, with labels, then without labels; collective.
 
         Raises:
-            FailedWork: no clip could be decoded, or a feature is not finite.
+            FailedWork: No clip could be decoded, or a feature is not finite.
         """
         parts = []
         for samples, every in ((self.queries, self.queries_every), (self.bank, self.bank_every)):
@@ -92,7 +92,7 @@ def open_sets(
         is_whole: True to visit all samples, whatever `max_samples` and `max_bank` are.
 
     Raises:
-        UserError: the data is not a folder with a manifest; a split has no such clips; the bank is too small or of a
+        UserError: The data is not a folder with a manifest; a split has no such clips; the bank is too small or of a
             single class; or both splits are the same.
     """
     if evaluation.split == bank_split:
@@ -168,7 +168,7 @@ class LoopProbe:
         inputs: Function from a batch to clips [B, C, T, H, W] as the video tower takes them in an evaluation.
 
     Raises:
-        UserError: the labels do not exist, or there are too few clips.
+        UserError: The labels do not exist, or there are too few clips.
     """
 
     def __init__(
@@ -211,8 +211,8 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
     """Probe a run's latest checkpoint, and the same tower with random weights, on all clips of both splits.
 
     Raises:
-        UserError: the labels do not exist, or there are too few clips.
-        FailedWork: nothing could be decoded.
+        UserError: The labels do not exist, or there are too few clips.
+        FailedWork: Nothing could be decoded.
     """
     features, settings, trained, how = opened.spec.features, opened.settings, opened.trained, flags.evaluation()
     assert features is not None  # every task that lists this evaluation has them

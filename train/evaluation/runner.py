@@ -166,7 +166,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
         say: Function that prints which tensors were interpolated.
 
     Raises:
-        UserError: there is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
+        UserError: There is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
     """
     trained_with: ClipSettings = load_settings(run.settings, spec.settings)
     require_parts(trained_with.towers, run)
@@ -219,8 +219,8 @@ def score_opened(
         written: Function that is called with the path of the result file.
 
     Raises:
-        UserError: the data do not suit the evaluation, or `out` has the result of other weights or data.
-        FailedWork: nothing could be decoded.
+        UserError: The data do not suit the evaluation, or `out` has the result of other weights or data.
+        FailedWork: Nothing could be decoded.
     """
     if not kind_of(opened.settings.folder).has_manifest:
         flags = replace(flags, split=TARS_SPLIT)  # a result is named after its data, and tars have no splits

@@ -1,4 +1,4 @@
-"""A model of clips as a program that runs without clipmill, by torch.export or ONNX, with its preprocessing beside it.
+"""A model of clips as a program that runs without clipmill, by torch.export or ONNX; its preprocessing is next to it.
 
 OUT/model.pt2 or OUT/model.onnx   normalised clips, float32 [B, C, T, H, W], to float32 [B, N], for any B
 OUT/preprocessing.json            frames of a clip, their preprocessing, and meaning of the output
@@ -36,13 +36,13 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
         output: Description of its output, for preprocessing.json.
 
     Raises:
-        UserError: the model cannot be traced.
+        UserError: The model cannot be traced.
     """
     settings, channels, side = request.settings, request.shape.size.video.num_channels, request.shape.image_px
     example = torch.zeros(_EXAMPLE_CLIPS, channels, settings.num_frames, side, side)
     model = model.eval().requires_grad_(False)
     try:
-        # strict: `len(clips)` is the batch size then too, in place of a constant.
+        # strict: `len(clips)` is the batch size then too, instead of a constant.
         program = torch.export.export(
             model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},), strict=True
         )

@@ -86,7 +86,7 @@ class Table:
 
     @property
     def baseline(self) -> Row | None:
-        """Row of a trivial model; None without one."""
+        """Row of a trivial model; None if there is none."""
         return next((row for row in self.rows if row.is_baseline), None)
 
     @property

@@ -17,7 +17,7 @@ class Use:
         device: Device that replaces the device of a run: auto, cpu or cuda.
         overrides: Overrides of how clips are shown; embeddings of time and place are interpolated.
         is_without_data: True to let the task build models without samples, by the shapes of the weights.
-        checkpoint: Checkpoint of a run, in place of the latest one.
+        checkpoint: Checkpoint of a run, instead of the latest one.
     """
 
     shards: str | None = None
@@ -31,7 +31,7 @@ class Use:
         """Return the settings of weights for this use, and the overrides that differ from the training.
 
         Raises:
-            UserError: clips of latents cannot be shown in that way.
+            UserError: Clips of latents cannot be shown in that way.
         """
         settings = replace(settings, device=self.device or settings.device)
         settings = replace(settings if self.shards is None else settings.on(self.shards), where=self.where, share=1.0)

@@ -47,11 +47,11 @@ class Similarities:
     """Similarities between the clips and captions of this rank and of all ranks. Nothing in it has a gradient.
 
     Args:
-        video_bE: embeddings of unit length; half precision is cast to float32, since temperatures magnify rounding.
+        video_bE: Embeddings of unit length; half precision is cast to float32, since temperatures magnify rounding.
         text_bE: Embeddings of their captions.
 
     Attributes:
-        video_bE, text_bE: the embeddings, at least float32.
+        video_bE, text_bE: The embeddings, at least float32.
         both_B2E: Embeddings of the clips and captions of all ranks, side by side.
         clips_bB: Similarities of this rank's clips with all captions; MASKED for a pair itself.
         captions_bB: Similarities of this rank's captions with all clips, likewise.
@@ -162,8 +162,8 @@ def exponential_gradients(
     respect to s_ii it is minus the sum of both over all negatives.
 
     Args:
-        clips_3B: scale, log factor and `log_sums` of all clips.
-        captions_3B: the same of all captions.
+        clips_3B: Scale, log factor and `log_sums` of all clips.
+        captions_3B: The same of all captions.
     """
     pair_B = (clips_3B[1] + clips_3B[2]).exp() + (captions_3B[1] + captions_3B[2]).exp()
     return similarities.gradients(
@@ -317,7 +317,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
     """Add the gradients of a loss of all embeddings to the model's, `step.microbatch` samples at a time.
 
     Args:
-        gradients: returns those with respect to the embeddings [b, E] of this rank's clips and captions; called once.
+        gradients: Returns those with respect to the embeddings [b, E] of this rank's clips and captions; called once.
     """
 
     def embed(part: Batch, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -477,8 +477,8 @@ def build_contrast(
         dataset: Size of the training set, for global losses; other losses ignore it.
 
     Raises:
-        KeyError: no loss is of that kind.
-        UnusablePart: its package cannot be imported.
+        KeyError: No loss is of kind `--loss.kind`.
+        UnusablePart: The package of the loss cannot be imported.
     """
     loss = LOSSES[settings.kind].load()
     objective: type[ContrastiveObjective] = loss if isinstance(loss, type) else AutogradObjective

@@ -3,7 +3,7 @@
 B: pairs of the batch of all ranks. b: pairs of this rank. C: columns of the state of a clip or caption.
 
 The paper's g_i compares pair i with all other pairs of the *training set*. A batch gives a rough estimate of g_i; u_i,
-its moving average over the visits of i, a better one. It takes the gradient of log(epsilon + g_i) with u_i in place of
+its moving average over the visits of i, a better one. It takes the gradient of log(epsilon + g_i) with u_i instead of
 g_i, held constant. Clips and captions have separate ids and averages: a clip may come with another caption each time.
 
 The losses differ by temperature: one for all (SogCLR, FastCLIP v0, v1, v3), or one for each sample (iSogCLR, v2).
@@ -281,7 +281,7 @@ class OneTemperature(GlobalContrast):
     different steps.
 
     Attributes:
-        temperature: the paper's parameter; None in the public code's convention.
+        temperature: The paper's parameter; None in the public code's convention.
         is_slow: True once v3's temperature learns at a third of its rate: in the paper once it was below 0.03, in the
             public code as long as it is at most that.
     """
@@ -365,7 +365,7 @@ class SampleTemperature(GlobalContrast):
     """RGCL, with a temperature for each clip and each caption (iSogCLR, v2): mean of tau_i (log(epsilon + g_i) + rho).
 
     A temperature is updated when its clip or caption is visited, by AdamW without decay (procedure 5, lines 8 and 9;
-    procedure 4, lines 13 to 16), whose t is the number of the visit. The public code has epochs in place of visits: in
+    procedure 4, lines 13 to 16), whose t is the number of the visit. The public code has epochs instead of visits: in
     epoch 0 both betas are 0, afterwards t is the epoch + 1.
     """
 

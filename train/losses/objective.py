@@ -1,4 +1,4 @@
-"""The training objective: the part of a task that the loop knows besides the model."""
+"""The training objective: the part of a task that the loop knows in addition to the model."""
 
 from collections.abc import Callable, Mapping
 
@@ -13,7 +13,7 @@ from clipmill.train.distributed.step import Step
 class Objective(nn.Module):
     """A loss with its parameters (a temperature) and its state per sample.
 
-    The parameters are small and equal on all ranks. The loop trains them beside the model's and averages their
+    The parameters are small and equal on all ranks. The loop trains them with the model's and averages their
     gradients over the ranks itself. Checkpoints hold the `state_dict`; a tensor that is sharded over ranks is a DTensor
     there.
     """

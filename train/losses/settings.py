@@ -21,10 +21,10 @@ class LossSpec:
     """A loss, and what the command line needs to know of it.
 
     Attributes:
-        name: value of `--loss.kind`.
-        loss: a function of `Pairs` and settings, whose gradients autograd computes; or a ContrastiveObjective, for
+        name: Value of `--loss.kind`.
+        loss: A function of `Pairs` and settings, whose gradients autograd computes; or a ContrastiveObjective, for
             gradients in closed form or for state. "module:name" is imported when a run needs it.
-        settings: the `--loss.*` settings that this loss takes and others may not, each with its published default.
+        settings: The `--loss.*` settings that this loss takes and others may not, each with its published default.
             None: off unless given. All losses take `convention`, `min_temperature` and `epsilon`.
     """
 

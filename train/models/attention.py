@@ -56,12 +56,12 @@ class Packing:
     """The layout of a row of packed sequences, as made by `pack`. Index tensors are int64.
 
     Attributes:
-        lengths: number of tokens of each sequence, at least 1.
-        longest: the largest length.
-        sequence_M: the sequence of each token.
-        position_M: the position of each token in its sequence, from 0.
-        place_M: the index of each token in the flattened padded batch, [N * longest].
-        end_N: the last token of each sequence.
+        lengths: Number of tokens of each sequence, at least 1.
+        longest: The largest length.
+        sequence_M: The sequence of each token.
+        position_M: The position of each token in its sequence, from 0.
+        place_M: The index of each token in the flattened padded batch, [N * longest].
+        end_N: The last token of each sequence.
     """
 
     lengths: tuple[int, ...]
@@ -121,7 +121,7 @@ class Attend(Protocol):
     """softmax(q k^T / sqrt(K)) v for each head; [B, M, H, K] in and out.
 
     Args:
-        causal: a token attends only to itself and earlier tokens.
+        causal: A token attends only to itself and earlier tokens.
         packing: Packed sequences that the tokens belong to (B is 1). A token attends only to its sequence, and
             attention is causal.
     """
@@ -152,7 +152,7 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
     """Select an implementation for a device (`cpu`, `cuda`): by name, or xformers on a GPU and SDPA elsewhere.
 
     Args:
-        compiles: the model goes through torch.compile, which can trace SDPA but not xformers.
+        compiles: The model goes through torch.compile, which can trace SDPA but not xformers.
 
     Raises:
         UserError: xformers or a GPU kernel was requested and is not available.
@@ -273,7 +273,7 @@ def attend_with_xformers(
     return attend_in_parts(partial(ops.memory_efficient_attention, attn_bias=bias), q_BMHK, k_BMHK, v_BMHK)
 
 
-# Whether xformers has kernels, by what its dispatcher looks at besides the tensors' lengths.
+# Whether xformers has kernels, by what its dispatcher looks at in addition to the tensors' lengths.
 _HAS_KERNEL: dict[tuple[Any, ...], bool] = {}
 
 

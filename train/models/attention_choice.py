@@ -174,14 +174,14 @@ def choose_attention(
     """Open the attention backend of a run; all ranks call it and get the same one.
 
     Args:
-        products: dtype of matrix products (clipmill.train.device.precision); None for float32.
+        products: Dtype of matrix products (clipmill.train.device.precision); None for float32.
         facts: run.json of the run that is resumed.
 
     Returns:
         The backend, and an entry of run.json about the choice.
 
     Raises:
-        UserError: the requested backend is not available.
+        UserError: The requested backend is not available.
     """
     kept = {CHOICE_FACT: facts[CHOICE_FACT]} if facts and CHOICE_FACT in facts else {}
     if not is_chosen(settings, device=device):
@@ -234,10 +234,10 @@ def describe_fallback(
     """Yield a line for each width of a model's heads that xformers has no kernel for.
 
     Args:
-        model: may be an outline (clipmill.train.engine.task); None if the task has none.
+        model: May be an outline (clipmill.train.engine.task); None if the task has none.
 
     Raises:
-        UserError: there is such a width, and xformers was requested by name.
+        UserError: There is such a width, and xformers was requested by name.
     """
     if attention.name != "xformers" or model is None:
         return

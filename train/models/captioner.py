@@ -243,9 +243,9 @@ class Gpt2(nn.Module):
         """Create a cache to decode texts of videos step by step.
 
         Args:
-            video_VND: the encoder's output.
-            num_tokens: maximum number of tokens of a row.
-            numbers: indices of the blocks that run on this rank; None for all.
+            video_VND: The encoder's output.
+            num_tokens: Maximum number of tokens of a row.
+            numbers: Indices of the blocks that run on this rank; None for all.
         """
         num_rows = len(video_VND) * rows_per_video
         chosen = range(len(self.transformer.resblocks)) if numbers is None else numbers

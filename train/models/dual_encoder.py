@@ -44,10 +44,10 @@ class DualEncoderSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Dimensions of the model of given weights, which decide in place of --model and of the samples.
+    """Dimensions of the model of given weights, which decide instead of --model and of the samples.
 
     Attributes:
-        image_px: side of the square frames, of latents too; 0 if it is not known.
+        image_px: Side of the square frames, of latents too; 0 if it is not known.
     """
 
     size: DualEncoderSize
@@ -84,7 +84,7 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
     """Return the dimensions by model name, with the changes that the settings make.
 
     Raises:
-        UserError: the heads of a tower cannot share its width.
+        UserError: The heads of a tower cannot share its width.
     """
     size = SIZES[model]
     activation = towers.activation or size.video.trunk.activation
@@ -132,7 +132,7 @@ def tokenizer_for(towers: Towers) -> Tokenize:
     """Return the tokenizer of a text tower: its library's, or CLIP's.
 
     Raises:
-        UserError: the library's is not here.
+        UserError: The library's tokenizer is missing here.
     """
     length = towers.context_length if isinstance(towers, DualEncoderTowers) else None
     if not isinstance(towers, DualEncoderTowers) or towers.text is None:
@@ -146,7 +146,7 @@ class DualEncoder(nn.Module):
     """A video tower and a text tower.
 
     Args:
-        towers: dropout and memory settings; those that concern dimensions are already part of `size`.
+        towers: Dropout and memory settings; those that concern dimensions are already part of `size`.
         has_text_tower: False if captions are given as embeddings of another text tower.
     """
 

@@ -36,9 +36,9 @@ class Preprocessing:
     """Preparation of pictures for a tower by its library; None where the library does not say.
 
     Attributes:
-        size_px: side of the square pictures.
+        size_px: Side of the square pictures.
         mean, std: Values of R, G and B, from 0 to 1.
-        interpolation: name of the filter of its resize.
+        interpolation: Name of the filter of its resize.
     """
 
     size_px: int | None
@@ -234,7 +234,7 @@ def read_processor(name: str) -> dict[str, Any]:
             videos, and parts of processor_config.json before a separate file, as in transformers.
 
     Raises:
-        UserError: a file is damaged, or a mean or standard deviation is not three numbers.
+        UserError: A file is damaged, or a mean or standard deviation is not three numbers.
     """
     files = {file: _read_object(path) for file in PROCESSOR_FILES if (path := _file_of(name, file)) is not None}
     for file, part in _PROCESSORS:
@@ -319,7 +319,7 @@ def read_hf(folder: Path) -> dict[str, Tensor]:
     Tensors that its model has no place for are included, empty.
 
     Raises:
-        UserError: transformers cannot load them.
+        UserError: Transformers cannot load them.
     """
     import transformers
 

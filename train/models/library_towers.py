@@ -225,7 +225,7 @@ def image_outline(reference: str, size_px: int) -> Outline:
     """Return the outline of an image tower for pictures of a size, which is tried on the meta device.
 
     Raises:
-        UserError: there is no such tower, or it takes pictures of another size.
+        UserError: The tower does not exist, or takes pictures of another size.
     """
     library, name = library_of(reference)
     with torch.device("meta"):
@@ -249,7 +249,7 @@ def image_outline(reference: str, size_px: int) -> Outline:
 
 @cache
 def text_outline(reference: str, pooling: Pooling) -> Outline:
-    """Return the outline of a text tower; raises a UserError if there is no such tower."""
+    """Return the outline of a text tower; raises a UserError if the tower does not exist."""
     library, name = library_of(reference)
     with torch.device("meta"):
         model = library.text(name, None).eval()
@@ -358,8 +358,8 @@ class LibraryImage(LibraryTower):
         outline: Outline of the tower: W, D, and N.
         num_frames: Number of frames of a clip; only attention pooling depends on it.
         embedding_width: E; None, or W, for the library's embedding without a projection.
-        pools: frames by attention, in place of their mean.
-        temporal_std: standard deviation of the initial temporal embedding, which attention pooling has.
+        pools: Frames by attention, instead of their mean.
+        temporal_std: Standard deviation of the initial temporal embedding, which attention pooling has.
 
     Attributes:
         feature_width: W.
@@ -440,7 +440,7 @@ def image_tower(
     """Return the tower that `--towers.image` names, for frames of `image_px`.
 
     Raises:
-        UserError: its library has none of that name, or it takes pictures of another size.
+        UserError: The library has no tower of that name, or the tower takes pictures of another size.
     """
     assert towers.image is not None
     outline = image_outline(towers.image, image_px)
@@ -460,7 +460,7 @@ def text_tower(towers: DualEncoderTowers, *, embedding_width: int) -> LibraryTex
     """Return the tower that `--towers.text` names.
 
     Raises:
-        UserError: its library has none of that name.
+        UserError: The library has no tower of that name.
     """
     assert towers.text is not None
     library, name = library_of(towers.text)

@@ -41,7 +41,7 @@ class TextTower(nn.Module):
     """Causal text tower; the embedding is read at the end-of-text token, the first position of the largest id.
 
     Args:
-        is_packed: concatenate captions without padding, for which the lengths are needed; otherwise every caption is
+        is_packed: Concatenate captions without padding, for which the lengths are needed; otherwise every caption is
             padded to the context length, and all batches have the same shape.
     """
 

@@ -110,8 +110,8 @@ class TimeSformer(TokenTower):
     """Video tower that returns the class token, then the patches frame by frame.
 
     Args:
-        temporal_std: standard deviation of the initial temporal embedding; 0 makes the model blind to frame order.
-        drop_path: probability, for each block, of skipping each of its parts for a clip in training; empty for none.
+        temporal_std: Standard deviation of the initial temporal embedding; 0 makes the model blind to frame order.
+        drop_path: Probability, for each block, of skipping each of its parts for a clip in training; empty for none.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ SMALL = 2**18
 def linear_of(layer: Callable[[Tensor], Tensor], prepare: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Compute `layer(prepare(*inputs))`, saving only the inputs for the backward pass.
 
-    Meant for layer norms, activations and copies, which are cheap beside the matrix product that `layer` ends with.
+    Meant for layer norms, activations and copies, which are cheap compared to the matrix product at the end of `layer`.
     torch stops recomputing once it has the tensors that the backward pass needs, so the product is computed once.
     `prepare` must be deterministic, and the last input the largest.
     """
@@ -197,7 +197,7 @@ def linear_of(layer: Callable[[Tensor], Tensor], prepare: Callable[..., Tensor],
     def product(*inputs: Tensor) -> Tensor:
         return layer(prepare(*inputs))
 
-    # torch.compile decides by itself what to save, and torch.export must not see a condition on the batch size.
+    # torch.compile itself decides what to save, and torch.export must not see a condition on the batch size.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or inputs[-1].numel() < SMALL:
         return product(*inputs)
     out: Tensor = checkpoint(product, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -1,8 +1,8 @@
 """CLIP's pre-norm transformer, the trunk of all towers, and low-rank adapters of its layers, with CLIP's names.
 
 Low-rank adapters (LoRA, Hu et al. 2021): y = W x + s B A x, with the matrix W frozen and A and B trained. They are
-parameters of the layers that they adapt: `LAYER.lora.A` and `LAYER.lora.B` beside `LAYER.weight`, and for the fused
-projection of self-attention beside `ATTENTION.in_proj_weight`. All linear layers of a block are `Adaptable`.
+parameters of the layers that they adapt: `LAYER.lora.A` and `LAYER.lora.B` next to `LAYER.weight`, and for the fused
+projection of self-attention next to `ATTENTION.in_proj_weight`. All linear layers of a block are `Adaptable`.
 
 Shape suffixes: B batch (1 for packed sequences, clipmill.train.models.attention), L tokens, D width, H heads, K width
 of a head; I input width, O output width, R rank.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Names of the two matrices: in our layers, and in peft's, which adapt the layers of libraries.
 _SUFFIXES = ((".lora.A", ".lora.B"), (".lora_A.default.weight", ".lora_B.default.weight"))
-# A language model keeps its adapters, which are exported beside it; some of its matrices are [I, O].
+# A language model keeps its adapters, which are exported next to it; some of its matrices are [I, O].
 _LANGUAGE = "decoder."
 
 
@@ -108,7 +108,7 @@ def add_adapters(
     Args:
         targets: attention: the projections of self- and cross-attention (and TimeSformer's `time_proj`); mlp: both
             layers of MLPs.
-        frozen: ids of parameters whose layers get none.
+        frozen: Ids of parameters whose layers get none.
     """
     layers = {name: one for name, one in tower.named_modules() if isinstance(one, Adaptable)}
     tower.requires_grad_(False)
@@ -132,7 +132,7 @@ def peft_config(
 
     Args:
         frozen: Parameters that stay frozen, as in `add_adapters`.
-        transposed: classes of linear layers with a matrix [I, O].
+        transposed: Classes of linear layers with a matrix [I, O].
         more: More arguments for peft.
 
     Raises:
@@ -175,7 +175,7 @@ def add_library_adapters(
     """`add_adapters` for a module of a library, by peft.
 
     Raises:
-        UserError: as `peft_config`.
+        UserError: See `peft_config`.
     """
     config = peft_config(tower, lora, blocks=blocks, frozen=frozen)
     from peft import inject_adapter_in_model
@@ -224,9 +224,9 @@ class TransformerSize:
     """Dimensions of a transformer and the activation and epsilon of its blocks.
 
     Attributes:
-        has_key_bias: one bias for queries, keys and values (CLIP), instead of one each for queries and values (BEiT);
+        has_key_bias: One bias for queries, keys and values (CLIP), instead of one each for queries and values (BEiT);
             a bias of the keys does not change the attention.
-        mlp_ratio: hidden width of the MLPs, in widths.
+        mlp_ratio: Hidden width of the MLPs, in widths.
     """
 
     width: int
@@ -249,7 +249,7 @@ class TransformerSize:
             flag: Flag of the dimensions, without their names, for the error.
 
         Raises:
-            UserError: the heads cannot share the width.
+            UserError: The heads cannot share the width.
         """
         wide, deep = width or self.width, depth or self.depth
         heads = heads or max(1, wide * self.num_heads // self.width)
@@ -377,8 +377,8 @@ class Stack(HasBlocks):
     """A sequence of residual blocks.
 
     Args:
-        blocks: take tokens [B, L, D] and `branches`, the scale of each of their `num_branches` residual branches.
-        drop_path: probability, for each block, of skipping a sample's branch in training; empty for none.
+        blocks: Take tokens [B, L, D] and `branches`, the scale of each of their `num_branches` residual branches.
+        drop_path: Probability, for each block, of skipping a sample's branch in training; empty for none.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], *, drop_path: Sequence[float] = ()) -> None:
@@ -430,7 +430,7 @@ def drawn_branches(x_BLD: Tensor, probability: float, *, count: int = 2) -> Tens
 
     They are 0 with the given probability and 1 / (1 - probability) otherwise (stochastic depth, Huang et al. 2016). The
     probability is changed so that the mean is 1 in the precision of the tokens: bfloat16 has 1.109 for 1 / 0.9, which
-    by itself would be 0.16 % too little.
+    without this change would be 0.16 % too little.
     """
     scale = float(torch.ones((), dtype=x_BLD.dtype) / (1 - probability))
     kept_nB11 = torch.rand(count, len(x_BLD), 1, 1, device=x_BLD.device) >= 1 - 1 / scale

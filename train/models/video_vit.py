@@ -44,7 +44,7 @@ class VideoViTSize:
     """Dimensions of a video tower: its transformer, and the side (pixels) and length (frames) of a cube.
 
     Attributes:
-        is_divided: attend over time and space in turn, as LaViLa's tower does, instead of over all cubes at once.
+        is_divided: Attend over time and space in turn, as LaViLa's tower does, instead of over all cubes at once.
     """
 
     trunk: TransformerSize
@@ -148,11 +148,11 @@ class VideoViT(TokenTower):
     """Video tower that embeds clips.
 
     Args:
-        num_frames: frames of a clip, a multiple of the cube length.
+        num_frames: Frames of a clip, a multiple of the cube length.
         embedding_width: E; None for the class token without a projection.
-        temporal_std: standard deviation of the initial temporal embedding; 0 makes the model blind to frame order.
-        patch_dropout: fraction of a clip's cubes dropped in training (FLIP, Li et al. 2023; AVION).
-        drop_path: probability, for each block, of skipping a clip's branch in training; empty for none.
+        temporal_std: Standard deviation of the initial temporal embedding; 0 makes the model blind to frame order.
+        patch_dropout: Fraction of a clip's cubes dropped in training (FLIP, Li et al. 2023; AVION).
+        drop_path: Probability, for each block, of skipping a clip's branch in training; empty for none.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ def choose_rows(x_BNV: Tensor, kept_BK: Tensor) -> Tensor:
 
 
 def resampled_temporal(embedding_SD: Tensor, num_steps: int) -> Tensor:
-    """Resample a temporal embedding linearly to another number of steps, as AVION does for 4 to 16 frames.
+    """Resample a temporal embedding linearly to a different number of steps, as AVION does for 4 to 16 frames.
 
     Steps are equal parts of a clip with embeddings at their centres; beyond the outer centres the values are constant.
     """

@@ -29,9 +29,9 @@ class VideoMAEEncoder(TokenTower):
     """Video tower that returns one token per cube.
 
     Args:
-        num_frames: frames of a clip, a multiple of the cube length.
-        has_last_norm: apply `ln_post` to the tokens; a classifier normalises their mean instead.
-        drop_path: probability, for each block, of skipping a clip's branch in training; empty for none.
+        num_frames: Frames of a clip, a multiple of the cube length.
+        has_last_norm: Apply `ln_post` to the tokens; a classifier normalises their mean instead.
+        drop_path: Probability, for each block, of skipping a clip's branch in training; empty for none.
     """
 
     positions_ND: Tensor
@@ -158,9 +158,9 @@ class MaskedAutoencoder(nn.Module):
     """Masked autoencoder with parameters `video.*` (the tower, which is kept) and `decoder.*`.
 
     Args:
-        size: dimensions of the encoder, of kind videomae.
-        decoder_depth: number of decoder blocks.
-        towers: drop path and activation checkpointing.
+        size: Dimensions of the encoder, of kind videomae.
+        decoder_depth: Number of decoder blocks.
+        towers: Drop path and activation checkpointing.
     """
 
     def __init__(
@@ -197,18 +197,18 @@ class MaskedAutoencoder(nn.Module):
         """Predict the masked cubes, or the part of them that `decoded_BN` selects.
 
         Args:
-            video_BCTHW: normalised clips.
-            masked_BN: bool, cubes hidden from the encoder, the same number in each clip.
-            decoded_BN: bool, cubes that the decoder may predict (all if None), with the same number of masked ones in
+            video_BCTHW: Normalised clips.
+            masked_BN: Bool, cubes hidden from the encoder, the same number in each clip.
+            decoded_BN: Bool, cubes that the decoder may predict (all if None), with the same number of masked ones in
                 each clip.
-            num_masked, num_predicted: number of masked, and of masked and decoded cubes of a clip. If None, they are
+            num_masked, num_predicted: Number of masked, and of masked and decoded cubes of a clip. If None, they are
                 counted, which synchronises with the device.
 
         Returns:
             [B, M, V], cubes in ascending order, their values in VideoMAE's order (t p p c).
 
         Raises:
-            ValueError: the counted numbers differ between clips.
+            ValueError: The counted numbers differ between clips.
         """
         num_cubes = masked_BN.shape[1]
         num_masked = count_true(masked_BN) if num_masked is None else num_masked

@@ -25,7 +25,7 @@ class ForeachOptimizer(Optimizer):
     """An optimizer that updates the parameters of a group together.
 
     Attributes:
-        found_inf: zero-dimensional float on the device; the step is skipped if it is not 0, as in torch's fused
+        found_inf: Zero-dimensional float on the device; the step is skipped if it is not 0, as in torch's fused
             optimizers. None to take every step.
     """
 
@@ -251,8 +251,8 @@ def clip_gradients(
     Parameters may be complete or sharded (DTensor). All ranks call it and get the same norm.
 
     Args:
-        stages: the ranks with the other stages of the model, in a pipeline.
-        repeated: parameters of this rank that are tied to, and counted on, another stage.
+        stages: The ranks with the other stages of the model, in a pipeline.
+        repeated: Parameters of this rank that are tied to, and counted on, another stage.
 
     Returns:
         The global gradient norm before clipping, zero-dimensional float64; not finite if a gradient is not, in which

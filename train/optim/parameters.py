@@ -1,6 +1,6 @@
 """Trained parameters, by names and shapes: frozen parts, groups of learning rate and weight decay.
 
-Besides torch.optim's keys, groups have three more, which checkpoints contain too:
+In addition to torch.optim's keys, groups have three more, which checkpoints contain too:
 
     lr_scale       factor of the learning rate (layer-wise decay)
     is_objective   the parameters are the objective's, which decides their learning rate
@@ -144,7 +144,7 @@ def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
     below the trained blocks needs a graph.
 
     Raises:
-        UserError: a tower has fewer blocks.
+        UserError: A tower has fewer blocks.
     """
     parameters, depths = dict(model.named_parameters()), block_counts(model)
     above = layers_above(parameters, depths=depths)

@@ -76,7 +76,7 @@ def survey(address: str) -> Survey:
     """Survey a data folder, given by a path or an address in object storage.
 
     Raises:
-        UserError: there is no such data folder, its manifest is empty, or it has no chunks of video.
+        UserError: The data folder does not exist, its manifest is empty, or it has no chunks of video.
     """
     if not kind_of(address).has_manifest:
         raise UserError(
@@ -130,7 +130,7 @@ def split_to_train(surveys: Sequence[Survey]) -> str:
     """Return the split to train on: `train`, or the only split that has chunks in all data folders.
 
     Raises:
-        UserError: there is none, or the choice is not clear.
+        UserError: There is no such split, or the choice is not clear.
     """
     names = [{name for name, one in its.splits.items() if one.num_chunks} for its in surveys]
     common = sorted(set.intersection(*names))
@@ -146,7 +146,7 @@ def split_to_train(surveys: Sequence[Survey]) -> str:
 
 
 def split_to_evaluate(surveys: Sequence[Survey], *, trained: str) -> str | None:
-    """Return the split to evaluate on: it has chunks in each data folder and is not trained on; None without one."""
+    """Return the split to evaluate on: it has chunks in each data folder and is not trained on; None if none has."""
     names = [
         name
         for name in surveys[0].splits
@@ -280,7 +280,7 @@ def choose_task(surveys: Sequence[Survey], *, split: str, asked: str | None) -> 
     """Return the task to train.
 
     Raises:
-        UserError: the named task needs captions or labels, and a data folder has none.
+        UserError: The named task needs captions or labels, and a data folder has none.
     """
     without = [one.address for one in surveys if not one.splits[split].num_captions]
     num = sum(one.splits[split].num_captions for one in surveys)
@@ -303,7 +303,7 @@ def choose_label(surveys: Sequence[Survey], *, asked: str | None) -> str:
     """Return the label to train on.
 
     Raises:
-        UserError: no label is in all data folders, or there are several and none is named.
+        UserError: No label is in all data folders, or there are several and none is named.
     """
     labels = [name for name in surveys[0].labels if all(name in one.labels for one in surveys)]
     if asked is not None and asked in labels:

@@ -92,8 +92,8 @@ def measure(
         began_s: Time at which the command began, which imports PyTorch as a run does too.
 
     Raises:
-        UserError: the data or the weights do not suit the task, or not even the smallest batch fits.
-        FailedWork: too many samples could not be loaded.
+        UserError: The data or the weights do not suit the task, or not even the smallest batch fits.
+        FailedWork: Too many samples could not be loaded.
     """
     least, num_halved = settings.least_batch, 0
     while True:
@@ -154,7 +154,7 @@ def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, 
 
 
 def _checkpoint_s(steps: Steps, opened: Opened) -> float:
-    """Write a checkpoint beside the future run and remove it; return the time in seconds.
+    """Write a checkpoint next to the future run and remove it; return the time in seconds.
 
     If it would fill the disk, nothing is written and the time is 0; the plan warns of that.
     """
@@ -188,7 +188,7 @@ class Proposal:
     """Choices that follow from data and machine, before any step is measured.
 
     Attributes:
-        held_out: Split for evaluations; None without one.
+        held_out: Split for evaluations; None if there is none.
         settings: Settings with the preset's batch size and number of steps.
         num_processes: Number of processes, one per GPU.
         load: Mean number of processes that wanted to run in the last minute.
@@ -320,8 +320,8 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
     """Choose task, preset, splits and run folder.
 
     Raises:
-        UserError: the data do not suit the request.
-        FailedWork: something on this machine would stop training.
+        UserError: The data do not suit the request.
+        FailedWork: Something on this machine would stop training.
     """
     if broken := [one for one in judge(examined) if one.level == "broken"]:
         raise FailedWork(f"{broken[0].what} would stop training: {broken[0].hint}")

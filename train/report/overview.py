@@ -152,7 +152,7 @@ def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = (
         The paths that were omitted.
 
     Raises:
-        UserError: there is no run among them, one of them does not exist, a link is not a page, or `out` cannot be
+        UserError: There is no run among them, one of them does not exist, a link is not a page, or `out` cannot be
             written or is a file of another kind.
     """
     require_page_path(out, flag="--out")

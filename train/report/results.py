@@ -271,7 +271,7 @@ def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: obje
 
 
 def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[str, Any]:
-    """Return the values that a page shows of a result besides its metrics."""
+    """Return the values that a page shows of a result in addition to its metrics."""
     of = {"other_data": other_data(result), "is_part_of_own_data": result.get("is_part_of_own_data", False)}
     section = evaluation.section if result.get(evaluation.pictures) else None
     table = table_of(evaluation.table, result)

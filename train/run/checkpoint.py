@@ -37,11 +37,11 @@ _MAX_DIMENSIONS = 12  # a box has 2 ** dimensions corners
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
-    """The contents of a checkpoint besides tensors.
+    """The contents of a checkpoint other than tensors.
 
     Attributes:
-        loader: position of each rank in the data.
-        settings: the settings that shape the weights, by flag.
+        loader: Position of each rank in the data.
+        settings: The settings that shape the weights, by flag.
         precision: State of clipmill.train.device.precision.Precision.
         numbers: Metrics of the evaluation at this step; {} if there was none.
         base: Identity of the frozen weights that the checkpoint omits (clipmill.train.weights.sources); {} if it

@@ -29,7 +29,7 @@ class CheckpointWriter:
     """Writer of the checkpoints of a run into `folder`. All ranks call its methods in the same order.
 
     Args:
-        keep: number of latest checkpoints to keep.
+        keep: Number of latest checkpoints to keep.
         best: Metric whose best checkpoint is kept too.
         lower_is_better: Take the lowest value of this metric as the best one.
     """

@@ -1,4 +1,4 @@
-"""The environment of a run: machine and versions, and the packages besides clipmill whose parts it was trained with.
+"""The environment of a run: machine and versions, and the packages other than clipmill whose parts it was trained with.
 
 The results page and `train doctor` show machine and versions. run.json has the packages, and resuming needs them.
 """
@@ -61,7 +61,7 @@ PACKAGES_FACT = "packages"
 
 
 def packages_of(parts: Iterable[NamedPart]) -> dict[str, str]:
-    """Return the packages besides clipmill that parts are of, with their versions, as run.json has them."""
+    """Return the packages other than clipmill that parts are of, with their versions, as run.json has them."""
     packages = {f"{one.parts.noun} {one.name}": one.parts.package_of(one.name) for one in parts}
     return {part: package for part, package in packages.items() if package is not None}
 

@@ -170,7 +170,7 @@ class RunFolder:
         """Publish the result of an evaluation; it replaces only the result of the same evaluation.
 
         A result of other weights, another variant of the data or other flags is moved to the folder of former results,
-        with the files beside it.
+        with the files next to it.
         """
         path = self.evaluation(result_name(name, result))
         path.parent.mkdir(parents=True, exist_ok=True)

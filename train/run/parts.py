@@ -1,7 +1,7 @@
 """Work that is divided into parts: all processes share it, and it continues after an interruption.
 
 The parts depend neither on the number of processes nor on what is finished, and each one is published as a file of its
-own. A plan beside them states what the work is, so that it is never continued as other work.
+own. A plan next to them states what the work is, so that it is never continued as other work.
 """
 
 import time
@@ -51,7 +51,7 @@ def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[
     """Publish the plan of new work, or continue interrupted work, whose lock the caller holds.
 
     Args:
-        parts: folder of the plan.
+        parts: Folder of the plan.
         require_same: Function that raises a UserError if a plan is of other work.
     """
     path = parts / PLAN
@@ -70,7 +70,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, free: frozens
     """Return how requested work differs from other work, in words; empty if it is the same.
 
     Args:
-        free: names of entries, such as `weights.source`, that may differ.
+        free: Names of entries, such as `weights.source`, that may differ.
     """
     was, now = flatten(dict(old)), flatten(dict(new))
     decisive = [name for name in now if name not in free and was.get(name) != now[name]]
@@ -100,7 +100,7 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World",
     """Make this rank's share of the parts, every `world.size`-th of them.
 
     Args:
-        make: makes and publishes a part; returns the number of its clips that failed.
+        make: Makes and publishes a part; returns the number of its clips that failed.
     """
     share = parts[world.rank :: world.size]
     num_failed = num_rows = num_parts = 0

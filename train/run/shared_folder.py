@@ -26,11 +26,11 @@ _LOOK_S = 0.1
 def require_shared(folder: Path, *, world: World) -> None:
     """Check that `folder`, which rank 0 makes, is the same writable folder for all ranks; all ranks call it.
 
-    Rank 0 writes a file, the first rank of each other node answers beside it, and rank 0 looks for the answers. A new
+    Rank 0 writes a file, the first rank of each other node answers next to it, and rank 0 looks for the answers. A new
     folder does not remain if that fails.
 
     Raises:
-        UserError: a rank does not see what another one wrote within `VISIBLE_S`, or cannot write; on all ranks.
+        UserError: A rank does not see what another one wrote within `VISIBLE_S`, or cannot write; on all ranks.
     """
     if world.size == 1:
         return

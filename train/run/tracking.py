@@ -25,9 +25,9 @@ class Progress:
     """A tracker that shows the steps of a run: on a terminal in its line, in a log by lines on standard output.
 
     Args:
-        what: a participle, such as "embedding".
+        what: A participle, such as "embedding".
         unit: Noun for what is counted, singular.
-        is_quiet: show nothing, as on all ranks but the first.
+        is_quiet: Show nothing, as on all ranks but the first.
     """
 
     def __init__(self, what: str = "training", *, unit: str = "step", is_quiet: bool = False) -> None:
@@ -217,7 +217,7 @@ def counted_batches(batches: "Iterable[LoadedBatch]", what: str, *, total: int |
 
     Args:
         what: Participle for what is done with them, such as "embedding".
-        total: number of samples in all batches; None if it is not known.
+        total: Number of samples in all batches; None if it is not known.
     """
     if not _is_counting.get():
         yield from batches

@@ -76,7 +76,7 @@ def reading_variants_of_run(weights: str | Path, shards: str | None, *, say: Cal
 
     Args:
         weights: A run; other weights have no data.
-        shards: Data folder to read in place of the run's own; the current variants of other data are read.
+        shards: Data folder to read instead of the run's own; the current variants of other data are read.
         say: Prints which variant is gone, and which one is read in its place.
     """
     run = RunFolder(Path(weights))
@@ -124,7 +124,7 @@ def choose_variants(
         chosen: Names of variants by column, for each data folder (`clipmill.shards.dataset.reading_variants`).
 
     Raises:
-        UserError: no folder has a named variant, or a recorded one is gone.
+        UserError: No folder has a named variant, or a recorded one is gone.
     """
     chosen: dict[Path, dict[str, str]] = {}
     known: set[str] = set()
@@ -171,7 +171,7 @@ def _has_variant(address: str, column: str, variant: str) -> bool:
     """Return True if the data folder at a path or an address has a variant of a column.
 
     Raises:
-        UserError: there is no such storage, or it refuses the credentials.
+        UserError: The storage does not exist, or refuses the credentials.
     """
     if not is_remote(address):
         return variant_dir(Path(address), column, variant).is_dir()

@@ -98,7 +98,7 @@ def publish_folder(
         The content of embed.json.
 
     Raises:
-        FailedWork: no clip could be decoded.
+        FailedWork: No clip could be decoded.
     """
     sample_N, failed, shape = _read_outcomes([part for part in parts if part.kind == "video"], out)
     if not len(sample_N):
@@ -251,7 +251,7 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
         weights: Weights as the user named them.
 
     Raises:
-        UserError: the clips do not exist, or the model has no such features.
+        UserError: The clips do not exist, or the model has no such features.
     """
     assert request.shards is not None
     has_embedding = isinstance(model.model, DualEncoder)
@@ -323,8 +323,8 @@ def embed(work: EmbeddingWork, out: Path, *, world: World, progress: Progress) -
         The content of embed.json.
 
     Raises:
-        UserError: the folder holds something else or is damaged, or another process writes it.
-        FailedWork: no clip could be decoded, or an embedding is not finite.
+        UserError: The folder holds something else or is damaged, or another process writes it.
+        FailedWork: No clip could be decoded, or an embedding is not finite.
     """
     with ExitStack() as held:
         finished = world.first(lambda: _begin(work, out, held=held))

@@ -152,7 +152,7 @@ def open_embedded(path: Path) -> Embedded:
     """Open a finished folder of embeddings.
 
     Raises:
-        UserError: there is none, it is unfinished, or a file is missing or of another size.
+        UserError: The folder does not exist or is unfinished, or a file is missing or of another size.
     """
     record = read_folder_record(path)
     if record is None:

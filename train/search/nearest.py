@@ -50,7 +50,7 @@ def nearest(
         say_done: Function that is called with the number of rows after each block, from several threads.
 
     Raises:
-        UserError: the file is damaged, or its rows are not as wide as the queries.
+        UserError: The file is damaged, or its rows are not as wide as the queries.
     """
     num_rows, offset = _header(path, width=query_QE.shape[1])
     block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // (4 * query_QE.shape[1])))

@@ -66,7 +66,7 @@ def search(
         say_done: Function that is called with the number of rows after each block of rows.
 
     Raises:
-        UserError: there is no query, a query is empty or unknown, or the folder has no embeddings to compare it with.
+        UserError: There is no query, a query is empty or unknown, or the folder has no embeddings to compare it with.
     """
     _check(embedded, texts, like=like, top=top)
     examples = [embedded.row_of(name) for name in like]
@@ -102,7 +102,7 @@ def search_folder(
     """Search with texts encoded by the weights that embedded the clips, and show the progress.
 
     Raises:
-        UserError: see `search`; also if the weights have changed or are missing.
+        UserError: See `search`; also if the weights have changed or are missing.
     """
     _check(embedded, texts, like=like, top=top)
     vectors = _encode(embedded, texts, weights=weights, device=device) if texts else None
@@ -195,7 +195,7 @@ def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result],
         The number of clips that could not be read or decoded; the page shows the reasons in their places.
 
     Raises:
-        UserError: the data cannot be opened, or have none of the videos that were found.
+        UserError: The data cannot be opened, or have none of the videos that were found.
     """
     record = embedded.record
     data = {**record["data"], **({} if shards is None else {"shards": shards})}

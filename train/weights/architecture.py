@@ -29,7 +29,7 @@ def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
     The number of heads, which no tensor shows, comes from their configuration; else from `size` for a tower as wide.
 
     Raises:
-        UserError: the configuration is of a tower with another depth or width.
+        UserError: The configuration is of a tower with another depth or width.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     video, text, width = size.video, size.text, size.embedding_width
@@ -77,7 +77,7 @@ def picture_px_of(source: Source, *, default: int) -> int:
     """Return the side of the pictures that the weights were trained on, by their embedding of places or configuration.
 
     Raises:
-        UserError: the weights take latents, whose size and column no file of another project names.
+        UserError: The weights take latents, whose size and column no file of another project names.
     """
     tensors = source.converted.tensors
     conv, positions = tensors.get(CONV), tensors.get(_POSITIONS)
@@ -106,7 +106,7 @@ class Logits:
 
     Attributes:
         log_scale: log(1 / temperature); None if the weights do not say, or have a temperature for each sample.
-        bias: SigLIP's; None without one.
+        bias: SigLIP's bias; None if there is none.
     """
 
     log_scale: float | None = None
@@ -123,7 +123,7 @@ def read_logits(checkpoint: Path) -> Logits:
     """Return the logits of the loss in a checkpoint.
 
     Raises:
-        UserError: the checkpoint cannot be read, or a number is not finite.
+        UserError: The checkpoint cannot be read, or a number is not finite.
     """
     table, values = read_table(checkpoint), dict[str, float]()
     for name in (_LOG_SCALE, _TEMPERATURE, _BIAS):

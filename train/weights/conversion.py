@@ -1,7 +1,7 @@
 """Converts state dicts of other projects to this project's parameter names, and back.
 
 `video.*` and `text.*` are the parameters of clipmill.train.models.dual_encoder.DualEncoder. A MaskedAutoencoder or a
-Captioner has `decoder.*` besides, a VideoClassifier `fc_norm.*` and `head.*`. `logit_scale` belongs to the objective.
+Captioner also has `decoder.*`, a VideoClassifier `fc_norm.*` and `head.*`. `logit_scale` belongs to the objective.
 """
 
 import re
@@ -42,14 +42,14 @@ class SourceFacts:
         text_eps: Epsilon of the text tower's layer norms.
         mean: Mean of the input normalisation: R, G, B, from 0 to 1.
         std: Standard deviation of the input normalisation.
-        video_heads: attention heads of the video tower.
-        text_heads: attention heads of the text tower.
-        video_depth: blocks of the video tower.
-        text_depth: blocks of the text tower.
-        decoder_heads: attention heads of a masked autoencoder's decoder.
-        picture_px: side of the frames that the weights were trained on.
-        towers: settings `--towers.*` by name that say which modules the weights are of.
-        remarks: notices for the user.
+        video_heads: Attention heads of the video tower.
+        text_heads: Attention heads of the text tower.
+        video_depth: Blocks of the video tower.
+        text_depth: Blocks of the text tower.
+        decoder_heads: Attention heads of a masked autoencoder's decoder.
+        picture_px: Side of the frames that the weights were trained on.
+        towers: Settings `--towers.*` by name that say which modules the weights are of.
+        remarks: Notices for the user.
     """
 
     activation: Activation | None = None
@@ -76,9 +76,9 @@ class ConvertedStateDict:
 
     Attributes:
         tensors: Tensors by our names.
-        origins: the name in the source, by our name; `{q,k,v}` in it lists tensors that were concatenated.
-        unknown: tensors without a name of ours, by their name in the source.
-        ignored: names of buffers that the format explains (sizes, position ids, masks).
+        origins: The name in the source, by our name; `{q,k,v}` in it lists tensors that were concatenated.
+        unknown: Tensors without a name of ours, by their name in the source.
+        ignored: Names of buffers that the format explains (sizes, position ids, masks).
     """
 
     tensors: dict[str, torch.Tensor]
@@ -96,20 +96,20 @@ def _keep_tensor(_: str, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class NameTable:
-    """Parameter names of another project beside ours.
+    """Parameter names of another project, each with our name.
 
     In a name, `N` is the index of a block and `*` is weight or bias. Their name may list in braces the tensors that are
     one tensor here, concatenated along the first dimension: `attention.{query,key,value}.*`.
 
     Attributes:
-        owner: model class or project, for errors.
+        owner: Model class or project, for errors.
         names: Their names by ours; read and written.
-        aliases: our name by theirs; only read.
-        roots: our first component of a name by theirs, for names that are in no row; only read.
-        ignored: suffixes of names of buffers.
-        canonical: gives a name of theirs the prefix that it has in `names`, where variants of the model lack it.
-        to_ours: converts the tensor of our name from their layout.
-        to_theirs: converts the tensor of our name to their layout.
+        aliases: Our name by theirs; only read.
+        roots: Our first component of a name by theirs, for names that are in no row; only read.
+        ignored: Suffixes of names of buffers.
+        canonical: Gives a name of theirs the prefix that it has in `names`, where variants of the model lack it.
+        to_ours: Converts the tensor of our name from their layout.
+        to_theirs: Converts the tensor of our name to their layout.
     """
 
     owner: str
@@ -149,7 +149,7 @@ class NameTable:
         """Return our tensors as their state dict.
 
         Raises:
-            ValueError: their model has no such parameter.
+            ValueError: Their model has no such parameter.
         """
         state: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -202,13 +202,13 @@ class Format:
     """A format of weights: one row of clipmill.train.weights.sources.
 
     Attributes:
-        name: value of `--init.format`.
+        name: Value of `--init.format`.
         title: Title for the user.
-        convert: a state dict under our names.
+        convert: A state dict under our names.
         matches: Function that returns True if names of tensors are of this format.
         facts: Facts that all weights of this format have in common.
-        model_types: patterns of the `model_type` in config.json.
-        read_config: facts from config.json and the processor (`read_processor`), and the folder for errors.
+        model_types: Patterns of the `model_type` in config.json.
+        read_config: Facts from config.json and the processor (`read_processor`), and the folder for errors.
     """
 
     name: str
@@ -226,7 +226,7 @@ def any_begins(names: Iterable[str], *prefixes: str) -> bool:
 
 
 def kind_of_tensors(names: Iterable[str]) -> Kind | None:
-    """Return the kind of the video tower among parameters of our names; None without one."""
+    """Return the kind of the video tower among parameters of our names; None if there is none."""
     video = [name for name in names if name.startswith("video.")]
     if any(name.startswith("video.model.") for name in video):
         return "library"

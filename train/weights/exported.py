@@ -1,8 +1,8 @@
 """Exported folders, which are written completely or not at all, and the files that all formats share.
 
-An image tower has no parameters for time. What it lacks of a video tower stays beside it in video_extras.safetensors,
+An image tower has no parameters for time. What it lacks of a video tower stays next to it in video_extras.safetensors,
 so that `--init.weights FOLDER` restores the video tower bit for bit. That file names the SHA-256 of the weights that it
-belongs to: once they have been trained on elsewhere, it does not fit them any more.
+belongs to: once they have been trained on elsewhere, it no longer fits them.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ class Exported:
     """An export that can be written.
 
     Attributes:
-        write: fills a folder.
-        remarks: notices for the user.
+        write: Fills a folder.
+        remarks: Notices for the user.
         sees: Input of the exported model where it computes something else than the run, such as "single images".
         usage: How a program is run, as Markdown. Empty for weights, which `WEIGHTS` can name; a program has no record.
     """
@@ -57,7 +57,7 @@ def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
     """Fill a folder under a temporary name and rename it: `out` is complete or missing.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: The folder cannot be written.
     """
     from safetensors import SafetensorError
 
@@ -98,7 +98,7 @@ def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) ->
     """Return preprocessor_config.json: resize the short side, crop the centre, normalise.
 
     Args:
-        processor: class of transformers, such as CLIPImageProcessor.
+        processor: Class of transformers, such as CLIPImageProcessor.
         kind: Kind of the tower, whose normalisation is the default.
     """
     import transformers
@@ -114,7 +114,7 @@ def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) ->
 
 
 def save_extras(extras: Tensors, folder: Path, *, beside: Path) -> None:
-    """Write what an image tower lacks of a video tower, beside the weights in the file `beside`."""
+    """Write what an image tower lacks of a video tower, next to the weights in the file `beside`."""
     save_tensors(extras, folder / EXTRAS_FILE, metadata={_OWNER: _digest(beside)})
 
 
@@ -122,7 +122,7 @@ def read_extras(folder: Path, *, beside: Path) -> dict[str, torch.Tensor]:
     """Return what an exported image tower lacks of a video tower, by our names; {} if the folder has no such file.
 
     Raises:
-        UserError: it belongs to other weights than those in the file `beside`, or is damaged.
+        UserError: The file belongs to other weights than the file `beside`, or is damaged.
     """
     path = folder / EXTRAS_FILE
     if not path.is_file():

@@ -26,17 +26,17 @@ from clipmill.train.config.model import EPS_RANGE, PIXEL_MEAN, PIXEL_STD
 from clipmill.train.models.hugging_face import PROCESSOR_FILES, is_triple
 from clipmill.train.weights.conversion import Mean
 
-# Configuration files beside weights: reads JSON, checks the values used, builds transformers' classes.
+# Configuration files next to weights: reads JSON, checks the values used, builds transformers' classes.
 
 
 _DAMAGED = "correct it, or get the folder again"
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if there is no such file.
+    """Return the JSON object in a file; None if the file does not exist.
 
     Raises:
-        UserError: it cannot be read, or a value has a type or is in a range that its key does not take.
+        UserError: The file cannot be read, or a value has a type or is in a range that its key does not take.
     """
     if not path.is_file():
         return None
@@ -54,13 +54,13 @@ def as_config(config_class: Callable[..., Any], given: Mapping[str, Any], *, key
     """Return a configuration object of transformers, with its defaults where `given` has no value.
 
     Args:
-        config_class: such as VideoMAEConfig.
-        given: an object of a checked config.json.
+        config_class: Such as VideoMAEConfig.
+        given: An object of a checked config.json.
         keys: Keys that are used, separated by spaces. The others are omitted: their values may be anything.
         source: Source for errors.
 
     Raises:
-        UserError: the class refuses the values.
+        UserError: The class refuses the values.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -151,7 +151,7 @@ _TYPES: tuple[tuple[frozenset[str], Callable[[Any], bool], str], ...] = (
 _Refused: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
 _DOWNLOAD_AGAIN = "get the file again, and compare its size with the original's"
 _scalar = np.float64(0).__reduce__()[0]  # builds a NumPy scalar from bytes
-# Training checkpoints of AVION and LaViLa hold arguments and a score besides tensors: a namespace of plain values,
+# Training checkpoints of AVION and LaViLa hold arguments and a score as well as tensors: a namespace of plain values,
 # and NumPy scalars, under their names in old and new versions.
 _PLAIN: list[Any] = [
     argparse.Namespace,
@@ -194,7 +194,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return the state dict in a file, or in the shards that an index names, on the CPU.
 
     Raises:
-        UserError: the file cannot be read, is damaged, holds no tensors, or would run a program.
+        UserError: The file cannot be read, is damaged, holds no tensors, or would run a program.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:  # not a pipe or a device, which have no end
@@ -257,7 +257,7 @@ def _read_shards(index: Path) -> dict[str, torch.Tensor]:
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(
-                f"{index} names the shard {name!r}, and shards are .safetensors files beside it",
+                f"{index} names the shard {name!r}, and shards are .safetensors files next to it",
                 hint="save the model again as safetensors: model.save_pretrained(FOLDER) of transformers",
             )
         tensors |= read_tensors(index.with_name(name))
@@ -336,11 +336,11 @@ def hub_folder(name: str, *, files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FI
     """Return the folder of a model of the Hub, from its cache, else downloaded.
 
     Args:
-        files: patterns of the files that are needed.
+        files: Patterns of the files that are needed.
         what: Content of the folder, for the hint.
 
     Raises:
-        UserError: it is in neither.
+        UserError: The model is neither in the cache nor on the Hub.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

@@ -53,8 +53,8 @@ def hf_caption_config(
     """Return config.json of a VisionEncoderDecoderModel.
 
     Args:
-        end_id: the token before and after a caption.
-        pad_id: the padding token.
+        end_id: The token before and after a caption.
+        pad_id: The padding token.
         dropout: Dropout of the decoder.
     """
     from transformers import GPT2Config, TimesformerConfig, VisionEncoderDecoderConfig
@@ -100,7 +100,7 @@ def generation_config(*, end_id: int, pad_id: int, decoding: Mapping[str, Any]) 
     """Return generation_config.json.
 
     Args:
-        decoding: arguments of `generate`.
+        decoding: Arguments of `generate`.
     """
     from transformers import GenerationConfig
 
@@ -122,7 +122,7 @@ def caption_config_of(
         hint: Advice what to use instead of another model.
 
     Raises:
-        UserError: it is of another model, or of one that computes something else than those here.
+        UserError: The model is of another kind, or computes something else than the models here.
     """
     kind = config.get("model_type")
     if kind == "timesformer":
@@ -222,7 +222,7 @@ def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any]
     """Return facts from config.json and the processor (`read_processor`) of a TimeSformer or a captioner with one.
 
     Raises:
-        UserError: see `caption_config_of`; or there is no TimeSformer in it.
+        UserError: See `caption_config_of`; or there is no TimeSformer in it.
     """
     video = caption_config_of(config, source=source).video
     if video is None:
@@ -321,7 +321,7 @@ def read_caption_folder(folder: Path, *, needs_decoder: bool = False) -> Caption
         needs_decoder: True to refuse a TimeSformer without a decoder.
 
     Raises:
-        UserError: they are missing, damaged, or of a model that a captioner cannot be made of.
+        UserError: The files are missing, damaged, or of a model that a captioner cannot be made of.
     """
     values = read_config(folder / "config.json")
     if values is None:

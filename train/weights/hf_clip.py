@@ -65,7 +65,7 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
     """Return facts from the config.json and the processor (`read_processor`) of a CLIPModel.
 
     Raises:
-        UserError: the model computes something that the towers here do not.
+        UserError: The model computes something that the towers here do not.
     """
     from transformers import CLIPTextConfig, CLIPVisionConfig
 

@@ -144,7 +144,7 @@ def write_library(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
     """Write towers in the format of their image tower's library: the file of weights, and our names of what it holds.
 
     Raises:
-        UserError: the library has no place for such towers.
+        UserError: The library has no place for such towers.
     """
     library = towers.image.partition(":")[0]
     write = {"open_clip": _write_open_clip, "timm": _write_timm, "hf": _write_hf}[library]
@@ -155,7 +155,7 @@ def _write_open_clip(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str
     weights, text = towers.weights, towers.towers.text
     if "video.proj" in weights or ("text.text_projection" in weights and text is not None):
         raise UserError(
-            "a tower has another projection beside open_clip's, which open_clip has no place for",
+            "a tower has another projection in addition to open_clip's, which open_clip has no place for",
             hint="use --format torch, or train without --towers.embedding-width",
         )
     if not any(name.startswith("text.") for name in weights) or (text or "open_clip:").partition(":")[0] != "open_clip":

@@ -48,11 +48,11 @@ class Change:
     """A tensor that was not copied as it is.
 
     Attributes:
-        name: ours, or the source's if there is none of ours.
+        name: Ours, or the source's if there is none of ours.
         origin: Name in the source, '' if it is missing there.
-        old: shape in the source.
-        new: shape in the model.
-        why: the reason; '' if there is none, so that training must not begin.
+        old: Shape in the source.
+        new: Shape in the model.
+        why: The reason; '' if there is none, so that training must not begin.
     """
 
     kind: ChangeKind
@@ -74,8 +74,8 @@ class Fitted:
     Attributes:
         tensors: Tensors by our names, with the model's shapes; without tensors that the model initialises itself.
         logit_scale: log(1 / temperature) of the source; None if it has none, or if its projections are not used.
-        num_copied: number of tensors that were copied as they are.
-        changes: all the others.
+        num_copied: Number of tensors that were copied as they are.
+        changes: All the others.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -157,7 +157,7 @@ def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeK
     if name == "video.positional_embedding" and _is_square(old[0] - 1) and _is_square(new[0] - 1):
         return "resized", resize_positions(tensor, num_places=new[0]), "another resolution: bicubic, as open_clip does"
     if name == TEMPORAL_EMBEDDING:
-        why = "another number of frames: interpolated along time"
+        why = "a different number of frames: interpolated along time"
         return "resized", resampled_temporal(tensor.float(), new[0]).to(tensor.dtype), why
     if name in _TEXT_POSITIONS and old[0] > new[0]:
         return "resized", tensor[: new[0]], f"captions are cut to {new[0]} tokens"
@@ -192,7 +192,7 @@ def stretched_positions(positions_LD: torch.Tensor, num_places: int) -> torch.Te
 
 
 def resize_positions(positions_PD: torch.Tensor, *, num_places: int) -> torch.Tensor:
-    """Resize positional embeddings to another number of patches; the first, of the class token, stays as it is."""
+    """Resize positional embeddings to a different number of patches; the first, of the class token, stays as it is."""
     class_1D, grid_PD = positions_PD[:1], positions_PD[1:]
     old, new = math.isqrt(len(grid_PD)), math.isqrt(num_places - 1)
     grid_1DHW = grid_PD.float().T.unflatten(1, (old, old))[None]
@@ -212,7 +212,7 @@ class Loaded:
     """Weights that fit a model.
 
     Attributes:
-        title: origin and format.
+        title: Origin and format.
         fitted: Use of each tensor.
     """
 
@@ -238,11 +238,11 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     """Fit the weights of `source` to a model, which may be on the meta device and is not changed.
 
     Args:
-        allow: patterns of names of tensors that may differ without a reason.
-        say: prints how the tensors were used.
+        allow: Patterns of names of tensors that may differ without a reason.
+        say: Prints how the tensors were used.
 
     Raises:
-        UserError: a tensor is missing, unexpected or of another shape without a reason, or not finite; or the number of
+        UserError: A tensor is missing, unexpected or of another shape without a reason, or not finite; or the number of
             attention heads differs.
     """
     # Tensors that weights may have: neither counters nor second names of tied tensors, which weights of a run have too.
@@ -291,7 +291,7 @@ def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], 
         fit: (model, source, say=) fits all parameters of the model.
 
     Raises:
-        UserError: a parameter has no values there.
+        UserError: A parameter has no values in `source`.
     """
     loaded = fit(model, source, say=say)
     # Only parameters of the model have a new shape.

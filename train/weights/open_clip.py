@@ -69,7 +69,7 @@ def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], 
     """Return facts from `model_cfg` and `preprocess_cfg` of open_clip_config.json, or from the entry of a tag.
 
     Raises:
-        UserError: the model computes something that the towers here do not.
+        UserError: The model computes something that the towers here do not.
     """
     from open_clip import CLIPTextCfg, CLIPVisionCfg
 

@@ -34,8 +34,8 @@ class Source:
     """Weights that were read.
 
     Attributes:
-        title: origin and format, for the user.
-        converted: the tensors under our names.
+        title: Origin and format, for the user.
+        converted: The tensors under our names.
         facts: Facts that no tensor shows.
     """
 
@@ -45,7 +45,7 @@ class Source:
 
     @property
     def kind(self) -> Kind | None:
-        """The kind of the video tower; None without one."""
+        """The kind of the video tower; None if there is none."""
         return kind_of_tensors(self.converted.tensors)
 
     @property
@@ -64,7 +64,7 @@ class Base:
         sha256: SHA-256 of their names, shapes and values.
         tensors: Shapes of the tensors by name.
         scale: Scale of the adapters.
-        text: origin of the weights of the text tower, if it is another one.
+        text: Origin of the weights of the text tower, if it is another one.
     """
 
     weights: str
@@ -90,7 +90,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     """Return the settings with the tower's kind, cubes, activation, eps and normalisation that the weights have.
 
     Raises:
-        UserError: the settings say another kind of tower than the weights are of.
+        UserError: The settings say another kind of tower than the weights are of.
     """
     settings = _without_idle_temporal(settings, source, say=say)
     if source is None:
@@ -170,7 +170,7 @@ def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
     """Return mean and standard deviation of pixels for the kind of a tower, or for a library's by its name.
 
     Raises:
-        UserError: the library does not say, or there is no such tower, or it takes pictures of another size.
+        UserError: The library does not say, or the tower does not exist or takes pictures of another size.
     """
     kind, towers, init = kind_of(settings.towers), settings.towers, settings.init
     if towers.image is None:
@@ -185,7 +185,7 @@ def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
         raise UserError(
             f"{towers.image} does not say how pixels are normalised: it has none of {', '.join(PROCESSOR_FILES)} with "
             "image_mean and image_std",
-            hint="put preprocessor_config.json beside its config.json, or give --init.pixel-mean and --init.pixel-std",
+            hint="put preprocessor_config.json next to its config.json, or give --init.pixel-mean and --init.pixel-std",
         )
     return mean, std
 

@@ -45,7 +45,7 @@ from clipmill.train.weights.open_clip import AVION, LAVILA, OPEN_CLIP, OPENAI, f
 from clipmill.train.weights.source import Base, Say, Source
 from clipmill.train.weights.videomae import HF_VIDEOMAE, VIDEOMAE
 
-# The formats, in the order in which names of tensors are compared with them. A new one is a file beside this one that
+# The formats, in the order in which names of tensors are compared with them. A new one is a file next to this one that
 # defines a Format, its row here, and its name among the choices of `--init.format` (config/model.py).
 FORMATS = {one.name: one for one in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)}
 
@@ -54,7 +54,7 @@ def detect_format(names: Iterable[str]) -> Format:
     """Return the format of a state dict, by the names of its tensors.
 
     Raises:
-        UserError: no format has such names, or a tower is of another kind.
+        UserError: No format has such names, or a tower is of another kind.
     """
     known = frozenset(names)
     for form in FORMATS.values():
@@ -72,7 +72,7 @@ def facts_in(folder: Path) -> SourceFacts | None:
     """Return facts from the configuration files in a folder; None if it has none.
 
     Raises:
-        UserError: a file is damaged, or of a model that the towers here cannot be.
+        UserError: A file is damaged, or of a model that the towers here cannot be.
     """
     clip_config = read_config(folder / "open_clip_config.json")
     if clip_config is not None:
@@ -99,7 +99,7 @@ def place_of_weights(weights: str) -> Path:
     """Return the file or folder of `--init.weights`; of hf:NAME its folder, downloaded if it is not cached.
 
     Raises:
-        UserError: the Hub has no such model, or cannot be reached.
+        UserError: The Hub has no such model, or cannot be reached.
     """
     if not weights.startswith(HUB_PREFIX):
         return Path(weights)
@@ -110,7 +110,7 @@ def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
     """Download weights by name that are not in the cache of open_clip or Hugging Face; do nothing for files.
 
     Raises:
-        UserError: there are no such weights, or they cannot be downloaded.
+        UserError: The weights do not exist, or cannot be downloaded.
     """
     for part, its in _parts_of(init, towers):
         if (part.weights or "").startswith(HUB_PREFIX):
@@ -126,10 +126,10 @@ def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
     """Read the weights that the settings name; None if they name none.
 
     Args:
-        towers: whose modules may be a library's, and their weights by its names.
+        towers: Whose modules may be a library's, and their weights by its names.
 
     Raises:
-        UserError: they are missing, damaged, of an unknown format, not of floating point, or of a model that the
+        UserError: The weights are missing, damaged, of an unknown format, not of floating point, or of a model that the
             towers here cannot be.
     """
     if init.weights is None:
@@ -195,7 +195,7 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
     """Return the weights of a run's latest checkpoint, or of the one that is named; averages if it kept some.
 
     Raises:
-        UserError: it has no checkpoint, or one that cannot be read.
+        UserError: The run has no checkpoint, or the checkpoint cannot be read.
     """
     path = checkpoint or run.require_checkpoint()
     facts = read_metadata(path)
@@ -269,7 +269,7 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
     """Open the weights that a checkpoint omits; None if it is complete.
 
     Raises:
-        UserError: the checkpoint is damaged; the weights are missing, or are no longer those that it was trained with.
+        UserError: The checkpoint is damaged; the weights are missing, or are no longer those that it was trained with.
     """
     metadata = read_metadata(checkpoint)
     if not metadata.base:
@@ -294,7 +294,7 @@ def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return all weights of a checkpoint (the EMA if there is one), with adapters merged into their matrices.
 
     Raises:
-        UserError: it cannot be read, or lacks weights that are no longer there (`open_base`).
+        UserError: The checkpoint cannot be read, or lacks weights that no longer exist (`open_base`).
     """
     stored = read_weights(checkpoint)
     if not content_of(checkpoint).get("base") or (opened := open_base(checkpoint)) is None:
@@ -313,7 +313,7 @@ _SETTINGS_OF_TEXT = ("text", "text_pooling", "context_length")
 
 
 def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title: str) -> ConvertedStateDict:
-    """Return the tensors of `video`, with the text tower of `text` in place of its text tower.
+    """Return the tensors of `video`, with the text tower of `text` instead of its text tower.
 
     The temperature of `video` is omitted: it belongs to the pair that was replaced.
 
@@ -321,7 +321,7 @@ def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title
         title: Title of `text`.
 
     Raises:
-        UserError: it has no text tower.
+        UserError: `text` has no text tower.
     """
     if not any(_root(name) == "text" for name in text.tensors):
         raise UserError(f"{title}: there is no text tower", hint="name weights that have one with --init.text")
@@ -342,7 +342,7 @@ def paired_facts(video: SourceFacts, text: SourceFacts, towers: Towers) -> Sourc
     """Return what no tensor of `paired_tensors` shows.
 
     Raises:
-        UserError: both are towers of this project, which have one activation, and they were trained with two.
+        UserError: Both towers are of this project, where they share one activation, but they were trained with two.
     """
     has_own_text = getattr(towers, "text", None) is None
     of_video, of_text = video.activation or "gelu", text.activation or "gelu"

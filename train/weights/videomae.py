@@ -139,7 +139,7 @@ def facts_of_videomae_v2(config: Mapping[str, Any], preprocess: Mapping[str, Any
     """Return facts from the config.json of a model that VideoMAE V2's authors published with their code.
 
     Raises:
-        UserError: the model computes something that the towers here do not.
+        UserError: The model computes something that the towers here do not.
     """
     model = config.get("model_config")
     if not isinstance(model, dict):
@@ -233,7 +233,7 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
     """Return facts from the config.json and the processor (`read_processor`) of a VideoMAE.
 
     Raises:
-        UserError: the model computes something that the towers here do not.
+        UserError: The model computes something that the towers here do not.
     """
     from transformers import VideoMAEConfig
 
@@ -283,10 +283,10 @@ def exported_videomae(
 
     Args:
         form: videomae or hf.
-        model: Values of the VideoMAEConfig besides the values of the encoder.
+        model: Values of the VideoMAEConfig other than the values of the encoder.
 
     Raises:
-        UserError: the format cannot hold it.
+        UserError: The format cannot hold it.
     """
     trunk = shape.size.video.trunk
     if form == "videomae":

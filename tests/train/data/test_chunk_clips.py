@@ -156,5 +156,5 @@ def test_damaged_chunks_are_failures_by_name_and_others_take_their_place(tmp_pat
 def test_a_split_without_chunks_is_named(tmp_path: Path) -> None:
     write_shard(tmp_path, 0, [video_sample("a", 0, encode_chunk(0, 4))], split="train")
     write_captions(tmp_path, {"a": "train", "b": "val"}, [])
-    with pytest.raises(UserError, match="no clip of split 'val' can be shown: 0 chunks of 0 videos"):
+    with pytest.raises(UserError, match="no clip of split 'val' is usable: 0 chunks of 0 videos"):
         open_chunk_clips(ClipQuery(tmp_path, split="val", shape=SHAPE, loading=LOADING))

@@ -217,5 +217,5 @@ def test_an_evaluation_may_ask_for_every_caption(data_dir: Path) -> None:
 def test_captions_of_which_none_can_be_shown_are_said(tmp_path: Path) -> None:
     write_shard(tmp_path, 0, chunks_of("a", 20), split="train")
     write_captions(tmp_path, {"a": "train"}, [Caption("a", 7.0, 9.0, "too late")])
-    with pytest.raises(UserError, match=r"no clip of split 'train' can be shown: 0 of 1 caption .*; 1 begins after"):
+    with pytest.raises(UserError, match=r"no clip of split 'train' is usable: 0 of 1 caption .*; 1 begins after"):
         opened(tmp_path)

@@ -111,7 +111,7 @@ def test_the_expression_is_part_of_the_fingerprint(scored: Path, data_dir: Path)
     [
         ("motion > 5", r"'motion > 5' selects none of the 9 chunks of split 'train'"),
         ("words > 50", r"'words > 50' selects none of the 9 captions of split 'train'"),
-        ("begin_s > 3 and 'begins' in text", r"no clip of split 'train' can be shown.* 9 not selected; where"),
+        ("begin_s > 3 and 'begins' in text", r"no clip of split 'train' is usable.* 9 not selected; where"),
         ("motoin > 5", "there is no name motoin"),
         ("motion > 0.2 or words > 3", "one condition on fields of chunks"),
     ],
@@ -148,7 +148,7 @@ def test_open_clips_selects(scored: Path) -> None:
     assert sorted(key for batch in batches for key in batch["key"]) == [
         *["a_000000000", "b_000000000", "b_000000000", "b_000002000"]
     ]
-    with pytest.raises(UserError, match="names tars, without scores"):
+    with pytest.raises(UserError, match="names tars, which have no scores"):
         open_clips("tars/{000..001}.tar", where="motion > 0.5")
 
 

@@ -144,12 +144,12 @@ def test_what_the_tars_lack_is_said(
     (data / "classnames.txt").rename(tmp_path / "names.txt")
     shards = ["--shards", data / "test" / "{0..1}.tar"]
     assert train("eval", "zero-shot", exported, *shards) == 2
-    assert "no classnames.txt beside the tars" in capsys.readouterr().err
+    assert "no classnames.txt next to the tars" in capsys.readouterr().err
     assert (
         scored(capsys, "zero-shot", exported, *shards, "--classes", tmp_path / "names.txt")["num_clips"] == NUM_IMAGES
     )
     assert train("eval", "retrieval", exported, "--shards", data_dir, "--protocol", "clip-benchmark") == 2
-    assert "clip-benchmark scores tars of images" in capsys.readouterr().err
+    assert "clip-benchmark scores image tars" in capsys.readouterr().err
     assert train("eval", "zero-shot", exported, *shards, "--classes", tmp_path / "names.txt", "--label", "verb") == 2
     assert "images in tars have no label 'verb'" in capsys.readouterr().err
     # ImageNet has two classes of the same name: they tie, which counts against the model.
@@ -164,5 +164,5 @@ def test_what_the_tars_lack_is_said(
 
 
 def test_class_names_beside_remote_tars_are_not_said_to_be_missing() -> None:
-    with pytest.raises(UserError, match=r"classnames\.txt is not looked for beside the remote tars"):
+    with pytest.raises(UserError, match=r"classnames\.txt is not looked for next to the remote tars"):
         class_numbers("http://127.0.0.1:1/test/{0..1}.tar", None)

@@ -229,7 +229,7 @@ def test_videos_among_images_and_compressed_tars_are_errors(tmp_path: Path) -> N
     for first in ("empty", "cut"):
         pattern = f"{tmp_path}/{{{first},00000}}.tar"
         assert names_images(pattern, cache=None, cache_size=None), "the first tar with samples decides"
-    with pytest.raises(UserError, match="no image can be shown"):
+    with pytest.raises(UserError, match="no image is usable"):
         opened(tmp_path / "empty.tar")
 
 

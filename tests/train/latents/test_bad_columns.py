@@ -161,7 +161,7 @@ def test_only_videos_of_the_split_are_shown(tmp_path: Path) -> None:
 
 def test_a_split_without_captions_says_what_there_is(own: Written) -> None:
     write_captions(own.data_dir, dict.fromkeys("abcde", "train"), [])
-    with pytest.raises(UserError, match="no segment of split 'train' can be shown"):
+    with pytest.raises(UserError, match="no segment of split 'train' is usable"):
         opened(own.data_dir)
     assert len(opened(own.data_dir, captions="none")) > 0
 

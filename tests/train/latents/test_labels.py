@@ -102,7 +102,7 @@ def test_a_caption_that_is_stated_later_changes_what_the_set_is(written: Written
 
 
 def test_a_split_without_labels_has_nothing_to_show(written: Written) -> None:
-    with pytest.raises(UserError, match="no segment of split 'val' can be shown: 0 segments"):
+    with pytest.raises(UserError, match="no segment of split 'val' is usable: 0 segments"):
         opened(written.data_dir, split="val")
 
 

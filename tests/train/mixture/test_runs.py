@@ -149,7 +149,7 @@ def test_ranks_compare_the_content_of_each_folder(near: Path, far: Path) -> None
         ({"shards": ("/x/a", "/x/b"), "mix": "1"}, "--mix is 1: 1 weight for 2 data folders", "as 1,1"),
         ({"shards": ("/x/a", "/x/b"), "mix": "1,1,1"}, "--mix is 1,1,1: 3 weights for 2 data folders", "as 1,1"),
         ({"shards": ("/x/a", "/x/b"), "mix": "0,1"}, "--mix is 0,1, and '0' is not a weight", "above 0"),
-        ({"shards": ("/x/a", "/x/b"), "mix": "-2,1"}, "--mix is -2,1, and '-2' is not a weight", "leave out"),
+        ({"shards": ("/x/a", "/x/b"), "mix": "-2,1"}, "--mix is -2,1, and '-2' is not a weight", "omit"),
     ],
 )
 def test_bad_mixtures_are_named(given: dict[str, Any], error: str, hint: str) -> None:

@@ -145,7 +145,7 @@ def test_a_model_in_several_files_is_the_model_in_one(folder: Path, sharded: Pat
     [
         ({"logit_scale": "none-of-these.safetensors"}, "cannot read the weights"),
         ({"logit_scale": "../model.safetensors"}, "names the shard '../model.safetensors'"),
-        ({"logit_scale": "pytorch_model-00001-of-00002.bin"}, "and shards are .safetensors files beside it"),
+        ({"logit_scale": "pytorch_model-00001-of-00002.bin"}, "and shards are .safetensors files next to it"),
         ({"logit_scale": 3}, "is not an index of weights"),
         ({"of_nowhere": None}, "lack 1 of its 79 tensors, such as of_nowhere"),
     ],

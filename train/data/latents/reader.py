@@ -48,13 +48,13 @@ class SegmentRequests:
     """Samples to read; one entry of each array per request.
 
     Attributes:
-        columns: Entries of a batch beside latents and embeddings; they may have rows of further requests too.
+        columns: Entries of a batch other than latents and embeddings; they may have rows of other requests too.
         rows: Rows of the requests in `columns`, ascending.
-        chunk: Index in the records.
-        frame: First frame in its chunk.
-        num_frames: Number of frames; fewer than in a full segment for a tail.
-        text_place: Place at which the embedding or sequence of the caption begins; None without stored text. The column
-            `num_tokens` has the lengths of sequences.
+        chunk: Index of the chunk in the records.
+        frame: Index of the first frame in the chunk.
+        num_frames: Number of frames; a tail has fewer than a full segment.
+        text_place: Place at which the embedding or sequence of the caption begins; None if texts are not stored. The
+            column `num_tokens` has the lengths of sequences.
     """
 
     columns: Columns
@@ -83,10 +83,10 @@ class SegmentReader:
         """Read the samples of some requests, in their order.
 
         Args:
-            loading: Threads for members that are not parts of maps.
+            loading: Threads for members that are not ready in a mapped tar.
 
         Raises:
-            UserError: A tar cannot be mapped any more.
+            UserError: A tar can no longer be mapped.
         """
         frame_bytes = self._records.shape.frame_bytes
         latents = self._records.array_place[requests.chunk] + requests.frame * frame_bytes
@@ -101,7 +101,7 @@ class SegmentReader:
         return zip(repeat(requests.columns), requests.rows, parts, texts)
 
     def _due(self, requests: SegmentRequests, latents: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return the requests that have to wait for a member; after these are loaded, all others are verified too."""
+        """Return the requests that wait for a member; once these are loaded, all other members are verified too."""
         are_parts = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
         due = self._latents.are_due(requests.chunk)
         if self._text is not None and self._segments.text is not None and requests.text_place is not None:
@@ -112,7 +112,7 @@ class SegmentReader:
     def _read_ahead(
         self, requests: SegmentRequests, due: NDArray[np.bool_], loading: LoaderSettings
     ) -> Iterator[LatentSample | FailedSample]:
-        """Read with threads that load what is due. Consecutive requests for the same chunk load it once."""
+        """Read with threads that load due members. Consecutive requests for the same chunk load it once."""
         chunk: list[int] = requests.chunk.tolist()
         text: Iterable[_Text | None] = repeat(None, len(chunk))
         if self._segments.text is not None and (place := requests.text_place) is not None:
@@ -176,12 +176,12 @@ class SegmentReader:
 
 
 class LatentRing:
-    """Memory in which batches are made of the samples of a set, or of sets that are alike.
+    """Memory in which batches are made of the samples of one set, or of sets whose samples have the same shape.
 
     Args:
-        loading: Size of the largest batch, and its memory.
+        loading: Size of the largest batch, and kind of its memory.
         keys_of: Function that returns the keys of the chunks that hold clips.
-        captions: Captions of the segments, for their tokens; None without.
+        captions: Captions of the segments, which batches show as tokens; None if batches have no captions.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class LatentRing:
         batch, pin, can_keep = loading.batch, loading.pin, loading.can_keep
         shape, text = segments.records.shape, segments.text
         num_frames, picture = segments.num_frames, (shape.height, shape.width)
-        # A VAE of videos puts the channels before the frames; the batch is a view with the frames first.
+        # A video VAE puts the channels before the frames; the batch is a view with the frames first.
         self._channels_first = shape.segment_frames > 0
         row_shape = (num_frames, shape.channels, *picture)
         if self._channels_first:
@@ -318,12 +318,12 @@ class LatentReader:
 
     @cached_property
     def segment_reader(self) -> SegmentReader:
-        """Reader of segments; the first use of it begins to fetch remote tars."""
+        """Reader of segments; its first use starts to fetch remote tars."""
         self.segments.maps.begin_fetching()
         return SegmentReader(self.segments)
 
     def requests(self, block: Block) -> SegmentRequests:
-        """Return requests for a block, each with one caption: drawn with the seed, or the first one without a seed."""
+        """Return requests for a block, each with a caption: drawn by the seed, or the first caption without a seed."""
         rows, chunk, frame = block.samples, self._chunk[block.samples], self._frame[block.samples].astype(np.int64)
         num_frames = np.minimum(self.segments.records.num_frames[chunk] - frame, self.num_frames)
         columns = {"position": block.positions, "clip_id": rows.astype(np.int64)}
@@ -353,15 +353,15 @@ class LatentReader:
         return self._rings[loading].collate
 
     def keys_of(self, rows: NDArray[np.int64]) -> list[str]:
-        """Return the chunks of rows."""
+        """Return the key of the chunk of each row."""
         return [self.segments.key(chunk) for chunk in self._chunk[rows].tolist()]
 
     def key(self, sample: int) -> str:
-        """Return the chunk of a sample."""
+        """Return the key of a sample's chunk."""
         return self.segments.key(int(self._chunk[sample]))
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers of the videos of rows."""
+        """Return the index of the video of each row."""
         return self.segments.records.video_row[self._chunk[rows]].astype(np.int64)
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -370,7 +370,7 @@ class LatentReader:
         return frame_times_us(self.segments.records, chunk, frame, num_frames=self.num_frames)
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the start and end in their video of the frames in the middle of an evaluated segment, seconds."""
+        """Return the start and end of the middle frames of an evaluated segment, in seconds of the video."""
         begin_us, _ = self.span_us(np.array([sample]))
         fps = self.segments.records.shape.fps
         begin_s = float(begin_us[0]) / 1e6 + float((self.num_frames - num_frames) // 2 / fps)
@@ -379,7 +379,7 @@ class LatentReader:
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Return frames as a model sees them, in false colours: three channels as red, green and blue [h, w, 3].
 
-        Empty if the latents do not match their checksum.
+        The list is empty if the latents do not match their checksum.
         """
         number, shape = np.array([sample]), self.segments.records.shape
         [loaded] = self.read(Block(number, number, None), LoaderSettings())
@@ -426,7 +426,7 @@ class MixedLatentReader:
 
     @cached_property
     def captions(self) -> Captions | None:
-        """Captions of all folders, with texts numbered one folder after another; None without captions."""
+        """Captions of all folders, with texts numbered one folder after another; None if there are no captions."""
         parts = [reader.captions for reader in self._readers if reader.captions is not None]
         if not parts:
             return None
@@ -436,12 +436,12 @@ class MixedLatentReader:
 
     @cached_property
     def _first_text(self) -> list[int]:
-        """Number of the first text of each folder."""
+        """Index of the first text of each folder."""
         counts = [0 if reader.captions is None else len(reader.captions.stored_texts) for reader in self._readers]
         return np.cumsum([0, *counts]).tolist()
 
     def keys_of(self, clips: NDArray[np.int64]) -> list[str]:
-        """Return the chunks of clips."""
+        """Return the key of the chunk of each clip."""
         keys: list[str] = [""] * len(clips)
         for folder, where, rows in self._numbering.divide(clips):
             for index, key in zip(where.tolist(), self._readers[folder].keys_of(rows), strict=True):

@@ -1,8 +1,8 @@
 """Places of the latents of every chunk, and the segments that they are cut into, as arrays: 40 bytes per chunk.
 
 A segment is `num_frames` frames of one chunk; segment i of a chunk begins at frame i * num_frames. The rest at the end
-of a chunk is a tail: a shorter segment, which is omitted or zero-padded. Latents of a VAE of videos have the segments
-that it encoded, and no tails; a frame is then a latent frame, at the lower rate of latent frames.
+of a chunk is a tail: a shorter segment, which is omitted or zero-padded. Latents of a video VAE have the segments that
+it encoded, and no tails; a frame is then a latent frame, at the lower rate of latent frames.
 """
 
 import re
@@ -50,8 +50,8 @@ class FrameShape:
     Attributes:
         channels, height, width: C, h and w of a latent.
         fps: Latent frames per second.
-        segment_frames: T', if a VAE of videos encoded complete segments, stored as [C, T', h, w]; 0 if the VAE encoded
-            frame by frame, stored as [C, h, w].
+        segment_frames: Number of frames T' if a video VAE encoded complete segments, stored as [C, T', h, w]; 0 if the
+            VAE encoded frame by frame, stored as [C, h, w].
     """
 
     channels: int
@@ -77,10 +77,10 @@ class LatentRecords:
     """Chunks with latents, ordered by (video row, start); one entry of each array per chunk.
 
     Attributes:
-        array_place: Begin of the array, or of the member if it is compressed (clipmill.train.data.mapped_tars).
-        header_bytes: Size of the npy header before it; 0 for a compressed member.
+        array_place: Start of the array, or of the member if it is compressed (clipmill.train.data.mapped_tars).
+        header_bytes: Size of the npy header before the array; 0 for a compressed member.
         crc32: Checksum of header and array, or of the compressed member.
-        num_unknown: Number of further chunks, of videos that are not in the manifest.
+        num_unknown: Number of further chunks, whose videos are not in the manifest.
         packed_bytes: Size of a compressed member; None if members are not compressed.
     """
 
@@ -120,15 +120,15 @@ class LatentRecords:
 def read_records(
     variant: Variant, *, starts: NDArray[np.int64], video_ids: pa.Array, known_ids: pa.Array
 ) -> LatentRecords | None:
-    """Collect the chunks of the videos `video_ids`, from the merged table of a variant or else from its indexes.
+    """Collect the chunks of the videos `video_ids`, from a variant's merged table or, if it has none, its indexes.
 
     Args:
         starts: Place of each shard's tar.
-        video_ids: Videos; a video's row is its index in them.
-        known_ids: All videos of the manifest.
+        video_ids: IDs of the videos; a video's row is its index in them.
+        known_ids: IDs of all videos of the manifest.
 
     Returns:
-        The records; None if there are no such chunks.
+        The records; None if none of the videos has latents.
 
     Raises:
         UserError: Chunks have latents of different shapes, or an index does not match its tar.
@@ -193,7 +193,7 @@ class Segments:
 
     Attributes:
         num_frames: Number of frames of a full segment.
-        first: Number of the first segment of each chunk, and then the number of segments, [chunks + 1].
+        first: Index of the first segment of each chunk, and then the number of segments, [chunks + 1].
         num_tails: Number of chunks that end with a shorter segment.
         tails: "pad" if tails are segments too.
     """
@@ -232,7 +232,7 @@ def times_us(
 def frame_times_us(
     records: LatentRecords, chunk: NDArray[np.integer], begin: NDArray[np.integer], *, num_frames: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return `times_us` of segments that begin with some frames of their chunks."""
+    """Return start and end, as `times_us` does, of segments that begin at frame `begin` of their chunks."""
     begin = begin.astype(np.int64)
     end = np.minimum(begin + num_frames, records.num_frames[chunk])
     fps = records.shape.fps
@@ -242,18 +242,18 @@ def frame_times_us(
 
 
 def frames_of(segment: str | None, shape: FrameShape) -> int:
-    """Return the number of frames in a segment whose length is given in seconds, as `5s`; None for the default.
+    """Return the number of frames in a segment of a length in seconds, such as `5s`; None is the default length.
 
     Raises:
-        UserError: The text is not a duration, not a whole number of frames, or not the segment of a video VAE.
+        UserError: `segment` is not a duration, not a whole number of frames, or not the segment of a video VAE.
     """
     if shape.segment_frames:
         stored_s = float(shape.segment_frames / shape.fps)
         if segment is not None and abs(float(seconds_of(segment)) - stored_s) > _SAME_S:
             raise UserError(
-                f"a segment of {segment!r} cannot be cut out of these latents: a VAE of videos encoded complete "
+                f"a segment of {segment!r} cannot be cut out of these latents: a video VAE encoded complete "
                 f"segments of {stored_s:g} s",
-                hint=f"leave out the length, use {stored_s:g}s, or another --segment of prep {command_for(LATENTS)}",
+                hint=f"omit the length, use {stored_s:g}s, or another --segment of prep {command_for(LATENTS)}",
             )
         return shape.segment_frames
     segment = DEFAULT_SEGMENT if segment is None else segment
@@ -276,7 +276,7 @@ def seconds_of(segment: str) -> Fraction:
 
 @dataclass(frozen=True)
 class StoredLatents:
-    """Chunks with latents of the videos of a split."""
+    """Chunks with latents, for the videos of a split."""
 
     video_ids: pa.Array
     records: LatentRecords
@@ -287,13 +287,13 @@ class LatentSegments:
     """Data from which segments are read.
 
     Attributes:
-        records: Chunks with latents, the parts of a table of segments.
+        records: Chunks with latents, which are the parts of a segment table.
         video_ids: Videos of the split.
         maps: Tars of latents and stored texts.
-        text: Members that hold stored texts; None without.
+        text: Members that hold stored texts; None if samples have no stored texts.
         num_frames: Number of frames of a full segment.
         has_tails: True if shorter segments are samples too.
-        made_of: Remark about the chunks that the latents were made of; usually empty.
+        made_of: Remark that the latents were made of other chunks; usually empty.
     """
 
     records: LatentRecords
@@ -314,21 +314,21 @@ ShownCaptions = Literal["none", "stored", "words"]
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentQuery:
-    """Segments that are asked of a data folder.
+    """Query for the segments of a data folder.
 
     Attributes:
         data_dir: Folder that prep made.
         split: Split of the manifest.
-        segment: Length of a segment in seconds, a whole number of frames. None: the stored segments of a VAE of
-            videos, and DEFAULT_SEGMENT of other latents.
-        captions: Form of captions in samples: none, stored embeddings, or words. Segments without it are omitted.
+        segment: Length of a segment in seconds, a whole number of frames. Default: the stored segments of a
+            video VAE; DEFAULT_SEGMENT for other latents.
+        captions: Form of captions in samples: none, stored embeddings, or words. Segments without them are omitted.
         loading: Batches and this rank's share. The threads read members that have to be verified, fetched or unpacked;
             four threads keep a disk busy, and one verifies several gigabytes per second. Memory is pinned if there is a
             GPU, unless batches that are in use are kept.
         tails: Treatment of the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches then
             have `num_frames`).
-        sources: Weights of the captions' sources (clipmill.train.config.clips).
-        classes: Classes of labels, in place of captions; segments without any of them are omitted
+        sources: Sampling weights of caption sources (clipmill.train.config.clips).
+        classes: Classes of labels, instead of captions; segments without any label are omitted
             (clipmill.train.data.latents.segment_table).
         max_segments: Maximum number of samples of each video, spread evenly over it; None for all.
         where: Expression that selects segments, by chunks and captions (clipmill.shards.where); None for all.

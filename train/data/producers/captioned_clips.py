@@ -45,11 +45,11 @@ def open_captioned_clips(
         captions: Choice of the captions of a clip.
         has_stored_text: Use the embeddings that prep text made as captions; captions without an embedding are omitted.
         each_caption: Make a clip of each caption rather than of each span, for evaluations that score every caption.
-        table: Captions in place of the manifest's, with its columns.
+        table: Captions instead of the manifest's, with its columns.
         make_captions: Function that makes other forms of captions than tokens, texts and embeddings.
 
     Raises:
-        UserError: The data do not exist, or no clip can be shown.
+        UserError: The data do not exist, or no clip is usable.
     """
     data_dir, chunks = query.data_dir, query.open_chunks(has_captions=True)
     stored_text: StoredText | None = None

@@ -38,7 +38,7 @@ def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repea
         repeats: Samples of a clip in an epoch (repeated augmentation, Hoffer et al. 2020); divides the loader's group.
 
     Raises:
-        UserError: The data do not exist, or no clip can be shown.
+        UserError: The data do not exist, or no clip is usable.
     """
     chunks, data_dir = query.open_chunks(has_captions=True), query.data_dir
     num_rows = chunks.num_rows + num_captions_of(data_dir)

@@ -143,7 +143,7 @@ def open_latent_segments(
             num_rows=num_rows,
         ),
         nothing=(
-            f"no segment of split {query.split!r} can be shown",
+            f"no segment of split {query.split!r} is usable",
             "labels of captions come from prep manifest"
             if query.classes and has_segments
             else "use a shorter segment" + (", or data with captions" if query.captions != "none" else ""),
@@ -199,7 +199,7 @@ def _query(query: DataQuery) -> SegmentQuery:
     if len(views) > 1:
         raise UserError(
             f"{views.num_clips} clips x {views.num_crops} crops apply to frames in pixels, not to latents",
-            hint="leave out --clips and --crops with --input latents",
+            hint="omit --clips and --crops with --input latents",
         )
     if not kind_of(settings.folder).has_manifest:
         raise UserError(

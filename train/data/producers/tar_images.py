@@ -47,7 +47,7 @@ class ImageReader(ThreadedReader):
 
     Args:
         images: Image of each row, int64 [N].
-        annotations: Entries that samples get beside frames.
+        annotations: Entries that samples get in addition to frames.
         repeats: Samples of an image in an epoch; divides the loader's group, in which it is decoded once.
     """
 
@@ -203,7 +203,7 @@ def open_tar_images(
         split=TARS_SPLIT,
         variant_name=f"images of {count_noun(len(tars.tars), 'tar')}",
         fingerprint=lambda: fingerprint_of(table, facts, [table.first_part]),
-        nothing=("no image can be shown", _HINT),
+        nothing=("no image is usable", _HINT),
     )
     reader = ImageReader(tars, table.first_part, query.shape, annotations=annotations, repeats=repeats)
     return Samples(table, reader, source, query.loading, captions=captions, repeats=repeats)
@@ -219,7 +219,7 @@ def open_images(query: DataQuery) -> Samples[ImageReader]:
     if settings.selection is not None:
         raise UserError(
             f"{settings.folder} names tars, which have no manifest and no scores to select by",
-            hint="leave out --where and --share, or name a data folder that prep made",
+            hint="omit --where and --share, or name a data folder that prep made",
         )
     if query.has_stored_text or query.captions != CaptionSettings():
         raise one_caption_each(settings.folder)

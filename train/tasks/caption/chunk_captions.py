@@ -91,7 +91,7 @@ def read_record(out: Path) -> dict[str, Any] | None:
     """Return the metadata of a finished table, None if it is missing.
 
     Raises:
-        UserError: the file is not such a table.
+        UserError: The file is not such a table.
     """
     if not out.exists():
         return None
@@ -130,7 +130,7 @@ def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str,
         The metadata of the table.
 
     Raises:
-        FailedWork: no clip could be decoded.
+        FailedWork: No clip could be decoded.
     """
     failed: list[dict[str, Any]] = []
     num_captions = 0
@@ -189,7 +189,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
     """Open the captioner and the clips.
 
     Raises:
-        UserError: the weights or clips do not exist, or a setting does not fit them.
+        UserError: The weights or clips do not exist, or a setting does not fit them.
     """
     segment_us = None if request.segment is None else parse_length_us(request.segment, flag="--segment")
     captioner = open_captioner(weights, overrides=request.shown, device=request.device, say=say)
@@ -250,8 +250,8 @@ def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -
         The metadata of the table.
 
     Raises:
-        UserError: the table has other captions, or another process writes it.
-        FailedWork: no clip could be decoded, or a likelihood is not finite.
+        UserError: The table has other captions, or another process writes it.
+        FailedWork: No clip could be decoded, or a likelihood is not finite.
     """
     with ExitStack() as held:
         finished = world.first(lambda: _begin(work, out, held=held))
@@ -350,7 +350,7 @@ def draw_number(key: str, *, begin_us: int, sample: int) -> int:
 
     Args:
         key: Key of the chunk.
-        begin_us: Begin of the clip in its video.
+        begin_us: Start of the clip in its video.
         sample: Number of the caption among the captions of its clip.
     """
     digest = hashlib.blake2b(f"{key} {begin_us} {sample}".encode(), digest_size=8).digest()

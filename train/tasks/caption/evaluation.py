@@ -67,8 +67,8 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
         with_java: True to compute METEOR and SPICE (`score_captions`).
 
     Raises:
-        UserError: the split has no captions.
-        FailedWork: nothing could be decoded, or all captions are empty.
+        UserError: The split has no captions.
+        FailedWork: Nothing could be decoded, or all captions are empty.
     """
     if flags.spice_jars is not None:
         check_jars(flags.spice_jars)
@@ -308,7 +308,7 @@ class CaptionedVideo:
 
     Attributes:
         name: Name of the video, or of the clip if a video has several.
-        detail: Text beside the name, such as its times.
+        detail: Text next to the name, such as its times.
         scores: Values by metric, with keys of METRIC_LABELS.
         picture: Data URI, or empty.
         shown: Clip, if it plays.

@@ -56,7 +56,7 @@ def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None
     """Adopt a captioner of TimeSformer and GPT-2 in a folder with its tokenizer; None if the weights have no decoder.
 
     Raises:
-        UserError: the folder lacks sizes or tokenizer, which no tensor shows.
+        UserError: The folder lacks sizes or tokenizer, which no tensor shows.
     """
     if not has_decoder(source.converted.tensors):
         return None
@@ -94,7 +94,7 @@ def exported_captioner(request: ExportRequest) -> Exported:
     """Export a captioner.
 
     Raises:
-        UserError: the format cannot hold it.
+        UserError: The format cannot hold it.
     """
     settings, parts = request.settings, request.task.decoder
     assert isinstance(settings, CaptionerSettings)
@@ -146,7 +146,7 @@ def save_hf(
         decoding: Default decoding of `generate`; transformers' defaults if it is omitted.
 
     Raises:
-        UserError: the video tower is not a TimeSformer.
+        UserError: The video tower is not a TimeSformer.
     """
     tower, decoder = captioner.video, captioner.decoder
     if not isinstance(tower, TimeSformer):
@@ -261,7 +261,7 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
         decoding: Arguments of `generate`.
 
     Raises:
-        UserError: the tower cannot be traced, or peft is not installed.
+        UserError: The tower cannot be traced, or peft is not installed.
     """
     from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar

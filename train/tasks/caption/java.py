@@ -30,7 +30,7 @@ def java() -> str:
     """Return the path of the java program.
 
     Raises:
-        MetricUnavailable: it is not on the PATH.
+        MetricUnavailable: The program is not on the PATH.
     """
     path = shutil.which("java")
     if path is None:
@@ -42,7 +42,7 @@ def jar_of_pycocoevalcap(name: str) -> Path:
     """Return a jar of the package pycocoevalcap, by its path in the package.
 
     Raises:
-        MetricUnavailable: the package is not installed, or has no such jar.
+        MetricUnavailable: The package is not installed, or has no such jar.
     """
     spec = find_spec("pycocoevalcap")
     if spec is None or not spec.submodule_search_locations:

@@ -211,7 +211,7 @@ def checkpoint_language_blocks(decoder: "PreTrainedModel") -> None:
     """Enable activation checkpointing in the blocks of a language model.
 
     Raises:
-        UserError: the library does not support it for this model.
+        UserError: The library does not support it for this model.
     """
     # The second is its name in older versions of transformers.
     enable = getattr(decoder, "activation_checkpointing_enable", None) or decoder.gradient_checkpointing_enable
@@ -229,7 +229,7 @@ def add_language_adapters(decoder: "PreTrainedModel", lora: Lora) -> None:
     """Add peft's LoRA to the linear layers of a language model's blocks, and freeze everything else.
 
     Raises:
-        UserError: as `peft_config`.
+        UserError: See `peft_config`.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -338,7 +338,7 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
     """Open the language model in a folder, without its weights.
 
     Raises:
-        UserError: the folder is damaged, has no causal language model or no tokenizer, or the tokenizer has no end
+        UserError: The folder is damaged, has no causal language model or no tokenizer, or the tokenizer has no end
             token; tokenizer and model do not belong together; or prompt and captions are longer than its context.
     """
     config = _config_of(folder)
@@ -384,7 +384,7 @@ def read_language(run: RunFolder, facts: dict[str, Any]) -> LanguageDecoder:
     """Open the language model of a run, from its folder and its entry of run.json, without its weights.
 
     Raises:
-        UserError: a file is missing or damaged.
+        UserError: A file is missing or damaged.
     """
     folder = run.path / LANGUAGE_FOLDER
     settings = DecoderSettings(

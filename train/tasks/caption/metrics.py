@@ -284,7 +284,7 @@ def score_captions(
         meteor: Entered instance, to score several sets of captions with one program; by default a new one.
 
     Raises:
-        UserError: there are no videos, or not the same, or a video has no references with words, or a jar is missing.
+        UserError: There are no videos, or not the same, or a video has no references with words, or a jar is missing.
     """
     if not candidates:
         raise UserError("there are no captions to score", hint="a split without captioned videos has no scores")

@@ -96,7 +96,7 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
         texts: Captions on which a tokenizer is trained if none is named.
 
     Raises:
-        UserError: a folder is missing, damaged, or of another model; tokenizer and decoder do not fit; the width is not
+        UserError: A folder is missing, damaged, or of another model; tokenizer and decoder do not fit; the width is not
             a multiple of the heads; captions may be longer than the decoder's context.
     """
     if settings.lm is not None:
@@ -142,7 +142,7 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
     If `--decoder.lm` replaces the decoder of a captioner, only its tower is used.
 
     Raises:
-        UserError: it has no tokenizer, and none is named; the settings name another tokenizer or another size; or a
+        UserError: The folder has no tokenizer, and none is named; the settings name another tokenizer or size; or a
             file is damaged.
     """
     named, decoder = settings.init.weights, settings.decoder
@@ -199,7 +199,7 @@ def decoder_folder(
         files: Patterns of the names of files to download.
 
     Raises:
-        UserError: the folder does not exist, and cannot be downloaded.
+        UserError: The folder does not exist, and cannot be downloaded.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -214,7 +214,7 @@ def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size
     """Return the size of the decoder: the size of `--decoder.name`, with the changes of the settings.
 
     Raises:
-        UserError: the width is not a multiple of the number of heads.
+        UserError: The width is not a multiple of the number of heads.
     """
     size = gpt2_size(settings.name, vocabulary_size=vocabulary_size, context_length=settings.max_tokens)
     trunk = size.trunk.resize(
@@ -287,7 +287,7 @@ def read_decoder_parts(run: RunFolder) -> DecoderParts:
     """Read tokenizer and decoder size of a run.
 
     Raises:
-        UserError: it is not a run of `train caption`.
+        UserError: `run` is not a run of `train caption`.
     """
     return DecoderParts(tokenizer=read_tokenizer(run.path, hint="restore the run's files"), size=decoder_size_of(run))
 
@@ -296,7 +296,7 @@ def decoder_size_of(run: RunFolder) -> Gpt2Size:
     """Read the decoder size of a run.
 
     Raises:
-        UserError: it is not a run of `train caption`.
+        UserError: `run` is not a run of `train caption`.
     """
     try:
         facts = run.require_facts()["decoder"]
@@ -329,7 +329,7 @@ def build_captioner(settings: CaptionerSettings, decoder: Decoder, *, attend: At
     """Build a captioner with the decoder's weights if there are any; otherwise they are drawn from torch's generator.
 
     Raises:
-        UserError: the tower's width is not a multiple of its heads; the decoder's weights do not fit; or a clip has
+        UserError: The tower's width is not a multiple of its heads; the decoder's weights do not fit; or a clip has
             too few tokens for the prefix of a language model.
     """
     tower = _tower(settings, attend=attend)
@@ -399,7 +399,7 @@ def copy_decoder(captioner: Captioner, parts: DecoderParts) -> None:
     """Copy the decoder's weights, if there are any, into a captioner; missing cross-attention keeps its new weights.
 
     Raises:
-        UserError: another tensor is missing, unknown, or of another shape.
+        UserError: Another tensor is missing, unknown, or of another shape.
     """
     if not parts.tensors:
         return
@@ -419,7 +419,7 @@ def effective_settings(settings: CaptionerSettings, source: Source | None, *, sa
     """Return the settings that take effect with the weights of `source`; the default tower is a TimeSformer.
 
     Raises:
-        UserError: the settings contradict the weights.
+        UserError: The settings contradict the weights.
     """
     has_kind = settings.towers.kind is not None or settings.towers.image is not None
     if not has_kind and (source is None or source.kind is None):
@@ -439,7 +439,7 @@ def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) ->
     """Return the settings of a captioner that starts from `source`, with its decoder if it has one.
 
     Raises:
-        UserError: the settings name another decoder, or captions longer than its context; or there is no tokenizer.
+        UserError: The settings name another decoder, or captions longer than its context; or there is no tokenizer.
     """
     tensors, decoder = source.converted.tensors, settings.decoder
     folder = place_of_weights(settings.init.weights or "")
@@ -511,7 +511,7 @@ def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[s
     """Fit a complete captioner, or the video tower of other weights, to a captioner that may be on the meta device.
 
     Raises:
-        UserError: they do not fit.
+        UserError: The weights do not fit.
     """
     part: nn.Module = model
     if (_OF_LANGUAGE if isinstance(model, LanguageCaptioner) else _TOKENS) not in source.converted.tensors:

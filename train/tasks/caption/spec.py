@@ -47,7 +47,7 @@ class DecodingSettings(Checked):
     """Decoding method. greedy: the most likely token at each step; sample: random sampling; beam: beam search."""
     temperature: Annotated[
         float | None,
-        Range(above=0, hint="it must be a finite number more than 0; decoding method greedy is the limit"),
+        Range(above=0, hint="use a finite number above 0; decoding method greedy is the limit"),
         _SAMPLE,
     ] = None
     """sample: temperature. Default: 1."""
@@ -112,7 +112,7 @@ def fit_decoding(settings: Decoding, context_length: int, *, is_of_run: bool = F
         is_of_run: True for the settings of a run. Old runs saved a default of 30, which is reduced without an error.
 
     Raises:
-        UserError: a limit that the user set exceeds the context.
+        UserError: A limit that the user set exceeds the context.
     """
     least_flag, most_flag = settings.flag("min_tokens"), settings.flag("max_tokens")
     if is_of_run and settings.max_tokens == _MAX_TOKENS:
@@ -174,7 +174,7 @@ class DecoderSettings(Checked):
     prefix = "decoder"
 
     lm: Annotated[str | None, FIRST_RUN] = None
-    """Causal language model of transformers in place of the GPT-2, which reads the video as a prefix: folder or name.
+    """Causal language model of transformers instead of the GPT-2, which reads the video as a prefix: folder or name.
     A name is downloaded; a folder holds the tokenizer too."""
     visual_tokens: Annotated[int, Range(1, 4096), _OF_LM] = 32
     """Number of visual tokens per clip in the prefix of --decoder.lm."""
@@ -205,7 +205,7 @@ class DecoderSettings(Checked):
     """Dropout probability of embeddings and residual branches."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for a size beside pretrained weights, which have one, and prompts without a video mark."""
+        """Yield errors for a size with pretrained weights, which have one, and prompts without a video mark."""
         pretrained = "lm" if self.lm is not None else "weights"
         for name in ("width", "depth", "heads", *(("weights", "dropout") if pretrained == "lm" else ())):
             if getattr(self, pretrained) is not None and getattr(self, name):
@@ -303,7 +303,7 @@ class CaptionerSettings(ClipSettings):
         yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors for flags about a new decoder or tokenizer beside an existing one."""
+        """Yield errors for flags about a new decoder or tokenizer with an existing one."""
         yield from super().without_effect(typed)
         start = self.init.weights
         for name, others in _OF_WHAT_IS_NEW.items():

@@ -74,7 +74,7 @@ def owners_of(name: str) -> tuple[Layer, ...]:
     """Return the layers of a parameter or buffer of a captioner; two for the tied embedding.
 
     Raises:
-        ValueError: a captioner has no parameter or buffer of that name.
+        ValueError: A captioner has no parameter or buffer of that name.
     """
     if match := _BLOCK.fullmatch(name):
         return (Layer("video_block" if match[1] == "video" else "text_block", int(match[2])),)
@@ -207,12 +207,12 @@ def _tower_of(module: nn.Module) -> TokenTower:
     """Return the video tower, which runs block by block.
 
     Raises:
-        UserError: it is a library's tower, which is one module.
+        UserError: The tower is a library's tower, which is one module.
     """
     if not isinstance(module.video, TokenTower):
         raise UserError(
             "--towers.image names a tower of a library, which cannot be cut into pipeline stages",
-            hint="leave out --parallel.stages",
+            hint="omit --parallel.stages",
             flags=("--towers.image",),
         )
     return module.video

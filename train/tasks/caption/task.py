@@ -119,7 +119,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         """Open this rank's part of the clips and captions of the split that the settings name.
 
         Raises:
-            UserError: the split is empty, or the named decoder is not available or has too short a context.
+            UserError: The split is empty, or the named decoder is not available or has too short a context.
         """
         settings = self._settings
         sets: list[Samples[ClipReader]] = []
@@ -151,7 +151,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         """Open this rank's part of the clips and captions of any split.
 
         Raises:
-            UserError: the split is empty, or the named decoder is not available.
+            UserError: The split is empty, or the named decoder is not available.
         """
         samples = self._open(split, world, make_tokenizer=self._tokenizer)
         _ = samples.captions.tokenizer  # made now, as the decoder depends on it
@@ -269,7 +269,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         """Return the given settings of decoding, or the run's, limited by the decoder's context.
 
         Raises:
-            UserError: a requested limit exceeds the context.
+            UserError: A requested limit exceeds the context.
         """
         is_of_run = settings is None and self._is_of_run
         return fit_decoding(settings or self._settings.decoding, self.decoder.context_length, is_of_run=is_of_run)
@@ -336,7 +336,7 @@ def loss_of(parts: Sequence[GeneratedCaptions]) -> float:
     """Return the mean cross-entropy per token over all parts.
 
     Raises:
-        FailedWork: nothing could be decoded, or predictions are not finite.
+        FailedWork: Nothing could be decoded, or predictions are not finite.
     """
     num_tokens = sum(part.num_tokens for part in parts)
     if not num_tokens:
@@ -364,8 +364,8 @@ def metrics_of(
         with_java, spice_jars: Arguments of `score_captions`.
 
     Raises:
-        FailedWork: see `loss_of`; also if a Java program failed.
-        UserError: no clip has references with words.
+        FailedWork: See `loss_of`; also if a Java program failed.
+        UserError: No clip has references with words.
     """
     loss = loss_of(parts)
     captions = {str(number): text for part in parts for number, text in part.captions.items()}
@@ -387,7 +387,7 @@ def comparable_captions(
     """Return captions and references of clips that can be scored, and names of clips whose references have no words.
 
     Raises:
-        UserError: no clip has references with words.
+        UserError: No clip has references with words.
     """
     left_out = without_words(references)
     kept = {one: its for one, its in references.items() if one not in set(left_out)}

@@ -152,10 +152,10 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
     """Read the tokenizer in a folder: tokenizer.json, or GPT-2's vocab.json and merges.txt.
 
     Args:
-        hint: Hint of errors about a missing or damaged tokenizer, in place of the default.
+        hint: Hint of errors about a missing or damaged tokenizer, instead of the default.
 
     Raises:
-        UserError: the tokenizer is missing, damaged, or has no token for the end of a text.
+        UserError: The tokenizer is missing, damaged, or has no token for the end of a text.
     """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE

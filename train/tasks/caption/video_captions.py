@@ -113,8 +113,8 @@ def caption_files(
     """Caption videos, and write or print the captions of all windows.
 
     Raises:
-        UserError: a flag, the weights or a path is invalid.
-        FailedWork: some videos could not be read to the end (the others are done), or captions could not be
+        UserError: A flag, the weights or a path is invalid.
+        FailedWork: Some videos could not be read to the end (the others are done), or captions could not be
             written.
     """
     if batch < 1:
@@ -179,10 +179,10 @@ def open_captioner(
     """Open a run's latest checkpoint, or another captioner; no data is needed.
 
     Args:
-        device: Device in place of the run's.
+        device: Device instead of the run's.
 
     Raises:
-        UserError: the weights do not exist, are of another task, or damaged.
+        UserError: The weights do not exist, are of another task, or damaged.
     """
     opened = open_weights_as({TASK.name: lambda: TASK}, weights, Use(overrides=overrides, device=device), say=say)
     name = opened.name if opened.run is not None else Path(opened.title).name
@@ -248,13 +248,13 @@ def format_of(path: Path, form: VideoFormat | None) -> VideoFormat:
     """Return the format of --format, or of the file's suffix.
 
     Raises:
-        UserError: both are missing, or contradict each other.
+        UserError: Format and suffix are both missing, or contradict each other.
     """
     named = next((known for known in WRITERS if path.suffix.lower() == f".{known}"), None)
     if form is not None and named not in (None, form):
         raise UserError(
             f"--out {path} ends in .{named}, and --format is {form}",
-            hint="leave out --format, or the suffix",
+            hint="omit --format, or the suffix",
             flags=("--out", "--format"),
         )
     if (chosen := form or named) is not None:
@@ -365,7 +365,7 @@ def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) ->
     An SRT file has the subtitles of one video: for several videos, or if `out` is a folder, there is one file each.
 
     Raises:
-        UserError: the format is unknown, a file exists already, or cannot be written.
+        UserError: The format is unknown, a file exists already, or cannot be written.
     """
     form = format_of(out, form)
     is_folder = form == "srt" and (out.is_dir() or len(videos) > 1)
@@ -383,7 +383,7 @@ def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) ->
         # A device or a pipe, which publishing would replace by a file.
         raise UserError(
             f"--out {out} is not a regular file",
-            hint="name a file, or leave --out out to print lines",
+            hint="name a file, or omit --out to print lines",
             flags=("--out",),
         )
     folder = out if is_folder else out.parent

@@ -167,7 +167,7 @@ def find_videos(paths: Iterable[Path]) -> list[Path]:
     """Return the named files, and the videos of named folders, recursively and sorted; each file once.
 
     Raises:
-        UserError: a file or folder does not exist, or a folder holds no videos.
+        UserError: A file or folder does not exist, or a folder holds no videos.
     """
     video_of_path: dict[str, Path] = {}
     for path in paths:
@@ -234,7 +234,7 @@ def parse_length_us(length: str, *, flag: str = "--len") -> int:
     """Parse a length such as `10s` or `500ms` to microseconds.
 
     Raises:
-        UserError: the text is not a length, or out of range.
+        UserError: The text is not a length, or out of range.
     """
     length_us = round(parse_length(length, flag=flag) * US_PER_S)
     if not _SHORTEST_US <= length_us <= _LONGEST_US:
@@ -266,7 +266,7 @@ def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int
     """Yield the clips of a video's windows; only one of them is in memory at a time.
 
     Raises:
-        VideoFailed: the video cannot be read, or not to its end. Clips before that are valid.
+        VideoFailed: The video cannot be read, or not to its end. Clips before that are valid.
     """
     timing = read_timing(path)
     pictures = _Pictures(frames_of(path, timing), size_px=size_px)

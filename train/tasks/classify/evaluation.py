@@ -176,7 +176,7 @@ def score_classifier(
         inputs: Function that returns clips [B, C, T, H, W] of a batch, with the frames of all views one after another.
 
     Raises:
-        FailedWork: nothing could be decoded, or logits are not finite.
+        FailedWork: Nothing could be decoded, or logits are not finite.
     """
     tallies = ClassTallies(classes, device)
     failed: list[FailedSample] = []
@@ -208,8 +208,8 @@ def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:
     """Score a run's latest checkpoint on all clips of a split.
 
     Raises:
-        UserError: the split has no clips, or the files do not fit the classes.
-        FailedWork: nothing could be decoded.
+        UserError: The split has no clips, or the files do not fit the classes.
+        FailedWork: Nothing could be decoded.
     """
     opened.require_whole()
     settings, trained, task = opened.settings, opened.trained, opened.task
@@ -251,13 +251,13 @@ def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dic
         files: Class file of the label; for actions the files of verbs and nouns; empty for no names.
 
     Raises:
-        UserError: the number of files is wrong, a file has no name for a class, or the classes have names.
+        UserError: The number of files is wrong, a file has no name for a class, or the classes have names.
     """
     parts = classes.parts or {classes.label: np.array([int(name) for name in classes.names if name.isdecimal()])}
     if not files:
         return {}
     if any(len(part) < len(classes) for part in parts.values()):
-        raise UserError(f"classes of the label {classes.label!r} are not numbers", hint="leave out --classes")
+        raise UserError(f"classes of the label {classes.label!r} are not numbers", hint="omit --classes")
     if len(files) != len(parts):
         raise UserError(
             f"--classes names {count_noun(len(files), 'file')}, and {classes.label} needs {len(parts)}",
@@ -280,7 +280,7 @@ def kept_classes(run: RunFolder) -> dict[str, ClassList]:
     """Return the classes that a run was trained on, as an argument of its task (`TaskSpec.kept`).
 
     Raises:
-        UserError: it is not a run of `train classify`.
+        UserError: `run` is not a run of `train classify`.
     """
     try:
         facts = run.require_facts()

@@ -31,7 +31,7 @@ def adopted_classifier(source: Source, path: Path, *, say: Say) -> Adopted | Non
     Its classes are the `id2label` of config.json; a checkpoint without it names none.
 
     Raises:
-        UserError: config.json names another number of classes.
+        UserError: config.json names a different number of classes.
     """
     head = source.converted.tensors.get("head.weight")
     if head is None or source.kind is None:
@@ -81,7 +81,7 @@ def exported_classifier(request: ExportRequest) -> Exported:
     """Export a classifier with a videomae tower.
 
     Raises:
-        UserError: the format cannot hold it, or it has another tower.
+        UserError: The format cannot hold it, or it has another tower.
     """
     if request.form in PROGRAM_FORMATS:
         model = VideoClassifier(
@@ -111,7 +111,7 @@ def exported_classifier(request: ExportRequest) -> Exported:
 
 
 def classifier_config(classes: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a VideoMAEForVideoClassification's configuration besides the encoder's."""
+    """Return the values of a VideoMAEForVideoClassification's configuration other than the encoder's."""
     return {
         "architectures": ["VideoMAEForVideoClassification"],
         "use_mean_pooling": True,

@@ -56,7 +56,7 @@ class ClassifySettings(LatentSettings):
 
     segment: Annotated[str | None, groups.CLIPS, GoesWith("input", ("latents",))] = None
     """Length of a segment of latents, such as 5s. The caption that covers most of it has its label. Default: the stored
-    segments of a VAE of videos; 5s of other latents."""
+    segments of a video VAE; 5s for other latents."""
     repeats: Annotated[int, groups.CLIPS, Range(1, 1000)] = 1
     """Number of samples per clip (repeated augmentation), decoded once, with different frames and crops."""
     label: Annotated[str, CLASSES, FIRST_RUN] = "class"

@@ -126,7 +126,7 @@ def start_of_classifier(model: VideoClassifier, source: Source, *, allow: Sequen
     autoencoder's encoder are not used. The norm of another classifier's features is used.
 
     Raises:
-        UserError: the tower does not fit.
+        UserError: The tower does not fit.
     """
     tower = nn.Module()
     tower.video = model.video
@@ -175,7 +175,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         """Open this rank's part of the labelled clips, or segments of latents, of the split that the settings name.
 
         Raises:
-            UserError: the split is empty, or all clips are of one class.
+            UserError: The split is empty, or all clips are of one class.
         """
         settings = self._settings
         if self._classes is None:
@@ -205,7 +205,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
             repeats: Number of samples of a clip, in training.
 
         Raises:
-            UserError: the split is empty, or does not fit the settings.
+            UserError: The split is empty, or does not fit the settings.
         """
         settings = self._settings
         loading = loader_settings(settings, world, device=self._device)

@@ -1,4 +1,4 @@
-"""Data sets of CLIP_benchmark (LAION) in tars of images: zero-shot classification, retrieval by several captions.
+"""Data sets of CLIP_benchmark (LAION) in image tars: zero-shot classification, retrieval by several captions.
 
     DIR/classnames.txt                             a class in each line; line 0 is class 0
     DIR/zeroshot_classification_templates.txt      a prompt in each line, with {c} for the name
@@ -32,10 +32,10 @@ def class_numbers(pattern: str, classes: Path | None) -> ClassList:
     """Return the numbers of the classes of tars, which `cls` contains.
 
     Args:
-        classes: File of the names; None for the file beside the tars.
+        classes: File of the names; None for the file next to the tars.
 
     Raises:
-        UserError: the file is missing, cannot be read, or is empty.
+        UserError: The file is missing, cannot be read, or is empty.
     """
     return ClassList(LABEL, tuple(map(str, range(len(_class_names(pattern, classes))))))
 
@@ -44,7 +44,7 @@ def class_prompts(samples: Samples[Any], pattern: str, evaluation: DualEncoderEv
     """Return the classes of images that were opened with `class_numbers`.
 
     Raises:
-        UserError: see `class_numbers`; also if another label than `class` is requested.
+        UserError: See `class_numbers`; also if another label than `class` is requested.
     """
     if evaluation.label not in (None, LABEL):
         raise UserError(f"images in tars have no label {evaluation.label!r}", hint=f"omit it: {LABEL} is their cls")
@@ -74,9 +74,9 @@ def image_captions(samples: Samples[Any]) -> pa.Table:
 def _class_names(pattern: str, classes: Path | None) -> list[str]:
     path = classes or _file_beside(pattern, _CLASSES)
     if path is None:
-        missing = f"there is no {_CLASSES} beside the tars {pattern}, nor in the folder above"
+        missing = f"there is no {_CLASSES} next to the tars {pattern}, nor in the folder above"
         if is_remote(pattern):
-            missing = f"{_CLASSES} is not looked for beside the remote tars {pattern}"
+            missing = f"{_CLASSES} is not looked for next to the remote tars {pattern}"
         raise UserError(
             missing,
             hint="give --classes FILE (in training --evaluate.classes), one class per line",

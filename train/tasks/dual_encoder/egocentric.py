@@ -94,7 +94,7 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
     """Read the captions of a split, and their relevancies from a file or from their classes.
 
     Raises:
-        UserError: a file cannot be read or is of another split, or there are no classes to compute relevancies from.
+        UserError: A file cannot be read or is of another split, or there are no classes to compute relevancies from.
     """
     captions = read_captions(data_dir)
     captions = captions.filter(pa.array(rows_of(captions["video_id"], videos_of_split(data_dir, split)) >= 0))
@@ -236,7 +236,7 @@ def load_array_pickle(path: Path) -> NDArray[Any]:
     """Read the array of numbers in a pickle of any protocol, of Python 2 or 3.
 
     Raises:
-        UserError: the file cannot be read, is not a pickle, or contains anything but one array of numbers.
+        UserError: The file cannot be read, is not a pickle, or contains anything but one array of numbers.
     """
     try:
         with path.open("rb") as file:
@@ -297,7 +297,7 @@ class _Array:
         """Return the array, which shares the pickle's bytes.
 
         Raises:
-            ValueError: the parts are inconsistent.
+            ValueError: The parts are inconsistent.
         """
         _, shape, dtype, is_fortran, content = self._state
         if not isinstance(dtype, _Dtype):
@@ -416,7 +416,7 @@ def open_questions(path: Path | None, captions: pa.Table, *, data_dir: Path) -> 
     """Open the questions of a file whose clips are among `captions`, the captions of EgoMCQ in the manifest.
 
     Raises:
-        UserError: no file is given, or none of its questions is of these captions.
+        UserError: No file is given, or none of its questions is of these captions.
     """
 
     if path is None:

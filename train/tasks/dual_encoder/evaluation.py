@@ -213,7 +213,7 @@ def make_scorer(
         sources: `--captions.sources`, for named protocols.
 
     Raises:
-        UserError: a file cannot be read or does not fit, or the data do not suit the protocol.
+        UserError: A file cannot be read or does not fit, or the data do not suit the protocol.
     """
     protocol, split = settings.protocol, settings.split
     if protocol == "retrieval":
@@ -272,7 +272,7 @@ class LoopEvaluation:
         means_of: Number and noun of the items that its metrics are means of; None for clips.
 
     Raises:
-        UserError: the split cannot be evaluated by this protocol.
+        UserError: The split cannot be evaluated by this protocol.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class LoopEvaluation:
         if samples.num_samples is None:
             raise UserError(
                 "tars cannot be evaluated while they are trained on: they have no splits",
-                hint="name a data folder with --evaluate.shards, or leave out --evaluate.every and use train eval",
+                hint="name a data folder with --evaluate.shards, or omit --evaluate.every and use train eval",
             )
         self._every = every_for(samples.num_samples, at_most=evaluation.max_samples)
         if self._every > 1 and evaluation.protocol in NAMED:
@@ -320,7 +320,7 @@ def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings
     """Return the scorer of a protocol for a run's data; `samples` of images replace the manifest.
 
     Raises:
-        UserError: see `make_scorer`; also for protocols of clips on latents, or of images on clips.
+        UserError: See `make_scorer`; also for protocols of clips on latents, or of images on clips.
     """
     if kind_of(settings.folder, settings).has_images:
         from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
@@ -333,8 +333,8 @@ def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings
             return RetrievalScorer(OF_IMAGES, image_captions(samples), evaluation.dual_softmax)
     elif evaluation.protocol == OF_IMAGES:
         raise UserError(
-            f"{OF_IMAGES} scores tars of images with captions, and {settings.folder} has videos",
-            hint="use --protocol retrieval (in training --evaluate.protocol), or --shards with tars of images",
+            f"{OF_IMAGES} scores image tars with captions, and {settings.folder} has videos",
+            hint="use --protocol retrieval (in training --evaluate.protocol), or --shards with image tars",
         )
     if evaluation.protocol in ("mir", *NAMED) and settings.reads_latents:
         raise UserError(
@@ -362,8 +362,8 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
     """Score a run's latest checkpoint by a protocol.
 
     Raises:
-        UserError: the run's data do not suit the protocol.
-        FailedWork: nothing could be decoded.
+        UserError: The run's data do not suit the protocol.
+        FailedWork: Nothing could be decoded.
     """
     settings, trained, task = opened.settings, opened.trained, opened.task
     evaluation, num_clips = flags.evaluation(), flags.clips

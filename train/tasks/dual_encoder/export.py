@@ -109,7 +109,7 @@ def exported_clip(request: ExportRequest) -> Exported:
     """Export a dual encoder.
 
     Raises:
-        UserError: the format cannot hold such towers.
+        UserError: The format cannot hold such towers.
     """
     form, settings, log_scale = request.form, request.settings, request.logits.log_scale
     if form in PROGRAM_FORMATS:
@@ -160,7 +160,7 @@ def exported_clip(request: ExportRequest) -> Exported:
 
 
 def _exported_library(request: ExportRequest) -> Exported:
-    """Export towers in the format of the image tower's library; the rest is a file beside it."""
+    """Export towers in the format of the image tower's library; the rest is a file next to it."""
     settings = request.settings
     library, _, name = settings.towers.image.partition(":")
     require_format(request.form, (library, *PROGRAM_FORMATS), what=f"{library}'s tower {name}")

@@ -195,7 +195,7 @@ def score_mir(similarity_NM: NDArray[np.floating], relevancy: Relevancy) -> Mult
     """Score similarities of N clips and M sentences.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: The shapes differ.
     """
     if similarity_NM.shape != relevancy.shape:
         raise ValueError(f"similarities {similarity_NM.shape} and relevancy {relevancy.shape} differ in shape")

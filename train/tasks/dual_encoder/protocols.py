@@ -89,7 +89,7 @@ def embed_all(
             clip is the normalised mean of the unit-length embeddings of its views.
 
     Raises:
-        FailedWork: an embedding is not finite.
+        FailedWork: An embedding is not finite.
     """
     parts: list[tuple[NDArray[np.generic], ...]] = []
     failed: list[FailedSample] = []
@@ -163,7 +163,7 @@ def gather_embeddings(embeddings: Embeddings, world: World, *, device: torch.dev
     Ranks may have different numbers of samples, or none.
 
     Raises:
-        FailedWork: no rank has any.
+        FailedWork: No rank has any embeddings.
     """
 
     def gather_rows(rows: NDArray[Any]) -> NDArray[Any]:
@@ -263,7 +263,7 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
         sources: `--captions.sources`, whose first source is used; EgoMCQ has a fixed source.
 
     Raises:
-        UserError: the captions contradict the protocol.
+        UserError: The captions contradict the protocol.
     """
     captions = read_captions(data_dir)
     elsewhere = pc.unique(captions["source"]).to_pylist()

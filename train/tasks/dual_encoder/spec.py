@@ -167,7 +167,7 @@ class DualEncoderSettings(LatentSettings):
         if self.text_tower == "frozen" and self.init.text is not None:
             yield UserError(
                 f"--init.text is {self.init.text}, and stored embeddings take the place of the text tower",
-                hint="leave out --init.text or --text-tower frozen",
+                hint="omit --init.text or --text-tower frozen",
                 flags=("--init.text",),
             )
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:

@@ -81,7 +81,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         """Open this rank's part of the clips and captions of an evaluation by its protocol.
 
         Raises:
-            UserError: see `samples`; also if they contradict the protocol.
+            UserError: See `samples`; also if they contradict the protocol.
         """
         from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 
@@ -131,10 +131,10 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         Args:
             num_clips: Number of temporal views of each clip in an evaluation.
             each_caption: True for a sample for each caption (`open_captioned_clips`).
-            table: Captions of a protocol, in place of the manifest's.
+            table: Captions of a protocol, instead of the manifest's.
 
         Raises:
-            UserError: the split is empty, or does not fit the settings.
+            UserError: The split is empty, or does not fit the settings.
         """
         settings, has_text_tower = self._settings, self._settings.text_tower == "trained"
         if not has_text_tower:
@@ -238,7 +238,7 @@ def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> Datas
     """Return the size of the training set for losses that keep state for each sample; None for other losses.
 
     Raises:
-        UserError: the samples are a stream, without ids.
+        UserError: The samples are a stream, without ids.
     """
     if not settings.loss.spec.is_global:
         return None
@@ -260,7 +260,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     """Return the settings with the values of the initial weights: towers, normalisation, embedding width, temperature.
 
     Raises:
-        UserError: the weights need something that the towers do not have.
+        UserError: The weights need something that the towers do not have.
     """
     if source is None or source.kind != LIBRARY:  # the weights of a run name its library's tower
         kind = kind_of(settings.towers)
@@ -295,7 +295,7 @@ def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say:
     """Return the settings with activation, eps and normalisation of weights.
 
     Raises:
-        UserError: the weights need something that the towers do not have.
+        UserError: The weights need something that the towers do not have.
     """
     if source is None:
         return effective_clip_settings(settings, None, say=say)

@@ -79,7 +79,7 @@ def open_class_prompts(
     """Read class names, templates and the classes of a split's captions.
 
     Raises:
-        UserError: a file cannot be read, or no caption has a class.
+        UserError: A file cannot be read, or no caption has a class.
     """
     captions = read_captions(data_dir)
     captions = captions.filter(pa.array(rows_of(captions["video_id"], videos_of_split(data_dir, split)) >= 0))
@@ -115,7 +115,7 @@ def read_templates(path: Path) -> tuple[str, ...]:
     """Read the templates of a file.
 
     Raises:
-        UserError: the file cannot be read, is empty, or a line has no {}.
+        UserError: The file cannot be read, is empty, or a line has no {}.
     """
     # CLIP_benchmark writes {c}.
     lines = [line.strip().replace("{c}", "{}") for line in text_lines(path) if line.strip()]

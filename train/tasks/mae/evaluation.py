@@ -103,7 +103,7 @@ def evaluate_reconstruction(
     """Evaluate a model in evaluation mode; the mask of a sample depends only on its index and the seed.
 
     Raises:
-        FailedWork: nothing could be decoded, or predictions are not finite.
+        FailedWork: Nothing could be decoded, or predictions are not finite.
     """
     losses: list[torch.Tensor] = []
     failed: list[FailedSample] = []
@@ -203,7 +203,7 @@ def visible_statistics(values_BNVC: torch.Tensor, masked_BN: torch.Tensor, *, gr
     """Return statistics of visible cubes; masked cubes get averages of visible ones with weights 1 / distance^4.
 
     Raises:
-        ValueError: a clip has no visible cube.
+        ValueError: A clip has no visible cube.
     """
     if masked_BN.all(dim=1).any():
         raise ValueError("a clip has no visible cube to take statistics from")
@@ -272,8 +272,8 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = ""
         chosen: Reason for the choice of this split, if the user named none.
 
     Raises:
-        UserError: the split has no clips.
-        FailedWork: nothing could be decoded.
+        UserError: The split has no clips.
+        FailedWork: Nothing could be decoded.
     """
     opened.require_whole()
     settings, trained, task = opened.settings, opened.trained, opened.task

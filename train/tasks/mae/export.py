@@ -40,7 +40,7 @@ def exported_autoencoder(request: ExportRequest) -> Exported:
     """Export a masked autoencoder.
 
     Raises:
-        UserError: the format cannot hold it.
+        UserError: The format cannot hold it.
     """
     require_format(request.form, ("hf", "videomae"), what="a masked autoencoder")
     decoder = decoder_size(request.shape.size.video.trunk, depth=request.settings.decoder_depth)
@@ -50,7 +50,7 @@ def exported_autoencoder(request: ExportRequest) -> Exported:
 
 
 def pretraining_config(decoder: TransformerSize) -> dict[str, Any]:
-    """Return the values of a VideoMAEForPreTraining's configuration besides the encoder's."""
+    """Return the values of a VideoMAEForPreTraining's configuration other than the encoder's."""
     return {
         "architectures": ["VideoMAEForPreTraining"],
         # Only without mean pooling does the encoder end with a layer norm.

@@ -26,9 +26,7 @@ DecoderMask = Literal["none", "random", "running-cell"]
 Repeat = Literal["clips", "masks"]
 
 MASKS = help_group("Masks", 6)
-_RATIO = Range(
-    above=0, below=1, hint="it must be more than 0, and less than 1: some cubes are masked, and some are visible"
-)
+_RATIO = Range(above=0, below=1, hint="use a number above 0 and below 1: some cubes are masked, and some are visible")
 _OF_PIXELS = (
     *("sampling", "stride", "size_px", "crop", "min_crop_area", "short_side_px", "augment"),
     *("samples_per_chunk", "repeat", "decode"),
@@ -100,7 +98,7 @@ class MaeSettings(LatentSettings):
 
     segment: Annotated[str | None, groups.CLIPS] = None
     """Length of a segment of latents, such as 5s. --num-frames consecutive frames of it are shown. Default: the stored
-    segments of a VAE of videos; 5s of other latents."""
+    segments of a video VAE; 5s for other latents."""
     max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9)] = None
     """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
     num_frames: NumFrames = 16
@@ -149,7 +147,7 @@ class MaeSettings(LatentSettings):
         if self.repeat == "masks" and self.samples_per_chunk == 1:
             yield UserError(
                 "--repeat masks is about several samples of a chunk, and --samples-per-chunk is 1",
-                hint="use --samples-per-chunk 2 or more, or leave --repeat out",
+                hint="use --samples-per-chunk 2 or more, or omit --repeat",
                 flags=("--repeat", "--samples-per-chunk"),
             )
         if not self.reads_latents:
@@ -201,7 +199,7 @@ class ReconstructionFlags(Checked):
 
 
 def reconstruction_table(result: dict[str, Any]) -> Table:
-    """Return the loss beside the loss of predicting the mean of each cube."""
+    """Return the loss next to the loss of predicting the mean of each cube."""
     loss, flat = result["loss"], result["flat_loss"]
     explained = 1 - loss / flat if flat else None
     cells = (

@@ -294,7 +294,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         """Open this rank's part of the chunks, or of the segments of latents, of the split that the settings name.
 
         Raises:
-            UserError: the split is empty, cannot be cut and masked as the settings say, or the data lack the split to
+            UserError: The split is empty, cannot be cut and masked as the settings say, or the data lack the split to
                 evaluate on.
         """
         settings = self._settings
@@ -330,7 +330,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
             per_chunk: Number of samples of each chunk.
 
         Raises:
-            UserError: the split is empty, or does not fit the settings.
+            UserError: The split is empty, or does not fit the settings.
         """
         settings = self._settings
         query = DataQuery(
