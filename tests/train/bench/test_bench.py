@@ -105,7 +105,7 @@ def test_the_table_says_what_to_change(bench: Bench, data_dir: Path, capsys: pyt
     ("arguments", "error", "hint"),
     [
         (["--shards", "nowhere"], "there is no data folder nowhere", "--shards"),
-        (["--shards", "{data}", "--seconds", "0"], "--seconds is 0.0", "more than 0"),
+        (["--shards", "{data}", "--seconds", "0"], "--seconds is 0.0", "above 0"),
         (["--shards", "{data}", "--batch", "10"], "--batch is 10, and there are 9 samples", "use --batch 8"),
     ],
 )

@@ -55,7 +55,7 @@ def test_the_learning_rate_grows_with_the_batch() -> None:
     ("flags", "message", "hint"),
     [
         (("--mask-ratio", 1), "--mask-ratio is 1.0", "some are visible"),
-        (("--mask-ratio", "nan"), "--mask-ratio is nan", "less than 1"),
+        (("--mask-ratio", "nan"), "--mask-ratio is nan", "below 1"),
         (("--mask-ratio", 0.004), "of the 196 cubes of a moment 0 are masked", "use 0.0052 or more"),
         (("--size-px", 16), "of the 1 cubes of a moment 0 are masked", "larger pictures"),
         (("--size-px", 100), "--size-px is 100", "a multiple of 16"),
@@ -66,7 +66,7 @@ def test_the_learning_rate_grows_with_the_batch() -> None:
         (("--towers.temporal", "random"), "a videomae tower has none", "omit it: train mae has no other kind"),
         (("--repeat", "masks"), "--samples-per-chunk is 1", "--samples-per-chunk 2"),
         (("--decoder-mask", "running-cell", "--decoder-mask-ratio", 0.3), "--decoder-mask-ratio is 0.3", "0.25, 0.5"),
-        (("--decoder-mask", "random", "--decoder-mask-ratio", 0), "--decoder-mask-ratio is 0", "more than 0"),
+        (("--decoder-mask", "random", "--decoder-mask-ratio", 0), "--decoder-mask-ratio is 0", "above 0"),
         (("--augment.erase", 0.25), "noise in erased boxes cannot be reconstructed", "omit it"),
         (("--decoder-depth", 0), "--decoder-depth is 0", "from 1 to"),
         (("--optimizer.lr-batch", 0), "--optimizer.lr-batch is 0", "from 1 to"),

@@ -205,7 +205,7 @@ def test_chunks_that_cannot_be_decoded_are_listed_and_have_no_row(
         (["--segment", "5"], '--segment "5" is not a length'),
         (["--num-samples", "0"], "--num-samples is 0"),
         (["--method", "greedy", "--num-samples", "5"], "--num-samples 5 does nothing with --method greedy"),
-        (["--temperature", "0"], "more than 0; decoding method greedy is the limit"),
+        (["--temperature", "0"], "above 0; decoding method greedy is the limit"),
         (["--max-tokens", "13"], "--max-tokens is 13, and the decoder's context has 12 tokens"),
     ],
 )
