@@ -165,6 +165,10 @@ def indices_of(items: Iterable[_Item]) -> dict[_Item, list[int]]:
 class CroppedPlanes:
     """The frames of a clip, each cropped to `rectangle` and resized when it is added.
 
+    Resizing is bilinear, or by area if a side shrinks to half or less, where bilinear interpolation would skip pixels.
+    Where OpenCV has Intel's IPP (x86), it is a third faster and rounds to the nearest level, with equal results for
+    SSE4.2, AVX2 and AVX-512. OpenCV's own code rounds its weights: one pixel in twenty is one level darker.
+
     Attributes:
         planes: Planes of the frames, uint8 [num_frames, size_px * size_px * 3 / 2]; uninitialised until all frames were
             added.

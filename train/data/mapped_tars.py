@@ -338,6 +338,15 @@ _MAX_MAPPED = MAX_OPEN_MAPS // 2  # the rest is for indexes
 class RemoteMaps(MappedTars):
     """The tars of remote variants. Thread-safe.
 
+    Tars that fit under the limit of the cache are fetched in the background, once per machine, and mapped as they
+    arrive. Until then, and always for tars that do not fit, members are read by range when they are needed.
+
+    The order of samples therefore does not depend on the size of the cache. In a full shuffle over a set that is larger
+    than the cache, the other members are read one by one in each epoch, which takes as many bytes as the epoch shows;
+    fetching complete tars for single members would take thousands of times as many. Mapped tars are kept as long as the
+    set: eviction by last use would always evict what a full shuffle needs next. If a member of a cached tar does not
+    match its checksum, it is read by range, and the tar leaves the cache.
+
     Args:
         tars: Tars of the data folder.
         whole: Variant whose complete tars are needed, and fetched now.

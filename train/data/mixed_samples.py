@@ -32,7 +32,27 @@ _MOST_SHARES = 1 << 31  # products of two of them fit into int64
 
 
 class MixedOrder:
-    """Order of the samples of several folders, which are numbered one folder after another.
+    """Order of the samples of several folders: a pure function of seed and position.
+
+    Consecutive positions form groups (clipmill.train.data.order), and each group shows one folder. Two stages choose
+    the folder from the weights w_k, whole numbers with the sum W:
+
+    1. Numbering. A binary tree over the folders divides the groups 0, 1, 2, ...: among the first n groups of a node,
+       floor(n * w_left / w_node + 1/2) belong to its left half. The number of groups of folder k among the first n
+       groups therefore needs no table: it is n * w_k / W, with an error of at most half the depth of the tree, and
+       exactly w_k in any W consecutive groups.
+    2. Shuffling. The folders of each block are shuffled as a function of seed and block. A block is a period of W
+       groups, or 16 groups of a longer period. Otherwise a rank could get all of its samples from one folder, which may
+       be slower than the others.
+
+    With a tree of D levels, numbering is off by at most D / 2 at each end of a block. Within a block, all groups of a
+    folder with the share p may come first: 16 p (1 - p) <= 4 more. A window has two ends, and is off by at most 8 + D.
+
+    The n-th group of folder k is the n-th group of that folder's `SampleOrder`. After all samples of a folder were
+    visited, its next epoch begins, independent of the other folders. Without weights, w_k is in proportion to the
+    number of groups of folder k, and an epoch of the mixture is one epoch of each folder.
+
+    Shape suffixes: N positions, U blocks, S slots of a block, K folders.
 
     Args:
         sizes: Number of samples of each folder.

@@ -55,6 +55,14 @@ _Item = TypeVar("_Item")
 class RemoteFiles:
     """Small files of the data folder at an address, in the local folder `copy`. Thread-safe.
 
+    The processes that a launcher starts together on a machine use one copy: the first process copies under a lock, and
+    the others wait for it. A process without a launcher copies what has changed each time that it opens the folder.
+
+    The files of a column are contents.json, recipe.json, the commits, and the tables that `prep` merges them into. Only
+    commits that differ from their table, and indexes that the table of chunks lacks, are copied; any other index is
+    copied when its shard is first read. Files with a checksum are verified. Web servers are not listed: contents.json
+    names the shards, and during a first run the directory page does.
+
     Args:
         objects: Objects below the address.
     """

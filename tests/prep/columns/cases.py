@@ -140,7 +140,7 @@ OF_CHUNKS = [case for case in CASES if case.is_of_chunks]
 
 
 def with_tiers(cases: Iterable[Case]) -> list[Any]:
-    """Return the cases for `parametrize`: those of columns in `NIGHTLY` are run by `make nightly` alone."""
+    """Return the cases for `parametrize`: `make nightly` alone runs the columns in `NIGHTLY`."""
     cases = list(cases)
     return nightly_beyond([case.name for case in cases if case.name not in NIGHTLY], cases, key=str)
 

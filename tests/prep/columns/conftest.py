@@ -95,7 +95,7 @@ def folder(made: Path, case: Case, server: Server, tmp_path: Path) -> Iterator[F
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test on every column, if it says nothing else; on those of `NIGHTLY` by `make nightly`."""
+    """Run a test on every column unless it says otherwise; `make nightly` runs the columns in `NIGHTLY`."""
     is_parametrized = any("case" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "case" in metafunc.fixturenames and not is_parametrized:
         metafunc.parametrize("case", with_tiers(CASES), ids=str)

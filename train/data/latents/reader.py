@@ -178,6 +178,10 @@ class SegmentReader:
 class LatentRing:
     """Memory in which batches are made of the samples of one set, or of sets whose samples have the same shape.
 
+    Each row is one copy, by assignment to a part of a `memoryview`, which holds the interpreter lock: if the lock were
+    released for each row, a loader next to another busy thread would wait for it once per row. This is as fast as the C
+    library's `memcpy`, and does not depend on torch's threads, which are slow when they share a core.
+
     Args:
         loading: Size of the largest batch, and kind of its memory.
         keys_of: Function that returns the keys of the chunks that hold clips.

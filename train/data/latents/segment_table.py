@@ -209,6 +209,9 @@ def pair_captions(
 ) -> tuple[NDArray[np.int64], RowCaptions, list[str]]:
     """Read the captions of the videos `video_ids` of a split, and find the segments of each caption.
 
+    A segment has the captions of its video that overlap it. Memory is 4 bytes for a pair of segment and caption, up to
+    12 for a caption, 8 for a segment, and 12 for each source of a segment with captions of several sources.
+
     Args:
         stored: Captions of the manifest.
         text: Stored embeddings; None if captions need no embeddings.
@@ -407,6 +410,9 @@ def label_segments(
     selection: Selection,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
     """Read the labels of the captions of the videos `video_ids` and find the segments that have them.
+
+    A segment has the label of the labelled caption that shares the most time with it; among equal captions, the lowest
+    caption id wins. Captions without this label do not count. A segment that no labelled caption overlaps is omitted.
 
     Returns:
         The segments with at least one of the labels, ascending; the class of each in each class list, int64 [N, L], -1

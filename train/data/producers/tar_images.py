@@ -293,6 +293,10 @@ _JPEG_FRAMES = (b"\xc0", b"\xc1", b"\xc2")  # markers of frame headers: baseline
 def decode_image(content: bytes) -> "av.VideoFrame":
     """Return the upright image in a JPEG, PNG or WebP file, as 8-bit YUV 4:2:0.
 
+    The YUV planes of a JPEG or lossy WebP file, mostly 4:2:0, are used as they are, without a conversion to RGB and
+    back. The content decides the format, not the file name. CMYK, grey, palettes and 16 bits per channel are converted;
+    transparency is dropped, as by Pillow's `convert("RGB")`.
+
     Raises:
         ValueError: The file is of another kind, animated, too large, cut or damaged.
     """
