@@ -94,7 +94,9 @@ def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
     match = _LENGTH.fullmatch(text)
     if match is None or Fraction(match["number"]) == 0:
         raise UserError(
-            f'{flag} "{text}" is not a length', hint=f"write a number with a unit: 15s or 500ms{also}", flags=(flag,)
+            f'{flag} "{text}" is not a length',
+            hint=f"write a number above 0 with a unit: 15s or 500ms{also}",
+            flags=(flag,),
         )
     return Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
 

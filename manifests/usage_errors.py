@@ -69,7 +69,9 @@ def usage_error(error: "CycloptsError", app: "App", words: Sequence[str]) -> Use
     command = " ".join([app.name[0], *commands])
     misspelled = getattr(error, "unused_tokens", None) or [""]  # perhaps the name of a command
     near = get_close_matches(misspelled[0], list(apps[-1]), n=1, cutoff=_CUTOFF)
-    message = usage_message(error) + (f". Did you mean {near[0]}?" if near else "")
+    message = re.sub(r"(?<!\.)\.$", "", usage_message(error))
+    if near and "Did you mean" not in message:  # cyclopts suggests a command by itself
+        message += f". Did you mean {near[0]}?"
     return UserError(message, hint="; ".join([*_hints(error, command, words), f"see {command} --help"]))
 
 

@@ -266,7 +266,7 @@ def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...]
         if address is not None and is_local_folder(address) and not Path(address).exists():
             raise UserError(
                 f"there is no data folder {address}",
-                hint="name the data folder that prep made with --shards",
+                hint="name, with --shards, the data folder that prep made",
                 flags=("--shards",),
             )
     for weights in init:

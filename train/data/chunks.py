@@ -128,7 +128,7 @@ class ChunkSet:
         if not resolved_folder(data_dir).is_dir():
             raise UserError(
                 f"there is no data folder {data_dir}",
-                hint="name the data folder that prep made with --shards",
+                hint="name, with --shards, the data folder that prep made",
                 flags=("--shards",),
             )
         self._data_dir = data_dir

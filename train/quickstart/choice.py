@@ -161,7 +161,7 @@ def describe(data: Survey) -> list[str]:
     chunks = sum(its.num_chunks for its in data.splits.values())
     length = duration_text(3600 * sum(its.hours for its in data.splits.values()))
     labels = f"; labels: {', '.join(data.labels)}" if data.labels else ""
-    lines = [f"{data.address}: {count_noun(chunks, 'chunk')} of {data.chunk_s:.3g} s, {length}{labels}"]
+    lines = [f"{data.address}: {count_noun(chunks, 'chunk')} of {data.chunk_s:.3g} s (median), {length}{labels}"]
     lines += [
         f"split {name}: {count_noun(its.num_videos, 'video')}, {count_noun(its.num_chunks, 'chunk')}, "
         + f"{duration_text(3600 * its.hours)}, "

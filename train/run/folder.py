@@ -136,7 +136,8 @@ class RunFolder:
         trained_task = self.read_facts().get("task", task)
         if trained_task != task:
             raise UserError(
-                f"{self.path} is a run of train {trained_task}, not of train {task}", hint="name another run"
+                f"{self.path} is a run of train {trained_task}, not of train {task}",
+                hint="use another --out, or name another run",
             )
 
     def latest_checkpoint(self) -> Path | None:

@@ -93,6 +93,12 @@ def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
         ("inspect --data y --data x", "the data folder x does not exist", "create one"),
         ("chunk extra", "unexpected argument: extra", "see prep chunk --help"),
         ("plan score", "unexpected argument: score. Did you mean scores?", "see prep plan --help"),
+        (
+            "chnk",
+            'unknown command "chnk". Did you mean "chunk"? Available commands: manifest, chunk, latents, text, scores, '
+            "captions, plan, export, ...",
+            "see prep --help",
+        ),
         ("chunk --resolution 224", "unknown option: --resolution. Did you mean --short-side?", "see prep chunk --help"),
         ("manifest folder --jsn", "unknown option: --jsn. Did you mean --json?", "see prep manifest folder --help"),
     ],
@@ -100,6 +106,7 @@ def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
 def test_words_that_no_command_takes_are_named_with_what_to_do(words: str, message: str, hint: str) -> None:
     ran = prep_here(*words.split(), status=2)
     assert message in ran.error and hint in ran.stderr
+    assert ran.error.count("Did you mean") <= 1
 
 
 def test_a_folder_without_manifest_or_shards(data: Path, tmp_path: Path) -> None:
