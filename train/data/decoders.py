@@ -7,8 +7,7 @@ import io
 import threading
 import zlib
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,6 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from clipmill.manifests.errors import Inaccessible, UserError
+from clipmill.shards.decoding import PacketDecoder, SourceFile
 from clipmill.shards.opening import CONTAINERS, NO_PROTOCOLS, Damaged
 from clipmill.shards.packets import PacketTable
 from clipmill.shards.reader import CommittedShard
@@ -23,7 +23,6 @@ from clipmill.train.data.outcomes import SampleFailed
 
 if TYPE_CHECKING:
     import av
-    from av import VideoCodecContext
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
@@ -42,6 +41,7 @@ class ChunkBytes:
         extradata: Codec headers.
         packets: (presentation index, bytes) in decode order; None if the chunk is decoded through its container.
         whole: Bytes of the mp4 file, if the chunk is decoded through it.
+        timeline: Crop and orientation of frames of a source file (`SourceFrames.timeline`).
     """
 
     key: str
@@ -50,16 +50,29 @@ class ChunkBytes:
     extradata: bytes
     packets: list[tuple[int, memoryview]] | None
     whole: bytes = b""
+    timeline: str = ""
 
     @property
     def size_bytes(self) -> int:
         return len(self.whole) + sum(len(packet) for _, packet in self.packets or ())
 
 
-def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule: DecodeRule, key: str) -> ChunkBytes:
+def read_chunk(
+    shard: CommittedShard,
+    row: int,
+    frames: Collection[int],
+    *,
+    rule: DecodeRule,
+    key: str,
+    source: Callable[[], SourceFile] | None = None,
+) -> ChunkBytes:
     """Read and verify the bytes needed to decode `frames` of a chunk.
 
-    Packets are read if the rule is "packets" and the GOPs are closed, otherwise the complete file.
+    Packets are read if the rule is "packets" and the GOPs are closed, or if they are in a source file; otherwise the
+    complete file is read.
+
+    Args:
+        source: Function that returns the source file; needed for chunks whose packets are there.
 
     Raises:
         SampleFailed: The chunk cannot be read, or its bytes do not match their checksum.
@@ -67,13 +80,21 @@ def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule
     """
     try:
         tables = shard.packet_tables
-        by_packets = rule == "packets" and tables.has_closed_gops(row)
-        packets = read_packets(shard, row, frames, table=tables.of_row(row), key=key) if by_packets else None
+        is_closed, in_source = tables.has_closed_gops(row), tables.source(row)
+        packets, whole = None, b""
+        if in_source is not None:
+            assert source is not None, "the source file is needed"
+            table = tables.of_row(row)
+            needed = table.needed_for(frames) if is_closed else table.needed_with_leading(frames)
+            payload = in_source.offset, in_source.size_bytes - in_source.offset
+            packets = read_packets(source(), payload, table, needed, key=key)
+        elif rule == "packets" and is_closed:
+            table = tables.of_row(row)
+            packets = read_packets(shard, tables.payload(row), table, table.needed_for(frames), key=key)
         codec, extradata = tables.stream(row)
-        whole = b""
         if packets is None:
             whole = shard.read_range(*tables.payload(row))
-            _verify(whole, tables.payload_crc32(row), shard=shard, key=key)
+            _verify(whole, tables.payload_crc32(row), place=shard, key=key)
         return ChunkBytes(
             key=key,
             frames=frozenset(frames),
@@ -81,6 +102,7 @@ def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule
             extradata=extradata,
             packets=packets,
             whole=whole,
+            timeline="" if in_source is None else in_source.timeline,
         )
     except UserError:  # refused credentials concern all chunks, not only this one
         raise
@@ -93,17 +115,21 @@ def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule
 
 
 def read_packets(
-    shard: CommittedShard, row: int, frames: Collection[int], *, table: PacketTable, key: str
+    place: CommittedShard | SourceFile, payload: tuple[int, int], table: PacketTable, needed: list[int], *, key: str
 ) -> list[tuple[int, memoryview]]:
-    """Read and verify the packets needed for `frames`: (presentation index, bytes) in decode order.
+    """Read and verify packets of a chunk: (presentation index, bytes) in decode order.
+
+    Args:
+        place: Tar or source file that holds the packets.
+        payload: Offset and size of the bytes in `place` in which packets lie.
+        needed: Positions of the packets in `table`, ascending.
 
     Raises:
         SampleFailed: A packet lies outside its chunk, or does not match its checksum.
         OSError, DamagedTar: The tar cannot be read.
     """
-    needed = table.needed_for(frames)
     begins, sizes = table.offset[needed].tolist(), table.size[needed].tolist()
-    payload_offset, payload_size = shard.packet_tables.payload(row)
+    payload_offset, payload_size = payload
     ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
     if max(ends) > payload_size:
         raise SampleFailed(key, reason="checksum", detail=f"a packet ends at byte {max(ends)} of {payload_size}")
@@ -112,112 +138,33 @@ def read_packets(
     of_packet: list[int] = []
     for begin, end in zip(begins, ends, strict=True):
         read_from, read_to = ranges[-1] if ranges else (begin, begin)
-        if ranges and read_from <= begin <= read_to + shard.gap_bytes:
+        if ranges and read_from <= begin <= read_to + place.gap_bytes:
             ranges[-1] = read_from, max(read_to, end)
         else:
             ranges.append((begin, end))
         of_packet.append(len(ranges) - 1)
-    contents = shard.read_ranges([(payload_offset + begin, end - begin) for begin, end in ranges])
+    contents = place.read_ranges([(payload_offset + begin, end - begin) for begin, end in ranges])
     packets: list[tuple[int, memoryview]] = []
     frames_of, crc32s = table.frame[needed].tolist(), table.crc32[needed].tolist()
     for begin, end, number, frame, crc32 in zip(begins, ends, of_packet, frames_of, crc32s, strict=True):
         read_from = ranges[number][0]
         packet = memoryview(contents[number])[begin - read_from : end - read_from]
-        _verify(packet, crc32, shard=shard, key=key)
+        _verify(packet, crc32, place=place, key=key)
         packets.append((frame, packet))
     return packets
 
 
-def _verify(content: bytes | memoryview, crc32: int, *, shard: CommittedShard, key: str) -> None:
+def _verify(content: bytes | memoryview, crc32: int, *, place: CommittedShard | SourceFile, key: str) -> None:
     if zlib.crc32(content) != crc32:
-        raise SampleFailed(key, reason="checksum", detail=f"its bytes in {shard.tar_name} do not match their checksum")
+        raise SampleFailed(key, reason="checksum", detail=f"its bytes in {place.tar_name} do not match their checksum")
 
 
 ChunkFrames = dict[int, "av.VideoFrame"]  # frames of one chunk, by presentation index
 
-_MAX_CONTEXTS = 8
-# For AV1, libav's own decoder needs hardware; dav1d is the software decoder in PyAV's wheels.
-_DECODERS = {"av1": "libdav1d"}
 # A file is opened only as one of these containers, and cannot make libav open anything else.
 _OPTIONS = {"format_whitelist": CONTAINERS, "protocol_whitelist": NO_PROTOCOLS}
 # Twice the pixels of 8K video. A file of a few bytes can claim frames of any size, which a decoder would allocate.
 MAX_PIXELS = 1 << 26
-
-
-class PacketDecoder:
-    """Decoder of packets of closed GOPs that opens no container. Each thread needs its own.
-
-    The contexts of the last few codecs and extradata are kept: their output depends only on the packets.
-    """
-
-    def __init__(self) -> None:
-        self._contexts: OrderedDict[tuple[str, bytes], VideoCodecContext] = OrderedDict()
-
-    def decode_each(
-        self,
-        *,
-        codec: str,
-        extradata: bytes,
-        packets: Iterable[tuple[int, bytes | memoryview]],
-        use: "Callable[[int, av.VideoFrame], None]",
-    ) -> None:
-        """Pass each intact frame in `packets` to `use` as soon as the decoder outputs it.
-
-        The frame is then still in the processor's cache. If `use` keeps no frame, the decoder reuses few buffers.
-
-        Args:
-            codec: Name of the codec in libav: h264, hevc, av1, vp9, mjpeg.
-            packets: (presentation index, bytes) in decode order, from a key packet on, with all references.
-            use: Function of the presentation index and the frame.
-
-        Raises:
-            av.FFmpegError: The decoder rejects a packet.
-            ValueError: libav does not have the decoder, or frames are not output in the order of their indices.
-        """
-        import av
-
-        context = self._context(codec, extradata)
-        last = -1
-
-        def hand_over(frames: "list[av.VideoFrame]") -> None:
-            nonlocal last
-            for frame in frames:
-                number = frame.pts or 0
-                # Decoders output frames in presentation order, which they know from the packets themselves.
-                if number <= last:
-                    raise ValueError(f"the packet table numbers frames {last}, {number} that are shown in this order")
-                last = number
-                if not frame.is_corrupt:
-                    use(number, frame)
-
-        try:
-            for frame_number, content in packets:
-                packet = av.Packet(content)  # type: ignore[arg-type]  # takes any buffer
-                packet.pts = frame_number
-                hand_over(context.decode(packet))
-            hand_over(context.decode(None))
-            context.flush_buffers()
-        except BaseException:
-            # The state that a broken packet leaves behind must not affect the next chunk.
-            del self._contexts[codec, extradata]
-            raise
-
-    def _context(self, codec: str, extradata: bytes) -> "VideoCodecContext":
-        import av
-
-        context = self._contexts.pop((codec, extradata), None)
-        if context is None:
-            new = av.CodecContext.create(_DECODERS.get(codec, codec), "r")
-            if not isinstance(new, av.VideoCodecContext):
-                raise ValueError(f"{codec} is not a video codec")
-            context = new
-            context.thread_count = 1  # the loader's threads already use all cores
-            context.options = {"err_detect": "explode"}  # report errors, do not conceal them
-            context.extradata = extradata or None
-            if len(self._contexts) == _MAX_CONTEXTS:
-                self._contexts.popitem(last=False)
-        self._contexts[codec, extradata] = context
-        return context
 
 
 class PlainVideo:
@@ -324,9 +271,17 @@ class ChunkDecoder:
 
         missing = set(content.frames)
 
+        upright = None
+        if content.timeline:
+            from clipmill.shards.timeline.model import Timeline
+            from clipmill.shards.timeline.pictures import Upright
+
+            timeline = Timeline.from_json(content.timeline)
+            upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])
+
         def use_needed(number: int, frame: av.VideoFrame) -> None:
             if number in missing:
-                use(number, frame)
+                use(number, frame if upright is None else upright.frame(frame))
                 missing.discard(number)
 
         try:

@@ -1,0 +1,139 @@
+"""Decoding of packets without their container, and of packets that are in a source file."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.shards.tars import LocalTars
+
+if TYPE_CHECKING:
+    import av
+    from av import VideoCodecContext
+
+    from clipmill.manifests.storage.objects import Objects
+
+_MAX_CONTEXTS = 8
+# For AV1, libav's own decoder needs hardware; dav1d is the software decoder in PyAV's wheels.
+_DECODERS = {"av1": "libdav1d"}
+
+
+class PacketDecoder:
+    """Decoder of packets of closed GOPs that opens no container. Each thread needs its own.
+
+    The contexts of the last few codecs and extradata are kept: their output depends only on the packets.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: OrderedDict[tuple[str, bytes], VideoCodecContext] = OrderedDict()
+
+    def decode_each(
+        self,
+        *,
+        codec: str,
+        extradata: bytes,
+        packets: Iterable[tuple[int, bytes | memoryview]],
+        use: "Callable[[int, av.VideoFrame], None]",
+    ) -> None:
+        """Pass each intact frame in `packets` to `use` as soon as the decoder outputs it.
+
+        The frame is then still in the processor's cache. If `use` keeps no frame, the decoder reuses few buffers.
+
+        Args:
+            codec: Name of the codec in libav: h264, hevc, av1, vp9, mjpeg.
+            packets: (presentation index, bytes) in decode order, from a key packet on, with all references.
+            use: Function of the presentation index and the frame.
+
+        Raises:
+            av.FFmpegError: The decoder rejects a packet.
+            ValueError: libav does not have the decoder, or frames are not output in the order of their indices.
+        """
+        import av
+
+        context = self._context(codec, extradata)
+        last = -1
+
+        def hand_over(frames: "list[av.VideoFrame]") -> None:
+            nonlocal last
+            for frame in frames:
+                number = frame.pts or 0
+                # Decoders output frames in presentation order, which they know from the packets themselves.
+                if number <= last:
+                    raise ValueError(f"the packet table numbers frames {last}, {number} that are shown in this order")
+                last = number
+                if not frame.is_corrupt:
+                    use(number, frame)
+
+        try:
+            for frame_number, content in packets:
+                packet = av.Packet(content)  # type: ignore[arg-type]  # takes any buffer
+                packet.pts = frame_number
+                hand_over(context.decode(packet))
+            hand_over(context.decode(None))
+            context.flush_buffers()
+        except BaseException:
+            # The state that a broken packet leaves behind must not affect the next chunk.
+            del self._contexts[codec, extradata]
+            raise
+
+    def _context(self, codec: str, extradata: bytes) -> "VideoCodecContext":
+        import av
+
+        context = self._contexts.pop((codec, extradata), None)
+        if context is None:
+            new = av.CodecContext.create(_DECODERS.get(codec, codec), "r")
+            if not isinstance(new, av.VideoCodecContext):
+                raise ValueError(f"{codec} is not a video codec")
+            context = new
+            context.thread_count = 1  # the loader's threads already use all cores
+            context.options = {"err_detect": "explode"}  # report errors, do not conceal them
+            context.extradata = extradata or None
+            if len(self._contexts) == _MAX_CONTEXTS:
+                self._contexts.popitem(last=False)
+        self._contexts[codec, extradata] = context
+        return context
+
+
+class SourceFile:
+    """A source file whose packets are read in place, local or in a bucket; its methods are those of a shard's tar.
+
+    Args:
+        place: Path or address of the file.
+
+    Attributes:
+        tar_name: Name of the file in messages.
+        gap_bytes: Gaps shorter than this between two ranges are cheaper to read than to skip.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self.tar_name = f"{place} (changed since prep index has read it: run prep index again)"
+        self.gap_bytes = _REMOTE_GAP_BYTES if is_remote(place) else LocalTars.gap_bytes
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read several ranges (offset, size) of the file.
+
+        Raises:
+            DamagedTar: The file is too short.
+            OSError: The file cannot be read.
+        """
+        if not is_remote(self._place):
+            return _FILES.read_ranges(Path(self._place), ranges)
+        from clipmill.manifests.storage.urls import split_url
+
+        root, key = split_url(self._place)
+        return _open_bucket(root, os.getpid()).read_ranges(key, ranges)
+
+
+_REMOTE_GAP_BYTES = 1 << 18
+_FILES = LocalTars()  # keeps the files that were read last open
+
+
+@lru_cache(maxsize=64)
+def _open_bucket(root: str, _process: int) -> "Objects":
+    from clipmill.manifests.storage.objects import open_objects
+
+    return open_objects(root)
