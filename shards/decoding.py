@@ -1,13 +1,15 @@
 """Decoding of packets without their container, and of packets that are in a source file."""
 
 import os
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.shards.packets import PacketTable
 from clipmill.shards.tars import LocalTars
 
 if TYPE_CHECKING:
@@ -97,15 +99,78 @@ class PacketDecoder:
         return context
 
 
-class SourceFile:
-    """A source file whose packets are read in place, local or in a bucket; its methods are those of a shard's tar.
+class DamagedPacket(ValueError):
+    """Bytes that were read of a chunk are not those of its index."""
 
-    Args:
-        place: Path or address of the file.
+
+class PacketBytes(Protocol):
+    """A file that holds packets: the tar of a shard, or a source file.
 
     Attributes:
         tar_name: Name of the file in messages.
         gap_bytes: Gaps shorter than this between two ranges are cheaper to read than to skip.
+    """
+
+    @property
+    def tar_name(self) -> str: ...
+    @property
+    def gap_bytes(self) -> int: ...
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read several ranges (offset, size) of the file.
+
+        Raises:
+            DamagedTar: The file is too short.
+            OSError: The file cannot be read.
+        """
+        ...
+
+
+def read_packets(
+    place: PacketBytes, payload: tuple[int, int], table: PacketTable, needed: list[int]
+) -> list[tuple[int, memoryview]]:
+    """Read and verify packets of a chunk: (presentation index, bytes) in decode order.
+
+    Args:
+        place: File that holds the packets.
+        payload: Offset and size of the bytes in `place` in which packets lie.
+        needed: Positions of the packets in `table`, ascending.
+
+    Raises:
+        DamagedPacket: A packet lies outside its chunk, or does not match its checksum.
+        OSError, DamagedTar: The file cannot be read.
+    """
+    begins, sizes = table.offset[needed].tolist(), table.size[needed].tolist()
+    payload_offset, payload_size = payload
+    ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
+    if max(ends) > payload_size:
+        raise DamagedPacket(f"a packet ends at byte {max(ends)} of {payload_size}")
+    # Ranges that are close to each other are read as one; `of_packet` has the range of each packet.
+    ranges: list[tuple[int, int]] = []
+    of_packet: list[int] = []
+    for begin, end in zip(begins, ends, strict=True):
+        read_from, read_to = ranges[-1] if ranges else (begin, begin)
+        if ranges and read_from <= begin <= read_to + place.gap_bytes:
+            ranges[-1] = read_from, max(read_to, end)
+        else:
+            ranges.append((begin, end))
+        of_packet.append(len(ranges) - 1)
+    contents = place.read_ranges([(payload_offset + begin, end - begin) for begin, end in ranges])
+    packets: list[tuple[int, memoryview]] = []
+    frames_of, crc32s = table.frame[needed].tolist(), table.crc32[needed].tolist()
+    for begin, end, number, frame, crc32 in zip(begins, ends, of_packet, frames_of, crc32s, strict=True):
+        read_from = ranges[number][0]
+        packet = memoryview(contents[number])[begin - read_from : end - read_from]
+        if zlib.crc32(packet) != crc32:
+            raise DamagedPacket(f"its bytes in {place.tar_name} do not match their checksum")
+        packets.append((frame, packet))
+    return packets
+
+
+class SourceFile:
+    """`PacketBytes` of a source file, local or in a bucket.
+
+    Args:
+        place: Path or address of the file.
     """
 
     def __init__(self, place: str) -> None:
@@ -114,12 +179,7 @@ class SourceFile:
         self.gap_bytes = _REMOTE_GAP_BYTES if is_remote(place) else LocalTars.gap_bytes
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Read several ranges (offset, size) of the file.
-
-        Raises:
-            DamagedTar: The file is too short.
-            OSError: The file cannot be read.
-        """
+        """Read several ranges (offset, size) of the file; raises as `PacketBytes` does."""
         if not is_remote(self._place):
             return _FILES.read_ranges(Path(self._place), ranges)
         from clipmill.manifests.storage.urls import split_url

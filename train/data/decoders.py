@@ -15,9 +15,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from clipmill.manifests.errors import Inaccessible, UserError
-from clipmill.shards.decoding import PacketDecoder, SourceFile
+from clipmill.shards.decoding import DamagedPacket, PacketDecoder, SourceFile, read_packets
 from clipmill.shards.opening import CONTAINERS, NO_PROTOCOLS, Damaged
-from clipmill.shards.packets import PacketTable
 from clipmill.shards.reader import CommittedShard
 from clipmill.train.data.outcomes import SampleFailed
 
@@ -87,14 +86,14 @@ def read_chunk(
             table = tables.of_row(row)
             needed = table.needed_for(frames) if is_closed else table.needed_with_leading(frames)
             payload = in_source.offset, in_source.size_bytes - in_source.offset
-            packets = read_packets(source(), payload, table, needed, key=key)
+            packets = read_packets(source(), payload, table, needed)
         elif rule == "packets" and is_closed:
             table = tables.of_row(row)
-            packets = read_packets(shard, tables.payload(row), table, table.needed_for(frames), key=key)
+            packets = read_packets(shard, tables.payload(row), table, table.needed_for(frames))
         codec, extradata = tables.stream(row)
         if packets is None:
             whole = shard.read_range(*tables.payload(row))
-            _verify(whole, tables.payload_crc32(row), place=shard, key=key)
+            _require_checksum(whole, tables.payload_crc32(row), shard=shard)
         return ChunkBytes(
             key=key,
             frames=frozenset(frames),
@@ -110,53 +109,15 @@ def read_chunk(
         if isinstance(error, Inaccessible) and isinstance(error.cause, UserError):
             raise error.cause from error
         raise SampleFailed(key, reason="shard_unreadable", detail=str(error)) from error
+    except DamagedPacket as error:
+        raise SampleFailed(key, reason="checksum", detail=str(error)) from error
     except ValueError as error:
         raise SampleFailed(key, reason="undecodable", detail=str(error)) from error
 
 
-def read_packets(
-    place: CommittedShard | SourceFile, payload: tuple[int, int], table: PacketTable, needed: list[int], *, key: str
-) -> list[tuple[int, memoryview]]:
-    """Read and verify packets of a chunk: (presentation index, bytes) in decode order.
-
-    Args:
-        place: Tar or source file that holds the packets.
-        payload: Offset and size of the bytes in `place` in which packets lie.
-        needed: Positions of the packets in `table`, ascending.
-
-    Raises:
-        SampleFailed: A packet lies outside its chunk, or does not match its checksum.
-        OSError, DamagedTar: The tar cannot be read.
-    """
-    begins, sizes = table.offset[needed].tolist(), table.size[needed].tolist()
-    payload_offset, payload_size = payload
-    ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
-    if max(ends) > payload_size:
-        raise SampleFailed(key, reason="checksum", detail=f"a packet ends at byte {max(ends)} of {payload_size}")
-    # Ranges that are close to each other are read as one; `of_packet` has the range of each packet.
-    ranges: list[tuple[int, int]] = []
-    of_packet: list[int] = []
-    for begin, end in zip(begins, ends, strict=True):
-        read_from, read_to = ranges[-1] if ranges else (begin, begin)
-        if ranges and read_from <= begin <= read_to + place.gap_bytes:
-            ranges[-1] = read_from, max(read_to, end)
-        else:
-            ranges.append((begin, end))
-        of_packet.append(len(ranges) - 1)
-    contents = place.read_ranges([(payload_offset + begin, end - begin) for begin, end in ranges])
-    packets: list[tuple[int, memoryview]] = []
-    frames_of, crc32s = table.frame[needed].tolist(), table.crc32[needed].tolist()
-    for begin, end, number, frame, crc32 in zip(begins, ends, of_packet, frames_of, crc32s, strict=True):
-        read_from = ranges[number][0]
-        packet = memoryview(contents[number])[begin - read_from : end - read_from]
-        _verify(packet, crc32, place=place, key=key)
-        packets.append((frame, packet))
-    return packets
-
-
-def _verify(content: bytes | memoryview, crc32: int, *, place: CommittedShard | SourceFile, key: str) -> None:
+def _require_checksum(content: bytes, crc32: int, *, shard: CommittedShard) -> None:
     if zlib.crc32(content) != crc32:
-        raise SampleFailed(key, reason="checksum", detail=f"its bytes in {place.tar_name} do not match their checksum")
+        raise DamagedPacket(f"its bytes in {shard.tar_name} do not match their checksum")
 
 
 ChunkFrames = dict[int, "av.VideoFrame"]  # frames of one chunk, by presentation index

@@ -1,0 +1,107 @@
+"""Content of chunks whose packets stay in the source files, read in place."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import av
+import pyarrow as pa
+import pyarrow.compute as pc
+from av.video.frame import VideoFrame
+
+from clipmill.manifests.errors import Inaccessible
+from clipmill.manifests.store import VIDEOS_FILE, manifest_dir, read_videos
+from clipmill.prep.core.chunk_input import ChunkContent, content_fields
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.shards.decoding import DamagedPacket, PacketDecoder, SourceFile, read_packets
+from clipmill.shards.opening import Damaged
+from clipmill.shards.packets import SourceFrames
+from clipmill.shards.reader import CommittedShard
+from clipmill.shards.timeline.model import US_PER_S, Timeline
+from clipmill.shards.timeline.pictures import Upright
+
+
+def read_source_chunk(video: CommittedShard, row: int) -> ChunkContent:
+    """Return the content of a chunk whose packets are in its source file; packets are read when frames are decoded."""
+    source = video.packet_tables.source(row)
+    assert source is not None, "an index of another kind"
+    start_ms, fields = video.index["start_ms"][row].as_py(), content_fields(video.index, row)
+    fps = fields["fps"]
+    moments_us = [start_ms * 1000 + (2 * number + 1) * US_PER_S / (2 * fps) for number in range(fields["num_frames"])]
+    shown = [source.frame_at(*moment.as_integer_ratio()) for moment in moments_us]
+    # The table of packets in frames of the nominal rate: a source frame is where it is shown first.
+    flags_of = dict(zip(fields["packet_frame"], fields["packet_flags"], strict=True))
+    firsts = {frame: number for number, frame in reversed(list(enumerate(shown)))}
+    numbers = sorted(firsts.values())
+    flags = [flags_of[shown[number]] for number in numbers]
+    fields |= {"packet_frame": numbers, "packet_flags": flags}
+    return SourceContent(b"", **fields, video=video, row=row, source=source, shown=shown)
+
+
+@dataclass(frozen=True)
+class SourceContent(ChunkContent):
+    """A chunk whose packets are in its source file.
+
+    Attributes:
+        video, row: Shard and row of the chunk.
+        source: Frames of the source.
+        shown: Presentation index of the source frame that is shown as each frame of the chunk.
+    """
+
+    video: CommittedShard
+    row: int
+    source: SourceFrames
+    shown: list[int]
+
+    def frames(self, indices: Sequence[int]) -> Iterator[VideoFrame]:
+        """Decode the frames `indices` (ascending), and yield them in order.
+
+        Raises:
+            SourceFailure: chunk_damaged if the source file has changed or cannot be read, decode_errors, or
+                frames_differ if the decoder does not return one of the frames.
+        """
+        tables, due = self.video.packet_tables, [self.shown[index] for index in indices]
+        table, video_id = tables.of_row(self.row), self.video.index["video_id"][self.row].as_py()
+        closed = tables.has_closed_gops(self.row)
+        timeline = Timeline.from_json(self.source.timeline)
+        upright, decoded = Upright(timeline.shape, aspect=timeline.aspects[0][1]), list[tuple[int, VideoFrame]]()
+        try:
+            needed = table.needed_for(due) if closed else table.needed_with_leading(due)
+            place = SourceFile(_place_of(self.video.index_path, video_id))
+            payload = self.source.offset, self.source.size_bytes - self.source.offset
+            packets = read_packets(place, payload, table, needed)
+            codec, extradata = tables.stream(self.row)
+            wanted = set(due)
+            PacketDecoder().decode_each(
+                codec=codec,
+                extradata=extradata,
+                packets=packets,
+                use=lambda number, frame: decoded.append((number, frame)) if number in wanted else None,
+            )
+        except (DamagedPacket, Damaged, OSError, Inaccessible, KeyError) as error:
+            raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the source cannot be read: {error}") from None
+        except (av.error.FFmpegError, ValueError) as error:
+            raise SourceFailure(FailureCode.DECODE_ERRORS, f"the chunk cannot be decoded: {error}") from None
+        pictures = dict(decoded)
+        for frame in due:
+            if frame not in pictures:
+                raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the decoder did not return frame {frame}")
+            yield upright.frame(pictures[frame])
+
+
+def _place_of(index_path: Path, video_id: str) -> str:
+    """Return the path or address of the source file of a video in the data folder of an index."""
+    data_dir = next(folder for folder in index_path.parents if (folder / "manifest").is_dir())
+    state = (manifest_dir(data_dir) / VIDEOS_FILE).stat()
+    videos = _read_places(data_dir, state.st_mtime_ns, os.getpid())
+    row = pc.index(videos["video_id"], video_id).as_py()
+    if row < 0:
+        raise KeyError(f"video {video_id} is not in the manifest")
+    return str(videos["path"][row].as_py())
+
+
+@lru_cache(maxsize=1)
+def _read_places(data_dir: Path, _mtime_ns: int, _process: int) -> pa.Table:
+    return read_videos(data_dir, columns=["video_id", "path"])
