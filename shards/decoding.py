@@ -3,8 +3,9 @@
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,22 +33,16 @@ class PacketDecoder:
     def __init__(self) -> None:
         self._contexts: OrderedDict[tuple[str, bytes], VideoCodecContext] = OrderedDict()
 
-    def decode_each(
-        self,
-        *,
-        codec: str,
-        extradata: bytes,
-        packets: Iterable[tuple[int, bytes | memoryview]],
-        use: "Callable[[int, av.VideoFrame], None]",
-    ) -> None:
-        """Pass each intact frame in `packets` to `use` as soon as the decoder outputs it.
+    def decode(
+        self, *, codec: str, extradata: bytes, packets: Iterable[tuple[int, bytes | memoryview]]
+    ) -> "Iterator[tuple[int, av.VideoFrame]]":
+        """Yield (presentation index, frame) of each intact frame in `packets` as soon as the decoder outputs it.
 
-        The frame is then still in the processor's cache. If `use` keeps no frame, the decoder reuses few buffers.
+        The frame is then still in the processor's cache. If the caller keeps no frame, the decoder reuses few buffers.
 
         Args:
             codec: Name of the codec in libav: h264, hevc, av1, vp9, mjpeg.
             packets: (presentation index, bytes) in decode order, from a key packet on, with all references.
-            use: Function of the presentation index and the frame.
 
         Raises:
             av.FFmpegError: The decoder rejects a packet.
@@ -57,24 +52,22 @@ class PacketDecoder:
 
         context = self._context(codec, extradata)
         last = -1
-
-        def hand_over(frames: "list[av.VideoFrame]") -> None:
-            nonlocal last
-            for frame in frames:
-                number = frame.pts or 0
-                # Decoders output frames in presentation order, which they know from the packets themselves.
-                if number <= last:
-                    raise ValueError(f"the packet table numbers frames {last}, {number} that are shown in this order")
-                last = number
-                if not frame.is_corrupt:
-                    use(number, frame)
-
         try:
-            for frame_number, content in packets:
-                packet = av.Packet(content)  # type: ignore[arg-type]  # takes any buffer
-                packet.pts = frame_number
-                hand_over(context.decode(packet))
-            hand_over(context.decode(None))
+            for frame_number, content in chain(packets, [(0, None)]):
+                packet = None
+                if content is not None:
+                    packet = av.Packet(content)  # type: ignore[arg-type]  # takes any buffer
+                    packet.pts = frame_number
+                for frame in context.decode(packet):
+                    number = frame.pts or 0
+                    # Decoders output frames in presentation order, which they know from the packets themselves.
+                    if number <= last:
+                        raise ValueError(
+                            f"the packet table numbers frames {last}, {number} that are shown in this order"
+                        )
+                    last = number
+                    if not frame.is_corrupt:
+                        yield number, frame
             context.flush_buffers()
         except BaseException:
             # The state that a broken packet leaves behind must not affect the next chunk.

@@ -113,7 +113,7 @@ class Endpoint:
             SourceFailure: Its pictures cannot be decoded.
         """
         settings = self._settings
-        addresses = map(jpeg_address, questions.pictures(file, row))
+        addresses = map(jpeg_address, questions.pictures(file))
         pictures = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
         content = [*pictures, {"type": "text", "text": settings.prompt}]
         sampling = {"top_p": settings.top_p, "seed": None if settings.seed is None else questions.seed(row)}

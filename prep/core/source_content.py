@@ -1,9 +1,11 @@
 """Content of chunks whose packets stay in the source files, read in place."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 
 import av
@@ -66,29 +68,23 @@ class SourceContent(ChunkContent):
         table, video_id = tables.of_row(self.row), self.video.index["video_id"][self.row].as_py()
         closed = tables.has_closed_gops(self.row)
         timeline = Timeline.from_json(self.source.timeline)
-        upright, decoded = Upright(timeline.shape, aspect=timeline.aspects[0][1]), list[tuple[int, VideoFrame]]()
+        upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])
+        counts = Counter(due)  # a source frame may be shown as several frames of the chunk
         try:
-            needed = table.needed_for(due) if closed else table.needed_with_leading(due)
+            needed = table.needed_for(counts) if closed else table.needed_with_leading(counts)
             place = SourceFile(_place_of(self.video.index_path, video_id))
             payload = self.source.offset, self.source.size_bytes - self.source.offset
             packets = read_packets(place, payload, table, needed)
             codec, extradata = tables.stream(self.row)
-            wanted = set(due)
-            PacketDecoder().decode_each(
-                codec=codec,
-                extradata=extradata,
-                packets=packets,
-                use=lambda number, frame: decoded.append((number, frame)) if number in wanted else None,
-            )
+            for number, frame in PacketDecoder().decode(codec=codec, extradata=extradata, packets=packets):
+                if number in counts:
+                    yield from repeat(upright.frame(frame), counts.pop(number))
         except (DamagedPacket, Damaged, OSError, Inaccessible, KeyError) as error:
             raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the source cannot be read: {error}") from None
         except (av.error.FFmpegError, ValueError) as error:
             raise SourceFailure(FailureCode.DECODE_ERRORS, f"the chunk cannot be decoded: {error}") from None
-        pictures = dict(decoded)
-        for frame in due:
-            if frame not in pictures:
-                raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the decoder did not return frame {frame}")
-            yield upright.frame(pictures[frame])
+        if counts:
+            raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the decoder did not return frame {min(counts)}")
 
 
 def _place_of(index_path: Path, video_id: str) -> str:

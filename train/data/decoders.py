@@ -253,9 +253,10 @@ class ChunkDecoder:
                 if not hasattr(self._local, "decoder"):
                     self._local.decoder = PacketDecoder()
                 decoder: PacketDecoder = self._local.decoder
-                decoder.decode_each(
-                    codec=content.codec, extradata=content.extradata, packets=content.packets, use=use_needed
-                )
+                for number, frame in decoder.decode(
+                    codec=content.codec, extradata=content.extradata, packets=content.packets
+                ):
+                    use_needed(number, frame)
         except (av.FFmpegError, ValueError) as error:
             detail = f"{type(error).__name__}: {error}"
             raise SampleFailed(content.key, reason="undecodable", detail=detail) from error
