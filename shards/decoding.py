@@ -3,14 +3,14 @@
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from clipmill.manifests.storage.mirrors import is_remote
-from clipmill.shards.packets import PacketTable
+from clipmill.shards.packets import PacketTable, SourceFrames
 from clipmill.shards.tars import LocalTars
 
 if TYPE_CHECKING:
@@ -31,10 +31,15 @@ class PacketDecoder:
     """
 
     def __init__(self) -> None:
-        self._contexts: OrderedDict[tuple[str, bytes], VideoCodecContext] = OrderedDict()
+        self._contexts: OrderedDict[tuple[str, bytes, bool], VideoCodecContext] = OrderedDict()
 
     def decode(
-        self, *, codec: str, extradata: bytes, packets: Iterable[tuple[int, bytes | memoryview]]
+        self,
+        *,
+        codec: str,
+        extradata: bytes,
+        packets: Iterable[tuple[int, bytes | memoryview]],
+        is_strict: bool = True,
     ) -> "Iterator[tuple[int, av.VideoFrame]]":
         """Yield (presentation index, frame) of each intact frame in `packets` as soon as the decoder outputs it.
 
@@ -42,7 +47,10 @@ class PacketDecoder:
 
         Args:
             codec: Name of the codec in libav: h264, hevc, av1, vp9, mjpeg.
-            packets: (presentation index, bytes) in decode order, from a key packet on, with all references.
+            packets: (presentation index, bytes) in decode order, from a key packet on, with all references. RESTART
+                separates runs of packets that are decoded by themselves.
+            is_strict: Raise errors that the decoder could conceal. After a recovery point
+                (`PacketTable.has_recovery_points`) a decoder reports missing frames that are not shown.
 
         Raises:
             av.FFmpegError: The decoder rejects a packet.
@@ -50,12 +58,12 @@ class PacketDecoder:
         """
         import av
 
-        context = self._context(codec, extradata)
+        context = self._context(codec, extradata, is_strict)
         last = -1
         try:
-            for frame_number, content in chain(packets, [(0, None)]):
+            for frame_number, content in chain(packets, [RESTART]):
                 packet = None
-                if content is not None:
+                if len(content):
                     packet = av.Packet(content)  # type: ignore[arg-type]  # takes any buffer
                     packet.pts = frame_number
                 for frame in context.decode(packet):
@@ -68,28 +76,33 @@ class PacketDecoder:
                     last = number
                     if not frame.is_corrupt:
                         yield number, frame
-            context.flush_buffers()
+                if packet is None:
+                    context.flush_buffers()
         except BaseException:
             # The state that a broken packet leaves behind must not affect the next chunk.
-            del self._contexts[codec, extradata]
+            del self._contexts[codec, extradata, is_strict]
             raise
 
-    def _context(self, codec: str, extradata: bytes) -> "VideoCodecContext":
+    def _context(self, codec: str, extradata: bytes, is_strict: bool) -> "VideoCodecContext":
         import av
 
-        context = self._contexts.pop((codec, extradata), None)
+        context = self._contexts.pop((codec, extradata, is_strict), None)
         if context is None:
             new = av.CodecContext.create(_DECODERS.get(codec, codec), "r")
             if not isinstance(new, av.VideoCodecContext):
                 raise ValueError(f"{codec} is not a video codec")
             context = new
             context.thread_count = 1  # the loader's threads already use all cores
-            context.options = {"err_detect": "explode"}  # report errors, do not conceal them
+            if is_strict:
+                context.options = {"err_detect": "explode"}  # report errors, do not conceal them
             context.extradata = extradata or None
             if len(self._contexts) == _MAX_CONTEXTS:
                 self._contexts.popitem(last=False)
-        self._contexts[codec, extradata] = context
+        self._contexts[codec, extradata, is_strict] = context
         return context
+
+
+RESTART = (0, memoryview(b""))  # between packets: the decoder begins again
 
 
 class DamagedPacket(ValueError):
@@ -157,6 +170,28 @@ def read_packets(
             raise DamagedPacket(f"its bytes in {place.tar_name} do not match their checksum")
         packets.append((frame, packet))
     return packets
+
+
+def read_source_packets(
+    place: PacketBytes, source: SourceFrames, table: PacketTable, frames: Collection[int], *, is_closed: bool
+) -> list[tuple[int, memoryview]]:
+    """Read and verify the packets that frames of a source file need, for `PacketDecoder.decode`.
+
+    Args:
+        is_closed: `PacketTable.has_closed_gops`.
+
+    Raises:
+        DamagedPacket, OSError, DamagedTar: See `read_packets`.
+        ValueError: See `PacketTable.needed_runs`.
+    """
+    has_single_run = is_closed and not table.has_recovery_points
+    runs = [table.needed_for(frames)] if has_single_run else table.needed_runs(frames)
+    payload = source.offset, source.size_bytes - source.offset
+    packets = read_packets(place, payload, table, list(chain(*runs)))
+    if len(runs) == 1:
+        return packets
+    parts = iter(packets)
+    return [packet for run in runs for packet in (*islice(parts, len(run)), RESTART)]
 
 
 class SourceFile:

@@ -110,6 +110,7 @@ _STEM = re.compile(r"(?P<shard_id>\d{6,})-(?P<fingerprint>[0-9a-f]{8})")
 # Flags in the packet table.
 PACKET_KEY = 1  # decoding can start here
 PACKET_REFERENCE = 2  # other frames may reference it; otherwise it can be skipped unless its frame is requested
+PACKET_RECOVERY = 4  # a key packet that is not an IDR picture: other frames keep their order, and may be named later
 
 
 def chunk_fields(*fields: pa.Field) -> list[pa.Field]:

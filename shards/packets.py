@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.format import PACKET_KEY, PACKET_RECOVERY, PACKET_REFERENCE
 from clipmill.shards.index import extensions_of
 
 _PACKET_COLUMNS = ("packet_offset", "packet_size", "packet_frame", "packet_flags", "packet_crc32")
@@ -29,7 +29,7 @@ class PacketTable:
     Attributes:
         offset, size: Byte range of the packet in the mp4 payload.
         frame: Presentation index of the frame in the packet.
-        flags: PACKET_KEY and PACKET_REFERENCE of clipmill.shards.format.
+        flags: PACKET_KEY, PACKET_REFERENCE and PACKET_RECOVERY of clipmill.shards.format.
         crc32: CRC-32 of the packet's bytes.
     """
 
@@ -50,6 +50,11 @@ class PacketTable:
         if not len(self.keys) or self.keys[0]:
             return False
         return bool((np.minimum.reduceat(self.frame, self.keys) == self.frame[self.keys]).all())
+
+    @property
+    def has_recovery_points(self) -> bool:
+        """True if decoding may start at a packet after which a decoder misses frames that it does not need."""
+        return bool((self.flags & PACKET_RECOVERY).any())
 
     def needed_for(self, frames: Iterable[int]) -> list[int]:
         """Return the packets that `frames` of a chunk with closed GOPs need: ascending positions in decode order.
@@ -81,11 +86,13 @@ class PacketTable:
             begin = position + 1
         return needed
 
-    def needed_with_leading(self, frames: Iterable[int]) -> list[int]:
+    def needed_runs(self, frames: Iterable[int]) -> list[list[int]]:
         """Return the packets that `frames` need, as `needed_for` does, in a chunk whose GOPs may be open.
 
-        A frame that follows a keyframe in decode order and is shown before it (a leading frame) may depend on the GOP
-        before. Decoding that starts at a keyframe omits its leading frames, on which no other frame depends.
+        Each run begins at a keyframe and is decoded by itself: a decoder that goes on at a keyframe that is not an IDR
+        picture confuses the order of frames. A frame that follows a keyframe in decode order and is shown before it (a
+        leading frame) may depend on the GOP before. A run omits the leading frames of its keyframe, on which no other
+        frame depends.
 
         Raises:
             ValueError: A frame is not in the table, or the keyframe that it depends on is not.
@@ -95,8 +102,8 @@ class PacketTable:
         distinct = set(frames)
         if missing := distinct - position_of.keys():
             raise ValueError(f"frame {min(missing)} is not in the packet table")
-        needed: list[int] = []
-        begin, key_frame = 0, -1  # where decoding goes on, and the frame of the key at which it started
+        runs: list[list[int]] = []
+        begin, key_frame = 0, -1  # where decoding goes on, and the frame of the key at which the run begins
         for position in sorted(position_of[frame] for frame in distinct):
             gop = bisect_right(keys, position) - 1
             gop -= gop >= 0 and shown[position] < shown[keys[gop]]
@@ -104,13 +111,14 @@ class PacketTable:
                 raise ValueError(f"no keyframe packet precedes the packet of frame {shown[position]}")
             if keys[gop] >= begin:
                 begin, key_frame = keys[gop], shown[keys[gop]]
+                runs.append([])
             if shown[position] < key_frame:
                 raise ValueError(f"frame {shown[position]} depends on a keyframe that was not decoded")
-            is_needed = (flags[at] & PACKET_REFERENCE and shown[at] >= key_frame for at in range(begin, position))
-            needed += [begin + number for number, is_reference in enumerate(is_needed) if is_reference]
-            needed.append(position)
+            between = range(begin, position)
+            runs[-1] += [at for at in between if flags[at] & PACKET_REFERENCE and shown[at] >= key_frame]
+            runs[-1].append(position)
             begin = position + 1
-        return needed
+        return runs
 
 
 @dataclass(frozen=True)

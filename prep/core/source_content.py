@@ -17,7 +17,7 @@ from clipmill.manifests.errors import Inaccessible
 from clipmill.manifests.store import VIDEOS_FILE, manifest_dir, read_videos
 from clipmill.prep.core.chunk_input import ChunkContent, content_fields
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.shards.decoding import DamagedPacket, PacketDecoder, SourceFile, read_packets
+from clipmill.shards.decoding import DamagedPacket, PacketDecoder, SourceFile, read_source_packets
 from clipmill.shards.opening import Damaged
 from clipmill.shards.packets import SourceFrames
 from clipmill.shards.reader import CommittedShard
@@ -71,12 +71,13 @@ class SourceContent(ChunkContent):
         upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])
         counts = Counter(due)  # a source frame may be shown as several frames of the chunk
         try:
-            needed = table.needed_for(counts) if closed else table.needed_with_leading(counts)
             place = SourceFile(_place_of(self.video.index_path, video_id))
-            payload = self.source.offset, self.source.size_bytes - self.source.offset
-            packets = read_packets(place, payload, table, needed)
+            packets = read_source_packets(place, self.source, table, counts, is_closed=closed)
             codec, extradata = tables.stream(self.row)
-            for number, frame in PacketDecoder().decode(codec=codec, extradata=extradata, packets=packets):
+            frames = PacketDecoder().decode(
+                codec=codec, extradata=extradata, packets=packets, is_strict=not table.has_recovery_points
+            )
+            for number, frame in frames:
                 if number in counts:
                     yield from repeat(upright.frame(frame), counts.pop(number))
         except (DamagedPacket, Damaged, OSError, Inaccessible, KeyError) as error:

@@ -23,7 +23,7 @@ from clipmill.prep.core.failures import TRANSIENT, FailureCode, SourceFailure
 from clipmill.prep.sources.access import SourceFacts, as_failure, current_fingerprint
 from clipmill.prep.video.codecs import codec_named
 from clipmill.prep.video.encode import EncodedSpan, SpanPlan, encode_span, output_size, start_ms
-from clipmill.prep.video.settings import ResolvedRecipe
+from clipmill.prep.video.settings import SOURCE, ResolvedRecipe
 from clipmill.shards.commits import Commit
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.timeline.model import CONTINUOUS_FORMAT, Timeline
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from av.packet import Packet
 
     from clipmill.manifests.storage.cache import CachedFile
+    from clipmill.prep.video.source_span import SourceChunk
     from clipmill.shards.verify import SalvagedSample
 
 _H264_SLICE_TYPES = frozenset({1, 2, 3, 4, 5})
@@ -166,6 +167,11 @@ class ReadyChunk:
     facts: ChunkFacts
     num_source_frames: int
 
+    @property
+    def content(self) -> tuple[str, bytes]:
+        """Extension and content of the member with the frames."""
+        return "mp4", self.path.read_bytes()
+
 
 def make_span(
     plan: SpanPlan,
@@ -175,8 +181,8 @@ def make_span(
     program: str,
     folder: Path,
     on_frames: Callable[[int], None],
-) -> list[ReadyChunk]:
-    """Encode a span into new folders below `folder`.
+) -> "list[ReadyChunk] | list[SourceChunk]":
+    """Make the chunks of a span: encode them into new folders below `folder`, or index the packets of the source.
 
     Args:
         sources: Local copies of remote sources.
@@ -197,6 +203,10 @@ def make_span(
                 sources.release(is_damaged=True)
                 message = f"{plan.path}: the file has changed since the run was planned"
                 raise SourceFailure(FailureCode.SOURCE_CHANGED, message)
+            if recipe.settings.codec == SOURCE:
+                from clipmill.prep.video.source_span import index_span
+
+                return index_span(original, plan, settings=recipe.settings)
             with_sound = recipe.settings.audio == "keep"
             path, source = sources.continuous(original, plan.source, with_sound=with_sound)
             encoded = encode_span(
@@ -265,7 +275,7 @@ class SpanChunks:
         num_chunks: Number of chunks of the complete span.
     """
 
-    chunks: dict[int, ReadyChunk]
+    chunks: "dict[int, ReadyChunk] | dict[int, SourceChunk]"
     num_chunks: int
 
 
@@ -372,7 +382,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
             stream = container.streams.video[0]
             codec = stream.codec_context.codec.canonical_name
             extradata = bytes(stream.codec_context.extradata or b"")
-            is_reference = _reference_test(codec, extradata)
+            is_reference = reference_test(codec, extradata)
             # Integer arithmetic per packet: a Fraction would cost more than reading the packet.
             frames_per_tick = (stream.time_base or Fraction(0)) * fps
             offsets: list[int] = []
@@ -446,7 +456,7 @@ def check_chunk(facts: ChunkFacts, *, num_frames: int, size: tuple[int, int], co
             raise SourceFailure(FailureCode.FRAMES_DIFFER, f"{what}: found {texts[0]}, planned {texts[1]}")
 
 
-def _reference_test(codec: str, extradata: bytes) -> "Callable[[Packet], bool]":
+def reference_test(codec: str, extradata: bytes) -> "Callable[[Packet], bool]":
     """Return a test for packets that other frames may need; it is always True if the codec does not mark them."""
     is_h264 = codec == "h264" and len(extradata) > 4 and extradata[0] == 1
     if not is_h264 and not (codec == "hevc" and len(extradata) > 21):

@@ -20,7 +20,7 @@ from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.variants import lost_samples
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
-from clipmill.prep.video.column import COLUMN, Recipe, resolve
+from clipmill.prep.video.column import COLUMN, Recipe
 from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.plan_inputs import (
@@ -32,6 +32,7 @@ from clipmill.prep.video.plan_inputs import (
     pending_chunks,
     with_shots,
 )
+from clipmill.prep.video.settings import SOURCE
 from clipmill.prep.video.spans import layout_file
 from clipmill.prep.video.worker import remove_abandoned
 from clipmill.shards.columns import VIDEO
@@ -46,14 +47,17 @@ def _require(recipe: Recipe) -> None:
     for package in ("av", "ffmpeg"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    codec = recipe.settings().codec
+    if codec == SOURCE:
+        return
     ffmpeg = find_ffmpeg()
     if ffmpeg.passed_over:
         sys.stderr.write(f"using the ffmpeg of the imageio-ffmpeg package: {ffmpeg.passed_over} is too old\n")
-    require_encoder(ffmpeg, recipe.settings().codec)
+    require_encoder(ffmpeg, codec)
 
 
 def _plan(data_dir: Path, recipe: Recipe, request: Request) -> Planned:
-    resolved = resolve(recipe, ffmpeg_version=find_ffmpeg().version)
+    resolved = recipe.resolve()
     engine = None if request.cluster is None else request.open_engine(memory_gb=_WORKER_GB)
     return make_plan(data_dir, resolved, retry_codes=request.retry_codes, engine=engine)
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from clipmill.manifests.errors import Inaccessible, UserError
-from clipmill.shards.decoding import DamagedPacket, PacketDecoder, SourceFile, read_packets
+from clipmill.shards.decoding import DamagedPacket, PacketDecoder, SourceFile, read_packets, read_source_packets
 from clipmill.shards.opening import CONTAINERS, NO_PROTOCOLS, Damaged
 from clipmill.shards.reader import CommittedShard
 from clipmill.train.data.outcomes import SampleFailed
@@ -41,6 +41,7 @@ class ChunkBytes:
         packets: (presentation index, bytes) in decode order; None if the chunk is decoded through its container.
         whole: Bytes of the mp4 file, if the chunk is decoded through it.
         timeline: Crop and orientation of frames of a source file (`SourceFrames.timeline`).
+        is_strict: See `PacketDecoder.decode`.
     """
 
     key: str
@@ -50,6 +51,7 @@ class ChunkBytes:
     packets: list[tuple[int, memoryview]] | None
     whole: bytes = b""
     timeline: str = ""
+    is_strict: bool = True
 
     @property
     def size_bytes(self) -> int:
@@ -80,13 +82,12 @@ def read_chunk(
     try:
         tables = shard.packet_tables
         is_closed, in_source = tables.has_closed_gops(row), tables.source(row)
-        packets, whole = None, b""
+        packets, whole, is_strict = None, b"", True
         if in_source is not None:
             assert source is not None, "the source file is needed"
             table = tables.of_row(row)
-            needed = table.needed_for(frames) if is_closed else table.needed_with_leading(frames)
-            payload = in_source.offset, in_source.size_bytes - in_source.offset
-            packets = read_packets(source(), payload, table, needed)
+            packets = read_source_packets(source(), in_source, table, frames, is_closed=is_closed)
+            is_strict = not table.has_recovery_points
         elif rule == "packets" and is_closed:
             table = tables.of_row(row)
             packets = read_packets(shard, tables.payload(row), table, table.needed_for(frames))
@@ -102,6 +103,7 @@ def read_chunk(
             packets=packets,
             whole=whole,
             timeline="" if in_source is None else in_source.timeline,
+            is_strict=is_strict,
         )
     except UserError:  # refused credentials concern all chunks, not only this one
         raise
@@ -254,7 +256,10 @@ class ChunkDecoder:
                     self._local.decoder = PacketDecoder()
                 decoder: PacketDecoder = self._local.decoder
                 for number, frame in decoder.decode(
-                    codec=content.codec, extradata=content.extradata, packets=content.packets
+                    codec=content.codec,
+                    extradata=content.extradata,
+                    packets=content.packets,
+                    is_strict=content.is_strict,
                 ):
                     use_needed(number, frame)
         except (av.FFmpegError, ValueError) as error:
