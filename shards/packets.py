@@ -102,18 +102,21 @@ class PacketTable:
         distinct = set(frames)
         if missing := distinct - position_of.keys():
             raise ValueError(f"frame {min(missing)} is not in the packet table")
+        positions = sorted(position_of[frame] for frame in distinct)
+        gops = [bisect_right(keys, position) - 1 for position in positions]
+        # The GOPs from which a leading frame is needed: decoding begins at the GOP before.
+        with_leading = {
+            gop for position, gop in zip(positions, gops, strict=True) if shown[position] < shown[keys[max(gop, 0)]]
+        }
         runs: list[list[int]] = []
         begin, key_frame = 0, -1  # where decoding goes on, and the frame of the key at which the run begins
-        for position in sorted(position_of[frame] for frame in distinct):
-            gop = bisect_right(keys, position) - 1
-            gop -= gop >= 0 and shown[position] < shown[keys[gop]]
-            if gop < 0:
+        for position, gop in zip(positions, gops, strict=True):
+            start = gop - (gop in with_leading)
+            if start < 0:
                 raise ValueError(f"no keyframe packet precedes the packet of frame {shown[position]}")
-            if keys[gop] >= begin:
-                begin, key_frame = keys[gop], shown[keys[gop]]
+            if keys[start] >= begin:
+                begin, key_frame = keys[start], shown[keys[start]]
                 runs.append([])
-            if shown[position] < key_frame:
-                raise ValueError(f"frame {shown[position]} depends on a keyframe that was not decoded")
             between = range(begin, position)
             runs[-1] += [at for at in between if flags[at] & PACKET_REFERENCE and shown[at] >= key_frame]
             runs[-1].append(position)
