@@ -31,6 +31,7 @@ def index(
     settings: Annotated[IndexRecipe, Parameter(name="*")] = _SETTINGS,
     request: Annotated[ChunkRequest, Parameter(name="*")] = _REQUEST,
 ) -> None:
+    """Read a folder into the manifest if there is one, and make the index."""
     if videos is not None:
         into = Target(request.data, "folder", videos, may_remove=False, as_json=False)
         with redirect_stdout(sys.stderr):  # the result of this command is the index

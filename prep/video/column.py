@@ -325,7 +325,7 @@ INDEX = replace(
     help="""Index the videos of the manifest as they are: chunks whose packets stay in the source files.
 
     Training, embedding, search and the other columns work on them as on encoded chunks. Sources are read once,
-    completely, and have to stay where they are. Supported are MP4, MOV, MKV and WebM files with H.264, HEVC, VP9 or AV1.
+    completely, and have to stay where they are: MP4, MOV, MKV and WebM files with H.264, HEVC, VP9 or AV1.
 
     With a folder of videos, their manifest is written first, as by `prep manifest folder`.
 

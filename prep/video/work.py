@@ -105,7 +105,8 @@ def other_settings_lines(planned: Planned) -> list[str]:
         videos = count_noun(len(np.unique(plan.video_rows[rows])), "video")
         length = duration_text(plan.workload(rows).seconds.sum())
         lines.append(f"variant  {variant}: {chunks} of {videos} to encode, {length} of video")
-        plan_line = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir).replace("chunk", "plan", 1)
+        command = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir)
+        plan_line = command.replace("prep chunk", "prep plan", 1).replace("prep index", "prep plan index", 1)
         lines.append(f"         `{plan_line}` estimates time and disk")
     else:
         lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former=current)
