@@ -178,6 +178,7 @@ class IndexRecipe(Checked):
     """Settings of `prep index`."""
 
     command: ClassVar[str] = "index"
+    verb: ClassVar[str] = "index"
 
     len: Annotated[str, FIRST_RUN, Parameter(allow_leading_hyphen=True)] = "15s"
     """Chunk length with unit, up to 1 hour, such as 15s or 2.5s."""
@@ -322,6 +323,7 @@ COLUMN = ColumnSpec(
 INDEX = replace(
     COLUMN,
     settings=IndexRecipe,
+    verb="index",
     help="""Index the videos of the manifest as they are: chunks whose packets stay in the source files.
 
     Training, embedding, search and the other columns work on them as on encoded chunks. Sources are read once,
@@ -340,3 +342,8 @@ INDEX = replace(
         prep plan index
     """,
 )
+
+
+def column_of(recipe: ResolvedRecipe) -> ColumnSpec:
+    """Return the spec of the command that makes a variant."""
+    return INDEX if recipe.settings.codec == SOURCE else COLUMN

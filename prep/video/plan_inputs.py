@@ -34,7 +34,7 @@ from clipmill.prep.core.tables import (
 from clipmill.prep.core.variants import make_variant, stored_recipe
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.sources.table import failed_sources, probe_sources, probes_of, read_probes
-from clipmill.prep.video.column import COLUMN
+from clipmill.prep.video.column import COLUMN, column_of
 from clipmill.prep.video.plan import Plan, ShardChange, Videos, with_changes
 from clipmill.prep.video.settings import ResolvedRecipe
 from clipmill.prep.video.spans import (
@@ -312,7 +312,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
         )
 
     return Job(
-        column=COLUMN,
+        column=column_of(plan.recipe),
         data_dir=planned.data_dir,
         variant_dir=planned.variant_dir,
         recipe=dict(plan.recipe.values),

@@ -44,7 +44,7 @@ from clipmill.prep.core.report import (
 )
 from clipmill.prep.engines.choice import num_cores as count_cores
 from clipmill.prep.video.codecs import codec_named
-from clipmill.prep.video.column import COLUMN
+from clipmill.prep.video.column import COLUMN, column_of
 from clipmill.prep.video.encode import Span, SpanPlan, encode_span
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Plan, Workload
@@ -380,7 +380,7 @@ def plan_report(planned: Planned) -> Report:
         for shard in plan.shards
         if shard.shard_id in moved and shard.state in (ShardState.NEW, ShardState.ORPHANED)
     }
-    lines += states_lines(plan.shards, reasons=reasons)
+    lines += states_lines(plan.shards, reasons=reasons, verb=column_of(plan.recipe).verb)
     lines += failure_lines(list(plan.failed_sources()), listed=None, retry=retry_words(COLUMN, data=planned.data_dir))
     lost = plan.lost_sources()
     lines += [

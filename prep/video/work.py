@@ -20,7 +20,7 @@ from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.variants import lost_samples
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
-from clipmill.prep.video.column import COLUMN, Recipe
+from clipmill.prep.video.column import COLUMN, IndexRecipe, Recipe
 from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.plan_inputs import (
@@ -42,7 +42,7 @@ from clipmill.shards.reader import Variant
 _WORKER_GB = 0.5  # measured (benchmarks/README.md): a source of 2160 lines takes 0.27 GB
 
 
-def _require(recipe: Recipe) -> None:
+def _require(recipe: Recipe | IndexRecipe) -> None:
     # Only workers import these packages, but the command reports a missing one before it starts workers.
     for package in ("av", "ffmpeg"):
         if find_spec(package) is None:
@@ -56,13 +56,13 @@ def _require(recipe: Recipe) -> None:
     require_encoder(ffmpeg, codec)
 
 
-def _plan(data_dir: Path, recipe: Recipe, request: Request) -> Planned:
+def _plan(data_dir: Path, recipe: Recipe | IndexRecipe, request: Request) -> Planned:
     resolved = recipe.resolve()
     engine = None if request.cluster is None else request.open_engine(memory_gb=_WORKER_GB)
     return make_plan(data_dir, resolved, retry_codes=request.retry_codes, engine=engine)
 
 
-def _run(plan: Planned, recipe: Recipe, request: Request, part_run: PartRun | None) -> Summary:
+def _run(plan: Planned, recipe: Recipe | IndexRecipe, request: Request, part_run: PartRun | None) -> Summary:
     engine = request.open_engine(memory_gb=_WORKER_GB)
     for line in (*other_settings_lines(plan), *audio_lines(plan)):
         sys.stderr.write(f"{line}\n")
@@ -124,13 +124,13 @@ def settings_against_current(planned: Planned) -> list[str]:
     return changed_settings(planned.data_dir, VIDEO, variant=recipe.variant, recipe=recipe.values)
 
 
-def chunk_summary(summary: Summary, recipe: Recipe, listed: Path) -> Report:
+def chunk_summary(summary: Summary, recipe: Recipe | IndexRecipe, listed: Path) -> Report:
     """Return the report of a run; `listed` is the path of the list of failures."""
     speed = None
     if summary.cpu_s and summary.encoded_s:
         speed = f"{summary.encoded_s / summary.cpu_s:.1f}x real time per core ({summary.cpu_s:.1f} s of CPU time)"
-    retry = retry_words(COLUMN, data=listed.parents[2])
-    return summary_report(summary, listed=listed, speed=speed, retry=retry)
+    retry, verb = retry_words(COLUMN, data=listed.parents[2]), getattr(recipe, "verb", COLUMN.verb)
+    return summary_report(summary, listed=listed, speed=speed, retry=retry, verb=verb)
 
 
 def cutting_addition(planned: Planned) -> Addition:
