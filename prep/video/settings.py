@@ -33,11 +33,10 @@ SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None un
 
 
 class Cutting:
-    """The even chunks of videos: their length and frame rate, and what becomes of the rest of a video."""
+    """The even chunks of videos: their length and frame rate."""
 
     len: str
     fps: str
-    tail: Tail
 
     def wrong_frames(self) -> Iterator[UserError]:
         """Yield errors of lengths and rates that are invalid, or do not give a whole number of frames."""

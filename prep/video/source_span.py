@@ -307,7 +307,9 @@ def _check_recovery(path: Path, source: _Source) -> None:
     pictures = []
     for run in (packets, [packet for packet in by_itself if packet[0] >= key_frame]):
         decoded = PacketDecoder().decode(codec=source.codec, extradata=source.extradata, packets=run, is_strict=False)
-        pictures.append({number: zlib.crc32(frame.to_ndarray()) for number, frame in decoded if number >= key_frame})
+        pictures.append(
+            {number: zlib.crc32(frame.to_ndarray().tobytes()) for number, frame in decoded if number >= key_frame}
+        )
     if pictures[0] != pictures[1]:
         raise SourceFailure(FailureCode.NOT_INDEXABLE, "frames depend on frames before their key frame")
 

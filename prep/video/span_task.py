@@ -7,7 +7,7 @@ A chunk is read back by demuxing the finished file: no value is taken from the a
 
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from io import BytesIO
@@ -181,7 +181,7 @@ def make_span(
     program: str,
     folder: Path,
     on_frames: Callable[[int], None],
-) -> "list[ReadyChunk] | list[SourceChunk]":
+) -> "Sequence[ReadyChunk | SourceChunk]":
     """Make the chunks of a span: encode them into new folders below `folder`, or index the packets of the source.
 
     Args:
@@ -275,7 +275,7 @@ class SpanChunks:
         num_chunks: Number of chunks of the complete span.
     """
 
-    chunks: "dict[int, ReadyChunk] | dict[int, SourceChunk]"
+    chunks: "Mapping[int, ReadyChunk | SourceChunk]"
     num_chunks: int
 
 
