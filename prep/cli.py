@@ -30,7 +30,7 @@ _BEFORE = {
 _AFTER = {
     "index": (
         "clipmill.prep.commands.index:index",
-        "Index the videos as they are: chunks whose packets stay in the source files.",
+        "Index the videos of the manifest as they are: chunks whose packets stay in the source files.",
     ),
     "plan": (
         "clipmill.prep.commands.columns:plan",
@@ -63,7 +63,7 @@ _AFTER = {
     ),
     "advise": (
         "clipmill.prep.commands.advise:advise",
-        "Report whether the disk or the bucket keeps up with training, and how long chunks may be.",
+        "Report whether the disk or the bucket keeps up with training, or when re-encoding indexed videos pays.",
     ),
 }
 

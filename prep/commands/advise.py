@@ -66,13 +66,17 @@ def advise(
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Report whether the disk or the bucket keeps up with training, and how long chunks may be.
+    """Report whether the disk or the bucket keeps up with training, or when re-encoding indexed videos pays.
 
-    It considers loaders that read complete chunks, and loaders that read only the packets of a clip, or stored latents,
-    as train does. It reads chunks of the current variant for a few seconds to measure the read speed.
+    On chunks, it considers loaders that read complete chunks, and loaders that read only the packets of a clip, or
+    stored latents, as train does. It reads chunks of the current variant for a few seconds to measure the read speed.
+
+    On an index (`prep index`), it decodes clips of the videos as they are, encodes some seconds of some videos with
+    each recipe, and says after how many visits of each clip a recipe has saved the CPU time of encoding.
 
     Examples:
 
+        prep advise
         prep advise --run runs/first
         prep advise --step-time 0.5 --batch 64
         prep advise --run runs/first --nodes 16 --gpus 8
@@ -88,6 +92,8 @@ def advise(
 
     given_bytes_per_s = None if asked.bitrate is None else parse_bitrate(asked.bitrate, flag="--bitrate") / 8
     data_dir = require_data_folder(data)
+    if asked.column == VIDEO and _advise_on_sources(asked, data_dir, json=json):
+        return
     step = _step(asked)
     num_nodes, gpus_per_node = asked.nodes or 1, asked.gpus or 1
     latency_s, is_total, speed_of = None, True, "given by --read-speed"
@@ -152,6 +158,33 @@ def advise(
     print(advice_text(load, origin, storage="disk" if bucket is None else "bucket"))
     for line in () if bucket is None else bucket.lines():
         print(line)
+
+
+def _advise_on_sources(asked: Asked, data_dir: Path, *, json: bool) -> bool:
+    """Print when re-encoding pays, if the current variant is an index of sources; return False if it is not."""
+    from clipmill.prep.core.column_arrays import tars_of
+    from clipmill.shards.columns import SOURCE_MEMBER
+    from clipmill.shards.opening import Damaged
+    from clipmill.shards.reader import Variant
+
+    try:
+        variant = Variant.open(data_dir, column=VIDEO, tars=tars_of(data_dir))
+        if not any(SOURCE_MEMBER in shard.extensions for shard in variant.shards()[:1]):
+            return False
+        for name in ("read_speed", "bitrate"):
+            if getattr(asked, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} has no effect on an index of videos", hint="omit it", flags=(flag,))
+        from clipmill.prep.video.reencoding import advise_on_sources
+
+        needs_step = asked.run is not None or asked.step_time is not None or asked.batch is not None
+        step = _step(asked) if needs_step else None
+        rate = None if step is None else step.batch / step.step_s
+        advice = advise_on_sources(variant.require_complete(), data_dir, clips_per_s=rate)
+    except (Damaged, OSError) as error:
+        raise UserError(f"the shards cannot be read: {error}", hint="run `prep verify` to find the damage") from None
+    print(json_module.dumps(advice.values(), indent=1) if json else "\n".join(advice.lines()))
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,7 @@ class SourceContent(ChunkContent):
         upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])
         counts = Counter(due)  # a source frame may be shown as several frames of the chunk
         try:
-            place = SourceFile(_place_of(self.video.index_path, video_id))
+            place = SourceFile(place_of(self.video.index_path, video_id))
             packets = read_source_packets(place, self.source, table, counts, is_closed=closed)
             codec, extradata = tables.stream(self.row)
             frames = PacketDecoder().decode(
@@ -88,7 +88,7 @@ class SourceContent(ChunkContent):
             raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the decoder did not return frame {min(counts)}")
 
 
-def _place_of(index_path: Path, video_id: str) -> str:
+def place_of(index_path: Path, video_id: str) -> str:
     """Return the path or address of the source file of a video in the data folder of an index."""
     data_dir = next(folder for folder in index_path.parents if (folder / "manifest").is_dir())
     state = (manifest_dir(data_dir) / VIDEOS_FILE).stat()

@@ -11,7 +11,7 @@ import os
 import shlex
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -108,7 +108,13 @@ class EncodeTrials:
     lacking: tuple[str, ...] = ()
 
 
-def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> EncodeTrials:
+def run_trials(
+    plan: Plan,
+    rows: np.ndarray,
+    work: Workload,
+    *,
+    use: Callable[[str, Sequence[Path]], None] = lambda video_id, segments: None,
+) -> EncodeTrials:
     """Encode sections of a small, a medium, a large and the heaviest video that a plan has work for.
 
     The heaviest video has the most bytes per second at the size of the chunks: content that is expensive in its source,
@@ -118,6 +124,7 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> EncodeTrials:
     Args:
         rows: Rows of the layout with work, int64[N].
         work: `plan.workload(rows)`.
+        use: Function that is called with a video and the files of its longer section.
     """
     order = np.argsort(work.width * work.height * work.fps, kind="stable")
     scale = np.minimum(1.0, plan.recipe.settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
@@ -138,7 +145,7 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> EncodeTrials:
                     message = f"{span.path} has {size}, and a plan copies up to {size_text(_MAX_COPY_BYTES)}"
                     raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message)
                 path = sources.path_of(span.path)
-                costs = [_cost(plan, span, path, length_s=length_s) for length_s in (_SHORT_S, _LONG_S)]
+                costs = [_cost(plan, span, path, length_s=_SHORT_S), _cost(plan, span, path, length_s=_LONG_S, use=use)]
             except SourceFailure as failure:
                 lacking.append(failure.message if span.path in failure.message else f"{span.path}: {failure.message}")
                 continue
@@ -157,7 +164,14 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload) -> EncodeTrials:
     return EncodeTrials(tuple(trials), tuple(lacking))
 
 
-def _cost(plan: Plan, span: SpanPlan, path: Path, *, length_s: float) -> tuple[float, float, int]:
+def _cost(
+    plan: Plan,
+    span: SpanPlan,
+    path: Path,
+    *,
+    length_s: float,
+    use: Callable[[str, Sequence[Path]], None] = lambda video_id, segments: None,
+) -> tuple[float, float, int]:
     """Encode a section in the middle of a span of a local file; return its length in seconds, CPU seconds and bytes."""
     fps = plan.recipe.settings.fps_exact
     num_frames = min(span.span.num_frames, round(length_s * fps))
@@ -172,6 +186,7 @@ def _cost(plan: Plan, span: SpanPlan, path: Path, *, length_s: float) -> tuple[f
             program=find_ffmpeg().path,
             folder=Path(folder),
         )
+        use(span.video_id, encoded.segments)
         return float(num_frames / fps), encoded.cpu_s, sum(path.stat().st_size for path in encoded.segments)
 
 
