@@ -180,10 +180,10 @@ def _advise_on_sources(asked: Asked, data_dir: Path, *, json: bool) -> bool:
         needs_step = asked.run is not None or asked.step_time is not None or asked.batch is not None
         step = _step(asked) if needs_step else None
         rate = None if step is None else step.batch / step.step_s
-        advice = advise_on_sources(variant.require_complete(), data_dir, clips_per_s=rate)
+        costs = advise_on_sources(variant.require_complete(), data_dir, clips_per_s=rate)
     except (Damaged, OSError) as error:
         raise UserError(f"the shards cannot be read: {error}", hint="run `prep verify` to find the damage") from None
-    print(json_module.dumps(advice.values(), indent=1) if json else "\n".join(advice.lines()))
+    print(json_module.dumps(costs.values(), indent=1) if json else "\n".join(costs.lines()))
     return True
 
 

@@ -191,7 +191,7 @@ def _resize(frame: "VideoFrame") -> None:
     import cv2
 
     for plane in (frame if "420p" in frame.format.name else frame.reformat(format="yuv420p")).planes:
-        picture = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[: plane.height, : plane.width]
+        picture = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)[: plane.height, : plane.width]
         side = _SIZE_PX if plane.width == frame.width else _SIZE_PX // 2
         shrinks_much = max(picture.shape) >= 2 * side
         cv2.resize(picture, (side, side), interpolation=cv2.INTER_AREA if shrinks_much else cv2.INTER_LINEAR)
@@ -283,10 +283,10 @@ class Advice:
             if self.clips_per_s is not None:
                 cores = f"{short_number(self.clips_per_s * clips.clip_s):>{len(needs)}}"
             yield f"{way:<13}{rate:>12}{size_text(clips.clip_bytes):>12}{size:>10}{encoding:>12}{pays:>14}{cores}"
-        clips = f"{count_noun(self.sources.num_clips, 'clip')} of {count_noun(self.sources.num_videos, 'video')}"
+        measured = f"{count_noun(self.sources.num_clips, 'clip')} of {count_noun(self.sources.num_videos, 'video')}"
         yield ""
         yield (
-            f"measured  as they are: {clips} in {self.sources.cpu_s:.1f} s of CPU time; a clip has 4 frames of 1 to"
+            f"measured  as they are: {measured} in {self.sources.cpu_s:.1f} s of CPU time; a clip has 4 frames of 1 to"
             " 4 s, which are read, decoded and resized to 224 pixels"
         )
         for name, recipe in self.recipes.items():
