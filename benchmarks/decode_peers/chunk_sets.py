@@ -1,4 +1,4 @@
-"""The sets of chunks: the same pieces encoded by a plain ffmpeg call and by `prep chunk`."""
+"""The sets of chunks: the same pieces encoded by plain ffmpeg calls, which `prep index` indexes, and by `prep chunk`."""
 
 import csv
 import subprocess
@@ -9,8 +9,10 @@ from benchmarks.decode_peers.clip_set import CHUNK_FRAMES, chunk_path, data_fold
 from benchmarks.decode_peers.pieces import PIECE_S
 from benchmarks.measure import prep_command, run_measured
 
-X264_DEFAULT, OWN, CLOSED, FAST = "x264 default", "own", "closed GOP", "fast"
-SETS = (X264_DEFAULT, OWN, CLOSED, FAST)
+X264_DEFAULT, X264_SHORT, OWN, CLOSED, FAST = "x264 default", "x264, GOP 30", "own", "closed GOP", "fast"
+SETS = (X264_DEFAULT, X264_SHORT, OWN, CLOSED, FAST)
+# Arguments of ffmpeg for the sets that stay as they are.
+AS_THEY_ARE: dict[str, tuple[str, ...]] = {X264_DEFAULT: (), X264_SHORT: ("-g", "30")}
 # Arguments of `prep chunk` for the sets that it encodes.
 RECIPES: dict[str, tuple[str, ...]] = {OWN: (), CLOSED: ("--gop", "closed"), FAST: ("--recipe", "fast")}
 
@@ -33,10 +35,12 @@ def make_set(name: str, *, pieces: Path, captions: Path, folder: Path, program: 
     chunk_path(folder, name, 0).parent.mkdir()
     sources = sorted(pieces.iterdir())
     chunks = [chunk_path(folder, name, number) for number in range(len(sources))]
-    if name == X264_DEFAULT:
+    if name in AS_THEY_ARE:
         for piece, chunk in zip(sources, chunks, strict=True):
-            command = [program, "-v", "error", "-nostdin", "-i", str(piece), "-c:v", "libx264", str(chunk)]
-            subprocess.run(command, check=True)
+            command = [program, "-v", "error", "-nostdin", "-i", str(piece), "-c:v", "libx264", *AS_THEY_ARE[name]]
+            subprocess.run([*command, str(chunk)], check=True)
+        words = ["--data", data_folder(folder, name), "--len", f"{PIECE_S}s", "--engine", "processes"]
+        run_measured(prep_command("index", chunks[0].parent, *words))
     else:
         _prep_chunks(name, pieces=pieces, captions=captions, folder=folder)
     return sum(chunk.stat().st_size for chunk in chunks)

@@ -18,7 +18,6 @@ from benchmarks.decode_peers.clip_set import SIZE_PX, Clip, read_clips
 from benchmarks.decode_peers.libavcodec_floor import ReadyClips
 from benchmarks.decode_peers.packet_clips import FrameReader, PacketReader, rectangle_of
 from benchmarks.peer_process import answer_requests
-from clipmill.shards.decoding import read_packets
 from clipmill.train.data.clip_frames import CroppedPlanes, indices_of
 
 WHOLE, DECODE, RESIZE = "the clip path", "libavcodec", "crop and resize"
@@ -67,8 +66,7 @@ class Costs:
             timed(RESIZE, lambda: crop.add(picture, position_of[frame]))
 
         self._frames.decoder.decode_each(self._frames.read_bytes(clip), resize)
-        payload, needed = shard.packet_tables.payload(row), table.needed_for(clip.frames)
-        packets = timed(READ, lambda: read_packets(shard, payload, table, needed))
+        packets = timed(READ, lambda: self._frames.read_bytes(clip).packets or [])
         timed(PLAN, lambda: table.needed_for(clip.frames))
         timed(COMPARE, lambda: [zlib.crc32(content) for _, content in packets])
         timed(WRAP, lambda: [av.Packet(content) for _, content in packets])  # type: ignore[arg-type]

@@ -3,13 +3,13 @@
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.decode_peers.chunk_sets import OWN, X264_DEFAULT
+from benchmarks.decode_peers.chunk_sets import OWN, X264_DEFAULT, X264_SHORT
 from benchmarks.decode_peers.clip_costs import DECODE, RESIZE, WHOLE
 from benchmarks.decode_peers.clip_set import MAE, SHORT
 
 OURS, OURS_RGB, UNCROPPED, FLOOR = "clipmill", "clipmill, rgb", "clipmill, uncropped", "libavcodec"
 DECORD, PYAV, OPENCV = "decord", "PyAV", "OpenCV"
-TORCHCODEC = ("torchcodec, exact", "torchcodec, approximate")
+TORCHCODEC = ("torchcodec, exact", "torchcodec, approximate", "torchcodec, kept open")
 COSTS, LOADERS = "costs", ("loader, 1 thread", "loader, 2 threads", "loader, 2 processes")
 OTHERS = (DECORD, *TORCHCODEC, PYAV, OPENCV)
 Case = tuple[str, str, str]  # set of chunks, kind of clip, variant
@@ -50,12 +50,19 @@ def ratios_of(measured: Measured, sizes: dict[str, int]) -> dict[str, float | No
     """Return the figures that have targets, by name."""
     rates, ours = measured.rates, measured.rates.get((OWN, SHORT, OURS), [])
     floor = rates.get((OWN, SHORT, FLOOR), [])
-    torchcodec = better_of(rates, [(OWN, SHORT, variant) for variant in TORCHCODEC])
+
+    def best_of_torchcodec(name: str) -> list[float]:
+        return better_of(rates, [(name, SHORT, variant) for variant in TORCHCODEC])
+
     one, two, processes = ([wall for wall, _ in measured.loaders[name]] for name in LOADERS)
     outside = [1 - (costs[DECODE] + costs[RESIZE]) / costs[WHOLE] for costs in measured.costs.get((OWN, SHORT), [])]
     return {
         "over_decord_x264_default": ratio(ours, rates.get((X264_DEFAULT, SHORT, DECORD), [])),
-        "over_torchcodec_own_chunks": ratio(ours, torchcodec),
+        "over_torchcodec_own_chunks": ratio(ours, best_of_torchcodec(OWN)),
+        **{
+            f"over_torchcodec_{name}": ratio(rates.get((name, SHORT, OURS), []), best_of_torchcodec(name))
+            for name in (X264_DEFAULT, X264_SHORT)
+        },
         "over_decord_own_chunks": ratio(ours, rates.get((OWN, SHORT, DECORD), [])),
         "mae_over_decord_x264_default": ratio(
             rates.get((OWN, MAE, OURS), []), rates.get((X264_DEFAULT, MAE, DECORD), [])

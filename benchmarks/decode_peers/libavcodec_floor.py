@@ -8,16 +8,15 @@ from typing import Any
 
 from benchmarks.decode_peers.clip_set import Clip
 from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma
-from benchmarks.decode_peers.packet_clips import chunks_of
+from benchmarks.decode_peers.packet_clips import FrameReader
 from benchmarks.decode_peers.server import serve
-from clipmill.shards.decoding import read_packets
 
 
 class ReadyClips:
     """Preloaded packets of each clip, and one codec context per extradata."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._chunks = chunks_of(folder, name)
+        self._frames = FrameReader(folder, name)
         self._contexts: dict[tuple[str, bytes], Any] = {}
         self._ready: dict[Clip, tuple[Any, list[Any]]] = {}
 
@@ -25,17 +24,15 @@ class ReadyClips:
         """Read the clip's packets."""
         import av
 
-        shard, row = self._chunks[clip.chunk]
-        codec, extradata = shard.index["codec"][row].as_py(), shard.index["extradata"][row].as_py()
+        content = self._frames.read_bytes(clip)
+        codec, extradata = content.codec, content.extradata
         if (codec, extradata) not in self._contexts:
             context = self._contexts[codec, extradata] = av.CodecContext.create(codec, "r")
             context.thread_count = 1
             context.extradata = extradata or None
         packets = []
-        table = shard.packet_tables.of_row(row)
-        payload, needed = shard.packet_tables.payload(row), table.needed_for(clip.frames)
-        for frame, content in read_packets(shard, payload, table, needed):
-            packet = av.Packet(content)  # type: ignore[arg-type]  # any buffer will do
+        for frame, data in content.packets or ():
+            packet = av.Packet(data)  # type: ignore[arg-type]  # any buffer will do
             packet.pts = frame
             packets.append(packet)
         self._ready[clip] = self._contexts[codec, extradata], packets

@@ -1,4 +1,4 @@
-"""clipmill: reads a clip's packets from the shard, verifies and decodes them, and crops YUV planes.
+"""clipmill: reads a clip's packets from the shard, or from the file as it is, verifies and decodes them, and crops YUV planes.
 
 `--as rgb` converts the planes to RGB on the CPU; `--as frames` does not crop.
 """
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, Clip, data_folder
+from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, Clip, chunk_path, data_folder
 from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma, num_wrong_rgb
 from benchmarks.decode_peers.server import Reader, serve
+from clipmill.shards.decoding import SourceFile
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.train.data.clip_frames import ClipBuilder, ClipShape, Rectangle, as_yuv420, crop_clip, indices_of
 from clipmill.train.data.decoders import ChunkBytes, ChunkDecoder, read_chunk
@@ -27,6 +28,7 @@ class FrameReader:
     def __init__(self, folder: Path, name: str) -> None:
         self.chunks = chunks_of(folder, name)
         self.decoder = ChunkDecoder()
+        self._sources = {chunk: SourceFile(str(chunk_path(folder, name, chunk))) for chunk in self.chunks}
 
     def read(self, clip: Clip) -> "dict[int, av.VideoFrame]":
         """See `Reader.read`."""
@@ -35,7 +37,9 @@ class FrameReader:
     def read_bytes(self, clip: Clip) -> ChunkBytes:
         """Read the packets of a clip."""
         shard, row = self.chunks[clip.chunk]
-        return read_chunk(shard, row, clip.frames, rule="packets", key=str(clip.chunk))
+        return read_chunk(
+            shard, row, clip.frames, rule="packets", key=str(clip.chunk), source=lambda: self._sources[clip.chunk]
+        )
 
     def num_wrong(self, clip: Clip, found: "dict[int, av.VideoFrame]", frames: ChunkFrames) -> int:
         """See `Reader.num_wrong`."""

@@ -1,4 +1,4 @@
-"""torchcodec: one VideoDecoder per clip, frames from `get_frames_at`, cropped with OpenCV.
+"""torchcodec: one VideoDecoder per clip, or per file with --keep-open; `get_frames_at`, cropped with OpenCV.
 
 It needs ffmpeg's shared libraries. PyAV's wheel contains them under different names; `links_to_libraries` creates links
 with the names that torchcodec expects, for LD_LIBRARY_PATH, so that no system installation is needed.
@@ -6,7 +6,9 @@ with the names that torchcodec expects, for LD_LIBRARY_PATH, so that no system i
 
 import argparse
 import re
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,20 +33,25 @@ def main() -> None:
     """Answer requests, with the seek mode in the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seek-mode", choices=["exact", "approximate"], required=True)
-    seek_mode = parser.parse_known_args()[0].seek_mode
+    parser.add_argument("--keep-open", action="store_true")
+    arguments = parser.parse_known_args()[0]
 
-    def read_path(path: str, clip: Clip) -> np.ndarray:
+    def open_decoder(path: str) -> Any:
         import torch
         from torchcodec.decoders import VideoDecoder
 
         torch.set_num_threads(1)
         try:
-            decoder = VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode=seek_mode)
+            return VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode=arguments.seek_mode)
         except RuntimeError as error:
             if "Could not load libtorchcodec" not in str(error):
                 raise
             raise ImportError("torchcodec finds no shared libraries of ffmpeg") from error
-        return crop_rgb(decoder.get_frames_at(list(clip.frames)).data.numpy(), clip)
+
+    open_once = cache(open_decoder) if arguments.keep_open else open_decoder
+
+    def read_path(path: str, clip: Clip) -> np.ndarray:
+        return crop_rgb(open_once(path).get_frames_at(list(clip.frames)).data.numpy(), clip)
 
     serve_files(read_path)
 
