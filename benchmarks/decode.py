@@ -20,7 +20,8 @@ the same rectangles; 4 frames of a span of 1 to 4 s, or 16 frames with a stride 
     clipmill, uncropped
                    the same, with the decoder's frames unchanged
     decord, torchcodec (seek mode exact, and approximate), PyAV, OpenCV
-                   open the chunk's file (torchcodec, kept open: once in all rounds), decode the frames to RGB, crop and resize them with OpenCV
+                   open the chunk's file, decode the frames to RGB, crop and resize them with OpenCV; `torchcodec,
+                   kept open` opens each file once, in approximate mode
     libavcodec     clipmill's packets, preloaded in memory, fed to the same decoder; nothing is read,
                    verified, cropped or resized: the lower bound
 
@@ -32,8 +33,8 @@ ratios are medians of the ratios within each round. `/ decord` is relative to de
 `/ libavcodec` relative to libavcodec on the same chunks.
 
 Targets: 12 times decord on x264 default chunks with at most 1.6 times their bytes, 8 times with 16 frames; on own
-chunks 3.5 times decord and 2.5 times torchcodec (the best of its ways); 1.5 times torchcodec on x264's files; uncropped 0.9 of libavcodec; less than 10 %
-of the CPU outside libavcodec and the resize; two loader threads 0.98 of two concurrent processes with one thread each
+chunks 3.5 times decord and 2.5 times torchcodec (the best of its ways); on x264's files 1.5 times torchcodec; uncropped
+0.9 of libavcodec; less than 10 % of the CPU outside libavcodec and the resize; two loader threads 0.98 of two concurrent processes with one thread each
 and the same work, which is what two cores can reach.
 """
 

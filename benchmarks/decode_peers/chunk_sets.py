@@ -1,4 +1,4 @@
-"""The sets of chunks: the same pieces encoded by plain ffmpeg calls, which `prep index` indexes, and by `prep chunk`."""
+"""The sets of chunks: the same pieces encoded by plain ffmpeg calls, and indexed, and by `prep chunk`."""
 
 import csv
 import subprocess

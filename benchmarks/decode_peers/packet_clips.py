@@ -1,4 +1,4 @@
-"""clipmill: reads a clip's packets from the shard, or from the file as it is, verifies and decodes them, and crops YUV planes.
+"""clipmill: reads a clip's packets from the shard or the source, verifies and decodes them, and crops YUV planes.
 
 `--as rgb` converts the planes to RGB on the CPU; `--as frames` does not crop.
 """

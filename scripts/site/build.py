@@ -31,9 +31,11 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/comparison.md",
     ),
     "Tutorials": (
+        "docs/tutorials/first_try.md",
         "docs/tutorials/your_videos.md",
         "docs/tutorials/uncaptioned.md",
         "docs/tutorials/classes.md",
+        "docs/tutorials/robot.md",
         "docs/tutorials/own_loop.md",
         "docs/tutorials/vatex.md",
         "docs/tutorials/ek100.md",

@@ -73,6 +73,13 @@ def uncaptioned(folder: Path, videos: list[Video]) -> None:
         _link(video.path, folder / "videos" / ("val" if video.is_held_out else "") / video.path.name)
 
 
+def robot(folder: Path, _: list[Video]) -> None:
+    """Write `robot/`, a LeRobot dataset of four episodes and two cameras."""
+    from tests.lerobot_folder import write_lerobot
+
+    write_lerobot(folder / "robot")
+
+
 def actions(folder: Path, videos: list[Video]) -> None:
     """Write `videos/` as `own_videos` does, and `actions.csv`, whose class is the shape that is seen."""
     own_videos(folder, videos)
@@ -132,6 +139,7 @@ DATA: dict[str, Callable[[Path, list[Video]], None]] = {
     "own_videos": own_videos,
     "own_videos_and_models": own_videos_and_models,
     "uncaptioned": uncaptioned,
+    "robot": robot,
     "actions": actions,
     "vatex": vatex,
     "ek100": ek100,
