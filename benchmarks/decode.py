@@ -34,8 +34,8 @@ ratios are medians of the ratios within each round. `/ decord` is relative to de
 
 Targets: 12 times decord on x264 default chunks with at most 1.6 times their bytes, 8 times with 16 frames; on own
 chunks 3.5 times decord and 2.5 times torchcodec (the best of its ways); on x264's files 1.5 times torchcodec; uncropped
-0.9 of libavcodec; less than 10 % of the CPU outside libavcodec and the resize; two loader threads 0.98 of two concurrent processes with one thread each
-and the same work, which is what two cores can reach.
+0.9 of libavcodec; less than 10 % of the CPU outside libavcodec and the resize; two loader threads 0.98 of two
+concurrent processes with one thread each and the same work, which is what two cores can reach.
 """
 
 import argparse
