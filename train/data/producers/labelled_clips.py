@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from clipmill.manifests.divided_videos import is_of_splits
 from clipmill.manifests.formatting import count_noun
-from clipmill.manifests.store import num_captions_of, read_captions
+from clipmill.manifests.store import num_captions_of, read_captions, read_videos
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.caption_rows import spans_of_captions, usable_captions
 from clipmill.train.data.chunks import ChunkSet, ClipQuery, ClipReader, query_clips
@@ -68,14 +69,16 @@ def open_labels(query: DataQuery) -> Samples[ClipReader]:
 
 def _make_table(data_dir: Path, chunks: ChunkSet, classes: Sequence[ClassList], *, split: str) -> SampleTable:
     captions, selection = read_captions(data_dir), chunks.selection
-    video_row = rows_of(captions["video_id"], chunks.video_ids)
-    labelled = labelled_rows(captions, is_of_split=video_row >= 0, classes=classes)
+    is_of_split = is_of_splits(captions, read_videos(data_dir), [split])
+    labelled = labelled_rows(captions, is_of_split=is_of_split, classes=classes)
     rows, selected = labelled.row, selection.of_captions(captions)
+    times = {name: captions[name].to_numpy()[rows] for name in ("begin_s", "end_s")}
+    video_row = rows_of(captions["video_id"], chunks.video_ids)[rows]
     usable = usable_captions(
-        video_row=video_row[rows],
-        begin_s=captions["begin_s"].to_numpy()[rows],
-        end_s=captions["end_s"].to_numpy()[rows],
+        video_row=video_row,
+        **times,
         chunks=chunks.table,
+        is_of_split=chunks.shows_only_split(video_row=video_row, **times),
         selected=None if selected is None else selected[rows],
         selected_chunks=selection.chunks,
     )
