@@ -130,8 +130,13 @@ def write_lerobot(
 def edit_info(root: Path, **values: Any) -> None:
     """Change values in meta/info.json."""
     path = root / "meta/info.json"
-    info = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(info | values, indent=4))
+    path.write_text(json.dumps((read_info(root) if path.exists() else {}) | values, indent=4))
+
+
+def read_info(root: Path) -> dict[str, Any]:
+    """Return meta/info.json."""
+    info: dict[str, Any] = json.loads((root / "meta/info.json").read_text())
+    return info
 
 
 def edit_episodes(root: Path, edit: Callable[[list[dict[str, Any]]], object]) -> None:
