@@ -75,6 +75,7 @@ def write_lerobot(
         total_tasks=len(names),
         chunks_size=1000,
         robot_type="arm",
+        **({"total_chunks": 1, "total_videos": len(episodes) * len(CAMERAS)} if version == "v2.1" else {}),
         splits=splits or {"train": f"0:{len(episodes) - 1}", "val": f"{len(episodes) - 1}:{len(episodes)}"},
         **PATHS[version],
     )
@@ -200,4 +201,8 @@ def _frames(index: int, task_indexes: Sequence[int], *, first: int) -> pa.Table:
 
 
 def _stats(episode: Episode) -> dict[str, dict[str, list[Any]]]:
-    return {"action": {"max": [0.0, 0.0]}, "next.success": {"max": [bool(episode.columns.get("success"))]}}
+    has_success = bool(episode.columns.get("success"))
+    of_success = {"min": [False], "max": [has_success], "mean": [has_success / len(episode.tasks)], "std": [0.0]}
+    of_action = {name: [0.0, 0.0] for name in ("min", "max", "mean", "std")}
+    count = {"count": [len(episode.tasks)]}
+    return {"action": {**of_action, **count}, "next.success": {**of_success, **count}}
