@@ -180,10 +180,8 @@ def _add_file(
     splits = {episode.split or TRAIN for episode in episodes}
     video, why = None, f"no such file: {file}"
     if path.exists():
-        video, why = (
-            builder.add_video(source_id, path=path, split=min(splits) if len(splits) == 1 else TRAIN),
-            "rejected",
-        )
+        split = splits.pop() if len(splits) == 1 else TRAIN
+        video, why = builder.add_video(source_id, path=path, split=split), "the video was rejected"
     if video is None:
         builder.lose_captions(source_id, file=origin_file, num_captions=len(episodes), why=why, row=episodes[0].row)
         return
@@ -379,7 +377,7 @@ def _read_parquet(path: Path, columns: Sequence[str], *, filters: Any = None, ar
 
 
 def _is_whole(value: object) -> bool:
-    """Return True for a whole number from 0; pandas writes those of a column with empty cells as 3.0."""
+    """Return True for a whole number from 0; pandas writes it as 3.0 in a column with empty cells."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and 0 <= value < 10**9 and value == int(value)
 
@@ -458,7 +456,7 @@ def _tasks_by_time(
     for file, group in by_file.items():
         if missing := _missing_columns(info, file, _FRAME_COLUMNS):
             of = f"{count_noun(len(group), 'episode')} with several tasks, such as {group[0].name}"
-            notes.append(f"{of}, of which it is unknown when they begin: {missing}")
+            notes.append(f"{of}, have their names as captions: {missing}")
             continue
         filters = [("episode_index", "in", [episode.index for episode in group])]
         frames = _read_parquet(info.root / file, _FRAME_COLUMNS, filters=filters, are_numbers=True)
