@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key
-from clipmill.prep.core.chunk_input import frame_rate, read_chunk, seconds_of
+from clipmill.prep.core.chunk_content import frame_rate, read_chunk
+from clipmill.prep.core.chunk_input import seconds_of
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.plan import is_readable
 from clipmill.prep.core.report import PageRequest, Report, publish_page

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from clipmill.manifests.formatting import duration_text
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import as_failure
+from clipmill.prep.video.codecs import is_idr, is_reference, slice_reader
 from clipmill.prep.video.encode import SpanPlan
 from clipmill.prep.video.settings import ChunkSettings
-from clipmill.prep.video.span_task import reference_test
 from clipmill.shards.columns import SOURCE_MEMBER
 from clipmill.shards.decoding import PacketDecoder
 from clipmill.shards.format import PACKET_KEY, PACKET_RECOVERY, PACKET_REFERENCE
@@ -38,7 +38,6 @@ _CODECS = ("h264", "hevc", "vp9", "av1")
 _SEARCHED_BYTES = 4096  # headers of a block in Matroska
 _MAX_LEAD_S = 120  # between the key frame that a chunk needs and its begin
 _MAX_CHUNK_BYTES = 2**32 - 1  # packet offsets have 32 bits
-_IDR_TYPES = {"h264": (5,), "hevc": (16, 17, 18, 19, 20)}  # nal_unit_type of H.264 table 7-1, H.265 table 7-1
 _MAX_COMPARED = 32  # packets behind a key frame
 _NEVER = np.iinfo(np.int64).max
 
@@ -144,13 +143,14 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
                 FailureCode.NOT_INDEXABLE, f"{codec} in {name}: only MP4, MOV, MKV and WebM with {', '.join(_CODECS)}"
             )
         extradata = bytes(track.codec_context.extradata or b"")
-        is_reference = reference_test(codec, extradata)
+        first_slice = slice_reader(codec, extradata)
 
         def add(packet: "Packet[Any]") -> None:
             if packet.stream_index == known.track:
                 content = bytes(packet)
-                flags = packet.is_keyframe * PACKET_KEY | is_reference(packet) * PACKET_REFERENCE
-                if packet.is_keyframe and codec in _IDR_TYPES and not _is_idr(content, codec, extradata):
+                header = first_slice(content)
+                flags = packet.is_keyframe * PACKET_KEY | is_reference(codec, header) * PACKET_REFERENCE
+                if packet.is_keyframe and not is_idr(codec, header):
                     flags |= PACKET_RECOVERY
                 offset = packet.pos if packet.pos is not None else -1
                 rows.setdefault(known.track, []).append(
@@ -188,20 +188,6 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
     )
 
 
-def _is_idr(content: bytes, codec: str, extradata: bytes) -> bool:
-    """Return True if a packet of H.264 or HEVC has a slice of an IDR picture, at which decoding starts afresh."""
-    if extradata[:1] != b"\1":
-        return False  # its units have no lengths
-    is_h264 = codec == "h264"
-    length_bytes, position = (extradata[4 if is_h264 else 21] & 3) + 1, 0
-    while position + length_bytes < len(content):
-        header = content[position + length_bytes]
-        if (header & 31 if is_h264 else header >> 1 & 63) in _IDR_TYPES[codec]:
-            return True
-        position += length_bytes + int.from_bytes(content[position : position + length_bytes], "big")
-    return False
-
-
 def _place_in(file: Any, position: int, content: bytes) -> int:
     """Return the byte of a file at which a packet's content begins, at or shortly behind a position; -1 if nowhere."""
     if position < 0:
@@ -209,8 +195,8 @@ def _place_in(file: Any, position: int, content: bytes) -> int:
     file.seek(position)
     if (stored := file.read(len(content))) == content:
         return position
-    found = (stored + file.read(_SEARCHED_BYTES)).find(content)
-    return position + found if found >= 0 else -1
+    behind = (stored + file.read(_SEARCHED_BYTES)).find(content)
+    return position + behind if behind >= 0 else -1
 
 
 def _keys_of(order: NDArray[np.int64], flags: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -237,7 +237,7 @@ class ChunkSet:
         """Return the position of a chunk in its video, and of its frames.
 
         Raises:
-            SampleFailed: The chunk's frames are those of a source file, and their times cannot be read.
+            SampleFailed: The frames are in a source file, and their times cannot be read.
         """
         times = self.table.times(chunk)
         if not self.table.is_in_sources:

@@ -32,7 +32,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import clock, size_text
 from clipmill.manifests.keys import safe_video_id
 from clipmill.manifests.publish import make_folder, publish_bytes, remove_temporaries
-from clipmill.prep.core.chunk_input import ChunkContent, read_chunk
+from clipmill.prep.core.chunk_content import ChunkContent, read_chunk
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.video.settings import SOURCE
 from clipmill.shards.columns import SOURCE_MEMBER

@@ -6,13 +6,14 @@ import random
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clipmill.prep.core.chunk_input import read_chunk
+from clipmill.prep.core.chunk_content import read_chunk
 from clipmill.shards.reader import Variant
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.interface import open_clips
@@ -101,7 +102,7 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plain_frames(path: Path) -> list[tuple[Fraction, NDArray[np.uint8]]]:
+def plain_frames(path: Path) -> list[tuple[Fraction, NDArray[Any]]]:
     """The luma of all frames of a file, with their times, as PyAV decodes it from the first packet to the last."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
@@ -158,7 +159,7 @@ def test_a_source_that_cannot_be_read_in_place_is_refused_by_name(indexed: Path,
 def test_clips_show_the_moments_of_their_captions(indexed: Path) -> None:
     with open_clips(indexed / "data", num_frames=3, size_px=32, batch=len(SOURCES), crop="centre", rgb=False) as clips:
         batch = next(iter(clips))
-    assert sorted(batch["captions"]) == sorted(Path(name).stem for name in SOURCES)
+    assert sorted(batch["caption"]) == sorted(Path(name).stem for name in SOURCES)
     assert len({bytes(clip.numpy().tobytes()) for clip in batch["video"]}) > len(SOURCES) - 3
 
 
