@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.core.chunk_content import read_chunk
 from clipmill.shards.reader import Variant
+from clipmill.train.data.chunk_reader import read_chunks
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.interface import open_clips
 from clipmill.train.data.outcomes import SampleFailed
@@ -191,3 +193,43 @@ def test_a_source_that_has_changed_moved_or_been_cut_is_named(indexed: Path, tmp
 def test_a_second_run_reads_nothing(indexed: Path) -> None:
     ran = prep_here("index", "--data", indexed / "data", "--len", "2s", "--json", "--max-failures", len(REFUSED))
     assert ran.summary["num_encoded"] == 0 and ran.summary["num_shards_made"] == 0
+
+
+def test_pictures_are_upright_and_have_square_pixels(indexed: Path, tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    plain, turned, wide = indexed / "videos" / "plain.mp4", *(tmp_path / "videos" / f"{name}.mp4" for name in "tw")
+    ffmpeg("-display_rotation", 90, "-i", plain, "-c", "copy", turned)
+    ffmpeg("-i", plain, "-vf", "setsar=4/3", *X264, wide)
+    prep_here("index", tmp_path / "videos", "--data", tmp_path / "data", "--workers", 1)
+    chunks = {chunk.key[0]: chunk.frames for chunk in read_chunks(tmp_path / "data", every=60)}
+    with av.open(str(plain)) as container:
+        first = next(container.decode(video=0)).to_ndarray(format="rgb24")
+    assert np.array_equal(chunks["t"][0], np.rot90(first))
+    assert chunks["w"].shape[1:3] == (120, 214)
+
+
+def test_sources_in_a_bucket_are_read_by_range(indexed: Path, tmp_path: Path, bucket: str) -> None:
+    names = ("open_gops.mp4", "vp9.webm")
+    objects = open_objects(bucket)
+    for name in names:
+        objects.write(f"videos/{name}", indexed / "videos" / name)
+    prep_here("index", f"{bucket}/videos", "--data", tmp_path / "data", "--len", "2s", "--workers", 1)
+    here, there = (ChunkSet(data, split="train", rule="packets") for data in (indexed / "data", tmp_path / "data"))
+    for name in names:
+        chunk, same = chunks_of(there, Path(name).stem)[1], chunks_of(here, Path(name).stem)[1]
+        frames = {5, 33}
+        read, expected = there.read(chunk, frames), here.read(same, frames)
+        assert read.packets == expected.packets and read.size_bytes < (indexed / "videos" / name).stat().st_size
+    objects.delete("videos/vp9.webm")
+    with pytest.raises(SampleFailed, match=r"vp9\.webm"):
+        there.read(chunk, frames)
+
+
+def test_a_source_without_key_frames_is_refused_where_a_chunk_would_need_minutes(tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    pictures = ("-f", "lavfi", "-i", "testsrc2=s=64x64:r=5:d=300")
+    ffmpeg(*pictures, "-c:v", "libx264", "-preset", "ultrafast", "-g", 9999, tmp_path / "videos" / "v.mp4")
+    data = tmp_path / "data"
+    ran = prep_here("index", tmp_path / "videos", "--data", data, "--workers", 1, "--json", status=1)
+    assert ran.summary["failures"] == {"not_indexable": 1}
+    assert "no key frame" in (next((data / "video").iterdir()) / "failures.jsonl").read_text()
