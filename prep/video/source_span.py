@@ -108,15 +108,15 @@ class _Source:
     rate: int
 
     @cached_property
-    def shown(self) -> NDArray[np.int64]:
+    def display_order(self) -> NDArray[np.int64]:
         """Positions of the usable packets in the order in which their frames are shown."""
         usable = np.flatnonzero(self.is_usable)
         return usable[np.argsort(self.order[usable])]
 
     @cached_property
     def times(self) -> NDArray[np.int64]:
-        """Time of the frame of each packet in `shown`."""
-        return self.time[self.shown]
+        """Time of the frame of each packet in `display_order`."""
+        return self.time[self.display_order]
 
 
 def index_span(path: Path, plan: SpanPlan, *, settings: ChunkSettings) -> list[SourceChunk]:
@@ -172,9 +172,7 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
         if timeline.cut:
             raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.cut)
         if timeline.track != known.track:
-            raise SourceFailure(
-                FailureCode.NOT_INDEXABLE, "the first of several video tracks is a single frame"
-            )
+            raise SourceFailure(FailureCode.NOT_INDEXABLE, "the first of several video tracks is a single frame")
         unit, start = track.time_base or Fraction(1), timeline.start
         if changes := [note for note in timeline.notes if note.startswith("the picture changes")]:
             raise SourceFailure(FailureCode.NOT_INDEXABLE, changes[0])
@@ -234,7 +232,7 @@ def _index_chunk(
     begin, end = (moment * source.rate for moment in (begin_s, end_s))
     first = max(0, int(np.searchsorted(source.times, int(begin), side="right")) - 1)
     behind = max(first + 1, int(np.searchsorted(source.times, -(-end.numerator // end.denominator), side="left")))
-    shown = source.shown[first:behind]
+    shown = source.display_order[first:behind]
     first_packet, last_packet = int(source.gop[shown].min()), int(shown.max())
     lead_s = float((source.time[shown[0]] - source.time[first_packet]) / source.rate)
     if lead_s > _MAX_LEAD_S:
