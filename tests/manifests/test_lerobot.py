@@ -103,6 +103,9 @@ def test_each_caption_spans_exactly_the_frames_of_its_episode_and_task(
     )
     assert not reading.notes
     assert not reading.rejected.num_rows
+    names = [f"chunk-000_file-{file:03d}" for file in range(2)]
+    names = names if version == "v3.0" else [f"episode_{index:06d}" for index in range(4)]
+    assert reading.videos["video_id"].to_pylist() == [f"{view}_{name}" for view in ("top", "wrist") for name in names]
 
 
 def test_success_comes_from_the_frames_if_the_episodes_have_no_such_column(folder: Path) -> None:
@@ -270,7 +273,8 @@ def test_lines_that_are_not_episodes_are_rejected(tmp_path: Path) -> None:
     assert len(captions(reading)) == 2
 
 
-def test_command_names_episodes_and_episodes_beyond_the_end_of_a_file(folder: Path, tmp_path: Path) -> None:
-    edit_episodes(folder, lambda rows: rows[3].update({f"videos/{CAMERAS[0]}/to_timestamp": 9.0}))
+def test_command_writes_the_manifest_and_refuses_other_folders(made: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    assert "4 videos (4 new), 10 captions (10 new)" in prep_here("manifest", "lerobot", folder, "--data", data).stdout
+    assert "4 videos (4 new), 10 captions (10 new)" in prep_here("manifest", "lerobot", made, "--data", data).stdout
+    refused = prep_here("manifest", "lerobot", made.parent, "--data", data, status=2)
+    assert "is not a LeRobot dataset: it has no meta/info.json" in refused.stderr
