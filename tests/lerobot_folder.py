@@ -116,7 +116,8 @@ def write_lerobot(
     write_table(root / "data/chunk-000/file-000.parquet", pa.concat_tables(tables))
     # As pandas writes it: the tasks are the index.
     tasks = pa.table({"task_index": list(range(len(names))), "__index_level_0__": names})
-    columns = [{"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"}]
+    columns: list[dict[str, str | None]] = []
+    columns.append({"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"})
     columns.append({"name": None, "field_name": "__index_level_0__", "pandas_type": "object", "numpy_type": "str"})
     pandas = {
         "index_columns": ["__index_level_0__"],
@@ -200,7 +201,7 @@ def _frames(index: int, task_indexes: Sequence[int], *, first: int) -> pa.Table:
     )
 
 
-def _stats(episode: Episode) -> dict[str, dict[str, list[Any]]]:
+def _stats(episode: Episode) -> dict[str, dict[str, Any]]:
     has_success = bool(episode.columns.get("success"))
     of_success = {"min": [False], "max": [has_success], "mean": [has_success / len(episode.tasks)], "std": [0.0]}
     of_action = {name: [0.0, 0.0] for name in ("min", "max", "mean", "std")}

@@ -142,8 +142,8 @@ def read_lerobot(directory: Place, *, dataset: str = DATASET) -> Reading:
     for note in (*notes, *_notes_of(info, episodes.values())):
         builder.note(note)
     builder.begin_annotations(info.annotations)
-    for row, unusable in faults:
-        builder.reject(unusable.reason, file=str(info.annotations), row=row, detail=unusable.detail)
+    for row, why in faults:
+        builder.reject(why.reason, file=str(info.annotations), row=row, detail=why.detail)
     # Datasets in the same data folder have the same names of cameras and episodes.
     prefix = "" if dataset == DATASET else f"{dataset}_"
     for camera in info.views:
@@ -251,9 +251,9 @@ def _open_dataset(directory: Place, notes: list[str]) -> _Dataset:
     version = re.fullmatch(r"v?([23])\.\d+", str(info.get("codebase_version")))
     require("codebase_version", version is not None, "v3.0, v2.1 or v2.0; LeRobot's scripts convert older datasets")
     fps, features, splits = info.get("fps"), info.get("features"), info.get("splits") or {}
-    num_per_folder = info.get("chunks_size", 1000)
+    num_per_folder = _whole(info.get("chunks_size", 1000))
     require("fps", isinstance(fps, int | float) and 0 < fps < inf, "a number above 0")
-    require("chunks_size", _is_whole(num_per_folder) and num_per_folder > 0, "a number from 1")
+    require("chunks_size", bool(num_per_folder), "a number from 1")
     require("splits", isinstance(splits, dict), "an object")
     is_valid = isinstance(features, dict) and all(isinstance(feature, dict) for feature in features.values())
     require("features", is_valid, "an object of objects")
@@ -273,7 +273,7 @@ def _open_dataset(directory: Place, notes: list[str]) -> _Dataset:
         views=views,
         successes=[name for name in features if features[name].get("dtype") == "bool" and "success" in name],
         splits=sorted(ranges, key=lambda item: (TEST, VAL, TRAIN).index(item[1])),
-        num_per_folder=int(num_per_folder),
+        num_per_folder=num_per_folder or 1,
         **templates,
     )
 
@@ -376,37 +376,34 @@ def _read_parquet(path: Path, columns: Sequence[str], *, filters: Any = None, ar
     return table
 
 
-def _is_whole(value: object) -> bool:
-    """Return True for a whole number from 0; pandas writes it as 3.0 in a column with empty cells."""
+def _whole(value: object) -> int | None:
+    """Return a whole number from 0, or None; pandas writes it as 3.0 in a column with empty cells."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 <= value < 10**9 and value == int(value)
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and isfinite(value)
+    return int(value) if is_number and 0 <= value < 10**9 and value == int(value) else None
 
 
 def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
     """Return the episode of a row of metadata; Unusable if it is malformed."""
-    index, tasks, length = (values.get(name) for name in ("episode_index", "tasks", "length"))
-    if not _is_whole(index):
-        raise Unusable(Reason.MALFORMED_ROW, f"episode_index is {quote_value(index)}, expected a whole number")
-    tasks = [tasks] if isinstance(tasks, str) else tasks or []
+    index, length, tasks = _whole(values.get("episode_index")), _whole(values.get("length")), values.get("tasks") or []
+    if index is None:
+        detail = f"episode_index is {quote_value(values.get('episode_index'))}, expected a whole number"
+        raise Unusable(Reason.MALFORMED_ROW, detail)
+    tasks = [tasks] if isinstance(tasks, str) else tasks
     if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
         raise Unusable(Reason.MALFORMED_ROW, f"tasks is {quote_value(tasks)}, expected a list of strings")
-    index = int(index)
     place = {"episode_index": index, "episode_chunk": index // info.num_per_folder}
     spans = {}
     for camera in info.views:
-        begin_s, end_s = 0.0, length / info.fps if _is_whole(length) and length else inf
+        begin_s, end_s = 0.0, length / info.fps if length else inf
         if info.is_v3:
-            chunk, file, begin_s, end_s = (values.get(name) for name in _span_columns(camera))
-            if not (_is_whole(chunk) and _is_whole(file) and _is_time(begin_s) and _is_time(end_s)):
+            *numbers, begin_s, end_s = (values.get(name) for name in _span_columns(camera))
+            chunk, file = map(_whole, numbers)
+            are_times = all(isinstance(time_s, int | float) and isfinite(time_s) for time_s in (begin_s, end_s))
+            if chunk is None or file is None or not are_times:
                 continue
-            place |= {"chunk_index": int(chunk), "file_index": int(file)}
+            place |= {"chunk_index": chunk, "file_index": file}
         spans[camera] = _Span(_fill(info.video_path, video_key=camera, **place), begin_s, end_s)
-    of_data = {name: values.get(f"data/{name}") for name in ("chunk_index", "file_index")}
-    place |= {name: int(number) for name, number in of_data.items() if _is_whole(number)}
+    place |= {name: _whole(values.get(f"data/{name}")) or 0 for name in ("chunk_index", "file_index")}
     return _Episode(
         row=row,
         index=index,
@@ -484,7 +481,7 @@ def _task_names(info: _Dataset) -> dict[float, str]:
     path = info.root / "meta" / ("tasks.parquet" if info.is_v3 else "tasks.jsonl")
     if not info.is_v3:
         values = (row.values for row in json_rows(path))
-        return {of["task_index"]: str(of.get("task", "")).strip() for of in values if _is_whole(of.get("task_index"))}
+        return {_whole(of.get("task_index")) or 0: str(of.get("task", "")).strip() for of in values}
     columns = _parquet_columns(path)
     texts = [name for name in columns if name != "task_index"]  # "task", or the index of a table of pandas
     if "task_index" not in columns or len(texts) != 1:

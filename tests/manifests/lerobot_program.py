@@ -6,6 +6,7 @@ frames ROOT OUT   write all frames and their episodes and tasks, as LeRobot read
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -52,9 +53,11 @@ def store_frames(root: Path, out: Path) -> None:
         name: np.stack([(item[name] * 255).round().byte().permute(1, 2, 0).numpy() for item in items])
         for name in dataset.meta.video_keys
     }
-    episodes = np.array([int(item["episode_index"]) for item in items])
-    np.savez(out, episode=episodes, task=np.array([item["task"] for item in items]), **frames)
+    frames["episode"] = np.array([int(item["episode_index"]) for item in items])
+    frames["task"] = np.array([item["task"] for item in items])
+    np.savez(out, allow_pickle=False, **frames)
 
 
 if __name__ == "__main__":
-    {"write": write, "convert": convert, "frames": store_frames}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    program: Callable[..., None] = {"write": write, "convert": convert, "frames": store_frames}[sys.argv[1]]
+    program(*map(Path, sys.argv[2:]))

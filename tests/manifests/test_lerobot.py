@@ -85,9 +85,9 @@ def test_each_caption_spans_exactly_the_frames_of_its_episode_and_task(
             "reward": f"{columns['reward']:g}",
         }
         shown[camera].update(numbers)
-    for camera, numbers in shown.items():
+    for camera, all_numbers in shown.items():
         lengths = enumerate(len(episode.tasks) for episode in EPISODES)
-        assert numbers == {
+        assert all_numbers == {
             frame_number(camera, episode, frame) for episode, length in lengths for frame in range(length)
         }
     assert (
