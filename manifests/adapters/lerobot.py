@@ -251,7 +251,7 @@ def _open_dataset(directory: Place, notes: list[str]) -> _Dataset:
     version = re.fullmatch(r"v?([23])\.\d+", str(info.get("codebase_version")))
     require("codebase_version", version is not None, "v3.0, v2.1 or v2.0; LeRobot's scripts convert older datasets")
     fps, features, splits = info.get("fps"), info.get("features"), info.get("splits") or {}
-    num_per_folder = _whole(info.get("chunks_size", 1000))
+    num_per_folder = _to_whole(info.get("chunks_size", 1000))
     require("fps", isinstance(fps, int | float) and 0 < fps < inf, "a number above 0")
     require("chunks_size", bool(num_per_folder), "a number from 1")
     require("splits", isinstance(splits, dict), "an object")
@@ -376,15 +376,20 @@ def _read_parquet(path: Path, columns: Sequence[str], *, filters: Any = None, ar
     return table
 
 
-def _whole(value: object) -> int | None:
+def _to_whole(value: object) -> int | None:
     """Return a whole number from 0, or None; pandas writes it as 3.0 in a column with empty cells."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return int(value) if is_number and 0 <= value < 10**9 and value == int(value) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return int(value) if 0 <= value < 10**9 and value == int(value) else None
 
 
 def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
     """Return the episode of a row of metadata; Unusable if it is malformed."""
-    index, length, tasks = _whole(values.get("episode_index")), _whole(values.get("length")), values.get("tasks") or []
+    index, length, tasks = (
+        _to_whole(values.get("episode_index")),
+        _to_whole(values.get("length")),
+        values.get("tasks") or [],
+    )
     if index is None:
         detail = f"episode_index is {quote_value(values.get('episode_index'))}, expected a whole number"
         raise Unusable(Reason.MALFORMED_ROW, detail)
@@ -394,16 +399,17 @@ def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
     place = {"episode_index": index, "episode_chunk": index // info.num_per_folder}
     spans = {}
     for camera in info.views:
-        begin_s, end_s = 0.0, length / info.fps if length else inf
+        begin_s: Any = 0.0
+        end_s: Any = length / info.fps if length else inf
         if info.is_v3:
             *numbers, begin_s, end_s = (values.get(name) for name in _span_columns(camera))
-            chunk, file = map(_whole, numbers)
+            chunk, file = map(_to_whole, numbers)
             are_times = all(isinstance(time_s, int | float) and isfinite(time_s) for time_s in (begin_s, end_s))
             if chunk is None or file is None or not are_times:
                 continue
             place |= {"chunk_index": chunk, "file_index": file}
         spans[camera] = _Span(_fill(info.video_path, video_key=camera, **place), begin_s, end_s)
-    place |= {name: _whole(values.get(f"data/{name}")) or 0 for name in ("chunk_index", "file_index")}
+    place |= {name: _to_whole(values.get(f"data/{name}")) or 0 for name in ("chunk_index", "file_index")}
     return _Episode(
         row=row,
         index=index,
@@ -481,7 +487,7 @@ def _task_names(info: _Dataset) -> dict[float, str]:
     path = info.root / "meta" / ("tasks.parquet" if info.is_v3 else "tasks.jsonl")
     if not info.is_v3:
         values = (row.values for row in json_rows(path))
-        return {_whole(of.get("task_index")) or 0: str(of.get("task", "")).strip() for of in values}
+        return {_to_whole(of.get("task_index")) or 0: str(of.get("task", "")).strip() for of in values}
     columns = _parquet_columns(path)
     texts = [name for name in columns if name != "task_index"]  # "task", or the index of a table of pandas
     if "task_index" not in columns or len(texts) != 1:

@@ -59,5 +59,5 @@ def store_frames(root: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    program: Callable[..., None] = {"write": write, "convert": convert, "frames": store_frames}[sys.argv[1]]
-    program(*map(Path, sys.argv[2:]))
+    programs: dict[str, Callable[..., None]] = {"write": write, "convert": convert, "frames": store_frames}
+    programs[sys.argv[1]](*map(Path, sys.argv[2:]))
