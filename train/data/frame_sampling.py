@@ -71,7 +71,19 @@ class ChunkTimes:
     @property
     def end_us(self) -> Fraction:
         """Time at which the last frame leaves the screen."""
-        return self.start_ms * 1000 + Fraction(self.num_frames * self.fps_den * US_PER_S, self.fps_num)
+        return self.frame_begin_us(self.num_frames)
+
+    def frame_begin_us(self, frame: int) -> Fraction:
+        """Return the exact time at which a frame appears on screen; of frame `num_frames`, the end of the chunk."""
+        return self.start_ms * 1000 + Fraction(frame * self.fps_den * US_PER_S, self.fps_num)
+
+    def frame_at(self, numerator: int, denominator: int) -> int:
+        """Return the frame on screen at `numerator / denominator` microseconds of the video.
+
+        It is negative before the chunk, and `num_frames` or more after its end.
+        """
+        after_start = numerator - self.start_ms * 1000 * denominator
+        return after_start * self.fps_num // (self.fps_den * US_PER_S * denominator)
 
 
 @dataclass(frozen=True)
@@ -216,16 +228,15 @@ def locate_frames(moments: Moments, chunks: Sequence[ChunkTimes]) -> list[FrameI
 def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> FrameIndex:
     for number in reversed(range(len(chunks))):
         chunk = chunks[number]
-        after_start = numerator - chunk.start_ms * 1000 * denominator
-        if after_start < 0:
+        frame = chunk.frame_at(numerator, denominator)
+        if frame < 0:
             continue
-        frame = after_start * chunk.fps_num // (chunk.fps_den * US_PER_S * denominator)
         if frame < chunk.num_frames:
             return FrameIndex(number, frame)
         if numerator < (chunk.end_us + START_ROUNDING_US) * denominator:
             return FrameIndex(number, chunk.num_frames - 1)
         break
-    raise ValueError(f"no chunk holds the moment {numerator / denominator / US_PER_S:.6f} s")
+    raise ValueError(f"no chunk holds the moment {numerator / denominator / US_PER_S:.3f} s")
 
 
 def window_frames(
