@@ -21,6 +21,7 @@ from clipmill.manifests.store import read_videos
 
 _HELD_OUT = ("val", "test")  # a second of captions of several splits belongs to the last of them, after all others
 _US_PER_S = 1_000_000
+MIN_PART_US = _US_PER_S  # of a chunk; less is too little to train on
 _LAST_S = 1e9  # later than any time of a video
 # Times of neighbouring captions are rounded separately, and starts of chunks are stored in milliseconds.
 _ROUNDING_US = 1000
@@ -63,6 +64,10 @@ class DividedVideos:
         """Return the rows of the videos with seconds of a split, ascending."""
         return np.unique(self.video[self._is_of(split)])
 
+    def numbers_at(self, *, video: NDArray[np.integer], at_us: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the split at each (video, time); -1 for other videos."""
+        return np.where(np.isin(video, self.video), self.split[self._places(video, at_us)], -1).astype(np.int64)
+
     def shows_only(
         self, split: str, *, video: NDArray[np.integer], begin_us: NDArray[np.int64], end_us: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
@@ -77,7 +82,10 @@ class DividedVideos:
     def parts_of(
         self, split: str, *, video: NDArray[np.integer], begin_us: NDArray[np.int64], end_us: NDArray[np.int64]
     ) -> Parts:
-        """Return the parts of spans that belong to a split, in order; spans of other videos are returned whole."""
+        """Return the parts of spans that belong to a split, in order; spans of other videos are returned whole.
+
+        A part shorter than MIN_PART_US is omitted, unless it is a complete span.
+        """
         is_divided = np.isin(video, self.video)
         first = self._places(video, begin_us)
         counts = np.where(is_divided, self._places(video, end_us - 1) - first + 1, 1)
@@ -87,7 +95,9 @@ class DividedVideos:
         of_divided = is_divided[span]
         begins = np.where(of_divided, np.maximum(begins, self.begin_us[place]), begins)
         ends = np.where(of_divided, np.minimum(ends, self.end_us[place]), ends)
-        is_kept = (~of_divided | self._is_of(split)[place]) & (ends > begins)
+        length_us = ends - begins
+        is_long = (length_us >= MIN_PART_US) | (length_us == (end_us - begin_us)[span])
+        is_kept = (~of_divided | self._is_of(split)[place]) & is_long
         return Parts(span[is_kept], begins[is_kept], ends[is_kept])
 
     def _is_of(self, split: str) -> NDArray[np.bool_]:
@@ -176,10 +186,7 @@ def find_split_videos(data_dir: Path, split: str) -> tuple[pa.Array, DividedVide
         UserError: There are no such videos.
     """
     videos, divided = read_videos(data_dir, columns=["video_id", "split"]), read_divided_videos(data_dir)
-    is_member = pc.equal(videos["split"], split).to_numpy()
-    if divided is not None:
-        is_member = is_member.copy()
-        is_member[divided.videos_with(split)] = True
+    is_member = members_of(split, videos, divided)
     if not is_member.any():
         splits = ", ".join(sorted(names_of_splits(videos, divided))) or "none, the manifest is empty"
         raise UserError(
@@ -191,6 +198,14 @@ def find_split_videos(data_dir: Path, split: str) -> tuple[pa.Array, DividedVide
         divided = divided.of_videos(np.where(is_member, np.cumsum(is_member) - 1, -1).astype(np.int32))
     ids = videos["video_id"].filter(pa.array(is_member)).combine_chunks()
     return ids, divided if divided is not None and len(divided.video) else None
+
+
+def members_of(split: str, videos: pa.Table, divided: DividedVideos | None) -> NDArray[np.bool_]:
+    """Return bool [videos], True for each video of the manifest that is in a split, or has seconds of it."""
+    is_member = pc.equal(videos["split"], split).to_numpy().copy()
+    if divided is not None:
+        is_member[divided.videos_with(split)] = True
+    return is_member
 
 
 def names_of_splits(videos: pa.Table, divided: DividedVideos | None) -> set[str]:

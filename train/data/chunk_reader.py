@@ -73,7 +73,7 @@ class Chunk:
 
 
 class Chunks:
-    """The chunks of a split, decoded in order of videos and time; opened by `read_chunks`.
+    """The chunks of a split, or their parts that belong to it, decoded in order of videos and time (`read_chunks`).
 
     Attributes:
         failures: Chunks that could not be decoded so far, with key, reason and detail.
@@ -81,10 +81,11 @@ class Chunks:
 
     def __init__(self, chunks: ChunkSet, *, every: int, workers: int, max_failures: int) -> None:
         self._chunks, self._every, self._workers, self._max_failures = chunks, every, workers, max_failures
+        self._parts = chunks.parts(np.arange(len(chunks.table)))
         self.failures: list[FailedSample] = []
 
     def __len__(self) -> int:
-        return len(self._chunks.table)
+        return len(self._parts.chunk)
 
     def __iter__(self) -> Generator[Chunk, None, None]:
         process = os.getpid()
@@ -101,13 +102,15 @@ class Chunks:
                 require_process(process, what="chunks")
                 continue
             if isinstance(outcome, Stuck):
-                outcome = FailedSample(number, self._chunks.key(number), "stuck", str(outcome))
+                key = self._chunks.key(int(self._parts.chunk[number]))
+                outcome = FailedSample(number, key, "stuck", str(outcome))
             list_failures(self.failures, [outcome], max_failures=self._max_failures)
 
     def _load(self, number: int) -> Chunk | FailedSample:
-        chunks, times = self._chunks, self._chunks.table.times(number)
-        key = chunks.key(number)
-        frames = range(0, times.num_frames, self._every)
+        chunks, chunk = self._chunks, int(self._parts.chunk[number])
+        key, times = chunks.key(chunk), chunks.table.times(chunk)
+        begin_us, end_us = int(self._parts.begin_us[number]), int(self._parts.end_us[number])
+        frames = range(times.frame_at(begin_us, 1), times.frame_at(end_us - 1, 1) + 1, self._every)
         pictures: dict[int, NDArray[np.uint8]] = {}
 
         def add(frame: int, picture: "av.VideoFrame") -> None:
@@ -115,15 +118,15 @@ class Chunks:
             pictures[frame] = np.asarray(picture.to_ndarray(format="rgb24", threads=1), np.uint8)
 
         try:
-            chunks.decoder.decode_each(chunks.read(number, frames), add)
+            chunks.decoder.decode_each(chunks.read(chunk, frames), add)
         except SampleFailed as error:
             return error.at(number)
         begin_s, frame_s = times.start_ms / 1000, times.fps_den / times.fps_num
         return Chunk(
             key=key,
             video_id=split_key(key)[0],
-            begin_s=begin_s,
-            end_s=begin_s + times.num_frames * frame_s,
+            begin_s=begin_us / US_PER_S,
+            end_s=end_us / US_PER_S,
             frames=np.stack([pictures[frame] for frame in frames]),
             time_s=begin_s + np.array(frames) * frame_s,
         )
@@ -139,7 +142,7 @@ def read_chunks(
     max_failures: int = 100,
     cache: Path | None = None,
 ) -> Chunks:
-    """Read the chunks of a split for analysis: an iterable of `Chunk`, with a length.
+    """Read the chunks of a split for analysis, without seconds of other splits: an iterable of `Chunk`, with a length.
 
     Args:
         data: Data folder that prep made, as a path or an address.

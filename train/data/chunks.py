@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,12 +86,9 @@ def require_same_manifest(data_dir: Path, mark: tuple[object, ...]) -> None:
         )
 
 
-MIN_PART_US = US_PER_S
-
-
 @dataclass(frozen=True)
 class ChunkParts:
-    """Parts of chunks that belong to a split, in whole frames and of MIN_PART_US or more, or complete chunks.
+    """Parts of chunks that belong to a split, in whole frames (clipmill.manifests.divided_videos).
 
     Attributes:
         chunk: Row of the chunk of each part, ascending.
@@ -192,18 +190,15 @@ class ChunkSet:
         if self.divided is None:
             return ChunkParts(chunks, start_us, end_us)
         parts = self.divided.parts_of(self.split, video=table.video_row[chunks], begin_us=start_us, end_us=end_us)
-        chunk, start_us_P, end_us_P = chunks[parts.span], start_us[parts.span], end_us[parts.span]
-        # The frame on show when a part begins may have begun in another split.
-        fps_num, frame_us = table.fps_num[chunk].astype(np.int64), table.fps_den[chunk].astype(np.int64) * US_PER_S
-        first_frame = -(-(parts.begin_us - start_us_P) * fps_num // frame_us)
-        begin_us = start_us_P - -first_frame * frame_us // fps_num
-        length_us = parts.end_us - begin_us
-        is_kept = (length_us >= MIN_PART_US) | (length_us == end_us_P - start_us_P)
-        kept_us = np.bincount(parts.span[is_kept], weights=length_us[is_kept], minlength=len(chunks))
+        chunk, begin_us = chunks[parts.span], parts.begin_us.copy()
+        for number in np.flatnonzero(begin_us > start_us[parts.span]).tolist():
+            # The frame on screen when a part begins may have appeared in another split.
+            times, at_us = table.times(int(chunk[number])), int(begin_us[number])
+            frame = times.frame_at(at_us, 1)
+            begin_us[number] = ceil(times.frame_begin_us(frame + (times.frame_begin_us(frame) < at_us)))
+        kept_us = np.bincount(parts.span, weights=parts.end_us - parts.begin_us, minlength=len(chunks))
         lost_us = end_us - start_us - kept_us.astype(np.int64)
-        return ChunkParts(
-            chunk[is_kept], begin_us[is_kept], parts.end_us[is_kept], int(np.count_nonzero(lost_us)), int(lost_us.sum())
-        )
+        return ChunkParts(chunk, begin_us, parts.end_us, int(np.count_nonzero(lost_us)), int(lost_us.sum()))
 
     def shows_only_split(
         self, *, video_row: NDArray[np.integer], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
