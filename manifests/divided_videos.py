@@ -3,7 +3,8 @@
 A caption may have another split than its video (schema.OPTIONAL_CAPTIONS). Each second of such a video belongs to one
 split: the split of the captions that show it; where captions of several splits overlap, the split that is held out
 (`test`, else `val`); and where no caption is, the split of the video. What is trained without captions leaves out the
-seconds of other splits, and a caption is left out if it shows any of them.
+seconds of other splits, and a caption is left out if it shows any of them. Captions of further sources, such as models,
+do not divide a video: they cover all of it.
 """
 
 from collections.abc import Collection
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import SpanBlock, StoredCaptions, open_stored_captions
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import read_videos
+from clipmill.manifests.store import read_manifest, read_videos
 
 _HELD_OUT = ("val", "test")  # a second of captions of several splits belongs to the last of them, after all others
 _US_PER_S = 1_000_000
@@ -124,31 +125,40 @@ def read_divided_videos(data_dir: Path) -> DividedVideos | None:
     stored = open_stored_captions(data_dir)
     if not stored.splits:
         return None
+    from clipmill.manifests.previous import FURTHER_KEY  # many modules
+
     stored.verify()
     of_videos = read_videos(data_dir, columns=["split"])["split"].combine_chunks().dictionary_encode()
-    return _divide(stored, of_videos)
+    further = read_manifest(data_dir).get(FURTHER_KEY, {})
+    divides = np.array([source not in further for source in stored.sources])
+    return _divide(stored, of_videos, divides)
 
 
-def _divide(stored: StoredCaptions, of_videos: pa.DictionaryArray) -> DividedVideos:
+def _divide(stored: StoredCaptions, of_videos: pa.DictionaryArray, divides: NDArray[np.bool_]) -> DividedVideos:
     names = {*stored.splits, *of_videos.dictionary.to_pylist()}
     splits = sorted(names, key=lambda name: (_HELD_OUT.index(name) if name in _HELD_OUT else -1, name))
     of_video = np.array([splits.index(name) for name in of_videos.dictionary.to_pylist()], np.int8)
     of_video = of_video[of_videos.indices.to_numpy()]
     of_caption = np.array([splits.index(name) for name in stored.splits], np.int8)
-    parts = [_divide_block(block, of_video, of_caption, num_splits=len(splits)) for block in stored.blocks()]
+    parts = [_divide_block(block, of_video, of_caption, divides, num_splits=len(splits)) for block in stored.blocks()]
     video, begin_us, end_us, split = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return DividedVideos(tuple(splits), video, begin_us, end_us, split)
 
 
 def _divide_block(
-    block: SpanBlock, of_video: NDArray[np.int8], of_caption: NDArray[np.int8], *, num_splits: int
+    block: SpanBlock,
+    of_video: NDArray[np.int8],
+    of_caption: NDArray[np.int8],
+    divides: NDArray[np.bool_],
+    *,
+    num_splits: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int8]]:
     """Return video, begin, end and split of the seconds of each divided video among the complete videos of a block."""
     assert block.split is not None
     spans = block.each_caption()
     has_split = block.split >= 0
     videos = np.unique(spans.video[has_split])
-    is_divided = np.isin(spans.video, videos) & (spans.end_s > spans.begin_s)
+    is_divided = np.isin(spans.video, videos) & (spans.end_s > spans.begin_s) & divides[block.source]
     video = spans.video[is_divided]
     begin_us, end_us = (
         np.rint(np.clip(times_s[is_divided], 0, _LAST_S) * _US_PER_S).astype(np.int64)

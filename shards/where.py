@@ -211,11 +211,10 @@ class _Parser:
             self._fail(f"there is no function {node['function_name']}", place, hint=hint)
         if node["class"] == "COLUMN_REF" and (name := ".".join(node["column_names"])).lower() not in self._fields:
             labels = self._known_labels()
-            known = [*self._fields, *labels.split(", ")]
-            nearest = [f"{LABEL_PREFIX}{name.lower()}"]
-            if nearest[0] not in known:
-                nearest = difflib.get_close_matches(name.lower(), known, n=1)
-            hint = f"did you mean {nearest[0]}? " if nearest else "texts are written in 'single quotes'; "
+            known = {label.removeprefix(LABEL_PREFIX): label for label in labels.split(", ")}
+            known |= {label: label for label in (*known.values(), *self._fields)}
+            nearest = difflib.get_close_matches(name.lower(), known, n=1)
+            hint = f"did you mean {known[nearest[0]]}? " if nearest else "texts are written in 'single quotes'; "
             hint = "ask for unknown values by `NAME is null`; " if name == "None" else hint
             if "_" in name and not nearest:  # the fields of a plug-in's column are named after it
                 hint += f"if {name.partition('_')[0]} is a column of a plug-in, its package is not installed here; "

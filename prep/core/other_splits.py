@@ -1,4 +1,4 @@
-"""What training without captions leaves out: the seconds of chunks that captions of other splits show."""
+"""Seconds of chunks that captions of other splits show: training without captions leaves them out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

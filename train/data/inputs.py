@@ -102,8 +102,8 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
                 f"{address} is a stream of tars, without labels", hint="name the data folder that prep made"
             )
     if splits is None:
-        names = (names_of_splits(read_videos(folder), read_divided_videos(folder)) for folder in folders)
-        splits = set[str]().union(*names) or {TARS_SPLIT}
+        of_folders = (names_of_splits(read_videos(folder), read_divided_videos(folder)) for folder in folders)
+        splits = set[str]().union(*of_folders) or {TARS_SPLIT}
     return read_classes(*folders, label=label, splits=splits, also=names)
 
 
