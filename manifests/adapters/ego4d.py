@@ -311,8 +311,8 @@ def add_questions(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) 
             seen.add(clip)
             video = videos.number(clip.source_id, split=VAL, file=path, row=row, has_own_split=True)
             if video is not None:
-                times = {"begin_s": clip.begin_s, "end_s": clip.end_s}
-                builder.add_caption(video, text, Origin(path, EGOMCQ, row), split=VAL, **times)
+                origin = Origin(path, EGOMCQ, row)
+                builder.add_caption(video, text, origin, begin_s=clip.begin_s, end_s=clip.end_s, split=VAL)
 
 
 def add_pairs(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> None:
@@ -331,8 +331,8 @@ def add_pairs(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> N
             builder.reject(Reason.BAD_TIME, file=str(path), row=row.number, source_id=source_id, detail=str(error))
             continue
         origin = Origin(path, EGOCLIP, row.number, field="clip_text")
-        times = {"begin_s": clip.begin_s, "end_s": clip.end_s}
-        builder.add_caption(video, row.values["clip_text"], origin, split=TRAIN, **times)
+        text = row.values["clip_text"]
+        builder.add_caption(video, text, origin, begin_s=clip.begin_s, end_s=clip.end_s, split=TRAIN)
 
 
 def leave_out(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> None:

@@ -141,7 +141,7 @@ def test_labels_are_compared_as_what_an_expression_takes_them_for(
     expression: str, numbers: list[int], tmp_path: Path
 ) -> None:
     """Texts of a table of one's own, and numbers of a dataset, such as classes of verbs."""
-    labels = [
+    labels: list[dict[str, object]] = [
         {"label_done": "true", "label_grade": "1", "label_class": 5},
         {"label_done": "false", "label_grade": "2", "label_class": 7},
         {"label_done": "true", "label_grade": "2.5", "label_class": None},
