@@ -196,9 +196,11 @@ class ChunkSet:
             times, at_us = table.times(int(chunk[number])), int(begin_us[number])
             frame = times.frame_at(at_us, 1)
             begin_us[number] = ceil(times.frame_begin_us(frame + (times.frame_begin_us(frame) < at_us)))
-        kept_us = np.bincount(parts.span, weights=parts.end_us - parts.begin_us, minlength=len(chunks))
+        has_frames = begin_us < parts.end_us
+        kept_us = np.bincount(parts.span, weights=(parts.end_us - parts.begin_us) * has_frames, minlength=len(chunks))
         lost_us = end_us - start_us - kept_us.astype(np.int64)
-        return ChunkParts(chunk, begin_us, parts.end_us, int(np.count_nonzero(lost_us)), int(lost_us.sum()))
+        arrays = (array[has_frames] for array in (chunk, begin_us, parts.end_us))
+        return ChunkParts(*arrays, num_trimmed=int(np.count_nonzero(lost_us)), lost_us=int(lost_us.sum()))
 
     def shows_only_split(
         self, *, video_row: NDArray[np.integer], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]

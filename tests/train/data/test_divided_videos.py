@@ -150,6 +150,8 @@ def test_labels_of_a_split_and_their_classes(divided: Path) -> None:
     for split in FRAMES:
         samples = open_labelled_clips(query(divided, split), classes=classes)
         found[split] = {(*samples.span_s(row), classes[0].names[samples.labels[row]]) for row in range(len(samples))}
+        num_captions = {"train": "4 of 5", "val": "3 of 3", "test": "1 of 1"}[split]
+        assert samples.describe().startswith(f"{num_captions} caption")
     assert found["train"] == {(0, 5, "yes"), (9.05, 12, "no"), (7, 18, "yes"), (0, 18, "no")}
     assert found["val"] == {(5, 9.05, "no"), (15, 15.5, "yes"), (0, 7, "no")}
     assert found["test"] == {(13, 15, "no")}
