@@ -27,6 +27,7 @@ from clipmill.shards.score_fields import NUMBERS
 from clipmill.shards.scores import SCORES, open_scores
 from clipmill.shards.selection import find_chunks
 from clipmill.train.data.arguments import names_arguments, require_process, require_texts, require_whole_numbers
+from clipmill.train.data.chunk_parts import parts_of_split
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.data_folder import ChunkSearch, ChunkTable, chunk_table, open_data_folder, rows_of
 from clipmill.train.data.frame_sampling import US_PER_S
@@ -81,7 +82,7 @@ class Chunks:
 
     def __init__(self, chunks: ChunkSet, *, every: int, workers: int, max_failures: int) -> None:
         self._chunks, self._every, self._workers, self._max_failures = chunks, every, workers, max_failures
-        self._parts = chunks.parts(np.arange(len(chunks.table)))
+        self._parts = parts_of_split(chunks, np.arange(len(chunks.table)))
         self.failures: list[FailedSample] = []
 
     def __len__(self) -> int:
@@ -108,9 +109,7 @@ class Chunks:
 
     def _load(self, number: int) -> Chunk | FailedSample:
         chunks, chunk = self._chunks, int(self._parts.chunk[number])
-        key, times = chunks.key(chunk), chunks.table.times(chunk)
-        begin_us, end_us = int(self._parts.begin_us[number]), int(self._parts.end_us[number])
-        frames = range(times.frame_at(begin_us, 1), times.frame_at(end_us - 1, 1) + 1, self._every)
+        key, begin_us, end_us = chunks.key(chunk), int(self._parts.begin_us[number]), int(self._parts.end_us[number])
         pictures: dict[int, NDArray[np.uint8]] = {}
 
         def add(frame: int, picture: "av.VideoFrame") -> None:
@@ -118,17 +117,22 @@ class Chunks:
             pictures[frame] = np.asarray(picture.to_ndarray(format="rgb24", threads=1), np.uint8)
 
         try:
+            grid, times = chunks.table.times(chunk), chunks.times(chunk)
+            numbers = range(grid.frame_at(begin_us, 1), grid.frame_at(end_us - 1, 1) + 1, self._every)
+            frames = [times.nominal_frame(number) for number in numbers]
+            if begin_us > grid.start_ms * 1000 or end_us < grid.end_us:  # other frames appear in other splits
+                frames = [frame for frame in frames if begin_us <= times.frame_begin_us(frame) < end_us]
+                frames = frames or [times.frame_at(begin_us, 1)]
             chunks.decoder.decode_each(chunks.read(chunk, frames), add)
         except SampleFailed as error:
             return error.at(number)
-        begin_s, frame_s = times.start_ms / 1000, times.fps_den / times.fps_num
         return Chunk(
             key=key,
             video_id=split_key(key)[0],
             begin_s=begin_us / US_PER_S,
             end_s=end_us / US_PER_S,
             frames=np.stack([pictures[frame] for frame in frames]),
-            time_s=begin_s + np.array(frames) * frame_s,
+            time_s=np.array([float(times.frame_begin_us(frame) / US_PER_S) for frame in frames]),
         )
 
 
