@@ -58,5 +58,10 @@ def parts_of_split(chunk_set: ChunkSet, chunks: NDArray[np.int64]) -> ChunkParts
     has_frames = begin_us < parts.end_us
     kept_us = np.bincount(parts.span, weights=(parts.end_us - parts.begin_us) * has_frames, minlength=len(chunks))
     lost_us = end_us - start_us - kept_us.astype(np.int64)
-    arrays = (array[has_frames] for array in (chunk, begin_us, parts.end_us))
-    return ChunkParts(*arrays, num_trimmed=int(np.count_nonzero(lost_us)), lost_us=int(lost_us.sum()))
+    return ChunkParts(
+        chunk[has_frames],
+        begin_us[has_frames],
+        parts.end_us[has_frames],
+        num_trimmed=int(np.count_nonzero(lost_us)),
+        lost_us=int(lost_us.sum()),
+    )
