@@ -44,9 +44,9 @@ DATASETS = (
         """Read all video files in a folder, with an optional caption table.
 
         The table has the columns video and text, and optionally begin_s, end_s or duration_s (in seconds), source,
-        likelihood, split (train, val or test), label, and label_NAME for other labels; with a label, text may be
-        missing. Common other names of these columns, separators and encodings are recognized. If none of its rows is
-        valid, the manifest is not changed.
+        likelihood, split (train, val or test), group, view, label, and label_NAME for other labels; with a label, text
+        may be missing. Common other names of these columns, separators and encodings are recognized. If none of its
+        rows is valid, the manifest is not changed.
 
         Videos on a web server, which cannot be listed, are the ones that the table names by URLs, or by paths below the
         URL given as the folder.
