@@ -46,7 +46,7 @@ from scenedetect import ContentDetector, detect
 from benchmarks.encoding import forget_column
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
-from clipmill.prep.core.chunk_input import ChunkContent, read_chunk
+from clipmill.prep.core.chunk_content import ChunkContent, read_chunk
 from clipmill.prep.scores.measures import (
     BLACK_LEVEL,
     BLACK_PIXELS,

@@ -106,7 +106,7 @@ RESTART = (0, memoryview(b""))  # between packets: the decoder begins again
 
 
 class DamagedPacket(ValueError):
-    """Bytes that were read of a chunk are not those of its index."""
+    """Bytes that were read of a chunk differ from its index."""
 
 
 class PacketBytes(Protocol):

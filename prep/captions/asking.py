@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.prep.captions.answers import Answer
-from clipmill.prep.core.chunk_input import ChunkContent
+from clipmill.prep.core.chunk_content import ChunkContent
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.shard_result import Stop
 

@@ -22,7 +22,7 @@ from clipmill.manifests.publish import parse_json
 from clipmill.prep.captions.answers import KEY_VARIABLE, Answer, without_key
 from clipmill.prep.captions.asking import Questions, jpeg_address
 from clipmill.prep.captions.recipe import CaptionsSettings
-from clipmill.prep.core.chunk_input import ChunkContent
+from clipmill.prep.core.chunk_content import ChunkContent
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.shard_result import Stop
 

@@ -15,7 +15,8 @@ from clipmill.prep.captions.asking import Captioner, Questions, decode_pictures
 from clipmill.prep.captions.endpoint import Endpoint
 from clipmill.prep.captions.recipe import CaptionsSettings, find_model
 from clipmill.prep.captions.vlm import Device, LocalCaptioner, open_model
-from clipmill.prep.core.chunk_input import Chunk, Chunks, read_chunk
+from clipmill.prep.core.chunk_content import read_chunk
+from clipmill.prep.core.chunk_input import Chunk, Chunks
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.shard_result import Stop

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from hashlib import blake2b
-from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,10 +21,10 @@ import pyarrow as pa
 
 from clipmill.manifests.errors import Inaccessible, UserError, first_line
 from clipmill.manifests.publish import parse_json
+from clipmill.prep.core.chunk_content import ChunkContent, frame_rate, read_chunk
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.shards.columns import SOURCE_MEMBER
 from clipmill.shards.commits import Commit
-from clipmill.shards.format import PACKET_REFERENCE
 from clipmill.shards.index import extensions_of
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, open_shard
@@ -126,97 +125,9 @@ def column_failure(error: Exception) -> SourceFailure:
     return SourceFailure(FailureCode.COLUMN_ERROR, f"{type(error).__name__}: {first_line(error)}{place}")
 
 
-def frame_rate(index: pa.Table, row: int) -> Fraction:
-    """Return the frame rate of a chunk."""
-    return Fraction(index["fps_num"][row].as_py(), index["fps_den"][row].as_py())
-
-
 def seconds_of(index: pa.Table, row: int) -> Fraction:
     """Return the duration of a chunk in seconds."""
     return index["num_frames"][row].as_py() / frame_rate(index, row)
-
-
-@dataclass(frozen=True)
-class ChunkContent:
-    """The bytes of a chunk, and the part of its index row that decoding needs.
-
-    Attributes:
-        mp4: Bytes of the MP4 file; empty if the packets of the chunk are in its source file.
-        num_frames: Number of frames.
-        fps: Frames per second.
-        packet_frame, packet_flags: Packet table in decoding order (clipmill.shards.format.VIDEO_FIELDS).
-    """
-
-    mp4: bytes
-    num_frames: int
-    fps: Fraction
-    packet_frame: list[int]
-    packet_flags: list[int]
-
-    def frames(self, indices: Sequence[int]) -> "Iterator[VideoFrame]":
-        """Decode the frames `indices` (ascending), and yield them in order.
-
-        The packet table tells which frames others depend on, so that no other frame is decoded.
-
-        Raises:
-            SourceFailure: decode_errors, or frames_differ if the decoder does not return one of the frames.
-        """
-        import av
-        import av.error
-
-        due = iter(indices)
-        target = next(due, None)
-        needed = set(indices)
-        try:
-            with av.open(BytesIO(self.mp4), "r", format="mp4") as container:
-                stream = container.streams.video[0]
-                stream.codec_context.thread_count = 1  # the caller already works in parallel
-                frames_per_tick = (stream.time_base or Fraction(0)) * self.fps
-                number = 0
-                for packet in container.demux(stream):
-                    # A packet that no requested frame depends on is not decoded.
-                    if packet.size:
-                        is_needed = self.packet_flags[number] & PACKET_REFERENCE or self.packet_frame[number] in needed
-                        number += 1
-                        if not is_needed:
-                            continue
-                    for frame in packet.decode():
-                        if target is not None and frame.pts is not None and frame.pts * frames_per_tick == target:
-                            if frame.is_corrupt:
-                                raise SourceFailure(FailureCode.DECODE_ERRORS, f"frame {target} is damaged")
-                            yield frame
-                            target = next(due, None)
-                    if target is None:
-                        return
-        except (av.error.FFmpegError, IndexError) as error:
-            raise SourceFailure(FailureCode.DECODE_ERRORS, f"the chunk cannot be decoded: {error}") from None
-        if target is not None:
-            raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the decoder did not return frame {target}")
-
-
-def read_chunk(video: CommittedShard, row: int) -> ChunkContent:
-    """Read the content of a chunk.
-
-    Raises:
-        SourceFailure: chunk_damaged, if its bytes differ from those committed.
-    """
-    if SOURCE_MEMBER in video.extensions:
-        from clipmill.prep.core.source_content import read_source_chunk
-
-        return read_source_chunk(video, row)
-    try:
-        content = video.read(row, "mp4")
-    except (Damaged, OSError) as error:
-        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the chunk cannot be read: {error}") from None
-    if zlib.crc32(content) != video.index["mp4_crc32"][row].as_py():
-        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"its content in {video.tar_path.name} differs from the commit")
-    return ChunkContent(content, **content_fields(video.index, row))
-
-
-def content_fields(index: pa.Table, row: int) -> dict[str, Any]:
-    """Return the attributes of a `ChunkContent` that are values of the index row."""
-    fields = {name: index[name][row].as_py() for name in ("num_frames", "packet_frame", "packet_flags")}
-    return {**fields, "fps": frame_rate(index, row)}
 
 
 class OldSamples:

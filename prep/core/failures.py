@@ -61,7 +61,10 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.NO_VIDEO: ("the file has no video stream", "remove it, and run prep manifest again"),
     FailureCode.ZERO_DURATION: ("the video has no frames", "remove it, and run prep manifest again"),
     FailureCode.BAD_TIMESTAMPS: ("the timestamps are unusable", "remux it: ffmpeg -i IN -c copy OUT.mp4"),
-    FailureCode.NOT_INDEXABLE: ("the file cannot be read in place", "make chunks of it: prep chunk --len 15s"),
+    FailureCode.NOT_INDEXABLE: (
+        "the file cannot be read in place",
+        "re-encode it with ffmpeg, or encode all videos as chunks instead",
+    ),
     FailureCode.PROBE_FAILED: ("reading the file crashed", "re-encode it with ffmpeg, or remove it"),
     FailureCode.DECODE_ERRORS: (
         "frames of the source are damaged",

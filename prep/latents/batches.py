@@ -19,7 +19,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.prep.core.chunk_input import Chunk, ChunkContent
+from clipmill.prep.core.chunk_content import ChunkContent
+from clipmill.prep.core.chunk_input import Chunk
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.latents.frames import Square, frames_on_screen, segment_squares, segments_of
 from clipmill.prep.latents.recipe import Encoding

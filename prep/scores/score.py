@@ -13,7 +13,8 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 
 from clipmill.manifests.publish import parse_json
-from clipmill.prep.core.chunk_input import Chunk, ChunkContent
+from clipmill.prep.core.chunk_content import ChunkContent
+from clipmill.prep.core.chunk_input import Chunk
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.scores.measures import (
     MIN_FROZEN_S,

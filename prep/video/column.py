@@ -264,7 +264,7 @@ class ChunkPlanRequest(PlanRequest):
 
 
 def read_recipe(stored: Mapping[str, Any], _weights: str | None = None) -> Recipe | IndexRecipe:
-    """Return the settings in a stored recipe: those of `prep chunk`, or of `prep index`."""
+    """Return the settings in a stored recipe, of `prep chunk` or of `prep index`."""
     if stored.get("codec") == SOURCE:
         return IndexRecipe(len=stored["len"], fps=stored["fps"])
     return Recipe(**{name: stored[name] for name in _STORED if name in stored})

@@ -8,7 +8,7 @@ import json
 import zlib
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from clipmill.manifests.formatting import duration_text
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import as_failure
+from clipmill.prep.video.codecs import is_idr, is_reference, slice_reader
 from clipmill.prep.video.encode import SpanPlan
 from clipmill.prep.video.settings import ChunkSettings
-from clipmill.prep.video.span_task import reference_test
 from clipmill.shards.columns import SOURCE_MEMBER
 from clipmill.shards.decoding import PacketDecoder
 from clipmill.shards.format import PACKET_KEY, PACKET_RECOVERY, PACKET_REFERENCE
@@ -38,7 +38,6 @@ _CODECS = ("h264", "hevc", "vp9", "av1")
 _SEARCHED_BYTES = 4096  # headers of a block in Matroska
 _MAX_LEAD_S = 120  # between the key frame that a chunk needs and its begin
 _MAX_CHUNK_BYTES = 2**32 - 1  # packet offsets have 32 bits
-_IDR_TYPES = {"h264": (5,), "hevc": (16, 17, 18, 19, 20)}  # nal_unit_type of H.264 table 7-1, H.265 table 7-1
 _MAX_COMPARED = 32  # packets behind a key frame
 _NEVER = np.iinfo(np.int64).max
 
@@ -89,9 +88,11 @@ class _Source:
     """All packets of the video track of a source, in decoding order.
 
     Attributes:
+        offset: Byte of the file at which each packet begins.
         time: Begin of the frame of each packet, in units of 1 / `rate` seconds from time 0.
         order: Presentation index of each packet.
         gop: Position of the key packet from which each packet's frame is decoded; -1 if there is none.
+        is_usable: True for packets whose frame is shown and can be decoded.
     """
 
     codec: str
@@ -101,10 +102,21 @@ class _Source:
     crc32: NDArray[np.uint32]
     flags: NDArray[np.uint8]
     time: NDArray[np.int64]
-    is_shown: NDArray[np.bool_]
     order: NDArray[np.int64]
     gop: NDArray[np.int64]
+    is_usable: NDArray[np.bool_]
     rate: int
+
+    @cached_property
+    def display_order(self) -> NDArray[np.int64]:
+        """Positions of the usable packets in the order in which their frames are shown."""
+        usable = np.flatnonzero(self.is_usable)
+        return usable[np.argsort(self.order[usable])]
+
+    @cached_property
+    def times(self) -> NDArray[np.int64]:
+        """Time of the frame of each packet in `display_order`."""
+        return self.time[self.display_order]
 
 
 def index_span(path: Path, plan: SpanPlan, *, settings: ChunkSettings) -> list[SourceChunk]:
@@ -130,7 +142,7 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
     known = Timeline.from_json(timeline_json)
     if len(known.aspects) > 1:
         raise SourceFailure(FailureCode.NOT_INDEXABLE, "the shape of its pixels changes")
-    rows: dict[int, list[tuple[int, int, int, int]]] = {}
+    rows: list[tuple[int, int, int, int]] = []
     with (
         as_failure(FailureCode.DECODE_ERRORS, "its packets cannot be read"),
         open_container(f"file:{path}") as container,
@@ -144,26 +156,27 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
                 FailureCode.NOT_INDEXABLE, f"{codec} in {name}: only MP4, MOV, MKV and WebM with {', '.join(_CODECS)}"
             )
         extradata = bytes(track.codec_context.extradata or b"")
-        is_reference = reference_test(codec, extradata)
+        first_slice = slice_reader(codec, extradata)
 
         def add(packet: "Packet[Any]") -> None:
             if packet.stream_index == known.track:
                 content = bytes(packet)
-                flags = packet.is_keyframe * PACKET_KEY | is_reference(packet) * PACKET_REFERENCE
-                if packet.is_keyframe and codec in _IDR_TYPES and not _is_idr(content, codec, extradata):
+                header = first_slice(content)
+                flags = packet.is_keyframe * PACKET_KEY | is_reference(codec, header) * PACKET_REFERENCE
+                if packet.is_keyframe and not is_idr(codec, header):
                     flags |= PACKET_RECOVERY
                 offset = packet.pos if packet.pos is not None else -1
-                rows.setdefault(known.track, []).append(
-                    (_place_in(file, offset, content), len(content), zlib.crc32(content), flags)
-                )
+                rows.append((_place_in(file, offset, content), len(content), zlib.crc32(content), flags))
 
         timeline, packets = read_timeline(container, file=file, on_packet=add)
         if timeline.cut:
             raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.cut)
+        if timeline.track != known.track:
+            raise SourceFailure(FailureCode.NOT_INDEXABLE, "the first of several video tracks is a single frame")
         unit, start = track.time_base or Fraction(1), timeline.start
-        if any("changes" in note for note in timeline.notes):
-            raise SourceFailure(FailureCode.NOT_INDEXABLE, next(note for note in timeline.notes if "changes" in note))
-    offset, size, crc32, flags = (np.array(column, np.int64) for column in zip(*rows[known.track], strict=True))
+        if changes := [note for note in timeline.notes if note.startswith("the picture changes")]:
+            raise SourceFailure(FailureCode.NOT_INDEXABLE, changes[0])
+    offset, size, crc32, flags = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     if (offset < 0).any():
         number = int(np.argmax(offset < 0))
         raise SourceFailure(
@@ -173,33 +186,20 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
     time = packets.times * (unit.numerator * (rate // unit.denominator)) - start.numerator * (rate // start.denominator)
     order = np.empty(len(time), np.int64)
     order[np.lexsort((packets.is_shown, time))] = np.arange(len(time))
+    gop = _keys_of(order, flags)
     return _Source(
-        codec,
-        extradata,
-        offset,
-        size,
-        crc32.astype(np.uint32),
-        flags.astype(np.uint8),
-        time,
-        packets.is_shown,
-        order,
-        _keys_of(order, flags),
-        rate,
+        codec=codec,
+        extradata=extradata,
+        offset=offset,
+        size=size,
+        crc32=crc32.astype(np.uint32),
+        flags=flags.astype(np.uint8),
+        time=time,
+        order=order,
+        gop=gop,
+        is_usable=packets.is_shown & (gop >= 0),
+        rate=rate,
     )
-
-
-def _is_idr(content: bytes, codec: str, extradata: bytes) -> bool:
-    """Return True if a packet of H.264 or HEVC has a slice of an IDR picture, at which decoding starts afresh."""
-    if extradata[:1] != b"\1":
-        return False  # its units have no lengths
-    is_h264 = codec == "h264"
-    length_bytes, position = (extradata[4 if is_h264 else 21] & 3) + 1, 0
-    while position + length_bytes < len(content):
-        header = content[position + length_bytes]
-        if (header & 31 if is_h264 else header >> 1 & 63) in _IDR_TYPES[codec]:
-            return True
-        position += length_bytes + int.from_bytes(content[position : position + length_bytes], "big")
-    return False
 
 
 def _place_in(file: Any, position: int, content: bytes) -> int:
@@ -209,8 +209,8 @@ def _place_in(file: Any, position: int, content: bytes) -> int:
     file.seek(position)
     if (stored := file.read(len(content))) == content:
         return position
-    found = (stored + file.read(_SEARCHED_BYTES)).find(content)
-    return position + found if found >= 0 else -1
+    behind = (stored + file.read(_SEARCHED_BYTES)).find(content)
+    return position + behind if behind >= 0 else -1
 
 
 def _keys_of(order: NDArray[np.int64], flags: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -229,14 +229,10 @@ def _index_chunk(
     source: _Source, plan: SpanPlan, *, begin_s: Fraction, end_s: Fraction, num_frames: int
 ) -> SourceChunk:
     """Return the chunk that shows [begin_s, end_s) of the video."""
-    is_usable = source.is_shown & (source.gop >= 0)
-    rows = np.flatnonzero(is_usable)
-    rows = rows[np.argsort(source.order[rows])]
-    times = source.time[rows]
     begin, end = (moment * source.rate for moment in (begin_s, end_s))
-    first = max(0, int(np.searchsorted(times, int(begin), side="right")) - 1)
-    behind = max(first + 1, int(np.searchsorted(times, -(-end.numerator // end.denominator), side="left")))
-    shown = rows[first:behind]
+    first = max(0, int(np.searchsorted(source.times, int(begin), side="right")) - 1)
+    behind = max(first + 1, int(np.searchsorted(source.times, -(-end.numerator // end.denominator), side="left")))
+    shown = source.display_order[first:behind]
     first_packet, last_packet = int(source.gop[shown].min()), int(shown.max())
     lead_s = float((source.time[shown[0]] - source.time[first_packet]) / source.rate)
     if lead_s > _MAX_LEAD_S:
@@ -250,10 +246,10 @@ def _index_chunk(
     offset = int(source.offset[packets].min())
     if int((source.offset[packets] + source.size[packets]).max()) - offset > _MAX_CHUNK_BYTES:
         raise SourceFailure(FailureCode.NOT_INDEXABLE, f"a chunk at {float(begin_s):.1f} s needs more than 4 GB")
-    by_order = packets[np.argsort(source.order[packets])]
-    frame = np.empty(len(source.order), np.int64)
-    frame[by_order] = np.arange(len(by_order))
-    frame_time = np.where(is_usable[by_order], source.time[by_order], _NEVER)
+    by_order = np.argsort(source.order[packets])
+    in_order, frame = packets[by_order], np.empty(len(packets), np.int64)
+    frame[by_order] = np.arange(len(packets))
+    frame_time = np.where(source.is_usable[in_order], source.time[in_order], _NEVER)
     frame_time = np.minimum.accumulate(frame_time[::-1])[::-1]
     facts = SourceFacts(
         num_frames=num_frames,
@@ -263,7 +259,7 @@ def _index_chunk(
         extradata=source.extradata,
         packet_offset=(source.offset[packets] - offset).tolist(),
         packet_size=source.size[packets].tolist(),
-        packet_frame=frame[packets].tolist(),
+        packet_frame=frame.tolist(),
         packet_flags=source.flags[packets].tolist(),
         packet_crc32=source.crc32[packets].tolist(),
         source_offset=offset,

@@ -14,7 +14,7 @@ import pytest
 
 from clipmill.prep.captions.answers import Answer, answers_in
 from clipmill.prep.captions.asking import decode_pictures, frames_to_show
-from clipmill.prep.core.chunk_input import read_chunk
+from clipmill.prep.core.chunk_content import read_chunk
 from clipmill.prep.core.data_folder import column_lock
 from clipmill.shards.reader import Variant
 from tests.prep.captions.server import MODEL, Reply, Request, Server, completion, described, served

@@ -11,7 +11,7 @@ from clipmill.prep.captions.answers import Answer
 from clipmill.prep.captions.asking import decode_pictures
 from clipmill.prep.captions.recipe import CaptionsSettings
 from clipmill.prep.captions.vlm import open_model
-from clipmill.prep.core.chunk_input import read_chunk
+from clipmill.prep.core.chunk_content import read_chunk
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.shards.reader import Variant
 from tests.prep.captions.tiny_vlm import save_tiny_vlm

@@ -9,7 +9,7 @@ import av
 import numpy as np
 import pytest
 
-from clipmill.prep.core.chunk_input import ChunkContent
+from clipmill.prep.core.chunk_content import ChunkContent
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.latents.frames import frames_on_screen
 from clipmill.prep.video.span_task import read_chunk

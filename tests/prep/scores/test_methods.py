@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from scenedetect import ContentDetector, detect
 
-from clipmill.prep.core.chunk_input import ChunkContent, read_chunk
+from clipmill.prep.core.chunk_content import ChunkContent, read_chunk
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.scores.measures import (
     MIN_SHOT_FRAMES,

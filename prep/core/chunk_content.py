@@ -1,31 +1,123 @@
-"""Content of chunks whose packets stay in the source files, read in place."""
+"""The content of a chunk: its file, or its packets in the source file; decoding single frames of it."""
 
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
+from io import BytesIO
 from itertools import repeat
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import av
 import pyarrow as pa
 import pyarrow.compute as pc
-from av.video.frame import VideoFrame
 
 from clipmill.manifests.errors import Inaccessible
 from clipmill.manifests.store import VIDEOS_FILE, manifest_dir, read_videos
-from clipmill.prep.core.chunk_input import ChunkContent, content_fields
 from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.shards.columns import SOURCE_MEMBER
 from clipmill.shards.decoding import DamagedPacket, PacketDecoder, SourceFile, read_source_packets
+from clipmill.shards.format import PACKET_REFERENCE
 from clipmill.shards.opening import Damaged
 from clipmill.shards.packets import SourceFrames
 from clipmill.shards.reader import CommittedShard
 from clipmill.shards.timeline.model import US_PER_S, Timeline
 from clipmill.shards.timeline.pictures import Upright
 
+if TYPE_CHECKING:
+    from av.video.frame import VideoFrame
 
-def read_source_chunk(video: CommittedShard, row: int) -> ChunkContent:
+
+def frame_rate(index: pa.Table, row: int) -> Fraction:
+    """Return the frame rate of a chunk."""
+    return Fraction(index["fps_num"][row].as_py(), index["fps_den"][row].as_py())
+
+
+@dataclass(frozen=True)
+class ChunkContent:
+    """The bytes of a chunk, and the part of its index row that decoding needs.
+
+    Attributes:
+        mp4: Bytes of the MP4 file; empty if the packets of the chunk are in its source file.
+        num_frames: Number of frames.
+        fps: Frames per second.
+        packet_frame, packet_flags: Packet table in decoding order (clipmill.shards.format.VIDEO_FIELDS).
+    """
+
+    mp4: bytes
+    num_frames: int
+    fps: Fraction
+    packet_frame: list[int]
+    packet_flags: list[int]
+
+    def frames(self, indices: Sequence[int]) -> "Iterator[VideoFrame]":
+        """Decode the frames `indices` (ascending), and yield them in order.
+
+        The packet table tells which frames others depend on, so that no other frame is decoded.
+
+        Raises:
+            SourceFailure: decode_errors, or frames_differ if the decoder does not return one of the frames.
+        """
+        import av
+        import av.error
+
+        due = iter(indices)
+        target = next(due, None)
+        needed = set(indices)
+        try:
+            with av.open(BytesIO(self.mp4), "r", format="mp4") as container:
+                stream = container.streams.video[0]
+                stream.codec_context.thread_count = 1  # the caller already works in parallel
+                frames_per_tick = (stream.time_base or Fraction(0)) * self.fps
+                number = 0
+                for packet in container.demux(stream):
+                    # A packet that no requested frame depends on is not decoded.
+                    if packet.size:
+                        is_needed = self.packet_flags[number] & PACKET_REFERENCE or self.packet_frame[number] in needed
+                        number += 1
+                        if not is_needed:
+                            continue
+                    for frame in packet.decode():
+                        if target is not None and frame.pts is not None and frame.pts * frames_per_tick == target:
+                            if frame.is_corrupt:
+                                raise SourceFailure(FailureCode.DECODE_ERRORS, f"frame {target} is damaged")
+                            yield frame
+                            target = next(due, None)
+                    if target is None:
+                        return
+        except (av.error.FFmpegError, IndexError) as error:
+            raise SourceFailure(FailureCode.DECODE_ERRORS, f"the chunk cannot be decoded: {error}") from None
+        if target is not None:
+            raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the decoder did not return frame {target}")
+
+
+def read_chunk(video: CommittedShard, row: int) -> ChunkContent:
+    """Read the content of a chunk.
+
+    Raises:
+        SourceFailure: chunk_damaged, if its bytes differ from those committed.
+    """
+    if SOURCE_MEMBER in video.extensions:
+        return _read_source_chunk(video, row)
+    try:
+        content = video.read(row, "mp4")
+    except (Damaged, OSError) as error:
+        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the chunk cannot be read: {error}") from None
+    if zlib.crc32(content) != video.index["mp4_crc32"][row].as_py():
+        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"its content in {video.tar_path.name} differs from the commit")
+    return ChunkContent(content, **content_fields(video.index, row))
+
+
+def content_fields(index: pa.Table, row: int) -> dict[str, Any]:
+    """Return the attributes of a `ChunkContent` that are values of the index row."""
+    fields = {name: index[name][row].as_py() for name in ("num_frames", "packet_frame", "packet_flags")}
+    return {**fields, "fps": frame_rate(index, row)}
+
+
+def _read_source_chunk(video: CommittedShard, row: int) -> ChunkContent:
     """Return the content of a chunk whose packets are in its source file; packets are read when frames are decoded."""
     source = video.packet_tables.source(row)
     assert source is not None, "an index of another kind"
@@ -57,13 +149,15 @@ class SourceContent(ChunkContent):
     source: SourceFrames
     shown: list[int]
 
-    def frames(self, indices: Sequence[int]) -> Iterator[VideoFrame]:
+    def frames(self, indices: Sequence[int]) -> "Iterator[VideoFrame]":
         """Decode the frames `indices` (ascending), and yield them in order.
 
         Raises:
             SourceFailure: chunk_damaged if the source file has changed or cannot be read, decode_errors, or
                 frames_differ if the decoder does not return one of the frames.
         """
+        import av.error
+
         tables, due = self.video.packet_tables, [self.shown[index] for index in indices]
         table, video_id = tables.of_row(self.row), self.video.index["video_id"][self.row].as_py()
         closed = tables.has_closed_gops(self.row)
