@@ -21,7 +21,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, duration_text, short_number, size_text
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.store import captions_path
-from clipmill.prep.core.source_content import place_of
+from clipmill.prep.core.chunk_content import place_of
 from clipmill.prep.video.column import NAMED_RECIPES, Recipe, RecipeName
 from clipmill.prep.video.plan_inputs import make_plan
 from clipmill.prep.video.plan_report import Estimate, estimate, run_trials
