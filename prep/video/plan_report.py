@@ -73,6 +73,8 @@ _INDEX_ROW_BYTES, _INDEX_FRAME_BYTES = 3_000, 40  # a row of the index with its 
 _NO_RANGE = (1.0, 1.0, 1.0)
 _NUM_VIDEOS = 3  # in trials, besides the heaviest video
 _SHORT_S, _LONG_S = 1.0, 4.0
+UseSection = Callable[[str, Sequence[Path]], None]  # called with a video and the files of an encoded section
+_IGNORE: UseSection = lambda video_id, segments: None  # noqa: E731
 _MAX_COPY_BYTES = 512 << 20  # size of a remote source
 _SHORT_TAIL_S = 1  # too short for most clips
 # Reasons for making or removing shards that videos enter or leave, by whether all of their videos do.
@@ -111,13 +113,7 @@ class EncodeTrials:
     lacking: tuple[str, ...] = ()
 
 
-def run_trials(
-    plan: Plan,
-    rows: np.ndarray,
-    work: Workload,
-    *,
-    use: Callable[[str, Sequence[Path]], None] = lambda video_id, segments: None,
-) -> EncodeTrials:
+def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, use: UseSection = _IGNORE) -> EncodeTrials:
     """Encode sections of a small, a medium, a large and the heaviest video that a plan has work for.
 
     The heaviest video has the most bytes per second at the size of the chunks: content that is expensive in its source,
@@ -148,7 +144,8 @@ def run_trials(
                     message = f"{span.path} has {size}, and a plan copies up to {size_text(_MAX_COPY_BYTES)}"
                     raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message)
                 path = sources.path_of(span.path)
-                costs = [_cost(plan, span, path, length_s=_SHORT_S), _cost(plan, span, path, length_s=_LONG_S, use=use)]
+                sections = ((_SHORT_S, _IGNORE), (_LONG_S, use))
+                costs = [_cost(plan, span, path, length_s=length_s, use=reader) for length_s, reader in sections]
             except SourceFailure as failure:
                 lacking.append(failure.message if span.path in failure.message else f"{span.path}: {failure.message}")
                 continue
@@ -167,14 +164,7 @@ def run_trials(
     return EncodeTrials(tuple(trials), tuple(lacking))
 
 
-def _cost(
-    plan: Plan,
-    span: SpanPlan,
-    path: Path,
-    *,
-    length_s: float,
-    use: Callable[[str, Sequence[Path]], None] = lambda video_id, segments: None,
-) -> tuple[float, float, int]:
+def _cost(plan: Plan, span: SpanPlan, path: Path, *, length_s: float, use: UseSection) -> tuple[float, float, int]:
     """Encode a section in the middle of a span of a local file; return its length in seconds, CPU seconds and bytes."""
     fps = plan.recipe.settings.fps_exact
     num_frames = min(span.span.num_frames, round(length_s * fps))
