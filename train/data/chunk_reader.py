@@ -118,14 +118,13 @@ class Chunks:
             chunks.decoder.decode_each(chunks.read(number, frames), add)
         except SampleFailed as error:
             return error.at(number)
-        begin_s, frame_s = times.start_ms / 1000, times.fps_den / times.fps_num
         return Chunk(
             key=key,
             video_id=split_key(key)[0],
-            begin_s=begin_s,
-            end_s=begin_s + times.num_frames * frame_s,
+            begin_s=times.start_ms / _MS_PER_S,
+            end_s=float(times.end_us / US_PER_S),
             frames=np.stack([pictures[frame] for frame in frames]),
-            time_s=begin_s + np.array(frames) * frame_s,
+            time_s=np.array([float(times.frame_begin_us(frame) / US_PER_S) for frame in frames]),
         )
 
 

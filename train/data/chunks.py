@@ -4,7 +4,7 @@
 them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,7 +30,7 @@ from clipmill.train.data.captions import Annotations
 from clipmill.train.data.clip_frames import Clip, ClipBuilder, ClipShape, Views, make_clip
 from clipmill.train.data.data_folder import ChunkRows, ChunkTable, DataFolder, Selection, chunk_table
 from clipmill.train.data.decoders import ChunkBytes, ChunkDecoder, ChunkFrames, DecodeRule, read_chunk
-from clipmill.train.data.frame_sampling import US_PER_S, frame_indices
+from clipmill.train.data.frame_sampling import US_PER_S, Moments, frame_indices, locate_frames
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
@@ -44,9 +44,11 @@ if TYPE_CHECKING:
     from clipmill.train.data.remote import RemoteTars
 
 
-def videos_of_split(data_dir: Path, split: str) -> pa.Array:
-    """Return the ids of the videos of a split; raises UserError if there are none."""
+def videos_of_split(data_dir: Path, split: str | None) -> pa.Array:
+    """Return the ids of the videos of a split, None for all videos; raises UserError if there are none."""
     videos = read_videos(data_dir)
+    if split is None:
+        return videos["video_id"].combine_chunks()
     of_split = videos.filter(pc.equal(videos["split"], split))
     if not of_split.num_rows:
         splits = ", ".join(sorted(set(videos["split"].to_pylist()))) or "none, the manifest is empty"
@@ -67,7 +69,7 @@ class _OpenedChunks:
     num_open: int | None
 
 
-def _open_chunks(variant: Variant, data_dir: Path, *, split: str) -> _OpenedChunks:
+def _open_chunks(variant: Variant, data_dir: Path, *, split: str | None) -> _OpenedChunks:
     video_ids = videos_of_split(data_dir, split)
     try:
         table, open_gops = chunk_table(variant, video_ids)
@@ -98,6 +100,7 @@ class ChunkSet:
     """The chunks of a split in the `video` column: reading and decoding them. Thread-safe.
 
     Args:
+        split: Split of the videos; None for all.
         rule: Rule by which frames are decoded.
         tars: Reader of the tars, if they are not in `data_dir`.
         where: Expression that selects samples (clipmill.shards.where); None for all.
@@ -119,7 +122,7 @@ class ChunkSet:
         self,
         data_dir: Path,
         *,
-        split: str,
+        split: str | None,
         rule: DecodeRule,
         tars: "RemoteTars | None" = None,
         where: str | None = None,
@@ -157,7 +160,7 @@ class ChunkSet:
         self.selection: Selection = Selection(
             where,
             data_dir,
-            split=split,
+            split=split or "",
             chunks=ChunkRows(self.video_ids, self.table.video_row, self.table.start_ms),
             has_captions=has_captions,
             tars=tars,
@@ -294,13 +297,16 @@ def query_clips(query: DataQuery) -> ClipQuery:
 class ClipPlan:
     """The frames of a requested clip, as (chunk, frame); `rng` draws the crop.
 
-    `request.sample` is the row of the clip, and `key` its first chunk.
+    `request.sample` is the row of the clip, and `key` its first chunk. `time_s` are the begins of the frames, seconds.
+    `missing` is the reason why there are no frames.
     """
 
     request: SampleRequest
     key: str
     frames: tuple[tuple[int, int], ...]
+    time_s: list[float]
     rng: np.random.Generator | None
+    missing: str = ""
 
     @cached_property
     def by_chunk(self) -> dict[int, dict[int, list[int]]]:
@@ -325,6 +331,9 @@ class ReadClips:
     others: list[dict[int, ChunkBytes | SampleFailed]]
 
 
+MomentsOf = Callable[[int, np.random.Generator | None], Moments]
+
+
 class ClipReader(ThreadedReader):
     """Reader of the clips of a table from chunks: the frames of their spans, decoded and cropped. Thread-safe.
 
@@ -337,6 +346,8 @@ class ClipReader(ThreadedReader):
         repeats: Samples of a clip in an epoch. They are consecutive, so that their chunks are read and decoded once if
             they are loaded as a group.
         same_frames: Number of consecutive requests, of one clip, that draw the same moments in training.
+        moments: Function of a row, and of the generator of its draws in training, that gives its moments, and raises
+            ValueError if it has none. By default they are sampled from its span by the rule of `shape`.
     """
 
     def __init__(
@@ -348,13 +359,14 @@ class ClipReader(ThreadedReader):
         annotations: Sequence[Annotations] = (),
         repeats: int = 1,
         same_frames: int = 1,
+        moments: MomentsOf | None = None,
     ) -> None:
         assert table.begin_us is not None and table.end_us is not None
         self.chunks, self.decoder = chunks, chunks.decoder
         self._shape, self._annotations = shape, annotations
         self._begin_us, self._end_us, self._first_chunk = table.begin_us, table.end_us, table.first_part
         self._last_chunk = table.first_part if table.last_part is None else table.last_part
-        self._repeats, self._of_same_frames = repeats, same_frames
+        self._repeats, self._of_same_frames, self._moments = repeats, same_frames, moments
 
     def key(self, sample: int) -> str:
         """Return the chunk in which the clip begins."""
@@ -371,12 +383,10 @@ class ClipReader(ThreadedReader):
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
         """Return the start of the first and end of the last frame of an evaluated clip in its video, seconds."""
         frames = self.plan(SampleRequest(sample, sample, None)).frames
-        times = [(self.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])]
-        (first, first_frame), (last, last_frame) = times
-        return (
-            first.start_ms / 1000 + first_frame * first.fps_den / first.fps_num,
-            last.start_ms / 1000 + (last_frame + 1) * last.fps_den / last.fps_num,
-        )
+        (first, first_frame), (last, last_frame) = frames[0], frames[-1]
+        times = self.chunks.table.times
+        begin_us, end_us = times(first).frame_begin_us(first_frame), times(last).frame_begin_us(last_frame + 1)
+        return float(begin_us / US_PER_S), float(end_us / US_PER_S)
 
     def deviations(self) -> list[str]:
         """Return deviations from the settings, with numbers."""
@@ -433,6 +443,7 @@ class ClipReader(ThreadedReader):
                     key=plan.key,
                     clip_id=plan.request.sample,
                     video=clip.video,
+                    time_s=plan.time_s,
                     colour=clip.colour,
                 )
                 self.annotate(sample, plan.request)
@@ -447,12 +458,19 @@ class ClipReader(ThreadedReader):
         row = request.sample
         first, last = int(self._first_chunk[row]), int(self._last_chunk[row])
         chunks = [self.chunks.table.times(chunk) for chunk in range(first, last + 1)]
-        begin_us, end_us = int(self._begin_us[row]), int(self._end_us[row])
-        num_views = self._shape.views.num_clips
         rng = request.generator("frames", num_alike=self._of_same_frames)
-        frames = frame_indices(begin_us, end_us, self._shape.sampling, chunks, rng=rng, num_views=num_views)
+        if self._moments is None:
+            begin_us, end_us = int(self._begin_us[row]), int(self._end_us[row])
+            num_views = self._shape.views.num_clips
+            frames = frame_indices(begin_us, end_us, self._shape.sampling, chunks, rng=rng, num_views=num_views)
+        else:
+            try:
+                frames = locate_frames(self._moments(row, rng), chunks)
+            except ValueError as error:
+                return ClipPlan(request, self.chunks.key(first), (), [], None, missing=str(error))
         places = tuple((first + place.chunk, place.frame) for place in frames)
-        return ClipPlan(request, self.chunks.key(first), places, request.generator("crop"))
+        time_s = [float(chunks[place.chunk].frame_begin_us(place.frame)) / US_PER_S for place in frames]
+        return ClipPlan(request, self.chunks.key(first), places, time_s, request.generator("crop"))
 
     def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
         """Crop the frames of a plan, given the decoded frames of each chunk; raises SampleFailed if they differ."""
@@ -473,6 +491,8 @@ class ClipReader(ThreadedReader):
         Each frame is cropped as the decoder outputs it.
         """
         chunks = self.chunks
+        if plan.missing:
+            raise SampleFailed(plan.key, reason="chunk_missing", detail=plan.missing)
         if chunks.rule == "filter":
             decoded = {
                 chunk: shared.get(chunk) or self.decoder.decode(self._bytes(chunk, frames, read))

@@ -17,6 +17,7 @@ Reasons:
     undecodable       the decoder reports an error
     frame_missing     the decoder does not output a requested frame
     chunks_differ     the chunks of a clip differ in frame size or colour space
+    chunk_missing     no chunk holds a moment that was asked for (clips at given times)
     empty_span        no frame of the file lies in the span of the caption (streams only)
     stuck             reading or decoding took longer than the time limit
 
@@ -35,7 +36,16 @@ from clipmill.manifests.errors import ClipmillError, FailedWork
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.order import Cursor
 
-Reason = Literal["shard_unreadable", "checksum", "undecodable", "frame_missing", "chunks_differ", "empty_span", "stuck"]
+Reason = Literal[
+    "shard_unreadable",
+    "checksum",
+    "undecodable",
+    "frame_missing",
+    "chunks_differ",
+    "chunk_missing",
+    "empty_span",
+    "stuck",
+]
 
 Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing", "not_selected"]
 # Words after "1", and after higher numbers.

@@ -268,6 +268,7 @@ class StreamReader:
             key=clip.key,
             caption_id=clip.caption_id,
             video=frames_of_clip.video,
+            time_s=[float(video.time_base * (video.pts[frame] - video.pts[0])) for frame in frames],
             colour=frames_of_clip.colour,
             **of_caption,
         )

@@ -5,6 +5,7 @@ order of the tars and of their members. Samples without the requested caption or
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -151,6 +152,7 @@ class ImageReader(ThreadedReader):
         building.add(frame, range(num_frames))
         clip = building.clip()
         sample = Sample(position=request.position, key=key, clip_id=row, video=clip.video, colour=clip.colour)
+        sample["time_s"] = [math.nan] * num_frames
         for annotations in self._annotations:
             annotations.add(sample, replace(request, sample=row))
         return sample
