@@ -345,9 +345,7 @@ class ClipBuilder:
         if self._format is None:
             self._format = frame_format
             self._crops = [
-                CroppedPlanes(
-                    self._num_frames, rectangle, size_px=self._shape.size_px, width_px=self._shape.width_px
-                )
+                CroppedPlanes(self._num_frames, rectangle, size_px=self._shape.size_px, width_px=self._shape.width_px)
                 for rectangle in _rectangles(self._shape, frame_format, rng=self._rng)
             ]
         elif frame_format != self._format:

@@ -117,7 +117,8 @@ def naming(folder: str) -> Iterator[None]:
 
 def picture_size(samples: Any, settings: ClipSettings) -> tuple[VideoViTSize, int]:
     """Return the size of a task's video tower, and the side of its pictures, for clips or latents."""
-    size, shape = size_of(settings.model, settings.towers).video, samples.frame_shape
+    size = size_of(settings.model, settings.towers, num_views=settings.num_views).video
+    shape = samples.frame_shape
     if shape is None:
         return size, settings.size_px
     return replace(size, patch_px=LATENT_PATCH, num_channels=shape.channels), shape.height

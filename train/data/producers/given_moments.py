@@ -173,7 +173,12 @@ def open_given_moments(
         end_us=end_us,
         remarks=(f"{count_noun(len(first), 'row')} of {count_noun(len(np.unique(video)), 'video')}",),
     )
-    facts = ("moments", chunks.variant_name, *offsets_us, *chunks.video_ids.take(pa.array(np.unique(video))).to_pylist())
+    facts = (
+        "moments",
+        chunks.variant_name,
+        *offsets_us,
+        *chunks.video_ids.take(pa.array(np.unique(video))).to_pylist(),
+    )
     reader = ClipReader(chunks, table, shape, annotations=[moments], moments=moments.of_row)
     source = Source(
         split="",

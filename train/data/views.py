@@ -1,0 +1,263 @@
+"""Views of one moment: captions that name a group and a view, and clips that show each group from several cameras.
+
+A caption with a group and a view says that its span is what the camera `view` recorded of the moment `group`. Moments
+are sampled from the span of the first view, as far as all views reach, and shown from each view at the same offset from
+the begin of its span; cameras may have different rates. A group that lacks a view is an error, and a group with a view
+that was not encoded is omitted and counted.
+
+Shape suffixes: V views, N rows.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.caption_rows import UsableCaptions, usable_captions
+from clipmill.train.data.captions import Annotations
+from clipmill.train.data.chunks import ChunkSet, ClipReader, ReadClips
+from clipmill.train.data.clip_frames import ClipShape
+from clipmill.train.data.data_folder import rows_of
+from clipmill.train.data.frame_sampling import Moments, moments_of
+from clipmill.train.data.loader import SampleRequest
+from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.data.samples import SampleTable
+from clipmill.train.data.workers import ReadAhead, ThreadedReader
+
+_NUM_NAMED = 3
+_HINT = "columns `group` and `view` of a table of captions say which spans show the same moment (docs/data.md)"
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """Spans of one view, by number of the group, [G]: rows of its captions, and what is shown of them."""
+
+    caption: NDArray[np.int64]
+    usable: UsableCaptions
+
+
+class GroupedCaptions:
+    """The captions of the first of several views, for groups that all views show.
+
+    Args:
+        views: Names of the views.
+        captions: Captions of the manifest, or of a protocol.
+
+    Attributes:
+        captions: Captions of the first view, of groups with all views.
+        remark: Remark on omitted groups; empty if there are none.
+
+    Raises:
+        UserError: The captions have no such views, a group lacks a view, or a group has several spans of one view.
+    """
+
+    def __init__(self, views: Sequence[str], chunks: ChunkSet, captions: pa.Table) -> None:
+        self._views, self._chunks = views, chunks
+        if not {"group", "view"} <= set(captions.column_names):
+            raise UserError(f"the captions have no views {', '.join(views)}: they belong to no groups", hint=_HINT)
+        of_split = rows_of(captions["video_id"], chunks.video_ids) >= 0
+        captions = captions.filter(pa.array(of_split & captions["group"].is_valid().to_numpy()))
+        self._require_names(captions)
+        first = captions.filter(pc.equal(captions["view"], views[0]))
+        groups = pc.unique(first["group"]).combine_chunks() if len(first) else first["group"].combine_chunks()
+        self._groups = groups
+        self._spans = [self._spans_of(view, captions) for view in views]
+        is_shown = np.ones(len(groups), bool)
+        for spans in self._spans[1:]:  # the first view's are named with all other captions
+            is_shown &= np.isin(np.arange(len(groups)), spans.usable.caption)
+        num_hidden = int((~is_shown).sum())
+        self.remark = f"{count_noun(num_hidden, 'group')} with a view that has no chunks" if num_hidden else ""
+        number = rows_of(first["group"], groups)
+        self._group_of = dict(zip(first["caption_id"].to_pylist(), number.tolist(), strict=True))
+        self.captions: pa.Table = first.filter(pa.array(is_shown[number]))
+
+    def _require_names(self, captions: pa.Table) -> None:
+        names = sorted(set(pc.unique(captions["view"]).to_pylist()) - {None})
+        if missing := [view for view in self._views if view not in names]:
+            raise UserError(
+                f"the captions have no view {', '.join(missing)}",
+                hint=f"views of this split: {', '.join(names)}" if names else _HINT,
+                flags=("--views",),
+            )
+
+    def _spans_of(self, view: str, captions: pa.Table) -> _Spans:
+        """Return the span of each group; raises UserError if a group has no span of the view, or several."""
+        of_view = captions.filter(pc.equal(captions["view"], view))
+        number = rows_of(of_view["group"], self._groups)
+        of_view, number = of_view.filter(pa.array(number >= 0)), number[number >= 0]
+        _, first = np.unique(number, return_index=True)
+        if len(first) < len(self._groups):
+            missing = np.setdiff1d(np.arange(len(self._groups)), number)
+            raise _wrong_groups(f"have no view {view}", self._groups, missing, num=len(self._groups))
+        video = rows_of(of_view["video_id"], self._chunks.video_ids)
+        begin_s, end_s = (of_view[name].to_numpy() for name in ("begin_s", "end_s"))
+        span = np.stack([video, begin_s, end_s])
+        differs = (span != span[:, first[number]]).any(axis=0)
+        if differs.any():
+            groups = np.unique(number[differs])
+            raise _wrong_groups(f"have several spans of view {view}", self._groups, groups, num=len(self._groups))
+        usable = usable_captions(
+            video_row=video[first],
+            begin_s=begin_s[first],
+            end_s=end_s[first],
+            chunks=self._chunks.table,
+            selected_chunks=self._chunks.selection.chunks,
+        )
+        return _Spans(first, usable)
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Facts on which samples depend, for their fingerprint."""
+        digest = hashlib.sha256()
+        for spans in self._spans:
+            for name in ("caption", "begin_us", "end_us", "first_chunk", "last_chunk"):
+                digest.update(getattr(spans.usable, name).tobytes())
+        return *self._views, digest.hexdigest()
+
+    def reader(
+        self, table: SampleTable, shape: ClipShape, *, annotations: Sequence[Annotations], repeats: int = 1
+    ) -> "ViewReader":
+        """Return the reader of the rows of a table of `captions`.
+
+        Raises:
+            UserError: The clips of an evaluation have several views in time or space.
+        """
+        if len(shape.views) > 1:
+            raise UserError(
+                f"{shape.views.num_clips} clips x {shape.views.num_crops} crops of {len(self._views)} views",
+                hint="omit --clips and --crops with --views",
+                flags=("--clips", "--crops"),
+            )
+        ids = table.caption_id
+        if table.captions is not None:
+            entries = table.captions.choice.first(np.arange(len(table)))
+            ids = table.captions.caption_id[table.captions.of_entries(entries)]
+        assert ids is not None
+        group_N = np.array([self._group_of[caption] for caption in ids.tolist()], np.int64)
+        tables = [_table_of(spans.usable, group_N) for spans in self._spans]
+        common = _CommonMoments(tables, self._chunks, shape)
+        return ViewReader(
+            [
+                ClipReader(
+                    self._chunks,
+                    of_view,
+                    shape,
+                    annotations=annotations if number == 0 else (),
+                    repeats=repeats,
+                    moments=partial(common.of_view, number),
+                )
+                for number, of_view in enumerate(tables)
+            ],
+            remark=self.remark,
+        )
+
+
+def _table_of(usable: UsableCaptions, group_N: NDArray[np.int64]) -> SampleTable:
+    """Return the spans of one view for some groups, all usable."""
+    place = np.searchsorted(usable.caption, group_N)
+    return SampleTable(
+        first_part=usable.first_chunk[place],
+        last_part=usable.last_chunk[place],
+        begin_us=usable.begin_us[place],
+        end_us=usable.end_us[place],
+    )
+
+
+def _wrong_groups(what: str, groups: pa.Array, wrong: NDArray[np.int64], *, num: int) -> UserError:
+    names = ", ".join(map(str, groups.take(pa.array(wrong[:_NUM_NAMED])).to_pylist()))
+    more = ", ..." if len(wrong) > _NUM_NAMED else ""
+    return UserError(f"{len(wrong):,} of {count_noun(num, 'group')} {what}: {names}{more}", hint=_HINT)
+
+
+class _CommonMoments:
+    """Moments that all views of a row show, at the same offsets from the begins of their spans."""
+
+    def __init__(self, tables: Sequence[SampleTable], chunks: ChunkSet, shape: ClipShape) -> None:
+        self._chunks, self._sampling, self._first = chunks, shape.sampling, tables[0].first_part
+        self._begin_us_VN = np.stack([table.begin_us for table in tables])  # type: ignore[arg-type]
+        self._length_us = (np.stack([table.end_us for table in tables]) - self._begin_us_VN).min(axis=0)  # type: ignore[arg-type]
+
+    def of_view(self, view: int, row: int, rng: np.random.Generator | None) -> Moments:
+        """Return the moments of a row in the video of a view."""
+        first, begin_us = self._chunks.table.times(int(self._first[row])), int(self._begin_us_VN[0, row])
+        end_us = begin_us + int(self._length_us[row])
+        # The rate of the first view, so that rules that count frames choose the same moments for all views.
+        moments = moments_of(begin_us, end_us, self._sampling, fps_num=first.fps_num, fps_den=first.fps_den, rng=rng)
+        shift = (int(self._begin_us_VN[view, row]) - begin_us) * moments.denominator
+        return Moments(tuple(numerator + shift for numerator in moments.numerators), moments.denominator)
+
+
+class ViewReader(ThreadedReader):
+    """Reader of clips of several views: `video` [V, T, ...], `time_s` [V, T], `colour` [V].
+
+    Args:
+        readers: Reader of the clips of each view, by the same rows. The first one gives the other entries.
+        remark: Remark for the log.
+    """
+
+    def __init__(self, readers: Sequence[ClipReader], *, remark: str) -> None:
+        self._readers, self._remark, self.decoder = readers, remark, readers[0].decoder
+
+    @cached_property
+    def ahead(self) -> ReadAhead | None:  # type: ignore[override]
+        """Function that reads clips of a remote folder ahead of decoding; None for a local folder."""
+        num_readers = self._readers[0].chunks.num_readers
+        return ReadAhead(self.read, self.load_read, num_readers) if num_readers else None
+
+    def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
+        """Read, decode and crop the clips of a group of requests from all views."""
+        return [_join(views) for views in zip(*(reader.load(requests) for reader in self._readers), strict=True)]
+
+    def read(self, requests: Sequence[SampleRequest]) -> list[ReadClips]:
+        """Read the bytes of the clips of a group of requests from all views, for `load_read`."""
+        return [reader.read(requests) for reader in self._readers]
+
+    def load_read(self, read: list[ReadClips]) -> list[Sample | FailedSample]:
+        """Decode and crop clips that were read."""
+        loaded = (reader.load_read(clips) for reader, clips in zip(self._readers, read, strict=True))
+        return [_join(views) for views in zip(*loaded, strict=True)]
+
+    def key(self, sample: int) -> str:
+        """Return the chunk in which the clip of the first view begins."""
+        return self._readers[0].key(sample)
+
+    def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the start and end of clips in the videos of the first view, microseconds."""
+        return self._readers[0].span_us(rows)
+
+    def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers of the videos of the first view."""
+        return self._readers[0].video_of(rows)
+
+    def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
+        """Return the span that an evaluation shows, in the video of the first view, seconds."""
+        return self._readers[0].shown_span_s(sample, num_frames=num_frames)
+
+    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+        """Return frames of the first view as a model sees them in an evaluation."""
+        return self._readers[0].pictures(sample, num_frames=num_frames)
+
+    def deviations(self) -> list[str]:
+        """Return deviations from the settings, and the number of omitted groups."""
+        return [*self._readers[0].deviations(), f"{len(self._readers)} views of each moment", self._remark]
+
+
+def _join(views: Sequence[Any]) -> Sample | FailedSample:
+    """Return the sample of all views, or the failure of the first view that failed."""
+    for view in views:
+        if isinstance(view, FailedSample):
+            return view
+    joined: Sample = views[0]
+    for name in ("video", "time_s", "colour"):
+        values = [view[name] for view in views]
+        joined[name] = np.stack(values) if name == "video" else values  # type: ignore[literal-required]
+    return joined
