@@ -113,7 +113,7 @@ def write_manifest(
 
     Args:
         videos: Columns video_id, source_id, path, split, one row per video (the other columns are computed here).
-        captions: Columns video_id, begin_s, end_s, text, source, and optionally likelihood and label_ columns (IDs are
+        captions: Columns video_id, begin_s, end_s, text, source, optional and label_ columns (IDs are
             assigned here).
         rejected: Table of schema.REJECTED.
         num_captions_lost: Number of captions that the adapter could not use, because they have no video.

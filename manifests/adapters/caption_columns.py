@@ -172,6 +172,8 @@ NAMES: Mapping[str, Sequence[str]] = {
     "source": (),
     "likelihood": (),
     "split": ("subset", "partition"),
+    "group": ("moment",),
+    "view": ("camera",),
     CLASS: ("label", "class"),
 }
 # Names that count only if a table has no other name for the column: German, French and Spanish names, and names of

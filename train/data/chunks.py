@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from clipmill.manifests.divided_videos import DividedVideos, find_split_videos
 from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key
@@ -30,7 +31,7 @@ from clipmill.train.data.captions import Annotations
 from clipmill.train.data.clip_frames import Clip, ClipBuilder, ClipShape, Views, make_clip
 from clipmill.train.data.data_folder import ChunkRows, ChunkTable, DataFolder, Selection, chunk_table
 from clipmill.train.data.decoders import ChunkBytes, ChunkDecoder, ChunkFrames, DecodeRule, read_chunk
-from clipmill.train.data.frame_sampling import US_PER_S, Moments, frame_indices, locate_frames
+from clipmill.train.data.frame_sampling import US_PER_S, Moments, frame_indices, locate_frames, to_whole_us
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
@@ -44,38 +45,29 @@ if TYPE_CHECKING:
     from clipmill.train.data.remote import RemoteTars
 
 
-def videos_of_split(data_dir: Path, split: str | None) -> pa.Array:
-    """Return the ids of the videos of a split, None for all videos; raises UserError if there are none."""
-    videos = read_videos(data_dir)
-    if split is None:
-        return videos["video_id"].combine_chunks()
-    of_split = videos.filter(pc.equal(videos["split"], split))
-    if not of_split.num_rows:
-        splits = ", ".join(sorted(set(videos["split"].to_pylist()))) or "none, the manifest is empty"
-        raise UserError(
-            f"{data_dir} has no videos of split {split!r}",
-            hint=f"splits of this manifest: {splits}; choose one with --split",
-            flags=("--split",),
-        )
-    return of_split["video_id"].combine_chunks()
-
-
 @dataclass(frozen=True)
 class _OpenedChunks:
-    """Videos of a split, their chunks, and the number of shards with open GOPs; None if it is unknown."""
+    """Videos of a split, their chunks, the divided videos among them, and the number of shards with open GOPs.
+
+    The last two are None if there are no such videos, or if the number is unknown.
+    """
 
     video_ids: pa.Array
     table: ChunkTable
+    divided: DividedVideos | None
     num_open: int | None
 
 
 def _open_chunks(variant: Variant, data_dir: Path, *, split: str | None) -> _OpenedChunks:
-    video_ids = videos_of_split(data_dir, split)
+    if split is None:
+        video_ids, divided = read_videos(data_dir)["video_id"].combine_chunks(), None
+    else:
+        video_ids, divided = find_split_videos(data_dir, split)
     try:
         table, open_gops = chunk_table(variant, video_ids)
     except (Damaged, OSError) as error:
         raise UserError(str(error), hint=how_to_repair(VIDEO, what="the table or shard")) from error
-    return _OpenedChunks(video_ids, table, None if open_gops is None else len(open_gops))
+    return _OpenedChunks(video_ids, table, divided, None if open_gops is None else len(open_gops))
 
 
 def manifest_mark(data_dir: Path) -> tuple[object, ...]:
@@ -96,6 +88,34 @@ def require_same_manifest(data_dir: Path, mark: tuple[object, ...]) -> None:
         )
 
 
+MIN_PART_US = US_PER_S
+
+
+@dataclass(frozen=True)
+class ChunkParts:
+    """Parts of chunks that belong to a split, in whole frames and of MIN_PART_US or more, or complete chunks.
+
+    Attributes:
+        chunk: Row of the chunk of each part, ascending.
+        begin_us, end_us: Span of each part in the video, microseconds.
+        num_trimmed: Number of chunks that are trimmed or left out.
+        lost_us: Length of all that is left out, microseconds.
+    """
+
+    chunk: NDArray[np.int64]
+    begin_us: NDArray[np.int64]
+    end_us: NDArray[np.int64]
+    num_trimmed: int = 0
+    lost_us: int = 0
+
+    def remarks(self) -> list[str]:
+        """Return a remark on what is left out; empty if nothing is."""
+        if not self.num_trimmed:
+            return []
+        of_chunks = f"{self.lost_us / US_PER_S:,.1f} s of {count_noun(self.num_trimmed, 'chunk')}"
+        return [f"{of_chunks} left out, which belong to other splits"]
+
+
 class ChunkSet:
     """The chunks of a split in the `video` column: reading and decoding them. Thread-safe.
 
@@ -107,8 +127,9 @@ class ChunkSet:
         has_captions: True if the samples have captions.
 
     Attributes:
-        video_ids: Videos of the split.
+        video_ids: Videos of the split, or with seconds of it.
         table: Chunks; a chunk's video row is a row of `video_ids`.
+        divided: Videos with seconds of several splits, by their rows in `video_ids`; None if there are none.
         selection: Chunks and captions that `where` selects. The table has all chunks nevertheless.
         decoder: Decoder of the chunks that were read.
         num_readers: Number of threads that read ahead of decoding; 0 for a local folder, which decoding threads read.
@@ -134,7 +155,7 @@ class ChunkSet:
                 hint="name, with --shards, the data folder that prep made",
                 flags=("--shards",),
             )
-        self._data_dir = data_dir
+        self._data_dir, self.split = data_dir, split or ""
         self._variant = Variant.open(data_dir, tars=tars).require_complete()
         self.variant_name = self._variant.directory.name
         self.rule = rule
@@ -151,21 +172,51 @@ class ChunkSet:
             lambda: _open_chunks(self._variant, data_dir, split=split),
             of=self.depends_on,
             num_rows=self.num_rows,
-            types=(_OpenedChunks, ChunkTable),
+            types=(_OpenedChunks, ChunkTable, DividedVideos),
             column="chunks",
         )
         self.video_ids: pa.Array = opened.video_ids
         self.table: ChunkTable = opened.table
+        self.divided: DividedVideos | None = opened.divided
         self._known_open = opened.num_open
         self.selection: Selection = Selection(
             where,
             data_dir,
-            split=split or "",
+            split=self.split,
             chunks=ChunkRows(self.video_ids, self.table.video_row, self.table.start_ms),
             has_captions=has_captions,
             tars=tars,
             depends_on=self.depends_on,
         )
+
+    def parts(self, chunks: NDArray[np.int64]) -> "ChunkParts":
+        """Return the parts of chunks that belong to the split."""
+        table = self.table
+        start_us, end_us = table.start_ms[chunks] * 1000, table.end_us_of(chunks)
+        if self.divided is None:
+            return ChunkParts(chunks, start_us, end_us)
+        parts = self.divided.parts_of(self.split, video=table.video_row[chunks], begin_us=start_us, end_us=end_us)
+        chunk, start_us_P, end_us_P = chunks[parts.span], start_us[parts.span], end_us[parts.span]
+        # The frame on show when a part begins may have begun in another split.
+        fps_num, frame_us = table.fps_num[chunk].astype(np.int64), table.fps_den[chunk].astype(np.int64) * US_PER_S
+        first_frame = -(-(parts.begin_us - start_us_P) * fps_num // frame_us)
+        begin_us = start_us_P - -first_frame * frame_us // fps_num
+        length_us = parts.end_us - begin_us
+        is_kept = (length_us >= MIN_PART_US) | (length_us == end_us_P - start_us_P)
+        kept_us = np.bincount(parts.span[is_kept], weights=length_us[is_kept], minlength=len(chunks))
+        lost_us = end_us - start_us - kept_us.astype(np.int64)
+        return ChunkParts(
+            chunk[is_kept], begin_us[is_kept], parts.end_us[is_kept], int(np.count_nonzero(lost_us)), int(lost_us.sum())
+        )
+
+    def shows_only_split(
+        self, *, video_row: NDArray[np.integer], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
+    ) -> NDArray[np.bool_] | None:
+        """Return True for each span without seconds of other splits; None if no video has seconds of several splits."""
+        if self.divided is None:
+            return None
+        begin_us, end_us = to_whole_us(begin_s), to_whole_us(end_s)
+        return self.divided.shows_only(self.split, video=video_row, begin_us=begin_us, end_us=end_us)
 
     def require_same_manifest(self) -> None:
         """Raise a UserError if the manifest has changed since the chunks were opened: a table may mix both."""
@@ -234,6 +285,7 @@ class ClipQuery:
         decode: Rule by which frames are decoded.
         tars: Reader of the tars, if they are not in `data_dir`.
         where: Expression that selects samples (`clipmill.shards.where`); None for all.
+        views: Cameras that show the moment of a caption; empty for clips of single captions.
     """
 
     data_dir: Path
@@ -243,6 +295,7 @@ class ClipQuery:
     decode: DecodeRule = "packets"
     tars: "RemoteTars | None" = None
     where: str | None = None
+    views: tuple[str, ...] = ()
 
     def open_chunks(self, *, has_captions: bool = False) -> ChunkSet:
         """Open the chunks of the split.
@@ -283,6 +336,7 @@ def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loadin
         decode=settings.decode,
         tars=folder.tars,
         where=settings.selection,
+        views=settings.view_names,
     )
 
 

@@ -143,6 +143,14 @@ def to_us(seconds: float) -> int:
     return round(seconds * US_PER_S)
 
 
+_LONGEST_S = 1e9  # longer than any video, and far below where microseconds overflow
+
+
+def to_whole_us(times_s: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Convert to microseconds; times beyond the end of any video, such as inf, are clipped to a later time."""
+    return np.rint(np.clip(times_s, -_LONGEST_S, _LONGEST_S) * US_PER_S).astype(np.int64)
+
+
 def moments_of(
     begin_us: int,
     end_us: int,

@@ -95,18 +95,23 @@ class FinishedClips:
         return batch
 
     def _model_input(self, batch: dict[str, Any], *, mean: tuple[float, float, float]) -> torch.Tensor:
-        """Return normalised clips: [B, 3, T, S, S] with one view, [B, V, 3, T, S, S] with several views."""
-        settings = self.settings
+        """Return normalised clips: [B, 3, T, S, S], or [B, V, 3, T, S, S] with several views or cameras."""
+        settings, cameras = self.settings, self.settings.num_views
         assert settings.init.pixel_std is not None
-        positions = np.asarray(batch["position"])
+        positions, video, colour = (torch.as_tensor(batch[name]) for name in ("position", "video", "colour"))
+        if cameras > 1:
+            video, colour = video.flatten(0, 1), colour.flatten()
+            positions = positions.repeat_interleave(cameras)
         clips = to_model_input(
-            torch.as_tensor(batch["video"]),
-            torch.as_tensor(batch["colour"]),
+            video,
+            colour,
             size_px=settings.size_px,
             mean=mean,
             std=settings.init.pixel_std,
-            draw=draw(positions, settings.augment, seed=settings.seed) if self.is_training else None,
+            draw=draw(positions.numpy(), settings.augment, seed=settings.seed) if self.is_training else None,
         )
+        if cameras > 1:
+            return clips.unflatten(0, (-1, cameras))
         if len(self.views) == 1:
             return clips
         return clips.unflatten(2, (len(self.views), -1)).transpose(1, 2).contiguous()
@@ -190,6 +195,7 @@ def open_clips(
     mix: Sequence[float] | None = None,
     split: str = "train",
     where: str | None = None,
+    views: Sequence[str] | None = None,
     batch: int = 32,
     num_frames: int = 4,
     size_px: int = 224,
@@ -227,6 +233,8 @@ def open_clips(
             epochs; an epoch of `Batches` has as many samples as all folders together.
         split: Split of the manifest. Tars have no splits; all of their clips are used.
         where: Condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
+        views: Names of cameras, such as ("top", "wrist"): a clip shows the moment of a group of captions from each of
+            them, at the same offsets from the begins of their spans. `video` is then [B, V, ...], `time_s` [B, V, T].
         batch: Batch size of this process.
         num_frames, size_px, sampling, stride, crop, min_crop_area: See the same flags of `train dual-encoder`.
         rgb: True for RGB frames; False for YUV 4:2:0 frames, which have half as many bytes.
@@ -267,8 +275,8 @@ def open_clips(
     require_choice("captions", captions, ClipText)
     mean, std = normalisation_arguments(pixel_mean, pixel_std, augment=augment)
     is_normalised = mean is not None
-    views = Views(num_clips=clips, num_crops=crops)
-    if min(clips, crops) < 1 or (shuffle and len(views) > 1):
+    several = Views(num_clips=clips, num_crops=crops)
+    if min(clips, crops) < 1 or (shuffle and len(several) > 1):
         raise UserError(f"clips is {clips} and crops is {crops}", hint="use 1 or more; more than 1 needs shuffle=False")
     shown = caption_settings(sources, min_relevancy)
     if label is not None and (captions != "text" or shown != CaptionSettings()):
@@ -276,6 +284,8 @@ def open_clips(
     if size_px < 1 or ((rgb or is_normalised) and size_px % 2):
         parity = "even number, as chroma has half the size of luma" if rgb or is_normalised else "number"
         raise UserError(f"size_px is {size_px}", hint=f"use a positive {parity}")
+    if views is not None and (isinstance(views, str) or not all(isinstance(name, str) for name in views)):
+        raise UserError(f"views is {quote_value(views)}", hint='give names of cameras, such as ("top", "wrist")')
     ranks = ranks_of(rank, world)
     this_world = ranks or joined_world()
     settings = ClipSettings(
@@ -283,6 +293,7 @@ def open_clips(
         mix=None if mix is None else ",".join(map(str, mix)),
         split=split,
         where=where,
+        views=None if views is None else ",".join(views),
         batch=batch * this_world.size,
         num_frames=num_frames,
         size_px=size_px,
@@ -319,7 +330,7 @@ def open_clips(
                 content="captions" if classes is None else "labels",
                 split=split,
                 loading=loading,
-                views=views,
+                views=several,
                 is_rgb=rgb and not is_normalised,
                 has_stored_text=captions == "embedding",
                 captions=shown,
@@ -332,7 +343,7 @@ def open_clips(
         samples=samples,
         settings=settings,
         rgb=rgb,
-        views=views,
+        views=several,
         is_training=shuffle,
         all_captions=captions == "all",
         device=device,

@@ -47,10 +47,18 @@ Reason = Literal[
     "stuck",
 ]
 
-Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing", "not_selected"]
+Unusable = Literal[
+    "empty_span",
+    "other_split",
+    "video_without_chunks",
+    "begins_after_the_last_chunk",
+    "chunk_missing",
+    "not_selected",
+]
 # Words after "1", and after higher numbers.
 _WORDS: dict[Unusable, tuple[str, str]] = {
     "empty_span": ("with an empty span", "with an empty span"),
+    "other_split": ("shows seconds of another split", "show seconds of other splits"),
     "video_without_chunks": ("of a video without chunks", "of videos without chunks"),
     "begins_after_the_last_chunk": ("begins after the last chunk", "begin after the last chunk"),
     "chunk_missing": ("with a missing chunk", "with missing chunks"),

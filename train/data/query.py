@@ -90,6 +90,12 @@ def open_samples(query: DataQuery) -> Any:
             f"{folder} names video tars, and {kind.lacks[query.content]}",
             hint="name the data folder that prep made",
         )
+    if query.settings.views is not None and not kind.has_manifest:
+        raise UserError(
+            f"{folder} names tars, whose samples belong to no groups, and --views is {query.settings.views}",
+            hint="omit it, or name a data folder that prep made",
+            flags=("--views",),
+        )
     return import_object(kind.openers[query.content])(query)
 
 

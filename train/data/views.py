@@ -10,7 +10,6 @@ Shape suffixes: V views, N rows.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,12 +18,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from clipmill.manifests.divided_videos import select_split
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.store import read_captions
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.caption_rows import UsableCaptions, usable_captions
 from clipmill.train.data.captions import Annotations
-from clipmill.train.data.chunks import ChunkSet, ClipReader, ReadClips
+from clipmill.train.data.chunks import ChunkSet, ClipQuery, ClipReader, ReadClips
 from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.data_folder import rows_of
 from clipmill.train.data.frame_sampling import Moments, moments_of
@@ -37,12 +38,17 @@ _NUM_NAMED = 3
 _HINT = "columns `group` and `view` of a table of captions say which spans show the same moment (docs/data.md)"
 
 
-@dataclass(frozen=True)
-class _Spans:
-    """Spans of one view, by number of the group, [G]: rows of its captions, and what is shown of them."""
+def open_groups(query: ClipQuery, chunks: ChunkSet, table: pa.Table | None) -> "GroupedCaptions":
+    """Return the captions of the groups of a split.
 
-    caption: NDArray[np.int64]
-    usable: UsableCaptions
+    Args:
+        table: Captions of a protocol, instead of the manifest's.
+
+    Raises:
+        UserError: See `GroupedCaptions`.
+    """
+    captions = read_captions(query.data_dir) if table is None else table
+    return GroupedCaptions(query.views, chunks, select_split(captions, query.data_dir, query.split))
 
 
 class GroupedCaptions:
@@ -50,7 +56,7 @@ class GroupedCaptions:
 
     Args:
         views: Names of the views.
-        captions: Captions of the manifest, or of a protocol.
+        captions: Captions of the split.
 
     Attributes:
         captions: Captions of the first view, of groups with all views.
@@ -64,16 +70,14 @@ class GroupedCaptions:
         self._views, self._chunks = views, chunks
         if not {"group", "view"} <= set(captions.column_names):
             raise UserError(f"the captions have no views {', '.join(views)}: they belong to no groups", hint=_HINT)
-        of_split = rows_of(captions["video_id"], chunks.video_ids) >= 0
-        captions = captions.filter(pa.array(of_split & captions["group"].is_valid().to_numpy()))
+        captions = captions.filter(captions["group"].is_valid())
         self._require_names(captions)
         first = captions.filter(pc.equal(captions["view"], views[0]))
-        groups = pc.unique(first["group"]).combine_chunks() if len(first) else first["group"].combine_chunks()
-        self._groups = groups
+        groups = self._groups = pc.unique(first["group"])
         self._spans = [self._spans_of(view, captions) for view in views]
         is_shown = np.ones(len(groups), bool)
         for spans in self._spans[1:]:  # the first view's are named with all other captions
-            is_shown &= np.isin(np.arange(len(groups)), spans.usable.caption)
+            is_shown &= np.isin(np.arange(len(groups)), spans.caption)
         num_hidden = int((~is_shown).sum())
         self.remark = f"{count_noun(num_hidden, 'group')} with a view that has no chunks" if num_hidden else ""
         number = rows_of(first["group"], groups)
@@ -89,8 +93,8 @@ class GroupedCaptions:
                 flags=("--views",),
             )
 
-    def _spans_of(self, view: str, captions: pa.Table) -> _Spans:
-        """Return the span of each group; raises UserError if a group has no span of the view, or several."""
+    def _spans_of(self, view: str, captions: pa.Table) -> UsableCaptions:
+        """Return the spans of the groups that can be shown; raises UserError for groups without one of the view."""
         of_view = captions.filter(pc.equal(captions["view"], view))
         number = rows_of(of_view["group"], self._groups)
         of_view, number = of_view.filter(pa.array(number >= 0)), number[number >= 0]
@@ -105,14 +109,16 @@ class GroupedCaptions:
         if differs.any():
             groups = np.unique(number[differs])
             raise _wrong_groups(f"have several spans of view {view}", self._groups, groups, num=len(self._groups))
-        usable = usable_captions(
+        return usable_captions(
             video_row=video[first],
             begin_s=begin_s[first],
             end_s=end_s[first],
+            is_of_split=self._chunks.shows_only_split(
+                video_row=video[first], begin_s=begin_s[first], end_s=end_s[first]
+            ),
             chunks=self._chunks.table,
             selected_chunks=self._chunks.selection.chunks,
         )
-        return _Spans(first, usable)
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -120,7 +126,7 @@ class GroupedCaptions:
         digest = hashlib.sha256()
         for spans in self._spans:
             for name in ("caption", "begin_us", "end_us", "first_chunk", "last_chunk"):
-                digest.update(getattr(spans.usable, name).tobytes())
+                digest.update(getattr(spans, name).tobytes())
         return *self._views, digest.hexdigest()
 
     def reader(
@@ -143,7 +149,7 @@ class GroupedCaptions:
             ids = table.captions.caption_id[table.captions.of_entries(entries)]
         assert ids is not None
         group_N = np.array([self._group_of[caption] for caption in ids.tolist()], np.int64)
-        tables = [_table_of(spans.usable, group_N) for spans in self._spans]
+        tables = [_table_of(spans, group_N) for spans in self._spans]
         common = _CommonMoments(tables, self._chunks, shape)
         return ViewReader(
             [

@@ -38,7 +38,7 @@ def take_views(tower: nn.Module, *, num_views: int, rule: ViewRule) -> None:
                 flags=("--towers.views",),
             )
         tower.view_embedding = nn.Parameter(torch.zeros(num_views, tower.token_width))
-    # The class is replaced, as FSDP does, so that the tower keeps its methods, its type and the names of its parameters.
+    # The class is replaced, as FSDP does, so that the tower keeps its methods and the names of its parameters.
     tower.__class__ = _class_of_views(type(tower))
     assert isinstance(tower, _Views)
     tower.num_views, tower.view_rule = num_views, rule

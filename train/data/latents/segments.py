@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from clipmill.manifests.divided_videos import DividedVideos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
 from clipmill.shards.columns import LATENTS, command_for
@@ -288,10 +289,11 @@ def seconds_of(segment: str) -> Fraction:
 
 @dataclass(frozen=True)
 class StoredLatents:
-    """Chunks with latents, for the videos of a split."""
+    """Chunks with latents, for the videos of a split, and the divided ones of these videos; None if there are none."""
 
     video_ids: pa.Array
     records: LatentRecords
+    divided: DividedVideos | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import open_stored_captions
+from clipmill.manifests.divided_videos import DividedVideos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import num_captions_of, resolved_folder
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO
@@ -82,7 +83,7 @@ def open_latent_segments(
         lambda: read_latents(latents, data_dir, split=query.split, maps=maps),
         of=(LATENTS, *of_split, marks[0]),
         num_rows=latents.num_samples,
-        types=(StoredLatents, LatentRecords, FrameShape),
+        types=(StoredLatents, LatentRecords, FrameShape, DividedVideos),
         column=LATENTS,
     )
     members, text_rows = (
