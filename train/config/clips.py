@@ -178,7 +178,7 @@ class ClipSettings(TrainingSettings):
 
     views: Annotated[str | None, groups.CLIPS] = None
     """Cameras that recorded a moment, such as top,wrist: a sample shows the same moments from each of them. They are
-    views of the captions' groups (docs/data.md). Default: each caption is a sample of its own."""
+    views of the captions' groups (docs/python.md). Default: each caption is a sample of its own."""
     num_frames: NumFrames = 4
     """Number of frames per clip."""
     sampling: Sampling = "uniform"

@@ -179,6 +179,15 @@ def normalisation_arguments(
     return mean, std
 
 
+def views_setting(views: Sequence[str] | None) -> str | None:
+    """Return the setting --views; raises UserError for anything but a list of names."""
+    if views is None:
+        return None
+    if isinstance(views, str) or not isinstance(views, Sequence) or not all(isinstance(name, str) for name in views):
+        raise UserError(f"views is {quote_value(views)}", hint='give names of cameras, such as ("top", "wrist")')
+    return ",".join(views)
+
+
 def loading_of(settings: ClipSettings, world: World, *, device: str | torch.device | None) -> LoaderSettings:
     """Return the loader's settings for batches that belong to the caller."""
     is_pinned = device is not None and torch.device(device).type == "cuda"
@@ -284,8 +293,6 @@ def open_clips(
     if size_px < 1 or ((rgb or is_normalised) and size_px % 2):
         parity = "even number, as chroma has half the size of luma" if rgb or is_normalised else "number"
         raise UserError(f"size_px is {size_px}", hint=f"use a positive {parity}")
-    if views is not None and (isinstance(views, str) or not all(isinstance(name, str) for name in views)):
-        raise UserError(f"views is {quote_value(views)}", hint='give names of cameras, such as ("top", "wrist")')
     ranks = ranks_of(rank, world)
     this_world = ranks or joined_world()
     settings = ClipSettings(
@@ -293,7 +300,7 @@ def open_clips(
         mix=None if mix is None else ",".join(map(str, mix)),
         split=split,
         where=where,
-        views=None if views is None else ",".join(views),
+        views=views_setting(views),
         batch=batch * this_world.size,
         num_frames=num_frames,
         size_px=size_px,
@@ -359,6 +366,7 @@ def read_clips(
     table: pa.Table | Mapping[str, Any],
     *,
     offsets_s: Sequence[float] = (0.0,),
+    views: Sequence[str] | None = None,
     batch: int = 32,
     size_px: int | tuple[int, int] = 224,
     crop: CropRule = "centre",
@@ -388,6 +396,8 @@ def read_clips(
             the start of the video; and optionally `begin_s` and `end_s`, the span that offsets do not leave, such as
             an episode. A frame that begins up to 0.1 ms later than a time counts as on screen.
         offsets_s: Offsets of the T frames, seconds, in the order of `video`.
+        views: Names of cameras, such as ("top", "wrist"): the table then has columns for each of them, such as
+            `video_id.top` and `time_s.top`; a column without a camera is for all. `video` is then [B, V, T, ...].
         size_px: Side of a square crop; or height and width, to which complete frames are resized.
         shuffle: True for random order and crops; False for the rows in order, with centred crops.
         batch, crop, min_crop_area, rgb, pixel_mean, pixel_std, workers, seed: See `open_clips`.
@@ -413,6 +423,7 @@ def read_clips(
     this_world = ranks or joined_world()
     settings = ClipSettings(
         shards=shards_of(data, None),
+        views=views_setting(views),
         batch=batch * this_world.size,
         num_frames=len(offsets_us),
         size_px=height_px,
@@ -431,7 +442,8 @@ def read_clips(
     )
     chunks = ChunkSet(folder.path, split=None, rule=settings.decode, tars=folder.tars)
     loading = loading_of(settings, this_world, device=device)
-    samples = open_given_moments(GivenRows.of_table(table), chunks, shape, loading, offsets_us=offsets_us)
+    rows = [GivenRows.of_table(table, view=view) for view in settings.view_names or ("",)]
+    samples = open_given_moments(rows, chunks, shape, loading, offsets_us=offsets_us)
     finish_clips = FinishedClips(
         samples=samples,
         settings=settings,
@@ -452,7 +464,7 @@ def read_clips(
 
 
 def _height_and_width(size_px: int | tuple[int, int]) -> tuple[int, int]:
-    sides = list(size_px) if isinstance(size_px, Sequence) else [size_px, size_px]
+    sides: list[Any] = list(size_px) if isinstance(size_px, Sequence) else [size_px, size_px]
     # Even numbers, because chroma has half the size of luma.
     if len(sides) != 2 or not all(isinstance(side, Integral) and side > 0 and side % 2 == 0 for side in sides):
         raise UserError(

@@ -1,8 +1,9 @@
 """Views of one moment: captions that name a group and a view, and clips that show each group from several cameras.
 
-A caption with a group and a view says that its span is what the camera `view` recorded of the moment `group`. Moments
+A caption with a group and a view says that its span is what the camera `view` recorded of the moment `group`. A group
+may have several spans, such as the parts of an episode; the n-th spans of its views are then a moment. Moments of clips
 are sampled from the span of the first view, as far as all views reach, and shown from each view at the same offset from
-the begin of its span; cameras may have different rates. A group that lacks a view is an error, and a group with a view
+the begin of its span; cameras may have different rates. A group that lacks a view is an error, and a moment with a view
 that was not encoded is omitted and counted.
 
 Shape suffixes: V views, N rows.
@@ -10,6 +11,7 @@ Shape suffixes: V views, N rows.
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -35,7 +37,22 @@ from clipmill.train.data.samples import SampleTable
 from clipmill.train.data.workers import ReadAhead, ThreadedReader
 
 _NUM_NAMED = 3
-_HINT = "columns `group` and `view` of a table of captions say which spans show the same moment (docs/data.md)"
+_HINT = "columns `group` and `view` of a table of captions say which spans show the same moment (docs/python.md)"
+
+
+@dataclass(frozen=True)
+class _View:
+    """Different spans of one view, M of G groups.
+
+    Attributes:
+        usable: Spans that can be shown, as numbers in [0, M).
+        counts: Number of spans of each group, [G].
+        number: Span of each caption of the view.
+    """
+
+    usable: UsableCaptions
+    counts: NDArray[np.int64]
+    number: NDArray[np.int64]
 
 
 def open_groups(query: ClipQuery, chunks: ChunkSet, table: pa.Table | None) -> "GroupedCaptions":
@@ -63,7 +80,7 @@ class GroupedCaptions:
         remark: Remark on omitted groups; empty if there are none.
 
     Raises:
-        UserError: The captions have no such views, a group lacks a view, or a group has several spans of one view.
+        UserError: The captions have no such views, or a group does not have the same number of spans of each.
     """
 
     def __init__(self, views: Sequence[str], chunks: ChunkSet, captions: pa.Table) -> None:
@@ -73,15 +90,21 @@ class GroupedCaptions:
         captions = captions.filter(captions["group"].is_valid())
         self._require_names(captions)
         first = captions.filter(pc.equal(captions["view"], views[0]))
-        groups = self._groups = pc.unique(first["group"])
-        self._spans = [self._spans_of(view, captions) for view in views]
-        is_shown = np.ones(len(groups), bool)
-        for spans in self._spans[1:]:  # the first view's are named with all other captions
-            is_shown &= np.isin(np.arange(len(groups)), spans.caption)
+        self._groups = pc.unique(first["group"])
+        opened = [self._open_view(view, captions) for view in views]
+        counts, self._spans = opened[0].counts, [view.usable for view in opened]
+        for view, other in zip(views[1:], opened[1:], strict=True):
+            if (missing := other.counts == 0).any():
+                raise self._wrong_groups(f"have no view {view}", missing)
+            if (differs := other.counts != counts).any():
+                raise self._wrong_groups(f"have another number of spans of view {view} than of {views[0]}", differs)
+        is_shown = np.ones(int(counts.sum()), bool)
+        for spans in self._spans[1:]:  # spans of the first view are counted with all other captions
+            is_shown &= np.isin(np.arange(len(is_shown)), spans.caption)
         num_hidden = int((~is_shown).sum())
-        self.remark = f"{count_noun(num_hidden, 'group')} with a view that has no chunks" if num_hidden else ""
-        number = rows_of(first["group"], groups)
-        self._group_of = dict(zip(first["caption_id"].to_pylist(), number.tolist(), strict=True))
+        self.remark = f"{count_noun(num_hidden, 'moment')} with a view that has no chunks" if num_hidden else ""
+        number = opened[0].number
+        self._moment_of = dict(zip(first["caption_id"].to_pylist(), number.tolist(), strict=True))
         self.captions: pa.Table = first.filter(pa.array(is_shown[number]))
 
     def _require_names(self, captions: pa.Table) -> None:
@@ -93,32 +116,29 @@ class GroupedCaptions:
                 flags=("--views",),
             )
 
-    def _spans_of(self, view: str, captions: pa.Table) -> UsableCaptions:
-        """Return the spans of the groups that can be shown; raises UserError for groups without one of the view."""
+    def _open_view(self, view: str, captions: pa.Table) -> "_View":
+        """Return the spans of a view, in the order of groups and times."""
         of_view = captions.filter(pc.equal(captions["view"], view))
-        number = rows_of(of_view["group"], self._groups)
-        of_view, number = of_view.filter(pa.array(number >= 0)), number[number >= 0]
-        _, first = np.unique(number, return_index=True)
-        if len(first) < len(self._groups):
-            missing = np.setdiff1d(np.arange(len(self._groups)), number)
-            raise _wrong_groups(f"have no view {view}", self._groups, missing, num=len(self._groups))
+        group = rows_of(of_view["group"], self._groups)
+        of_view, group = of_view.filter(pa.array(group >= 0)), group[group >= 0]
         video = rows_of(of_view["video_id"], self._chunks.video_ids)
-        begin_s, end_s = (of_view[name].to_numpy() for name in ("begin_s", "end_s"))
-        span = np.stack([video, begin_s, end_s])
-        differs = (span != span[:, first[number]]).any(axis=0)
-        if differs.any():
-            groups = np.unique(number[differs])
-            raise _wrong_groups(f"have several spans of view {view}", self._groups, groups, num=len(self._groups))
-        return usable_captions(
-            video_row=video[first],
-            begin_s=begin_s[first],
-            end_s=end_s[first],
-            is_of_split=self._chunks.shows_only_split(
-                video_row=video[first], begin_s=begin_s[first], end_s=end_s[first]
-            ),
+        columns = (group, *(of_view[name].to_numpy() for name in ("begin_s", "end_s")), video)
+        spans, number = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+        times = {"video_row": spans[:, 3].astype(np.int64), "begin_s": spans[:, 1], "end_s": spans[:, 2]}
+        usable = usable_captions(
+            **times,
+            is_of_split=self._chunks.shows_only_split(**times),
             chunks=self._chunks.table,
             selected_chunks=self._chunks.selection.chunks,
         )
+        counts = np.bincount(spans[:, 0].astype(np.int64), minlength=len(self._groups))
+        return _View(usable, counts, number.reshape(-1))
+
+    def _wrong_groups(self, what: str, is_wrong: NDArray[np.bool_]) -> UserError:
+        wrong = np.flatnonzero(is_wrong)
+        names = ", ".join(map(str, self._groups.take(pa.array(wrong[:_NUM_NAMED])).to_pylist()))
+        more = ", ..." if len(wrong) > _NUM_NAMED else ""
+        return UserError(f"{len(wrong):,} of {count_noun(len(is_wrong), 'group')} {what}: {names}{more}", hint=_HINT)
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -148,8 +168,8 @@ class GroupedCaptions:
             entries = table.captions.choice.first(np.arange(len(table)))
             ids = table.captions.caption_id[table.captions.of_entries(entries)]
         assert ids is not None
-        group_N = np.array([self._group_of[caption] for caption in ids.tolist()], np.int64)
-        tables = [_table_of(spans, group_N) for spans in self._spans]
+        moment_N = np.array([self._moment_of[caption] for caption in ids.tolist()], np.int64)
+        tables = [_table_of(spans, moment_N) for spans in self._spans]
         common = _CommonMoments(tables, self._chunks, shape)
         return ViewReader(
             [
@@ -167,9 +187,9 @@ class GroupedCaptions:
         )
 
 
-def _table_of(usable: UsableCaptions, group_N: NDArray[np.int64]) -> SampleTable:
-    """Return the spans of one view for some groups, all usable."""
-    place = np.searchsorted(usable.caption, group_N)
+def _table_of(usable: UsableCaptions, moment_N: NDArray[np.int64]) -> SampleTable:
+    """Return the spans of one view for some moments, all usable."""
+    place = np.searchsorted(usable.caption, moment_N)
     return SampleTable(
         first_part=usable.first_chunk[place],
         last_part=usable.last_chunk[place],
@@ -178,19 +198,14 @@ def _table_of(usable: UsableCaptions, group_N: NDArray[np.int64]) -> SampleTable
     )
 
 
-def _wrong_groups(what: str, groups: pa.Array, wrong: NDArray[np.int64], *, num: int) -> UserError:
-    names = ", ".join(map(str, groups.take(pa.array(wrong[:_NUM_NAMED])).to_pylist()))
-    more = ", ..." if len(wrong) > _NUM_NAMED else ""
-    return UserError(f"{len(wrong):,} of {count_noun(num, 'group')} {what}: {names}{more}", hint=_HINT)
-
-
 class _CommonMoments:
     """Moments that all views of a row show, at the same offsets from the begins of their spans."""
 
     def __init__(self, tables: Sequence[SampleTable], chunks: ChunkSet, shape: ClipShape) -> None:
         self._chunks, self._sampling, self._first = chunks, shape.sampling, tables[0].first_part
-        self._begin_us_VN = np.stack([table.begin_us for table in tables])  # type: ignore[arg-type]
-        self._length_us = (np.stack([table.end_us for table in tables]) - self._begin_us_VN).min(axis=0)  # type: ignore[arg-type]
+        begin_us, end_us = ([getattr(table, name) for table in tables] for name in ("begin_us", "end_us"))
+        self._begin_us_VN = np.stack(begin_us)
+        self._length_us = (np.stack(end_us) - self._begin_us_VN).min(axis=0)
 
     def of_view(self, view: int, row: int, rng: np.random.Generator | None) -> Moments:
         """Return the moments of a row in the video of a view."""
@@ -211,12 +226,13 @@ class ViewReader(ThreadedReader):
     """
 
     def __init__(self, readers: Sequence[ClipReader], *, remark: str) -> None:
-        self._readers, self._remark, self.decoder = readers, remark, readers[0].decoder
+        self._readers, self._remark = readers, remark
+        self.chunks, self.decoder = readers[0].chunks, readers[0].decoder
 
     @cached_property
     def ahead(self) -> ReadAhead | None:  # type: ignore[override]
         """Function that reads clips of a remote folder ahead of decoding; None for a local folder."""
-        num_readers = self._readers[0].chunks.num_readers
+        num_readers = self.chunks.num_readers
         return ReadAhead(self.read, self.load_read, num_readers) if num_readers else None
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
@@ -263,7 +279,9 @@ def _join(views: Sequence[Any]) -> Sample | FailedSample:
         if isinstance(view, FailedSample):
             return view
     joined: Sample = views[0]
-    for name in ("video", "time_s", "colour"):
+    for name in ("video", "time_s", "is_padded", "colour"):
+        if name not in joined:
+            continue
         values = [view[name] for view in views]
         joined[name] = np.stack(values) if name == "video" else values  # type: ignore[literal-required]
     return joined

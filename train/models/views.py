@@ -10,7 +10,6 @@ Shape suffixes: B batch, V views, C channels, T frames, H and W pixels, L tokens
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -39,14 +38,9 @@ def take_views(tower: nn.Module, *, num_views: int, rule: ViewRule) -> None:
             )
         tower.view_embedding = nn.Parameter(torch.zeros(num_views, tower.token_width))
     # The class is replaced, as FSDP does, so that the tower keeps its methods and the names of its parameters.
-    tower.__class__ = _class_of_views(type(tower))
+    tower.__class__ = type(f"{type(tower).__name__}OfViews", (_Views, type(tower)), {})
     assert isinstance(tower, _Views)
     tower.num_views, tower.view_rule = num_views, rule
-
-
-@cache
-def _class_of_views(tower: type[nn.Module]) -> type[nn.Module]:
-    return type(f"{tower.__name__}OfViews", (_Views, tower), {})
 
 
 class _Views(nn.Module):

@@ -66,7 +66,8 @@ def decoded(recordings: Path) -> dict[str, Frames]:
             for member in tar:
                 if member.name.endswith(".mp4"):
                     video_id, start_ms = split_key(member.name.removesuffix(".mp4"))
-                    with av.open(io.BytesIO(tar.extractfile(member).read())) as container:  # type: ignore[union-attr]
+                    content = io.BytesIO(tar.extractfile(member).read())  # type: ignore[union-attr]
+                    with av.open(content, "r") as container:
                         for frame in container.decode(video=0):
                             begin_s = Fraction(start_ms, 1000) + Fraction(frame.pts or 0) * (frame.time_base or 0)
                             planes = frame.to_ndarray(format="yuv420p").reshape(-1)
@@ -112,10 +113,11 @@ def test_frames_are_those_that_pyav_shows_at_the_times(recordings: Path, decoded
 
 def test_rounded_times_of_frames_show_these_frames(recordings: Path, decoded: dict[str, Frames]) -> None:
     exact_s = [begin_s for begin_s, _ in decoded["ntsc"]]
-    for times_s in (np.float32(exact_s), np.round(np.float64(exact_s), 4), np.float64(exact_s)):
+    exact_N = np.array(exact_s, np.float64)
+    for times_s in (exact_N.astype(np.float32), exact_N.round(4), exact_N):
         with opened(recordings, {"video_id": ["ntsc"] * 50, "time_s": times_s}, shuffle=False, batch=50) as clips:
             [batch] = clips
-        assert np.allclose(batch["time_s"][:, 0], np.float64(exact_s), rtol=0, atol=1e-9)
+        assert np.allclose(batch["time_s"][:, 0], exact_N, rtol=0, atol=1e-9)
         assert np.array_equal(batch["video"][:, 0], np.stack([planes for _, planes in decoded["ntsc"]]))
 
 
@@ -125,7 +127,7 @@ def test_offsets_out_of_an_episode_show_its_first_and_last_frame(recordings: Pat
     frames = [(frame, *episode) for episode in episodes for frame in range(*episode)]
     table = {
         "video_id": ["slow"] * 35,
-        "time_s": np.float32([frame / fps for frame, _, _ in frames]),
+        "time_s": np.array([frame / fps for frame, _, _ in frames], np.float32),
         "begin_s": [begin / fps for _, begin, _ in frames],
         "end_s": [end / fps for _, _, end in frames],
     }
@@ -142,7 +144,7 @@ def test_offsets_out_of_an_episode_show_its_first_and_last_frame(recordings: Pat
 
 
 def test_rows_are_shuffled_shared_by_ranks_and_resumed(recordings: Path) -> None:
-    table = {"video_id": ["slow"] * 30, "time_s": np.arange(30) / 10, "state": np.arange(30) * 2.0}
+    table: dict[str, Any] = {"video_id": ["slow"] * 30, "time_s": np.arange(30) / 10, "state": np.arange(30) * 2.0}
     with opened(recordings, table, seed=3) as clips:
         whole = [batch["row"].tolist() for batch in islice(clips, 5)]
         state = clips.state_dict()
@@ -176,6 +178,23 @@ def test_frames_are_rgb_squares_or_model_input(recordings: Path, decoded: dict[s
     with opened(recordings, table, size_px=48, shuffle=False, **mean) as clips:
         [model_input] = clips
     assert model_input["video"].shape == (1, 3, 1, 48, 48) and model_input["video"].dtype == torch.float32
+
+
+def test_several_cameras_are_read_by_their_columns(recordings: Path) -> None:
+    table = {
+        **{"video_id.top": ["slow"] * 8, "time_s.top": np.arange(8) / 10 + 1, "begin_s.top": [1.0] * 8},
+        **{"video_id.wrist": ["ntsc"] * 8, "time_s": np.arange(8) / 10},
+    }
+    how: dict[str, Any] = {"offsets_s": (-0.1, 0.0), "seed": 5}
+    with opened(recordings, table, views=("top", "wrist"), **how) as clips:
+        both = rows_in_order(clips)
+    assert sorted(both) == list(range(8)) and both[0][0].shape == (2, 2, HEIGHT * WIDTH * 3 // 2)
+    for view, names in enumerate((("video_id.top", "time_s.top", "begin_s.top"), ("video_id.wrist", "time_s"))):
+        with opened(recordings, {name.partition(".")[0]: table[name] for name in names}, **how) as clips:
+            for row, alone in rows_in_order(clips).items():
+                assert all(torch.equal(of_both[view], its) for of_both, its in zip(both[row], alone, strict=True))
+    with pytest.raises(UserError, match="the table has the columns"):
+        opened(recordings, {"video_id.top": ["slow"], "time_s": [0.0]}, views=("top", "wrist"), batch=1)
 
 
 def test_rows_without_a_chunk_or_outside_of_the_video_fail_by_name(recordings: Path) -> None:
@@ -220,6 +239,7 @@ def test_what_does_not_fit_is_refused(recordings: Path, table: Any, changes: dic
 
 def test_batches_of_all_kinds_have_the_times_of_their_frames(data_dir: Path) -> None:
     how: dict[str, Any] = {"batch": 4, "num_frames": 3, "size_px": 64, "crop": "centre", "workers": 1, "rgb": False}
+    views: dict[str, Any]
     for views, shape in (({}, (4, 3)), ({"clips": 2, "crops": 3, "shuffle": False}, (4, 6, 3))):
         with open_clips(data_dir, **how, **views) as clips:
             batch = next(iter(clips))

@@ -46,8 +46,11 @@ class GivenRows:
     end_us: NDArray[np.int64]
 
     @classmethod
-    def of_table(cls, table: pa.Table | Mapping[str, Any]) -> "GivenRows":
+    def of_table(cls, table: pa.Table | Mapping[str, Any], *, view: str = "") -> "GivenRows":
         """Read the columns `video_id` or `key` (of a chunk of the video), `time_s`, and optionally `begin_s`, `end_s`.
+
+        Args:
+            view: Camera, whose columns, such as `video_id.top`, take the place of columns without a camera.
 
         Raises:
             UserError: It is not a table, a column is missing, or a value is not a name or a time.
@@ -56,6 +59,10 @@ class GivenRows:
             columns = table if isinstance(table, pa.Table) else pa.table(dict(table))
         except (pa.ArrowException, TypeError, ValueError) as error:
             raise UserError(f"table is {quote_value(table)}, which is not a table: {error}", hint=_COLUMNS) from error
+        if view:
+            named = dict(zip(columns.column_names, columns.columns, strict=True))
+            of_view = {name.removesuffix(f".{view}"): named[name] for name in named if name.endswith(f".{view}")}
+            columns = pa.table(named | of_view)
         names = columns.column_names
         if not {"video_id", "key"} & set(names) or "time_s" not in names:
             raise UserError(f"the table has the columns {', '.join(names) or 'none'}", hint=_COLUMNS)
@@ -143,11 +150,17 @@ class GivenMoments:
 
 
 def open_given_moments(
-    rows: GivenRows, chunks: ChunkSet, shape: ClipShape, loading: LoaderSettings, *, offsets_us: Sequence[int]
-) -> Samples[ClipReader]:
+    views: Sequence[GivenRows],
+    chunks: ChunkSet,
+    shape: ClipShape,
+    loading: LoaderSettings,
+    *,
+    offsets_us: Sequence[int],
+) -> Samples[Any]:
     """Open clips at given moments; sample i is row i. Batches have `time_s` and `is_padded`.
 
     Args:
+        views: Rows of the only camera, or of each camera.
         chunks: Chunks of all videos.
         shape: Size and crop of the frames.
         offsets_us: Offsets from the time of a row, microseconds, in the order of the frames; they may repeat.
@@ -155,6 +168,28 @@ def open_given_moments(
     Raises:
         UserError: A row names an unknown video, or a video without chunks.
     """
+    readers, tables = zip(*(_open_view(rows, chunks, shape, offsets_us=offsets_us) for rows in views), strict=True)
+    reader: Any = readers[0]
+    if len(views) > 1:
+        from clipmill.train.data.views import ViewReader
+
+        reader = ViewReader(readers, remark="")
+    ids = pc.unique(pa.chunked_array([chunk for rows in views for chunk in rows.video_id.chunks], pa.string()))
+    facts = ("moments", chunks.variant_name, *offsets_us, *ids.to_pylist())
+    parts = [array for rows in views for array in (rows_of(rows.video_id, ids), rows.time_us)]
+    parts += [array for table in tables[1:] for array in (table.begin_us, table.end_us)]
+    source = Source(
+        split="",
+        variant_name=chunks.variant_name,
+        fingerprint=lambda: fingerprint_of(tables[0], facts, parts),
+        nothing=("the table has no rows", _COLUMNS),
+    )
+    return Samples(tables[0], reader, source, loading)
+
+
+def _open_view(
+    rows: GivenRows, chunks: ChunkSet, shape: ClipShape, *, offsets_us: Sequence[int]
+) -> tuple[ClipReader, SampleTable]:
     video = rows_of(rows.video_id, chunks.video_ids)
     _require(video >= 0, rows, "videos that the manifest does not have", hint="see manifest/videos.parquet, video_id")
     search = ChunkSearch(chunks.table)
@@ -173,20 +208,7 @@ def open_given_moments(
         end_us=end_us,
         remarks=(f"{count_noun(len(first), 'row')} of {count_noun(len(np.unique(video)), 'video')}",),
     )
-    facts = (
-        "moments",
-        chunks.variant_name,
-        *offsets_us,
-        *chunks.video_ids.take(pa.array(np.unique(video))).to_pylist(),
-    )
-    reader = ClipReader(chunks, table, shape, annotations=[moments], moments=moments.of_row)
-    source = Source(
-        split="",
-        variant_name=chunks.variant_name,
-        fingerprint=lambda: fingerprint_of(table, facts, [video, rows.time_us]),
-        nothing=("the table has no rows", _COLUMNS),
-    )
-    return Samples(table, reader, source, loading)
+    return ClipReader(chunks, table, shape, annotations=[moments], moments=moments.of_row), table
 
 
 def _require(is_usable: NDArray[np.bool_], rows: GivenRows, what: str, *, hint: str) -> None:
