@@ -29,7 +29,7 @@ from clipmill.shards.selection import find_chunks
 from clipmill.train.data.arguments import names_arguments, require_process, require_texts, require_whole_numbers
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.data_folder import ChunkSearch, ChunkTable, chunk_table, open_data_folder, rows_of
-from clipmill.train.data.frame_sampling import US_PER_S
+from clipmill.train.data.frame_sampling import US_PER_S, to_seconds
 from clipmill.train.data.outcomes import FailedSample, SampleFailed, list_failures
 from clipmill.train.data.workers import Stuck, in_order
 
@@ -122,9 +122,9 @@ class Chunks:
             key=key,
             video_id=split_key(key)[0],
             begin_s=times.start_ms / _MS_PER_S,
-            end_s=float(times.end_us / US_PER_S),
+            end_s=to_seconds(times.end_us),
             frames=np.stack([pictures[frame] for frame in frames]),
-            time_s=np.array([float(times.frame_begin_us(frame) / US_PER_S) for frame in frames]),
+            time_s=np.array([to_seconds(times.frame_begin_us(frame)) for frame in frames]),
         )
 
 

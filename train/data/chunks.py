@@ -7,6 +7,7 @@ them.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ from clipmill.train.data.captions import Annotations
 from clipmill.train.data.clip_frames import Clip, ClipBuilder, ClipShape, Views, make_clip
 from clipmill.train.data.data_folder import ChunkRows, ChunkTable, DataFolder, Selection, chunk_table
 from clipmill.train.data.decoders import ChunkBytes, ChunkDecoder, ChunkFrames, DecodeRule, read_chunk
-from clipmill.train.data.frame_sampling import US_PER_S, Moments, frame_indices, locate_frames, to_whole_us
+from clipmill.train.data.frame_sampling import US_PER_S, Moments, frame_indices, locate_frames, to_seconds, to_whole_us
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
@@ -351,16 +352,16 @@ def query_clips(query: DataQuery) -> ClipQuery:
 class ClipPlan:
     """The frames of a requested clip, as (chunk, frame); `rng` draws the crop.
 
-    `request.sample` is the row of the clip, and `key` its first chunk. `time_s` are the begins of the frames, seconds.
-    `missing` is the reason why there are no frames.
+    `request.sample` is the row of the clip, and `key` its first chunk. A clip with a `failure` has no frames. `time_s`
+    are the begins of the frames, seconds.
     """
 
     request: SampleRequest
     key: str
     frames: tuple[tuple[int, int], ...]
-    time_s: list[float]
     rng: np.random.Generator | None
-    missing: str = ""
+    failure: SampleFailed | None = None
+    time_s: Sequence[float] = ()
 
     @cached_property
     def by_chunk(self) -> dict[int, dict[int, list[int]]]:
@@ -437,10 +438,11 @@ class ClipReader(ThreadedReader):
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
         """Return the start of the first and end of the last frame of an evaluated clip in its video, seconds."""
         frames = self.plan(SampleRequest(sample, sample, None)).frames
-        (first, first_frame), (last, last_frame) = frames[0], frames[-1]
-        times = self.chunks.table.times
-        begin_us, end_us = times(first).frame_begin_us(first_frame), times(last).frame_begin_us(last_frame + 1)
-        return float(begin_us / US_PER_S), float(end_us / US_PER_S)
+        (first, first_frame), (last, last_frame) = (
+            (self.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])
+        )
+        end_us = last.frame_begin_us(last_frame) + Fraction(last.fps_den * US_PER_S, last.fps_num)
+        return to_seconds(first.frame_begin_us(first_frame)), to_seconds(end_us)
 
     def deviations(self) -> list[str]:
         """Return deviations from the settings, with numbers."""
@@ -491,6 +493,8 @@ class ClipReader(ThreadedReader):
         for number, plan in enumerate(plans):
             contents = {} if read is None else {**read.shared, **read.others[number]}
             try:
+                if plan.failure is not None:
+                    raise plan.failure
                 clip = self._make(plan, shared, contents)
                 sample = Sample(
                     position=plan.request.position,
@@ -512,6 +516,7 @@ class ClipReader(ThreadedReader):
         row = request.sample
         first, last = int(self._first_chunk[row]), int(self._last_chunk[row])
         chunks = [self.chunks.table.times(chunk) for chunk in range(first, last + 1)]
+        key = self.chunks.key(first)
         rng = request.generator("frames", num_alike=self._of_same_frames)
         if self._moments is None:
             begin_us, end_us = int(self._begin_us[row]), int(self._end_us[row])
@@ -521,10 +526,11 @@ class ClipReader(ThreadedReader):
             try:
                 frames = locate_frames(self._moments(row, rng), chunks)
             except ValueError as error:
-                return ClipPlan(request, self.chunks.key(first), (), [], None, missing=str(error))
+                failure = SampleFailed(key, reason="chunk_missing", detail=str(error))
+                return ClipPlan(request, key, (), None, failure)
         places = tuple((first + place.chunk, place.frame) for place in frames)
-        time_s = [float(chunks[place.chunk].frame_begin_us(place.frame)) / US_PER_S for place in frames]
-        return ClipPlan(request, self.chunks.key(first), places, time_s, request.generator("crop"))
+        time_s = [to_seconds(chunks[place.chunk].frame_begin_us(place.frame)) for place in frames]
+        return ClipPlan(request, key, places, request.generator("crop"), time_s=time_s)
 
     def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
         """Crop the frames of a plan, given the decoded frames of each chunk; raises SampleFailed if they differ."""
@@ -545,8 +551,6 @@ class ClipReader(ThreadedReader):
         Each frame is cropped as the decoder outputs it.
         """
         chunks = self.chunks
-        if plan.missing:
-            raise SampleFailed(plan.key, reason="chunk_missing", detail=plan.missing)
         if chunks.rule == "filter":
             decoded = {
                 chunk: shared.get(chunk) or self.decoder.decode(self._bytes(chunk, frames, read))

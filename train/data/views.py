@@ -159,8 +159,8 @@ class GroupedCaptions:
         """
         if len(shape.views) > 1:
             raise UserError(
-                f"{shape.views.num_clips} clips x {shape.views.num_crops} crops of {len(self._views)} views",
-                hint="omit --clips and --crops with --views",
+                f"{shape.views.num_clips} clips x {shape.views.num_crops} crops of {len(self._views)} cameras",
+                hint="use one clip and one crop: samples of several cameras (--views) have no other views",
                 flags=("--clips", "--crops"),
             )
         ids = table.caption_id

@@ -13,6 +13,7 @@ from clipmill import Batches, load_model, open_clips
 from clipmill.manifests.errors import UserError
 from clipmill.prep.synthetic import read_frame_number
 from clipmill.train.config.model import DualEncoderTowers, Towers
+from clipmill.train.data.loader import SampleRequest
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.video_vit import VideoViT, clip_tower
@@ -99,6 +100,13 @@ def test_order_of_views_labels_rgb_and_model_input(robot: Path) -> None:
     assert batch["video"].shape == (2, 2, 3, 3, SIZE_PX, SIZE_PX)
 
 
+def test_clips_that_are_read_ahead_are_the_same(robot: Path) -> None:
+    with opened(robot) as clips:
+        reader, requests = clips._samples.loader.reader, [SampleRequest(number, number, 7) for number in range(2)]
+        for loaded, ahead in zip(reader.load(requests), reader.load_read(reader.read(requests)), strict=True):
+            assert np.array_equal(loaded["video"], ahead["video"]) and loaded["time_s"] == ahead["time_s"]
+
+
 def test_a_state_belongs_to_its_views(robot: Path) -> None:
     with opened(robot) as clips:
         state = clips.state_dict()
@@ -167,7 +175,7 @@ def test_groups_whose_view_was_not_encoded_are_omitted_and_counted(robot: Path) 
         ({"views": "top,wrist"}, "views is 'top,wrist'"),
         ({"views": ("top",)}, "views is top"),
         ({"views": ("top", "top")}, "views is top,top"),
-        ({"clips": 2, "shuffle": False}, "2 clips x 1 crops of 2 views"),
+        ({"clips": 2, "shuffle": False}, "2 clips x 1 crops of 2 cameras"),
     ],
 )
 def test_views_that_do_not_fit_are_refused(robot: Path, changes: dict[str, Any], words: str) -> None:
@@ -205,7 +213,7 @@ def test_a_tower_takes_the_mean_of_views_or_all_of_their_tokens() -> None:
     assert torch.allclose(several(clips_BVCTHW), expected[:, 0] @ single.proj, atol=1e-6)
     assert not torch.allclose(several(clips_BVCTHW), (views[0] + views[1]) / 2, atol=1e-2)
     with torch.no_grad():
-        several.view_embedding[1] = torch.randn(32)
+        several.get_parameter("view_embedding")[1] = torch.randn(32)
     assert not torch.allclose(several.tokens(clips_BVCTHW), expected, atol=1e-2)
 
 
