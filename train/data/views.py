@@ -12,7 +12,7 @@ Shape suffixes: V views, N rows.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,14 +27,13 @@ from clipmill.manifests.store import read_captions
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.caption_rows import UsableCaptions, usable_captions
 from clipmill.train.data.captions import Annotations
-from clipmill.train.data.chunks import ChunkSet, ClipQuery, ClipReader, ReadClips
+from clipmill.train.data.chunks import ChunkSet, ClipQuery, ClipReader
 from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.data_folder import rows_of
 from clipmill.train.data.frame_sampling import Moments, moments_of
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.outcomes import FailedSample
 from clipmill.train.data.samples import SampleTable
-from clipmill.train.data.workers import ReadAhead, ThreadedReader
 
 _NUM_NAMED = 3
 _HINT = "columns `group` and `view` of a table of captions say which spans show the same moment (docs/python.md)"
@@ -171,19 +170,18 @@ class GroupedCaptions:
         moment_N = np.array([self._moment_of[caption] for caption in ids.tolist()], np.int64)
         tables = [_table_of(spans, moment_N) for spans in self._spans]
         common = _CommonMoments(tables, self._chunks, shape)
+        first, *others = [
+            {
+                "chunks": self._chunks,
+                "table": of_view,
+                "shape": shape,
+                "repeats": repeats,
+                "moments": partial(common.of_view, number),
+            }
+            for number, of_view in enumerate(tables)
+        ]
         return ViewReader(
-            [
-                ClipReader(
-                    self._chunks,
-                    of_view,
-                    shape,
-                    annotations=annotations if number == 0 else (),
-                    repeats=repeats,
-                    moments=partial(common.of_view, number),
-                )
-                for number, of_view in enumerate(tables)
-            ],
-            remark=self.remark,
+            [ClipReader(**arguments) for arguments in others], remark=self.remark, annotations=annotations, **first
         )
 
 
@@ -217,71 +215,51 @@ class _CommonMoments:
         return Moments(tuple(numerator + shift for numerator in moments.numerators), moments.denominator)
 
 
-class ViewReader(ThreadedReader):
+class ViewReader(ClipReader):
     """Reader of clips of several views: `video` [V, T, ...], `time_s` [V, T], `colour` [V].
 
+    It is the reader of the first view, which gives the other entries, and knows the readers of the others.
+
     Args:
-        readers: Reader of the clips of each view, by the same rows. The first one gives the other entries.
+        others: Reader of the clips of each further view, by the same rows.
         remark: Remark for the log.
+        first: Arguments of the reader of the first view.
     """
 
-    def __init__(self, readers: Sequence[ClipReader], *, remark: str) -> None:
-        self._readers, self._remark = readers, remark
-        self.chunks, self.decoder = readers[0].chunks, readers[0].decoder
-
-    @cached_property
-    def ahead(self) -> ReadAhead | None:  # type: ignore[override]
-        """Function that reads clips of a remote folder ahead of decoding; None for a local folder."""
-        num_readers = self.chunks.num_readers
-        return ReadAhead(self.read, self.load_read, num_readers) if num_readers else None
+    def __init__(self, others: Sequence[ClipReader], *, remark: str = "", **first: Any) -> None:
+        super().__init__(**first)
+        self._others, self._remark, self._first = others, remark, first
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
         """Read, decode and crop the clips of a group of requests from all views."""
-        return [_join(views) for views in zip(*(reader.load(requests) for reader in self._readers), strict=True)]
+        return _join(super().load(requests), *(reader.load(requests) for reader in self._others))
 
-    def read(self, requests: Sequence[SampleRequest]) -> list[ReadClips]:
+    def read(self, requests: Sequence[SampleRequest]) -> Any:
         """Read the bytes of the clips of a group of requests from all views, for `load_read`."""
-        return [reader.read(requests) for reader in self._readers]
+        return [super().read(requests), *(reader.read(requests) for reader in self._others)]
 
-    def load_read(self, read: list[ReadClips]) -> list[Sample | FailedSample]:
+    def load_read(self, read: Any) -> list[Sample | FailedSample]:
         """Decode and crop clips that were read."""
-        loaded = (reader.load_read(clips) for reader, clips in zip(self._readers, read, strict=True))
-        return [_join(views) for views in zip(*loaded, strict=True)]
-
-    def key(self, sample: int) -> str:
-        """Return the chunk in which the clip of the first view begins."""
-        return self._readers[0].key(sample)
-
-    def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the start and end of clips in the videos of the first view, microseconds."""
-        return self._readers[0].span_us(rows)
-
-    def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers of the videos of the first view."""
-        return self._readers[0].video_of(rows)
-
-    def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the span that an evaluation shows, in the video of the first view, seconds."""
-        return self._readers[0].shown_span_s(sample, num_frames=num_frames)
+        others = zip(self._others, read[1:], strict=True)
+        return _join(super().load_read(read[0]), *(reader.load_read(clips) for reader, clips in others))
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return frames of the first view as a model sees them in an evaluation."""
-        return self._readers[0].pictures(sample, num_frames=num_frames)
+        """Return frames of the first view as a model sees them in an evaluation, RGB [H, W, 3]."""
+        return ClipReader(**self._first).pictures(sample, num_frames=num_frames)
 
     def deviations(self) -> list[str]:
-        """Return deviations from the settings, and the number of omitted groups."""
-        return [*self._readers[0].deviations(), f"{len(self._readers)} views of each moment", self._remark]
+        """Return deviations from the settings, and the number of omitted moments."""
+        return [*super().deviations(), f"{1 + len(self._others)} views of each moment", self._remark]
 
 
-def _join(views: Sequence[Any]) -> Sample | FailedSample:
-    """Return the sample of all views, or the failure of the first view that failed."""
-    for view in views:
-        if isinstance(view, FailedSample):
-            return view
-    joined: Sample = views[0]
-    for name in ("video", "time_s", "is_padded", "colour"):
-        if name not in joined:
-            continue
-        values = [view[name] for view in views]
-        joined[name] = np.stack(values) if name == "video" else values  # type: ignore[literal-required]
+def _join(*views: Sequence[Any]) -> list[Sample | FailedSample]:
+    """Return the samples of all views, or the failure of the first view that failed."""
+    joined: list[Sample | FailedSample] = []
+    for samples in zip(*views, strict=True):
+        failed = next((sample for sample in samples if isinstance(sample, FailedSample)), None)
+        if failed is None:
+            for name in ("time_s", "is_padded", "colour") if "is_padded" in samples[0] else ("time_s", "colour"):
+                samples[0][name] = [sample[name] for sample in samples]
+            samples[0]["video"] = np.stack([sample["video"] for sample in samples])
+        joined.append(failed or samples[0])
     return joined

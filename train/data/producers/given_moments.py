@@ -156,7 +156,7 @@ def open_given_moments(
     loading: LoaderSettings,
     *,
     offsets_us: Sequence[int],
-) -> Samples[Any]:
+) -> Samples[ClipReader]:
     """Open clips at given moments; sample i is row i. Batches have `time_s` and `is_padded`.
 
     Args:
@@ -168,12 +168,16 @@ def open_given_moments(
     Raises:
         UserError: A row names an unknown video, or a video without chunks.
     """
-    readers, tables = zip(*(_open_view(rows, chunks, shape, offsets_us=offsets_us) for rows in views), strict=True)
-    reader: Any = readers[0]
-    if len(views) > 1:
+    first, *others = (
+        {"chunks": chunks, "shape": shape, **_open_view(rows, chunks, offsets_us=offsets_us)} for rows in views
+    )
+    if others:
         from clipmill.train.data.views import ViewReader
 
-        reader = ViewReader(readers, remark="")
+        reader: ClipReader = ViewReader([ClipReader(**of_view) for of_view in others], **first)
+    else:
+        reader = ClipReader(**first)
+    tables = [of_view["table"] for of_view in (first, *others)]
     ids = pc.unique(pa.chunked_array([chunk for rows in views for chunk in rows.video_id.chunks], pa.string()))
     facts = ("moments", chunks.variant_name, *offsets_us, *ids.to_pylist())
     parts = [array for rows in views for array in (rows_of(rows.video_id, ids), rows.time_us)]
@@ -187,9 +191,8 @@ def open_given_moments(
     return Samples(tables[0], reader, source, loading)
 
 
-def _open_view(
-    rows: GivenRows, chunks: ChunkSet, shape: ClipShape, *, offsets_us: Sequence[int]
-) -> tuple[ClipReader, SampleTable]:
+def _open_view(rows: GivenRows, chunks: ChunkSet, *, offsets_us: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of a `ClipReader` for the rows of one camera."""
     video = rows_of(rows.video_id, chunks.video_ids)
     _require(video >= 0, rows, "videos that the manifest does not have", hint="see manifest/videos.parquet, video_id")
     search = ChunkSearch(chunks.table)
@@ -208,7 +211,7 @@ def _open_view(
         end_us=end_us,
         remarks=(f"{count_noun(len(first), 'row')} of {count_noun(len(np.unique(video)), 'video')}",),
     )
-    return ClipReader(chunks, table, shape, annotations=[moments], moments=moments.of_row), table
+    return {"table": table, "annotations": [moments], "moments": moments.of_row}
 
 
 def _require(is_usable: NDArray[np.bool_], rows: GivenRows, what: str, *, hint: str) -> None:
