@@ -6,7 +6,7 @@ frame, as LeRobot pads an episode. A row whose own time lies outside is a failed
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -106,47 +106,36 @@ def _times_us(columns: pa.Table, name: str) -> NDArray[np.int64]:
     return np.rint(times_s * US_PER_S).astype(np.int64)
 
 
+@dataclass(frozen=True)
 class GivenMoments:
-    """Moments of rows, and which of them are padding.
+    """Moments of rows, whose spans end with their videos, at offsets in the order of the frames, microseconds."""
 
-    Args:
-        begin_us, end_us: Spans of the rows within their videos, int64 [N].
-        offsets_us: Offsets from the time of a row, in the order of the frames.
-    """
-
-    def __init__(
-        self,
-        time_us: NDArray[np.int64],
-        begin_us: NDArray[np.int64],
-        end_us: NDArray[np.int64],
-        offsets_us: Sequence[int],
-    ) -> None:
-        self._time_us, self._begin_us, self._end_us, self._offsets_us = time_us, begin_us, end_us, offsets_us
+    rows: GivenRows
+    offsets_us: Sequence[int]
 
     def shown_us(self, offset_us: int) -> NDArray[np.int64]:
         """Return the moment that is shown of each row for an offset, int64 [N]."""
-        return self._shown_us(self._time_us + offset_us, self._begin_us, self._end_us)
+        rows = self.rows
+        return np.maximum(np.minimum(rows.time_us + offset_us, rows.end_us - 2 * NEAR_US), rows.begin_us) + NEAR_US
 
     def of_row(self, row: int, rng: np.random.Generator | None) -> Moments:
         """Return the moments of a row; raises ValueError if its own time is not in its span."""
-        time_us, begin_us, end_us = (int(x[row]) for x in (self._time_us, self._begin_us, self._end_us))
+        time_us, begin_us, end_us = self._times_of(row)
         if not begin_us - NEAR_US <= time_us < end_us:
             span = f"[{begin_us / US_PER_S:g}, {end_us / US_PER_S:g}) s"
             raise ValueError(f"time_s of row {row} is {time_us / US_PER_S:g}, outside of its video or span: {span}")
-        moments = self._shown_us(time_us + np.array(self._offsets_us, np.int64), begin_us, end_us)
-        return Moments(tuple(moments.tolist()), 1)
+        # At the end, the frame that is on screen before it; a frame that begins there is the next span's.
+        latest_us = end_us - 2 * NEAR_US
+        return Moments(tuple(max(min(time_us + at, latest_us), begin_us) + NEAR_US for at in self.offsets_us), 1)
 
     def add(self, sample: Sample, request: SampleRequest) -> None:
         """Add which frames of a sample are padding."""
-        row = request.sample
-        begin_us, end_us = int(self._begin_us[row]) - NEAR_US, int(self._end_us[row]) - NEAR_US
-        times_us = [int(self._time_us[row]) + offset_us for offset_us in self._offsets_us]
-        sample["is_padded"] = [not begin_us <= time_us < end_us for time_us in times_us]
+        time_us, begin_us, end_us = self._times_of(request.sample)
+        sample["is_padded"] = [not begin_us <= time_us + at + NEAR_US < end_us for at in self.offsets_us]
 
-    @staticmethod
-    def _shown_us(at_us: NDArray[np.int64], begin_us: Any, end_us: Any) -> NDArray[np.int64]:
-        # At the end, the frame that is on screen before it; a frame that begins there is the next span's.
-        return np.maximum(np.minimum(at_us, end_us - 2 * NEAR_US), begin_us) + NEAR_US
+    def _times_of(self, row: int) -> tuple[int, int, int]:
+        rows = self.rows
+        return int(rows.time_us[row]), int(rows.begin_us[row]), int(rows.end_us[row])
 
 
 def open_given_moments(
@@ -198,8 +187,8 @@ def _open_view(rows: GivenRows, chunks: ChunkSet, *, offsets_us: Sequence[int]) 
     search = ChunkSearch(chunks.table)
     first_of, last_of = search.last_of(video - 1) + 1, search.last_of(video)
     _require(last_of >= first_of, rows, "videos without chunks", hint="leave them out, or see prep status")
-    end_us = np.minimum(rows.end_us, search.end_us[last_of])
-    moments = GivenMoments(rows.time_us, rows.begin_us, end_us, offsets_us)
+    rows = replace(rows, end_us=np.minimum(rows.end_us, search.end_us[last_of]))
+    moments = GivenMoments(rows, offsets_us)
     first, last = (
         np.clip(search.last_started(video, moments.shown_us(offset) // 1000), first_of, last_of)
         for offset in (min(offsets_us), max(offsets_us))
@@ -208,7 +197,7 @@ def _open_view(rows: GivenRows, chunks: ChunkSet, *, offsets_us: Sequence[int]) 
         first_part=first,
         last_part=last,
         begin_us=rows.begin_us,
-        end_us=end_us,
+        end_us=rows.end_us,
         remarks=(f"{count_noun(len(first), 'row')} of {count_noun(len(np.unique(video)), 'video')}",),
     )
     return {"table": table, "annotations": [moments], "moments": moments.of_row}
