@@ -170,7 +170,7 @@ class GroupedCaptions:
         moment_N = np.array([self._moment_of[caption] for caption in ids.tolist()], np.int64)
         tables = [_table_of(spans, moment_N) for spans in self._spans]
         common = _CommonMoments(tables, self._chunks, shape)
-        first, *others = [
+        of_views: list[dict[str, Any]] = [
             {
                 "chunks": self._chunks,
                 "table": of_view,
@@ -180,6 +180,7 @@ class GroupedCaptions:
             }
             for number, of_view in enumerate(tables)
         ]
+        first, *others = of_views
         return ViewReader(
             [ClipReader(**arguments) for arguments in others], remark=self.remark, annotations=annotations, **first
         )

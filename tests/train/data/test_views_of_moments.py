@@ -224,7 +224,7 @@ def test_a_tower_that_cannot_concatenate_is_refused() -> None:
 
 @pytest.mark.parametrize("rule", ["mean", "concat"])
 def test_a_run_with_views_trains_evaluates_exports_and_is_loaded(robot: Path, tmp_path: Path, rule: str) -> None:
-    flags = "--model tiny --towers.patch-px 16 --size-px 32 --num-frames 2 --batch 2 --steps 2 --device cpu --workers 1"
+    flags = "--model tiny --towers.depth 1 --size-px 32 --num-frames 2 --batch 2 --steps 1 --device cpu --workers 1"
     views = ("--views", "top,wrist", "--towers.views", rule)
     assert train("dual-encoder", "--shards", robot, "--out", tmp_path / "run", *flags.split(), *views) == 0
     model = load_model(tmp_path / "run")
@@ -234,7 +234,6 @@ def test_a_run_with_views_trains_evaluates_exports_and_is_loaded(robot: Path, tm
     assert embedded_BE.shape == (2, 128)
     with pytest.raises(UserError, match=r"are not \[B, 2, T, H, W, 3\]"):
         model.encode_video(batch["video"][:, 0])
-    assert train("eval", "retrieval", tmp_path / "run", "--split", "train") == 0
     assert train("export", tmp_path / "run", "--format", "torch", "--out", tmp_path / "program") == 0
     program: Any = torch.export.load(tmp_path / "program/model.pt2").module()
     inputs = model._of_rgb(batch["video"])
@@ -243,6 +242,7 @@ def test_a_run_with_views_trains_evaluates_exports_and_is_loaded(robot: Path, tm
         train("export", tmp_path / "run", "--format", "open_clip", "--out", tmp_path / "clip") == (rule == "concat") * 2
     )
     if rule == "mean":
+        assert train("eval", "retrieval", tmp_path / "run", "--split", "train") == 0
         assert torch.allclose(load_model(tmp_path / "clip").encode_video(batch["video"]), embedded_BE, atol=1e-6)
 
 
