@@ -23,8 +23,8 @@ from tests.train.running import train
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
 
 FPS = {"top": Fraction(10), "wrist": Fraction(20)}
-# Begins of the episodes in the files of the cameras, and their ends: wrist recorded a little less of the second one.
-SPANS = {"top": [(0.0, 1.5), (1.5, 3.0)], "wrist": [(0.5, 2.0), (2.0, 3.4)]}
+# Begins of the episodes in the files of the cameras, and their ends: wrist recorded less of the second one.
+SPANS = {"top": [(0.0, 1.5), (1.5, 3.0)], "wrist": [(0.5, 2.0), (2.0, 3.0)]}
 SIZE_PX = 64
 VIEWS = ("top", "wrist")
 SMALL: dict[str, Any] = {"batch": 2, "num_frames": 3, "size_px": SIZE_PX, "crop": "centre", "workers": 1, "rgb": False}
@@ -84,7 +84,7 @@ def test_views_show_the_same_moments(robot: Path, sampling: str, shuffle: bool) 
             # The moment lies in the frame of the slower camera, and the other one shows its frame at that moment.
             assert (offsets[1] > offsets[0] - 0.05 - 1e-9).all() and (offsets[1] < offsets[0] + 0.1 - 1e-9).all()
             assert batch["begin_s"][row] == SPANS["top"][episode][0]
-            assert offsets[0].min() >= 0 and offsets[0].max() < 1.5 and offsets[1].max() < 1.4 + 0.1 * (episode == 0)
+            assert offsets[0].min() >= 0 and offsets[0].max() < 1.5 and offsets[1].max() < (1.5, 1.0)[episode]
 
 
 def test_order_of_views_labels_rgb_and_model_input(robot: Path) -> None:
@@ -138,7 +138,7 @@ def test_groups_without_one_span_of_each_view_are_named(robot: Path, change: Any
 
 
 def test_the_parts_of_an_episode_are_moments_in_order(robot: Path) -> None:
-    parts = {"top": [(0.8, 1.5), (0.0, 0.8), (1.5, 3.0)], "wrist": [(0.5, 1.3), (1.3, 2.0), (2.0, 3.4)]}
+    parts = {"top": [(0.8, 1.5), (0.0, 0.8), (1.5, 3.0)], "wrist": [(0.5, 1.3), (1.3, 2.0), (2.0, 3.0)]}
     rows = [
         Caption(
             view,
@@ -156,11 +156,14 @@ def test_the_parts_of_an_episode_are_moments_in_order(robot: Path) -> None:
     finally:
         write(robot, captions_of(SPANS))
     assert batch["caption"] == ["from 0.0", "from 0.8", "from 1.5"]
-    assert [int(start * 10) for start in batch["time_s"][:, 1, 0].tolist()] == [6, 14, 22]
+    begins_s = [span[0] for span in sorted(parts["wrist"])]
+    assert all(
+        0 <= shown - begin < 0.3 for shown, begin in zip(batch["time_s"][:, 1, 0].tolist(), begins_s, strict=True)
+    )
 
 
 def test_groups_whose_view_was_not_encoded_are_omitted_and_counted(robot: Path) -> None:
-    unmade = Caption("unmade", 2.0, 3.4, "episode 1", labels={"group": "e1", "view": "wrist"})
+    unmade = Caption("unmade", 2.0, 3.0, "episode 1", labels={"group": "e1", "view": "wrist"})
     try:
         write(robot, [*captions_of(SPANS)[:3], unmade])
         with opened(robot, batch=1) as clips:
