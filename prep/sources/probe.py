@@ -66,7 +66,9 @@ def probe(place: Place, *, on_read: Callable[[], None] = lambda: None) -> Source
                 open_video(source) as container,
                 as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"),
             ):
-                timeline, _ = read_timeline(container, file=cast("IO[bytes]", source.file), on_read=on_read)
+                timeline, _ = read_timeline(
+                    container, file=cast("IO[bytes]", source.file), on_packet=lambda packet: on_read()
+                )
         if timeline.cut:
             raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.cut)
         if timeline.track != look.track:  # the first track has a single frame

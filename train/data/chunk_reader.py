@@ -105,9 +105,7 @@ class Chunks:
             list_failures(self.failures, [outcome], max_failures=self._max_failures)
 
     def _load(self, number: int) -> Chunk | FailedSample:
-        chunks, times = self._chunks, self._chunks.table.times(number)
-        key = chunks.key(number)
-        frames = range(0, times.num_frames, self._every)
+        chunks, key = self._chunks, self._chunks.key(number)
         pictures: dict[int, NDArray[np.uint8]] = {}
 
         def add(frame: int, picture: "av.VideoFrame") -> None:
@@ -115,6 +113,8 @@ class Chunks:
             pictures[frame] = np.asarray(picture.to_ndarray(format="rgb24", threads=1), np.uint8)
 
         try:
+            times = chunks.times(number)
+            frames = [times.nominal_frame(frame) for frame in range(0, times.num_frames, self._every)]
             chunks.decoder.decode_each(chunks.read(number, frames), add)
         except SampleFailed as error:
             return error.at(number)

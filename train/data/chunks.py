@@ -23,6 +23,7 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.store import manifest_dir, read_manifest, read_videos, resolved_folder
 from clipmill.shards.columns import VIDEO, how_to_repair
+from clipmill.shards.decoding import SourceFile
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, Variant
@@ -32,7 +33,16 @@ from clipmill.train.data.captions import Annotations
 from clipmill.train.data.clip_frames import Clip, ClipBuilder, ClipShape, Views, make_clip
 from clipmill.train.data.data_folder import ChunkRows, ChunkTable, DataFolder, Selection, chunk_table
 from clipmill.train.data.decoders import ChunkBytes, ChunkDecoder, ChunkFrames, DecodeRule, read_chunk
-from clipmill.train.data.frame_sampling import US_PER_S, Moments, frame_indices, locate_frames, to_seconds, to_whole_us
+from clipmill.train.data.frame_sampling import (
+    US_PER_S,
+    ChunkTimes,
+    Moments,
+    SourceTimes,
+    frame_indices,
+    locate_frames,
+    to_seconds,
+    to_whole_us,
+)
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
@@ -232,7 +242,33 @@ class ChunkSet:
     def read(self, chunk: int, frames: Collection[int]) -> ChunkBytes:
         """Read the bytes needed to decode `frames` of a chunk; raises SampleFailed if they cannot be read."""
         shard, row = self._variant.shard(int(self.table.shard[chunk])), int(self.table.row[chunk])
-        return read_chunk(shard, row, frames, rule=self.rule, key=self.key(chunk))
+        return read_chunk(
+            shard, row, frames, rule=self.rule, key=self.key(chunk), source=lambda: self._source_file(chunk)
+        )
+
+    def times(self, chunk: int) -> ChunkTimes:
+        """Return the position of a chunk in its video, and of its frames.
+
+        Raises:
+            SampleFailed: The frames are in a source file, and their times cannot be read.
+        """
+        times = self.table.times(chunk)
+        if not self.table.is_in_sources:
+            return times
+        shard, row = self._variant.shard(int(self.table.shard[chunk])), int(self.table.row[chunk])
+        try:
+            source = shard.packet_tables.source(row)
+        except (OSError, Damaged, Inaccessible, ValueError) as error:
+            raise SampleFailed(self.key(chunk), reason="shard_unreadable", detail=str(error)) from error
+        assert source is not None, "a variant holds chunks of one kind"
+        return SourceTimes(**vars(times), source=source)
+
+    def _source_file(self, chunk: int) -> SourceFile:
+        return SourceFile(str(self._places[int(self.table.video_row[chunk])].as_py()))
+
+    @cached_property
+    def _places(self) -> pa.Array:
+        return self.source_paths()
 
     def describe(self) -> str:
         """Name the shards that are not decoded by the rule; empty if all are."""
@@ -439,7 +475,7 @@ class ClipReader(ThreadedReader):
         """Return the start of the first and end of the last frame of an evaluated clip in its video, seconds."""
         frames = self.plan(SampleRequest(sample, sample, None)).frames
         (first, first_frame), (last, last_frame) = (
-            (self.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])
+            (self.chunks.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])
         )
         end_us = last.frame_begin_us(last_frame) + Fraction(last.fps_den * US_PER_S, last.fps_num)
         return to_seconds(first.frame_begin_us(first_frame)), to_seconds(end_us)
@@ -515,8 +551,11 @@ class ClipReader(ThreadedReader):
         request = replace(request, sample=request.sample // self._repeats) if self._repeats > 1 else request
         row = request.sample
         first, last = int(self._first_chunk[row]), int(self._last_chunk[row])
-        chunks = [self.chunks.table.times(chunk) for chunk in range(first, last + 1)]
         key = self.chunks.key(first)
+        try:
+            chunks = [self.chunks.times(chunk) for chunk in range(first, last + 1)]
+        except SampleFailed as failure:
+            return ClipPlan(request, key, (), None, failure)
         rng = request.generator("frames", num_alike=self._of_same_frames)
         if self._moments is None:
             begin_us, end_us = int(self._begin_us[row]), int(self._end_us[row])

@@ -33,6 +33,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from clipmill.shards.packets import SourceFrames
+
 if TYPE_CHECKING:
     import torch
 
@@ -82,6 +84,34 @@ class ChunkTimes:
         """Return the time in the video at which a frame begins, exact, microseconds."""
         # One fraction rather than a sum, which takes twice as long: every clip has the times of its frames.
         return Fraction(self.start_ms * 1000 * self.fps_num + frame * self.fps_den * US_PER_S, self.fps_num)
+
+    def nominal_frame(self, number: int) -> int:
+        """Return the frame that is shown as frame `number` at the rate of the chunk."""
+        return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceTimes(ChunkTimes):
+    """Position of a chunk of source frames, which may begin at any time; `num_frames` counts them at a nominal rate.
+
+    Attributes:
+        source: Frames of the chunk.
+    """
+
+    source: SourceFrames
+
+    def frame_at(self, numerator: int, denominator: int) -> int:
+        """Return the frame on show at numerator / denominator microseconds."""
+        return self.source.frame_at(numerator, denominator)
+
+    def frame_begin_us(self, frame: int) -> Fraction:
+        """Return the time in the video at which a frame begins, exact, microseconds."""
+        return self.source.begin_us(frame)
+
+    def nominal_frame(self, number: int) -> int:
+        """Return the frame on show at the middle of frame `number` at the nominal rate."""
+        moment = (super().frame_begin_us(number) + super().frame_begin_us(number + 1)) / 2
+        return self.source.frame_at(*moment.as_integer_ratio())
 
 
 def to_seconds(time_us: Fraction) -> float:
