@@ -148,7 +148,7 @@ def _train(
             lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world
         )
     # With the reasons why captions are omitted, which explain a set that is too small.
-    progress.say(f"data: {samples.describe()}; {samples.variant_name}")
+    progress.say(f"data: {'; '.join(filter(None, [samples.describe(), samples.variant_name]))}")
     check_batch(settings, samples)
     epochs = [*describe_epochs(settings, samples)]
     check_stages(task, samples, settings, world=world)
@@ -230,7 +230,7 @@ def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
     if evaluation is None:
         return None
     try:
-        folder = open_folder(settings.on(settings.folders[0]), reason="a stream has no list of splits", column=None)
+        folder = open_folder(settings.on(settings.folders[0]), reason="splits are in a manifest", column=None)
         splits = set(read_videos(folder.path)["split"].unique().to_pylist())
     except UserError:
         return None

@@ -32,6 +32,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 from clipmill.manifests.errors import ClipmillError, FailedWork
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.order import Cursor
 
@@ -45,6 +46,8 @@ Unusable = Literal[
     "chunk_missing",
     "not_selected",
 ]
+_MAX_NAMED = 3  # keys in a message
+
 # Words after "1", and after higher numbers.
 _WORDS: dict[Unusable, tuple[str, str]] = {
     "empty_span": ("with an empty span", "with an empty span"),
@@ -95,6 +98,14 @@ class SampleFailed(ClipmillError):
         return FailedSample(position, self.key, self.reason, self.detail)
 
 
+def name_repeated(keys: Sequence[str]) -> str:
+    """Return the number and names of the keys of failures, to append to their number; empty if none is repeated."""
+    if len(distinct := list(dict.fromkeys(keys))) == len(keys):
+        return ""
+    names = ", ".join([*distinct[:_MAX_NAMED], *(["..."] if len(distinct) > _MAX_NAMED else [])])
+    return f": {count_noun(len(distinct), 'file or chunk', 'files or chunks')} failed again and again ({names})"
+
+
 class TooManyFailures(ClipmillError):
     """The failure budget is exceeded.
 
@@ -141,7 +152,8 @@ def list_failures(failures: list[FailedSample], failed: Sequence[FailedSample], 
     failures += failed
     if failed and len(failures) > max_failures:
         raise FailedWork(
-            f"{len(failures)} failed, more than max_failures={max_failures}; "
+            f"{len(failures)} failed, more than max_failures={max_failures}"
+            f"{name_repeated([failure.key for failure in failures])}; "
             f"the last one: {failed[-1].key}: {failed[-1].detail}; all are in `failures`"
         )
 

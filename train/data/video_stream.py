@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.storage.mirrors import is_remote
-from clipmill.train.config.clips import CaptionSettings
 from clipmill.train.data.batch import Batch, BatchRing, Sample
 from clipmill.train.data.clip_frames import ClipShape, make_clip
 from clipmill.train.data.decoders import PlainVideo, require_frames
@@ -31,7 +30,7 @@ from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.data.loader import Block, Loader, LoaderSettings, SampleRequest
 from clipmill.train.data.order import permute
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
-from clipmill.train.data.query import TARS_SPLIT, DataQuery, one_caption_each
+from clipmill.train.data.query import TARS_SPLIT, DataQuery
 from clipmill.train.data.samples import BatchedSamples
 from clipmill.train.data.tar_samples import (
     StreamedClip,
@@ -277,16 +276,9 @@ def open_stream(query: DataQuery) -> VideoStream:
     """Open the stream of tars that a task asks for.
 
     Raises:
-        UserError: The settings select samples by what tars do not have; or see `VideoStream`.
+        UserError: See `VideoStream`.
     """
     settings = query.settings
-    if query.has_stored_text or query.captions != CaptionSettings():
-        raise one_caption_each(settings.folder)
-    if settings.selection is not None:
-        raise UserError(
-            f"{settings.folder} is a stream of tars: it has no manifest and no scores to select by",
-            hint="omit --where and --share, or name a data folder that prep made",
-        )
     return VideoStream(
         settings.folder,
         shape=query.shape,
