@@ -65,6 +65,26 @@ def remarks_of(num_unusable: Mapping[Unusable, int], num_shortened: int) -> list
     return [*parts, f"{num_shortened:,} shortened to the end of the video"] if num_shortened else parts
 
 
+class LeftOut:
+    """Omitted samples, counted by reason, with the key of the first sample."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[int, str]] = {}
+
+    def add(self, reason: str, key: str, *, count: int = 1) -> None:
+        """Add samples; `reason` completes a sentence that begins with a number, as in `3 without an image`."""
+        before, first = self._counts.get(reason, (0, key))
+        self._counts[reason] = before + count, first
+
+    def as_list(self) -> list[tuple[str, int, str]]:
+        """List the reasons, each with its number of samples and the key of the first sample."""
+        return [(reason, *count) for reason, count in self._counts.items()]
+
+    def describe(self) -> list[str]:
+        """Return a line for the log about each reason."""
+        return [f"{count:,} {reason} (the first: {first})" for reason, (count, first) in self._counts.items()]
+
+
 @dataclass(frozen=True)
 class FailedSample:
     """A line of failures.jsonl.

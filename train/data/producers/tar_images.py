@@ -23,9 +23,9 @@ from clipmill.train.data.captions import Annotations, Captions, RowCaptions
 from clipmill.train.data.classes import ClassList, class_numbers_of
 from clipmill.train.data.clip_frames import ClipBuilder, ClipShape, as_yuv420
 from clipmill.train.data.decoders import MAX_PIXELS
-from clipmill.train.data.image_tars import LABEL, ImageQuery, ImageTars, LeftOut, open_tars
+from clipmill.train.data.image_tars import LABEL, ImageQuery, ImageTars, open_tars
 from clipmill.train.data.loader import SampleRequest
-from clipmill.train.data.outcomes import FailedSample, SampleFailed
+from clipmill.train.data.outcomes import FailedSample, LeftOut, SampleFailed
 from clipmill.train.data.producers.labelled_clips import Labels
 from clipmill.train.data.query import TARS_SPLIT, DataQuery
 from clipmill.train.data.samples import Samples, SampleTable, Source, fingerprint_of
