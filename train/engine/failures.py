@@ -19,6 +19,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,8 +57,11 @@ class FailureLog:
     def __init__(self, run: RunFolder, *, world: World, max_failures: int, cursor: Cursor) -> None:
         self._path, self._world, self._max_failures = run.failures, world, max_failures
         self._is_told = False
-        lines = world.first(lambda: keep_lines(run.failures, lambda line: cursor.has_passed(line["position"])))
-        self._keys = [str(line.get("key")) for line in lines]
+
+        def belongs(line: dict[str, Any]) -> bool:
+            return cursor.has_passed(line["position"])
+
+        self._keys = world.first(lambda: [str(line.get("key")) for line in keep_lines(run.failures, belongs)])
 
     @property
     def num_failed(self) -> int:
