@@ -4,6 +4,7 @@ Only the sizes in headers are followed, from one element to the next, so that ho
 reading.
 """
 
+import io
 from typing import IO
 
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
@@ -30,6 +31,19 @@ def truncation(file: "IO[bytes]", *, size_bytes: int, format_name: str) -> str |
         if name in format_name:
             return check(file, size_bytes)
     return None
+
+
+def require_complete(content: bytes, *, format_name: str) -> None:
+    """Raise ValueError for a truncated file in memory, and for a file that does not state where it ends.
+
+    libav would show the part that is left, as if it were a shorter video.
+    """
+    problem = truncation(io.BytesIO(content), size_bytes=len(content), format_name=format_name)
+    if problem is None:
+        name = format_name.partition(",")[0]
+        problem = f"this {name} file does not state where it ends, so it may be truncated: convert it to mp4 or mkv"
+    if problem:
+        raise ValueError(problem)
 
 
 def missing_index(file: "IO[bytes]", *, size_bytes: int) -> str | None:

@@ -239,9 +239,11 @@ class PlainVideo:
     """
 
     def __init__(self, content: bytes) -> None:
+        from clipmill.shards.timeline.truncation import require_complete  # here, because packets need no container
+
         self._content = content
         with self._open() as (container, stream):
-            _require_complete(content, format_name=container.format.name)
+            require_complete(content, format_name=container.format.name)
             self.time_base = stream.time_base or Fraction(1)
             self.width, self.height = stream.width, stream.height
             times: list[int] = []
@@ -302,18 +304,6 @@ class PlainVideo:
             stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}  # the packets may say otherwise
             stream.codec_context.thread_count = 1  # the loader's threads already use all cores
             yield container, stream
-
-
-def _require_complete(content: bytes, *, format_name: str) -> None:
-    """Raise ValueError for a truncated file, of which libav would show the part that is left."""
-    from clipmill.shards.timeline.truncation import truncation  # here, because packets are decoded without it
-
-    problem = truncation(io.BytesIO(content), size_bytes=len(content), format_name=format_name)
-    if problem is None:
-        name = format_name.partition(",")[0]
-        problem = f"this {name} file does not state where it ends, so it may be truncated: convert it to mp4 or mkv"
-    if problem:
-        raise ValueError(problem)
 
 
 class ChunkDecoder:
