@@ -283,7 +283,7 @@ def open_clips(
         if where is not None:
             raise no_data_folder(address, "which have no scores")
         if captions != "text" or shown != CaptionSettings():
-            error = no_data_folder(address, "whose samples have only the caption beside them")
+            error = no_data_folder(address, "whose samples have one caption each")
             error.add_hint("or omit captions=, sources= and min_relevancy=")
             raise error
     require_no_streams(settings)

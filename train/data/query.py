@@ -95,7 +95,7 @@ def open_samples(query: DataQuery) -> Any:
         )
     if not kind.has_manifest and (query.has_stored_text or query.captions != CaptionSettings()):
         raise UserError(
-            f"{folder} names {kind.noun}, whose samples have only the caption beside them",
+            f"{folder} names {kind.noun}, whose samples have one caption each",
             hint="omit --text-tower and --captions, or name a data folder that prep made",
         )
     return import_object(kind.openers[query.content])(query)
