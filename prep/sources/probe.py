@@ -64,7 +64,7 @@ def probe(place: Place, *, on_read: Callable[[], None] = lambda: None) -> Source
                 open_video(source) as container,
                 as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"),
             ):
-                timeline, _ = read_timeline(container, file=file, on_read=on_read)
+                timeline, _ = read_timeline(container, file=file, on_packet=lambda packet: on_read())
         if timeline.cut:
             raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.cut)
         if timeline.track != look.track:  # the first track has a single frame

@@ -105,9 +105,7 @@ class Chunks:
             list_failures(self.failures, [outcome], max_failures=self._max_failures)
 
     def _load(self, number: int) -> Chunk | FailedSample:
-        chunks, times = self._chunks, self._chunks.table.times(number)
-        key = chunks.key(number)
-        frames = range(0, times.num_frames, self._every)
+        chunks, key = self._chunks, self._chunks.key(number)
         pictures: dict[int, NDArray[np.uint8]] = {}
 
         def add(frame: int, picture: "av.VideoFrame") -> None:
@@ -115,17 +113,19 @@ class Chunks:
             pictures[frame] = np.asarray(picture.to_ndarray(format="rgb24", threads=1), np.uint8)
 
         try:
+            times = chunks.times(number)
+            frames = [times.nominal_frame(frame) for frame in range(0, times.num_frames, self._every)]
             chunks.decoder.decode_each(chunks.read(number, frames), add)
         except SampleFailed as error:
             return error.at(number)
-        begin_s, frame_s = times.start_ms / 1000, times.fps_den / times.fps_num
+        begin_s = times.start_ms / 1000
         return Chunk(
             key=key,
             video_id=split_key(key)[0],
             begin_s=begin_s,
-            end_s=begin_s + times.num_frames * frame_s,
+            end_s=float(times.end_us / US_PER_S),
             frames=np.stack([pictures[frame] for frame in frames]),
-            time_s=begin_s + np.array(frames) * frame_s,
+            time_s=np.array([float(times.frame_begin_us(frame) / US_PER_S) for frame in frames]),
         )
 
 

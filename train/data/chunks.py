@@ -7,6 +7,7 @@ them.
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.store import manifest_dir, read_manifest, read_videos, resolved_folder
 from clipmill.shards.columns import VIDEO, how_to_repair
+from clipmill.shards.decoding import SourceFile
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, Variant
@@ -31,7 +33,7 @@ from clipmill.train.data.captions import Annotations
 from clipmill.train.data.clip_frames import Clip, ClipBuilder, ClipShape, Views, make_clip
 from clipmill.train.data.data_folder import ChunkRows, ChunkTable, DataFolder, Selection, chunk_table
 from clipmill.train.data.decoders import ChunkBytes, ChunkDecoder, ChunkFrames, DecodeRule, read_chunk
-from clipmill.train.data.frame_sampling import US_PER_S, frame_indices, to_whole_us
+from clipmill.train.data.frame_sampling import US_PER_S, ChunkTimes, SourceTimes, frame_indices, to_whole_us
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
@@ -227,7 +229,33 @@ class ChunkSet:
     def read(self, chunk: int, frames: Collection[int]) -> ChunkBytes:
         """Read the bytes needed to decode `frames` of a chunk; raises SampleFailed if they cannot be read."""
         shard, row = self._variant.shard(int(self.table.shard[chunk])), int(self.table.row[chunk])
-        return read_chunk(shard, row, frames, rule=self.rule, key=self.key(chunk))
+        return read_chunk(
+            shard, row, frames, rule=self.rule, key=self.key(chunk), source=lambda: self._source_file(chunk)
+        )
+
+    def times(self, chunk: int) -> ChunkTimes:
+        """Return the position of a chunk in its video, and of its frames.
+
+        Raises:
+            SampleFailed: The frames are in a source file, and their times cannot be read.
+        """
+        times = self.table.times(chunk)
+        if not self.table.is_in_sources:
+            return times
+        shard, row = self._variant.shard(int(self.table.shard[chunk])), int(self.table.row[chunk])
+        try:
+            source = shard.packet_tables.source(row)
+        except (OSError, Damaged, Inaccessible, ValueError) as error:
+            raise SampleFailed(self.key(chunk), reason="shard_unreadable", detail=str(error)) from error
+        assert source is not None, "a variant holds chunks of one kind"
+        return SourceTimes(**vars(times), source=source)
+
+    def _source_file(self, chunk: int) -> SourceFile:
+        return SourceFile(str(self._places[int(self.table.video_row[chunk])].as_py()))
+
+    @cached_property
+    def _places(self) -> pa.Array:
+        return self.source_paths()
 
     def describe(self) -> str:
         """Name the shards that are not decoded by the rule; empty if all are."""
@@ -344,13 +372,14 @@ def query_clips(query: DataQuery) -> ClipQuery:
 class ClipPlan:
     """The frames of a requested clip, as (chunk, frame); `rng` draws the crop.
 
-    `request.sample` is the row of the clip, and `key` its first chunk.
+    `request.sample` is the row of the clip, and `key` its first chunk. A clip with a `failure` has no frames.
     """
 
     request: SampleRequest
     key: str
     frames: tuple[tuple[int, int], ...]
     rng: np.random.Generator | None
+    failure: SampleFailed | None = None
 
     @cached_property
     def by_chunk(self) -> dict[int, dict[int, list[int]]]:
@@ -421,12 +450,11 @@ class ClipReader(ThreadedReader):
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
         """Return the start of the first and end of the last frame of an evaluated clip in its video, seconds."""
         frames = self.plan(SampleRequest(sample, sample, None)).frames
-        times = [(self.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])]
-        (first, first_frame), (last, last_frame) = times
-        return (
-            first.start_ms / 1000 + first_frame * first.fps_den / first.fps_num,
-            last.start_ms / 1000 + (last_frame + 1) * last.fps_den / last.fps_num,
+        (first, first_frame), (last, last_frame) = (
+            (self.chunks.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])
         )
+        end_us = last.frame_begin_us(last_frame) + Fraction(last.fps_den * US_PER_S, last.fps_num)
+        return float(first.frame_begin_us(first_frame) / US_PER_S), float(end_us / US_PER_S)
 
     def deviations(self) -> list[str]:
         """Return deviations from the settings, with numbers."""
@@ -477,6 +505,8 @@ class ClipReader(ThreadedReader):
         for number, plan in enumerate(plans):
             contents = {} if read is None else {**read.shared, **read.others[number]}
             try:
+                if plan.failure is not None:
+                    raise plan.failure
                 clip = self._make(plan, shared, contents)
                 sample = Sample(
                     position=plan.request.position,
@@ -496,13 +526,17 @@ class ClipReader(ThreadedReader):
         request = replace(request, sample=request.sample // self._repeats) if self._repeats > 1 else request
         row = request.sample
         first, last = int(self._first_chunk[row]), int(self._last_chunk[row])
-        chunks = [self.chunks.table.times(chunk) for chunk in range(first, last + 1)]
+        key = self.chunks.key(first)
+        try:
+            chunks = [self.chunks.times(chunk) for chunk in range(first, last + 1)]
+        except SampleFailed as failure:
+            return ClipPlan(request, key, (), None, failure)
         begin_us, end_us = int(self._begin_us[row]), int(self._end_us[row])
         num_views = self._shape.views.num_clips
         rng = request.generator("frames", num_alike=self._of_same_frames)
         frames = frame_indices(begin_us, end_us, self._shape.sampling, chunks, rng=rng, num_views=num_views)
         places = tuple((first + place.chunk, place.frame) for place in frames)
-        return ClipPlan(request, self.chunks.key(first), places, request.generator("crop"))
+        return ClipPlan(request, key, places, request.generator("crop"))
 
     def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
         """Crop the frames of a plan, given the decoded frames of each chunk; raises SampleFailed if they differ."""

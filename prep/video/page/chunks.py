@@ -166,7 +166,7 @@ def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
             continue
         index = shard.index
         part = index.select(["video_id", "start_ms", "num_frames", "fps_num", "fps_den"])
-        part = part.append_column("size", index["mp4_size"])
+        part = part.append_column("size", _sizes(index))
         part = part.append_column("shard", pa.array(np.full(index.num_rows, shard.shard_id, np.int32)))
         part = part.append_column("row", pa.array(np.arange(index.num_rows, dtype=np.int32)))
         parts.append(part.replace_schema_metadata())
@@ -176,6 +176,13 @@ def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
     rows = pa.concat_tables(parts)
     coded = rows["video_id"].combine_chunks().dictionary_encode()
     return _in_order(coded.dictionary, coded.indices.to_numpy(), rows)
+
+
+def _sizes(index: pa.Table) -> pa.Array:
+    """Return the bytes of each chunk: of its file, or of its packets in the source file."""
+    if "mp4_size" in index.column_names:
+        return index["mp4_size"]
+    return pa.array([sum(sizes) for sizes in index["packet_size"].to_pylist()], pa.uint64())
 
 
 def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:

@@ -97,7 +97,7 @@ def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
         (
             "chnk",
             'unknown command "chnk". Did you mean "chunk"? Available commands: manifest, chunk, latents, text, scores, '
-            "captions, plan, export, ...",
+            "captions, index, plan, ...",
             "see prep --help",
         ),
         ("chunk --resolution 224", "unknown option: --resolution. Did you mean --short-side?", "see prep chunk --help"),
