@@ -3,7 +3,8 @@
 A caption may have another split than its video (schema.OPTIONAL_CAPTIONS). Each second of such a video belongs to one
 split: the split of the captions that show it; where captions of several splits overlap, the split that is held out
 (`test`, else `val`); and where no caption is, the split of the video. What is trained without captions leaves out the
-seconds of other splits, and a caption is left out if it shows any of them.
+seconds of other splits, and a caption is left out if it shows any of them. Captions of further sources, such as models,
+do not divide a video: they cover all of it.
 """
 
 from collections.abc import Collection
@@ -17,10 +18,11 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import SpanBlock, StoredCaptions, open_stored_captions
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.store import read_videos
+from clipmill.manifests.store import read_manifest, read_videos
 
 _HELD_OUT = ("val", "test")  # a second of captions of several splits belongs to the last of them, after all others
 _US_PER_S = 1_000_000
+MIN_PART_US = _US_PER_S  # of a chunk; less is too little to train on
 _LAST_S = 1e9  # later than any time of a video
 # Times of neighbouring captions are rounded separately, and starts of chunks are stored in milliseconds.
 _ROUNDING_US = 1000
@@ -63,6 +65,10 @@ class DividedVideos:
         """Return the rows of the videos with seconds of a split, ascending."""
         return np.unique(self.video[self._is_of(split)])
 
+    def numbers_at(self, *, video: NDArray[np.integer], at_us: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the split at each (video, time); -1 for other videos."""
+        return np.where(np.isin(video, self.video), self.split[self._places(video, at_us)], -1).astype(np.int64)
+
     def shows_only(
         self, split: str, *, video: NDArray[np.integer], begin_us: NDArray[np.int64], end_us: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
@@ -77,7 +83,10 @@ class DividedVideos:
     def parts_of(
         self, split: str, *, video: NDArray[np.integer], begin_us: NDArray[np.int64], end_us: NDArray[np.int64]
     ) -> Parts:
-        """Return the parts of spans that belong to a split, in order; spans of other videos are returned whole."""
+        """Return the parts of spans that belong to a split, in order; spans of other videos are returned whole.
+
+        A part shorter than MIN_PART_US is omitted, unless it is a complete span.
+        """
         is_divided = np.isin(video, self.video)
         first = self._places(video, begin_us)
         counts = np.where(is_divided, self._places(video, end_us - 1) - first + 1, 1)
@@ -87,7 +96,9 @@ class DividedVideos:
         of_divided = is_divided[span]
         begins = np.where(of_divided, np.maximum(begins, self.begin_us[place]), begins)
         ends = np.where(of_divided, np.minimum(ends, self.end_us[place]), ends)
-        is_kept = (~of_divided | self._is_of(split)[place]) & (ends > begins)
+        length_us = ends - begins
+        is_long = (length_us >= MIN_PART_US) | (length_us == (end_us - begin_us)[span])
+        is_kept = (~of_divided | self._is_of(split)[place]) & is_long
         return Parts(span[is_kept], begins[is_kept], ends[is_kept])
 
     def _is_of(self, split: str) -> NDArray[np.bool_]:
@@ -114,31 +125,40 @@ def read_divided_videos(data_dir: Path) -> DividedVideos | None:
     stored = open_stored_captions(data_dir)
     if not stored.splits:
         return None
+    from clipmill.manifests.previous import FURTHER_KEY  # many modules
+
     stored.verify()
     of_videos = read_videos(data_dir, columns=["split"])["split"].combine_chunks().dictionary_encode()
-    return _divide(stored, of_videos)
+    further = read_manifest(data_dir).get(FURTHER_KEY, {})
+    divides = np.array([source not in further for source in stored.sources])
+    return _divide(stored, of_videos, divides)
 
 
-def _divide(stored: StoredCaptions, of_videos: pa.DictionaryArray) -> DividedVideos:
+def _divide(stored: StoredCaptions, of_videos: pa.DictionaryArray, divides: NDArray[np.bool_]) -> DividedVideos:
     names = {*stored.splits, *of_videos.dictionary.to_pylist()}
     splits = sorted(names, key=lambda name: (_HELD_OUT.index(name) if name in _HELD_OUT else -1, name))
     of_video = np.array([splits.index(name) for name in of_videos.dictionary.to_pylist()], np.int8)
     of_video = of_video[of_videos.indices.to_numpy()]
     of_caption = np.array([splits.index(name) for name in stored.splits], np.int8)
-    parts = [_divide_block(block, of_video, of_caption, num_splits=len(splits)) for block in stored.blocks()]
+    parts = [_divide_block(block, of_video, of_caption, divides, num_splits=len(splits)) for block in stored.blocks()]
     video, begin_us, end_us, split = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return DividedVideos(tuple(splits), video, begin_us, end_us, split)
 
 
 def _divide_block(
-    block: SpanBlock, of_video: NDArray[np.int8], of_caption: NDArray[np.int8], *, num_splits: int
+    block: SpanBlock,
+    of_video: NDArray[np.int8],
+    of_caption: NDArray[np.int8],
+    divides: NDArray[np.bool_],
+    *,
+    num_splits: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int8]]:
     """Return video, begin, end and split of the seconds of each divided video among the complete videos of a block."""
     assert block.split is not None
     spans = block.each_caption()
     has_split = block.split >= 0
     videos = np.unique(spans.video[has_split])
-    is_divided = np.isin(spans.video, videos) & (spans.end_s > spans.begin_s)
+    is_divided = np.isin(spans.video, videos) & (spans.end_s > spans.begin_s) & divides[block.source]
     video = spans.video[is_divided]
     begin_us, end_us = (
         np.rint(np.clip(times_s[is_divided], 0, _LAST_S) * _US_PER_S).astype(np.int64)
@@ -176,10 +196,7 @@ def find_split_videos(data_dir: Path, split: str) -> tuple[pa.Array, DividedVide
         UserError: There are no such videos.
     """
     videos, divided = read_videos(data_dir, columns=["video_id", "split"]), read_divided_videos(data_dir)
-    is_member = pc.equal(videos["split"], split).to_numpy()
-    if divided is not None:
-        is_member = is_member.copy()
-        is_member[divided.videos_with(split)] = True
+    is_member = members_of(split, videos, divided)
     if not is_member.any():
         splits = ", ".join(sorted(names_of_splits(videos, divided))) or "none, the manifest is empty"
         raise UserError(
@@ -191,6 +208,14 @@ def find_split_videos(data_dir: Path, split: str) -> tuple[pa.Array, DividedVide
         divided = divided.of_videos(np.where(is_member, np.cumsum(is_member) - 1, -1).astype(np.int32))
     ids = videos["video_id"].filter(pa.array(is_member)).combine_chunks()
     return ids, divided if divided is not None and len(divided.video) else None
+
+
+def members_of(split: str, videos: pa.Table, divided: DividedVideos | None) -> NDArray[np.bool_]:
+    """Return bool [videos], True for each video of the manifest that is in a split, or has seconds of it."""
+    is_member = pc.equal(videos["split"], split).to_numpy().copy()
+    if divided is not None:
+        is_member[divided.videos_with(split)] = True
+    return is_member
 
 
 def names_of_splits(videos: pa.Table, divided: DividedVideos | None) -> set[str]:

@@ -182,7 +182,7 @@ SECONDARY_NAMES: Mapping[str, Sequence[str]] = {
     "video": ("datei", "dateiname", "dateipfad", "pfad", "fichier", "nomdufichier", "chemin", "archivo", "ruta"),
     "text": (
         *("beschreibung", "untertitel", "texte", "legende", "texto", "descripcion", "leyenda"),
-        *("languageinstruction", "instruction", "task"),
+        *("languageinstruction", "instruction", "task", "tasks"),
     ),
     "begin_s": ("von", "beginn", "anfang", "startzeit", "debut", "inicio", "desde"),
     "end_s": ("bis", "ende", "endzeit", "fin", "hasta"),

@@ -457,11 +457,13 @@ class WantedVideos:
         row: int | None,
         num_captions: int = 1,
         file_names: Sequence[str] = (),
+        has_own_split: bool = False,
     ) -> int | None:
         """Return the builder's index of the video of an annotation row with `num_captions` captions.
 
         Args:
             file_names: Names under which its file is looked up, in this order; by default `source_id`.
+            has_own_split: True if the row is of a part of the video, which may be in another split than other parts.
 
         Returns:
             The index; None if the row is unusable, in which case it has been counted or rejected.
@@ -479,7 +481,7 @@ class WantedVideos:
                 source_id, file=file, num_captions=num_captions, reason=video.reason, why=video.why
             )
             return None
-        if self._builder.split_of(video) != split:
+        if not has_own_split and self._builder.split_of(video) != split:
             detail = f"split is {split}, but {self._builder.split_of(video)} in an earlier row"
             self._builder.reject(Reason.BAD_SPLIT, file=str(file), row=row, source_id=source_id, detail=detail)
             return None

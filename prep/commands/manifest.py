@@ -1,7 +1,7 @@
 """`prep manifest KIND`: the commands that read datasets into the manifest, one per kind of dataset.
 
-`datasets.py` lists the kinds. A kind takes a table of captions, annotation files or lists of clips; a kind with another
-input needs a function here that makes its command.
+`datasets.py` lists the kinds. A kind takes a table of captions, annotation files, lists of clips, or a folder with
+everything; a kind with another input needs a function here that makes its command.
 """
 
 import json as json_module
@@ -153,7 +153,25 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
     return command
 
 
-_COMMANDS = {"captions": _with_captions, "annotations": _with_annotations, "lists": _with_lists}
+def _with_folder(adapter: Adapter) -> Callable[..., None]:
+    def command(
+        directory: Annotated[Place, ONE_PLACE],
+        *,
+        data: Data = Path("data"),
+        dataset: Dataset = None,
+        yes: Yes = False,
+        json: Json = False,
+    ) -> None:
+        name = dataset or adapter.name
+        write_dataset(
+            lambda _: adapter.read(directory, dataset=name),
+            into=Target(data, name, directory, may_remove=yes, as_json=json),
+        )
+
+    return command
+
+
+_COMMANDS = {"captions": _with_captions, "annotations": _with_annotations, "lists": _with_lists, "folder": _with_folder}
 for _adapter in ADAPTERS.list_usable():
     _command = _COMMANDS[_adapter.takes](_adapter)
     _command.__doc__ = _adapter.text

@@ -171,7 +171,7 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
     chunks = Chunks(scores.table, video=Variant.open(data_dir))
     selection = None
     if request.where is not None:
-        where = parse_where(request.where)
+        where = parse_where(request.where, data_dir=data_dir)
         where.require(("chunk", "video", "label"), because="the page shows chunks")
         coded = scores.table["video_id"].chunk(0)
         is_kept = selected_chunks(

@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 
+from clipmill.manifests.divided_videos import read_divided_videos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, duration_text, on_one_line, parse_bitrate, range_text, size_text
 from clipmill.manifests.keys import split_key
@@ -34,6 +36,7 @@ from clipmill.prep.core.failure_list import (
     note_lines,
 )
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode, SourceFailure
+from clipmill.prep.core.other_splits import lost_lines, lost_times
 from clipmill.prep.core.plan import ShardState, disk_use
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
@@ -393,12 +396,13 @@ def plan_report(planned: Planned) -> Report:
     ]
     lines += retry_lines(failed, data_dir=planned.data_dir)
     has_work = any(shard.has_work for shard in plan.shards)
-    shots, tails = _undetected_shots(plan), _short_tails(plan)
+    shots, tails, others = _undetected_shots(plan), _short_tails(plan), _of_other_splits(planned)
     num_noted, notes = plan.notes(max_videos=MAX_NAMED)
     lines += [
         *shots.lines,
         *left_out_report(plan),
         *tails.lines,
+        *others.lines,
         *note_lines(notes, num_all=num_noted, indent=9),
     ]
     # A run writes tars of encoded and copied chunks, and indexes; estimates from stored tars include the containers.
@@ -443,6 +447,7 @@ def plan_report(planned: Planned) -> Report:
         **shots.values,
         **left_out_values(plan),
         **tails.values,
+        **others.values,
         **{"num_noted_videos": num_noted, "first_notes": notes},
     }
     return Report("\n".join(lines), values)
@@ -508,6 +513,26 @@ def _short_tails(plan: Plan) -> Addition:
         "         kept: every frame is in a chunk; --tail merge adds it to the chunk before, --tail drop omits it",
     ]
     return Addition(lines if tails else [], {"num_short_tails": len(tails), "first_short_tails_s": first})
+
+
+def _of_other_splits(planned: Planned) -> Addition:
+    """Return what splits lose to captions of other splits, for the report; empty if no caption has a split."""
+    divided = read_divided_videos(planned.data_dir)
+    if divided is None:
+        return Addition([], {})
+    plan, us_per_frame = planned.plan, 1_000_000 / planned.plan.recipe.settings.fps_exact
+    rows = np.flatnonzero(np.isin(plan.video_rows, divided.video))
+    video, borders = list[int](), list[tuple[int, int]]()
+    for row, span in zip(rows.tolist(), plan.spans(rows.tolist()), strict=True):
+        firsts = accumulate(span.span.chunk_frames, initial=span.span.first_frame)
+        borders += pairwise(round(first * us_per_frame) for first in firsts)
+        video += [int(plan.video_rows[row])] * len(span.span.chunk_frames)
+    begin_us, end_us = np.array(borders, np.int64).reshape(-1, 2).T
+    splits = read_videos(planned.data_dir, columns=["split"])["split"].combine_chunks()
+    lost = lost_times(divided, splits, video=np.array(video, np.int64), begin_us=begin_us, end_us=end_us)
+    return Addition(
+        lost_lines(lost, indent=9), {"of_other_splits": {name: asdict(time) for name, time in lost.items()}}
+    )
 
 
 def explanation(planned: Planned, name: str) -> Report:

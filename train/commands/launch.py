@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from clipmill.manifests.divided_videos import names_of_splits, read_divided_videos
 from clipmill.manifests.errors import Stopped, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
@@ -231,7 +232,7 @@ def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
         return None
     try:
         folder = open_folder(settings.on(settings.folders[0]), reason="splits are in a manifest", column=None)
-        splits = set(read_videos(folder.path)["split"].unique().to_pylist())
+        splits = names_of_splits(read_videos(folder.path), read_divided_videos(folder.path))
     except UserError:
         return None
     split = evaluation.settings().split

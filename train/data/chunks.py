@@ -87,34 +87,6 @@ def require_same_manifest(data_dir: Path, mark: tuple[object, ...]) -> None:
         )
 
 
-MIN_PART_US = US_PER_S
-
-
-@dataclass(frozen=True)
-class ChunkParts:
-    """Parts of chunks that belong to a split, in whole frames and of MIN_PART_US or more, or complete chunks.
-
-    Attributes:
-        chunk: Row of the chunk of each part, ascending.
-        begin_us, end_us: Span of each part in the video, microseconds.
-        num_trimmed: Number of chunks that are trimmed or left out.
-        lost_us: Length of all that is left out, microseconds.
-    """
-
-    chunk: NDArray[np.int64]
-    begin_us: NDArray[np.int64]
-    end_us: NDArray[np.int64]
-    num_trimmed: int = 0
-    lost_us: int = 0
-
-    def remarks(self) -> list[str]:
-        """Return a remark on what is left out; empty if nothing is."""
-        if not self.num_trimmed:
-            return []
-        of_chunks = f"{self.lost_us / US_PER_S:,.1f} s of {count_noun(self.num_trimmed, 'chunk')}"
-        return [f"{of_chunks} left out, which belong to other splits"]
-
-
 class ChunkSet:
     """The chunks of a split in the `video` column: reading and decoding them. Thread-safe.
 
@@ -185,26 +157,6 @@ class ChunkSet:
             has_captions=has_captions,
             tars=tars,
             depends_on=self.depends_on,
-        )
-
-    def parts(self, chunks: NDArray[np.int64]) -> "ChunkParts":
-        """Return the parts of chunks that belong to the split."""
-        table = self.table
-        start_us, end_us = table.start_ms[chunks] * 1000, table.end_us_of(chunks)
-        if self.divided is None:
-            return ChunkParts(chunks, start_us, end_us)
-        parts = self.divided.parts_of(self.split, video=table.video_row[chunks], begin_us=start_us, end_us=end_us)
-        chunk, start_us_P, end_us_P = chunks[parts.span], start_us[parts.span], end_us[parts.span]
-        # The frame on show when a part begins may have begun in another split.
-        fps_num, frame_us = table.fps_num[chunk].astype(np.int64), table.fps_den[chunk].astype(np.int64) * US_PER_S
-        first_frame = -(-(parts.begin_us - start_us_P) * fps_num // frame_us)
-        begin_us = start_us_P - -first_frame * frame_us // fps_num
-        length_us = parts.end_us - begin_us
-        is_kept = (length_us >= MIN_PART_US) | (length_us == end_us_P - start_us_P)
-        kept_us = np.bincount(parts.span[is_kept], weights=length_us[is_kept], minlength=len(chunks))
-        lost_us = end_us - start_us - kept_us.astype(np.int64)
-        return ChunkParts(
-            chunk[is_kept], begin_us[is_kept], parts.end_us[is_kept], int(np.count_nonzero(lost_us)), int(lost_us.sum())
         )
 
     def shows_only_split(

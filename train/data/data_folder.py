@@ -272,7 +272,7 @@ class Selection:
         if text is not None:
             from clipmill.shards.where import parse_where
 
-            self._where = parse_where(text)
+            self._where = parse_where(text, data_dir=data_dir)
             of_chunks, self._of_captions = self._where.by_level(labels_of="caption" if has_captions else "chunk")
         self._data_dir, self._split, self._video_ids = data_dir, split, chunks.video_ids
         self._num_chunks = len(chunks.video_row)

@@ -260,7 +260,7 @@ def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> F
         if numerator < (chunk.end_us + START_ROUNDING_US) * denominator:
             return FrameIndex(number, chunk.frame_at(numerator, denominator))
         break
-    raise ValueError(f"no chunk holds the moment {numerator / denominator / US_PER_S:.6f} s")
+    raise ValueError(f"no chunk holds the moment {numerator / denominator / US_PER_S:.3f} s")
 
 
 def window_frames(

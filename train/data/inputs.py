@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from clipmill.manifests.divided_videos import names_of_splits, read_divided_videos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.plugins import import_object
 from clipmill.manifests.store import read_videos
@@ -100,7 +101,8 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
         else:
             raise no_data_folder(address, f"and {kind.lacks.get('labels', 'they have no labels')}", kind=kind)
     if splits is None:
-        splits = {split for folder in folders for split in read_videos(folder)["split"].to_pylist()} or {TARS_SPLIT}
+        of_folders = (names_of_splits(read_videos(folder), read_divided_videos(folder)) for folder in folders)
+        splits = set[str]().union(*of_folders) or {TARS_SPLIT}
     return read_classes(*folders, label=label, splits=splits, also=names)
 
 

@@ -260,7 +260,7 @@ class Card:
         facts: Codec, size, frame rate, in words.
         scores: Name of a score -> value.
         written: Caption in the column `captions`; empty without one.
-        labels: Labels of the captions that overlap the chunk, such as "success true".
+        labels: Labels of the captions that overlap the chunk, as names and values.
         problem: Reason why it cannot be shown; it then has neither pictures nor a clip.
     """
 
@@ -279,9 +279,14 @@ class Card:
     pictures: tuple[Picture, ...] = ()
     scores: dict[str, float] = field(default_factory=dict)
     written: str = ""
-    labels: tuple[str, ...] = ()
+    labels: tuple[tuple[str, str], ...] = ()
     clip: Clip | None = None
     problem: str | None = None
+
+    @property
+    def label_values(self) -> str:
+        """Labels as a JSON list of texts such as "success=true", by which the page filters."""
+        return json.dumps([f"{name}={value}" for name, value in self.labels])
 
     @property
     def sorting(self) -> list[tuple[str, float]]:

@@ -91,7 +91,7 @@ class Chunks:
         Raises:
             UserError: It is not an expression on chunks, or keeps none.
         """
-        parsed = parse_where(where)
+        parsed = parse_where(where, data_dir=data_dir)
         parsed.require(("chunk", "video", "label"), because="the page shows chunks")
         is_kept = selected_chunks(
             parsed, data_dir, video_ids=self.video_ids, video_row=self.video, start_ms=self.start_ms
@@ -279,8 +279,8 @@ def written_of(chunks: Chunks, data_dir: Path) -> dict[int, str]:
     return dict(zip(numbers.tolist(), texts, strict=True))
 
 
-def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dict[int, tuple[str, ...]]:
-    """Return the labels of the captions that overlap some chunks, such as "success true", by the number of the chunk.
+def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dict[int, tuple[tuple[str, str], ...]]:
+    """Return the labels of the captions that overlap some chunks, as names and values, by the number of the chunk.
 
     Raises:
         UserError: There is no manifest, or it is damaged.
@@ -290,11 +290,11 @@ def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dic
     spans = Spans(chunks.video[numbers], begin_s, begin_s + chunks.duration_s[numbers])
     part, caption = match_labels(labelled, spans, video_ids=chunks.video_ids, covering=False)
     names = [name for name in labelled.column_names if name.startswith(LABEL_PREFIX)]
-    labels_by_chunk: dict[int, dict[str, None]] = {}
+    labels_by_chunk: dict[int, dict[tuple[str, str], None]] = {}
     for row, number in zip(caption.tolist(), numbers[part].tolist(), strict=True):
         for name in names if row >= 0 else ():
             if (value := labelled[name][row].as_py()) is not None:
-                labels_by_chunk.setdefault(number, {})[f"{name.removeprefix(LABEL_PREFIX)} {value}"] = None
+                labels_by_chunk.setdefault(number, {})[name.removeprefix(LABEL_PREFIX), value] = None
     return {number: tuple(labels) for number, labels in labels_by_chunk.items()}
 
 

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.manifests.formatting import count_noun
-from clipmill.train.data.chunks import ChunkParts, ChunkSet, ClipQuery, ClipReader, query_clips
+from clipmill.train.data.chunk_parts import ChunkParts, parts_of_split
+from clipmill.train.data.chunks import ChunkSet, ClipQuery, ClipReader, query_clips
 from clipmill.train.data.query import DataQuery
 from clipmill.train.data.samples import Samples, SampleTable, Source, open_fingerprint, open_table
 
@@ -60,7 +61,7 @@ def open_frames(query: DataQuery) -> Samples[ClipReader]:
 
 
 def _make_table(chunks: ChunkSet, *, split: str, segment_us: int | None) -> SampleTable:
-    parts = chunks.parts(chunks.selection.rows)
+    parts = parts_of_split(chunks, chunks.selection.rows)
     spans, table = _spans(parts, segment_us=segment_us), chunks.table
     rows = parts.chunk if chunks.divided is None else np.unique(parts.chunk)
     chunks.require_same_manifest()
