@@ -21,7 +21,7 @@ from clipmill.train.augment.draws import draw
 from clipmill.train.augment.pictures import to_model_input
 from clipmill.train.config.clips import Augment, CaptionSettings, ClipSettings
 from clipmill.train.config.model import Init
-from clipmill.train.config.shards import DataSettings, kind_of
+from clipmill.train.config.shards import DataSettings, kind_of, no_data_folder
 from clipmill.train.data.arguments import (
     Data,
     colours_of,
@@ -321,12 +321,11 @@ def open_clips(
         if kind_of(address).has_manifest:
             continue
         if where is not None:
-            raise UserError(f"{address} names tars, which have no scores", hint="name the data folder that prep made")
+            raise no_data_folder(address, "which have no scores")
         if captions != "text" or shown != CaptionSettings():
-            raise UserError(
-                f"{address} names tars: each clip has only the caption in its tar",
-                hint="omit captions=, sources= and min_relevancy=, or name a data folder that prep made",
-            )
+            error = no_data_folder(address, "whose samples have one caption each")
+            error.add_hint("or omit captions=, sources= and min_relevancy=")
+            raise error
     require_no_streams(settings)
     classes = None if label is None else read_classes_of(settings, label=label)
 
@@ -533,9 +532,7 @@ def open_latents(
     settings = DataSettings(shards=shards_of(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
     for address in settings.folders:
         if not kind_of(address).has_manifest:
-            raise UserError(
-                f"latents cannot be read from {address}: a stream of tars has no index", hint="name a data folder"
-            )
+            raise no_data_folder(address, "and latents are in a data folder")
     require_choice("tails", tails, Tails)
     ranks = ranks_of(rank, world)
     this_world = ranks or joined_world()
