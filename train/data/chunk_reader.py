@@ -30,7 +30,7 @@ from clipmill.train.data.arguments import names_arguments, require_process, requ
 from clipmill.train.data.chunk_parts import parts_of_split
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.data_folder import ChunkSearch, ChunkTable, chunk_table, open_data_folder, rows_of
-from clipmill.train.data.frame_sampling import US_PER_S
+from clipmill.train.data.frame_sampling import US_PER_S, to_seconds
 from clipmill.train.data.outcomes import FailedSample, SampleFailed, list_failures
 from clipmill.train.data.workers import Stuck, in_order
 
@@ -132,7 +132,7 @@ class Chunks:
             begin_s=begin_us / US_PER_S,
             end_s=end_us / US_PER_S,
             frames=np.stack([pictures[frame] for frame in frames]),
-            time_s=np.array([float(times.frame_begin_us(frame) / US_PER_S) for frame in frames]),
+            time_s=np.array([to_seconds(times.frame_begin_us(frame)) for frame in frames]),
         )
 
 

@@ -4,7 +4,7 @@
 them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -33,7 +33,16 @@ from clipmill.train.data.captions import Annotations
 from clipmill.train.data.clip_frames import Clip, ClipBuilder, ClipShape, Views, make_clip
 from clipmill.train.data.data_folder import ChunkRows, ChunkTable, DataFolder, Selection, chunk_table
 from clipmill.train.data.decoders import ChunkBytes, ChunkDecoder, ChunkFrames, DecodeRule, read_chunk
-from clipmill.train.data.frame_sampling import US_PER_S, ChunkTimes, SourceTimes, frame_indices, to_whole_us
+from clipmill.train.data.frame_sampling import (
+    US_PER_S,
+    ChunkTimes,
+    Moments,
+    SourceTimes,
+    frame_indices,
+    locate_frames,
+    to_seconds,
+    to_whole_us,
+)
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
@@ -60,8 +69,11 @@ class _OpenedChunks:
     num_open: int | None
 
 
-def _open_chunks(variant: Variant, data_dir: Path, *, split: str) -> _OpenedChunks:
-    video_ids, divided = find_split_videos(data_dir, split)
+def _open_chunks(variant: Variant, data_dir: Path, *, split: str | None) -> _OpenedChunks:
+    if split is None:
+        video_ids, divided = read_videos(data_dir)["video_id"].combine_chunks(), None
+    else:
+        video_ids, divided = find_split_videos(data_dir, split)
     try:
         table, open_gops = chunk_table(variant, video_ids)
     except (Damaged, OSError) as error:
@@ -91,6 +103,7 @@ class ChunkSet:
     """The chunks of a split in the `video` column: reading and decoding them. Thread-safe.
 
     Args:
+        split: Split of the videos; None for all.
         rule: Rule by which frames are decoded.
         tars: Reader of the tars, if they are not in `data_dir`.
         where: Expression that selects samples (clipmill.shards.where); None for all.
@@ -113,7 +126,7 @@ class ChunkSet:
         self,
         data_dir: Path,
         *,
-        split: str,
+        split: str | None,
         rule: DecodeRule,
         tars: "RemoteTars | None" = None,
         where: str | None = None,
@@ -125,7 +138,7 @@ class ChunkSet:
                 hint="name, with --shards, the data folder that prep made",
                 flags=("--shards",),
             )
-        self._data_dir, self.split = data_dir, split
+        self._data_dir, self.split = data_dir, split or ""
         self._variant = Variant.open(data_dir, tars=tars).require_complete()
         self.variant_name = self._variant.directory.name
         self.rule = rule
@@ -152,7 +165,7 @@ class ChunkSet:
         self.selection: Selection = Selection(
             where,
             data_dir,
-            split=split,
+            split=self.split,
             chunks=ChunkRows(self.video_ids, self.table.video_row, self.table.start_ms),
             has_captions=has_captions,
             tars=tars,
@@ -261,6 +274,7 @@ class ClipQuery:
         decode: Rule by which frames are decoded.
         tars: Reader of the tars, if they are not in `data_dir`.
         where: Expression that selects samples (`clipmill.shards.where`); None for all.
+        views: Cameras that show the moment of a caption; empty for clips of single captions.
     """
 
     data_dir: Path
@@ -270,6 +284,7 @@ class ClipQuery:
     decode: DecodeRule = "packets"
     tars: "RemoteTars | None" = None
     where: str | None = None
+    views: tuple[str, ...] = ()
 
     def open_chunks(self, *, has_captions: bool = False) -> ChunkSet:
         """Open the chunks of the split.
@@ -310,6 +325,7 @@ def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loadin
         decode=settings.decode,
         tars=folder.tars,
         where=settings.selection,
+        views=settings.view_names,
     )
 
 
@@ -324,7 +340,8 @@ def query_clips(query: DataQuery) -> ClipQuery:
 class ClipPlan:
     """The frames of a requested clip, as (chunk, frame); `rng` draws the crop.
 
-    `request.sample` is the row of the clip, and `key` its first chunk. A clip with a `failure` has no frames.
+    `request.sample` is the row of the clip, and `key` its first chunk. A clip with a `failure` has no frames. `time_s`
+    are the begins of the frames, seconds.
     """
 
     request: SampleRequest
@@ -332,6 +349,7 @@ class ClipPlan:
     frames: tuple[tuple[int, int], ...]
     rng: np.random.Generator | None
     failure: SampleFailed | None = None
+    time_s: Sequence[float] = ()
 
     @cached_property
     def by_chunk(self) -> dict[int, dict[int, list[int]]]:
@@ -356,6 +374,9 @@ class ReadClips:
     others: list[dict[int, ChunkBytes | SampleFailed]]
 
 
+MomentsOf = Callable[[int, np.random.Generator | None], Moments]
+
+
 class ClipReader(ThreadedReader):
     """Reader of the clips of a table from chunks: the frames of their spans, decoded and cropped. Thread-safe.
 
@@ -368,6 +389,8 @@ class ClipReader(ThreadedReader):
         repeats: Samples of a clip in an epoch. They are consecutive, so that their chunks are read and decoded once if
             they are loaded as a group.
         same_frames: Number of consecutive requests, of one clip, that draw the same moments in training.
+        moments: Function of a row, and of the generator of its draws in training, that gives its moments, and raises
+            ValueError if it has none. By default they are sampled from its span by the rule of `shape`.
     """
 
     def __init__(
@@ -379,13 +402,14 @@ class ClipReader(ThreadedReader):
         annotations: Sequence[Annotations] = (),
         repeats: int = 1,
         same_frames: int = 1,
+        moments: MomentsOf | None = None,
     ) -> None:
         assert table.begin_us is not None and table.end_us is not None
         self.chunks, self.decoder = chunks, chunks.decoder
         self._shape, self._annotations = shape, annotations
         self._begin_us, self._end_us, self._first_chunk = table.begin_us, table.end_us, table.first_part
         self._last_chunk = table.first_part if table.last_part is None else table.last_part
-        self._repeats, self._of_same_frames = repeats, same_frames
+        self._repeats, self._of_same_frames, self._moments = repeats, same_frames, moments
 
     def key(self, sample: int) -> str:
         """Return the chunk in which the clip begins."""
@@ -406,7 +430,7 @@ class ClipReader(ThreadedReader):
             (self.chunks.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])
         )
         end_us = last.frame_begin_us(last_frame) + Fraction(last.fps_den * US_PER_S, last.fps_num)
-        return float(first.frame_begin_us(first_frame) / US_PER_S), float(end_us / US_PER_S)
+        return to_seconds(first.frame_begin_us(first_frame)), to_seconds(end_us)
 
     def deviations(self) -> list[str]:
         """Return deviations from the settings, with numbers."""
@@ -465,6 +489,7 @@ class ClipReader(ThreadedReader):
                     key=plan.key,
                     clip_id=plan.request.sample,
                     video=clip.video,
+                    time_s=plan.time_s,
                     colour=clip.colour,
                 )
                 self.annotate(sample, plan.request)
@@ -478,17 +503,23 @@ class ClipReader(ThreadedReader):
         request = replace(request, sample=request.sample // self._repeats) if self._repeats > 1 else request
         row = request.sample
         first, last = int(self._first_chunk[row]), int(self._last_chunk[row])
-        key = self.chunks.key(first)
+        key, rng = self.chunks.key(first), request.generator("frames", num_alike=self._of_same_frames)
+        begin_us, end_us, num_views = int(self._begin_us[row]), int(self._end_us[row]), self._shape.views.num_clips
         try:
             chunks = [self.chunks.times(chunk) for chunk in range(first, last + 1)]
+            if self._moments is None:
+                frames = frame_indices(begin_us, end_us, self._shape.sampling, chunks, rng=rng, num_views=num_views)
+            else:
+                frames = locate_frames(self._moments(row, rng), chunks)
         except SampleFailed as failure:
             return ClipPlan(request, key, (), None, failure)
-        begin_us, end_us = int(self._begin_us[row]), int(self._end_us[row])
-        num_views = self._shape.views.num_clips
-        rng = request.generator("frames", num_alike=self._of_same_frames)
-        frames = frame_indices(begin_us, end_us, self._shape.sampling, chunks, rng=rng, num_views=num_views)
+        except ValueError as error:
+            if self._moments is None:
+                raise
+            return ClipPlan(request, key, (), None, SampleFailed(key, reason="chunk_missing", detail=str(error)))
         places = tuple((first + place.chunk, place.frame) for place in frames)
-        return ClipPlan(request, key, places, request.generator("crop"))
+        time_s = [to_seconds(chunks[place.chunk].frame_begin_us(place.frame)) for place in frames]
+        return ClipPlan(request, key, places, request.generator("crop"), time_s=time_s)
 
     def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
         """Crop the frames of a plan, given the decoded frames of each chunk; raises SampleFailed if they differ."""

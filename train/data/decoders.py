@@ -144,12 +144,16 @@ class PlainVideo:
 
     Raises:
         av.FFmpegError: The file cannot be opened or read.
-        ValueError: The file has no video stream, its frames are too large, or a packet has no timestamp.
+        ValueError: The file is truncated or cannot tell whether it is, it has no video stream, its frames are too
+            large, or a packet has no timestamp.
     """
 
     def __init__(self, content: bytes) -> None:
+        from clipmill.shards.timeline.truncation import require_complete  # here, because packets need no container
+
         self._content = content
         with self._open() as (container, stream):
+            require_complete(content, format_name=container.format.name)
             self.time_base = stream.time_base or Fraction(1)
             self.width, self.height = stream.width, stream.height
             times: list[int] = []

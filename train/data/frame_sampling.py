@@ -82,7 +82,8 @@ class ChunkTimes:
 
     def frame_begin_us(self, frame: int) -> Fraction:
         """Return the time in the video at which a frame begins, exact, microseconds."""
-        return self.start_ms * 1000 + Fraction(frame * self.fps_den * US_PER_S, self.fps_num)
+        # One fraction rather than a sum, which takes twice as long: every clip has the times of its frames.
+        return Fraction(self.start_ms * 1000 * self.fps_num + frame * self.fps_den * US_PER_S, self.fps_num)
 
     def nominal_frame(self, number: int) -> int:
         """Return the frame that is shown as frame `number` at the rate of the chunk."""
@@ -111,6 +112,12 @@ class SourceTimes(ChunkTimes):
         """Return the frame on show at the middle of frame `number` at the nominal rate."""
         moment = (super().frame_begin_us(number) + super().frame_begin_us(number + 1)) / 2
         return self.source.frame_at(*moment.as_integer_ratio())
+
+
+def to_seconds(time_us: Fraction) -> float:
+    """Return the float next to a time in seconds."""
+    numerator, denominator = time_us.as_integer_ratio()
+    return numerator / (denominator * US_PER_S)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.format import DATASET_FILE
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
-from clipmill.train.config.shards import kind_of
+from clipmill.train.config.shards import kind_of, no_data_folder
 from clipmill.train.data.classes import class_labels, proposed_label
 from clipmill.train.data.data_folder import ChunkTable, chunk_table, index_in, open_data_folder, rows_of
 from clipmill.train.quickstart.request import OFFERED
@@ -81,10 +81,7 @@ def survey(address: str) -> Survey:
         UserError: The data folder does not exist, its manifest is empty, or it has no chunks of video.
     """
     if not kind_of(address).has_manifest:
-        raise UserError(
-            f"{address} names tar files, and train quickstart looks at the manifest of a data folder",
-            hint="name the data folder that prep made",
-        )
+        raise no_data_folder(address, "and train quickstart looks at the manifest of a data folder")
     if not is_remote(address):
         _require_folder(Path(address))
     folder = open_data_folder(address, cache=None, column=None)

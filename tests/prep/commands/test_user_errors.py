@@ -92,6 +92,7 @@ def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
         ("plan --explain=-rf --data x", "the data folder x does not exist", "create one"),
         ("inspect --data y --data x", "the data folder x does not exist", "create one"),
         ("chunk extra", "unexpected argument: extra", "see prep chunk --help"),
+        ("chunk a/0.tar a/1.tar", "unexpected arguments: a/0.tar, a/1.tar", "quote it: the shell replaces"),
         ("plan score", "unexpected argument: score. Did you mean scores?", "see prep plan --help"),
         (
             "chnk",

@@ -39,8 +39,10 @@ SIZED = {
     "fragments.mp4": [*COPY, "-movflags", "frag_keyframe+empty_moov"],
     "last.mov": COPY,
     "first.mp4": [*COPY, "-movflags", "+faststart"],
+    "dash.mp4": [*COPY, "-movflags", "dash+global_sidx+skip_trailer"],
     "flash.flv": COPY,
     "ivf.ivf": VP9,
+    "gif.gif": [],
 }
 
 

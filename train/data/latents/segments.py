@@ -41,6 +41,7 @@ _SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
 DEFAULT_SEGMENT = "5s"
 FALSE_COLOUR_STDS = 2.0  # range of false colours: standard deviations on either side of grey
 _SAME_S = 1e-3  # tolerance: a decimal number may not be exact, as for 80 frames at 30000/1001 per second
+_MS_PER_S = 1000
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
 
 
@@ -240,6 +241,17 @@ def frame_times_us(
     start_us = records.start_ms[chunk] * 1000
     frame_us = US_PER_S * fps.denominator
     return start_us + begin * frame_us // fps.numerator, start_us + end * frame_us // fps.numerator
+
+
+def begins_s(
+    records: LatentRecords, chunk: NDArray[np.integer], begin: NDArray[np.integer], *, num_frames: int
+) -> NDArray[np.float64]:
+    """Return the begin of each frame of segments, seconds [N, num_frames]; nan after the last frame of a chunk."""
+    frame = begin.astype(np.int64)[:, None] + np.arange(num_frames)
+    fps = records.shape.fps
+    start = records.start_ms[chunk].astype(np.int64)[:, None] * fps.numerator
+    times_s = (start + frame * (fps.denominator * _MS_PER_S)) / (fps.numerator * _MS_PER_S)
+    return np.where(frame < records.num_frames[chunk][:, None], times_s, np.nan)
 
 
 def frames_of(segment: str | None, shape: FrameShape) -> int:

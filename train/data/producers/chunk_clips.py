@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.train.data.chunk_parts import ChunkParts, parts_of_split
 from clipmill.train.data.chunks import ChunkSet, ClipQuery, ClipReader, query_clips
@@ -27,6 +28,12 @@ def open_chunk_clips(
     Raises:
         UserError: The data do not exist, or the split has no chunks.
     """
+    if query.views:
+        raise UserError(
+            f"complete chunks belong to no moment, and --views is {','.join(query.views)}",
+            hint="use a model that was trained without --views",
+            flags=("--views",),
+        )
     chunks, repeats = query.open_chunks(), query.loading.group
     depends_on = (*chunks.depends_on, *chunks.selection.depends_on, segment_us)
     table = open_table(
