@@ -46,6 +46,7 @@ TINY = {
     "search": ["--rows", "300", "--rounds", "1"],
     "selection": ["--chunks", "2000", "--rounds", "1"],
     "text_tower": ["--model", "tiny", "--captions", "4", "--rounds", "1", "--device", "cpu"],
+    "views": ["--episodes", "1", "--samples", "2", "--rounds", "1"],
     "vit": ["--rounds", "1", "--variants", "naive", "fused, checkpointed", "open_clip", "--device", "cpu"],
 }
 EVERY_DAY = {"open", "rerun", "selection"}  # make nightly runs the others too
@@ -67,6 +68,7 @@ NOT_BENCHMARKS = {
     "search_peers",
     "timing",
     "tree",
+    "view_peers",
     "vit_steps",
     "peer_process",
     "open_data",
