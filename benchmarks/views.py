@@ -61,14 +61,23 @@ def write_dataset(folder: Path, *, program: str) -> list[list[tuple[Path, float]
             "HF_HOME": str(folder / "hf"),
             "PYTHONPATH": str(REPOSITORY),
         }
-        command = [LEROBOT_PYTHON, "-P", "-m", "benchmarks.view_peers", "write", folder]
-        subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
+        write: list[str | Path] = [LEROBOT_PYTHON, "-P", "-m", "benchmarks.view_peers", "write", folder]
+        subprocess.run(write, check=True, env=environment, stdout=sys.stderr)
         place = "videos/observation.images.{}/chunk-000/file-000.mp4"
         files = [folder / DATASET / place.format(camera) for camera in CAMERAS]
         return [[(file, float(number * PIECE_S)) for file in files] for number in range(len(episodes))]
     (folder / DATASET).mkdir()
     for piece in pieces:
-        command = [program, "-v", "error", "-nostdin", "-i", piece, *_AS_LEROBOT, folder / DATASET / piece.name]
+        command: list[str | Path] = [
+            program,
+            "-v",
+            "error",
+            "-nostdin",
+            "-i",
+            piece,
+            *_AS_LEROBOT,
+            folder / DATASET / piece.name,
+        ]
         subprocess.run(command, check=True)
     return [[(folder / DATASET / piece.name, 0.0) for piece in pieces] for pieces in episodes]
 

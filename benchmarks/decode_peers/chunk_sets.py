@@ -39,7 +39,7 @@ def make_set(name: str, *, pieces: Path, captions: Path, folder: Path, program: 
         for piece, chunk in zip(sources, chunks, strict=True):
             command = [program, "-v", "error", "-nostdin", "-i", str(piece), "-c:v", "libx264", *AS_THEY_ARE[name]]
             subprocess.run([*command, str(chunk)], check=True)
-        words = ["--data", data_folder(folder, name), "--len", f"{PIECE_S}s", "--engine", "processes"]
+        words: list[str | Path] = ["--data", data_folder(folder, name), "--len", f"{PIECE_S}s", "--engine", "processes"]
         run_measured(prep_command("index", chunks[0].parent, *words))
     else:
         _prep_chunks(name, pieces=pieces, captions=captions, folder=folder)
