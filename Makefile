@@ -8,6 +8,7 @@
 #   make docs                        the documentation site, in build/site/
 #   make pages                       opens the pages of `make demo` in Chromium, checks them, and takes the pictures of the documents
 #   make peers                       what the benchmarks `decode`, `latents` and `search` compare with, in .venv-peers
+#   make lerobot                     LeRobot, which `make nightly` compares with, in .venv-lerobot (8 GB)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -19,6 +20,7 @@ COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generat
 PYTEST_FLAGS ?=
 BENCHMARKS ?= caption caption_pipeline chunk decode encoding latents losses mae manifest memory plan rerun search
 PEERS_VENV := .venv-peers
+LEROBOT_VENV := .venv-lerobot
 PACKAGES := manifests shards prep train benchmarks scripts
 # pip believes the certificates of the system; uv shall too.
 export UV_SYSTEM_CERTS ?= 1
@@ -26,7 +28,7 @@ export UV_SYSTEM_CERTS ?= 1
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint style types test pytest nightly torture demo docs pages peers benchmarks lock clean
+.PHONY: help setup lint style types test pytest nightly torture demo docs pages peers lerobot benchmarks lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -139,6 +141,13 @@ $(PEERS_VENV)/.ready: $(UV_READY) benchmarks/peers.txt
 	$(UV) pip install --quiet --python $(PEERS_VENV)/bin/python -r benchmarks/peers.txt
 	@touch $@
 
+lerobot: $(LEROBOT_VENV)/.ready
+
+$(LEROBOT_VENV)/.ready: $(UV_READY) benchmarks/lerobot.txt
+	$(UV) venv --quiet --clear --python $(BIN)/python $(LEROBOT_VENV)
+	$(UV) pip install --quiet --python $(LEROBOT_VENV)/bin/python -r benchmarks/lerobot.txt
+	@touch $@
+
 benchmarks: setup
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || exit; done
 
@@ -148,4 +157,4 @@ lock: $(UV_READY)
 	echo uv | $(COMPILE) - --output-file requirements-uv.lock
 
 clean:
-	rm -rf $(VENV) $(PEERS_VENV) demo build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS_VENV) $(LEROBOT_VENV) demo build .mypy_cache .ruff_cache .pytest_cache

@@ -46,6 +46,7 @@ from scenedetect import ContentDetector, detect
 from benchmarks.encoding import forget_column
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
+from clipmill.prep.core.chunk_content import ChunkContent, read_chunk
 from clipmill.prep.scores.measures import (
     BLACK_LEVEL,
     BLACK_PIXELS,
@@ -55,7 +56,7 @@ from clipmill.prep.scores.measures import (
     optical_flow,
     small_luma,
 )
-from clipmill.prep.scores.score import ChunkFile, score_chunk
+from clipmill.prep.scores.score import score_chunk
 from clipmill.shards.reader import Variant
 
 ENGINE = ("--engine", "processes", "--workers", "1", "--json")
@@ -69,7 +70,7 @@ class Sample:
     """A chunk, and its file for the libraries."""
 
     key: str
-    chunk: ChunkFile
+    chunk: ChunkContent
     path: Path
 
 
@@ -130,8 +131,7 @@ def read_samples(folder: Path, videos: list[Path]) -> list[Sample]:
             for number, row in enumerate(shard.index.to_pylist()):
                 path = folder / f"{row['key']}.mp4"
                 path.write_bytes(shard.read(number, "mp4"))
-                fps = Fraction(row["fps_num"], row["fps_den"])
-                chunk = ChunkFile(path.read_bytes(), row["num_frames"], fps, row["packet_frame"], row["packet_flags"])
+                chunk = read_chunk(shard, number)
                 samples.append(Sample(row["key"], chunk, path))
     return samples
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from clipmill.manifests.errors import FailedWork, UserError
     from clipmill.train.data.batches import Batches
     from clipmill.train.data.chunk_reader import Chunk, Chunks, chunks_table, read_chunks
-    from clipmill.train.data.interface import open_clips, open_latents
+    from clipmill.train.data.interface import open_clips, open_latents, read_clips
     from clipmill.train.inference import LoadedModel, load_model
 
 __all__ = [
@@ -26,12 +26,13 @@ __all__ = [
     "open_clips",
     "open_latents",
     "read_chunks",
+    "read_clips",
 ]
 _MODULES = {
     "manifests.errors": ("FailedWork", "UserError"),
     "train.data.batches": ("Batches",),
     "train.data.chunk_reader": ("Chunk", "Chunks", "chunks_table", "read_chunks"),
-    "train.data.interface": ("open_clips", "open_latents"),
+    "train.data.interface": ("open_clips", "open_latents", "read_clips"),
     "train.inference": ("LoadedModel", "load_model"),
 }
 

@@ -4,7 +4,9 @@
                           (source, row, caption_id), ordered by source and row. Complete videos in each batch.
     caption_texts.arrow   the texts in the order of captions.parquet, uncompressed
 
-`video` and `row` are rows of videos.parquet and captions.parquet; `source` is a number in the order of `source_order`.
+If captions have splits (schema.OPTIONAL_CAPTIONS), each caption also has the number of its split, -1 for the split of
+its video. `video` and `row` are rows of videos.parquet and captions.parquet; `source` is a number in the order of
+`source_order`.
 Every write of the manifest derives both from its tables, and publishes them together (clipmill.manifests.write).
 Labels and likelihoods are only in captions.parquet. Every rank maps the files; the rank that computes verifies them.
 """
@@ -54,6 +56,7 @@ class SpanBlock:
         begin_s, end_s: float64 [S].
         counts: int32 [S], number of captions of each span.
         source: int16 [C]; row: int32 [C], of captions.parquet; caption_id: int64 [C]; span by span.
+        split: int8 [C], number in `CaptionSpans.splits`, -1 for the split of the video; None if no caption has a split.
     """
 
     video: NDArray[np.int32]
@@ -63,28 +66,49 @@ class SpanBlock:
     source: NDArray[np.int16]
     row: NDArray[np.int32]
     caption_id: NDArray[np.int64]
+    split: NDArray[np.int8] | None = None
 
-    def of_videos(self, video_row: NDArray[np.int32]) -> "SpanBlock | None":
-        """Return the spans of some videos; None if the block has none of them.
-
-        Args:
-            video_row: New row of each video; -1 for videos to omit.
-        """
-        video = video_row[self.video]
+    def of_videos(self, videos: "SplitVideos") -> "SpanBlock | None":
+        """Return the captions of a split, with the rows of its videos; None if the block has none of them."""
+        video, counts = videos.row[self.video], self.counts
         is_kept = video >= 0
-        if is_kept.all():
+        if is_kept.all() and videos.is_of_split is None:
             return replace(self, video=video)
         if not is_kept.any():
             return None
-        is_kept_caption = np.repeat(is_kept, self.counts)
-        spans = {name: getattr(self, name)[is_kept] for name in ("begin_s", "end_s", "counts")}
+        is_kept_caption = np.repeat(is_kept, counts)
+        if videos.is_of_split is not None:
+            is_of_split = np.repeat(videos.is_of_split[self.video], counts)
+            if self.split is not None:
+                is_of_split = np.where(self.split < 0, is_of_split, self.split == videos.number)
+            is_kept_caption &= is_of_split
+            counts = np.add.reduceat(is_kept_caption, np.cumsum(counts) - counts, dtype=np.int32)
+            is_kept = counts > 0
+            if not is_kept.any():
+                return None
         captions = {name: getattr(self, name)[is_kept_caption] for name in ("source", "row", "caption_id")}
-        return SpanBlock(video[is_kept], **spans, **captions)
+        return SpanBlock(video[is_kept], self.begin_s[is_kept], self.end_s[is_kept], counts[is_kept], **captions)
 
     def each_caption(self) -> "SpanBlock":
         """Return the captions with a separate span for each."""
         spans = {name: np.repeat(getattr(self, name), self.counts) for name in ("video", "begin_s", "end_s")}
         return replace(self, **spans, counts=np.ones(len(self.source), np.int32))
+
+
+@dataclass(frozen=True)
+class SplitVideos:
+    """The videos of a split, and which captions of theirs are of the split.
+
+    Attributes:
+        row: int32 [videos of the manifest], row of each video among the videos of the split; -1 for other videos.
+        is_of_split: bool [videos of the manifest], True for each video that is in the split, and with it its captions
+            without a split; None if no caption has a split.
+        number: Number of the split in `CaptionSpans.splits`; -2 if no caption has it.
+    """
+
+    row: NDArray[np.int32]
+    is_of_split: NDArray[np.bool_] | None = None
+    number: int = -2
 
 
 class CaptionSpans:
@@ -123,6 +147,11 @@ class CaptionSpans:
         return tuple(self._facts["sources"])
 
     @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits of captions by number; empty if all captions are in the splits of their videos."""
+        return tuple(self._facts.get("splits", ()))
+
+    @property
     def texts_sha256(self) -> str:
         """`TextDigest` of all texts."""
         return str(self._facts["texts_sha256"])
@@ -132,20 +161,21 @@ class CaptionSpans:
         facts: dict[str, Any] = json.loads(pa.ipc.open_file(self._spans).schema.metadata[_METADATA_KEY])
         return facts
 
-    def blocks(self, video_row: NDArray[np.int32] | None = None) -> Iterator[SpanBlock]:
+    def blocks(self, videos: SplitVideos | None = None) -> Iterator[SpanBlock]:
         """Yield the spans in order.
 
         Args:
-            video_row: New row of each video, in ascending order; -1 to omit it. None keeps all videos as they are.
+            videos: Split whose captions are yielded; None keeps all captions, and the videos as they are.
         """
         reader = pa.ipc.open_file(self._spans)
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
             captions = batch["captions"]
-            fields = {name: captions.values.field(name).to_numpy() for name in ("source", "row", "caption_id")}
+            names = [field.name for field in captions.type.value_type]
+            fields = {name: captions.values.field(name).to_numpy() for name in names}
             columns = {name: batch[name].to_numpy() for name in ("video", "begin_s", "end_s")}
             block = SpanBlock(**columns, counts=np.diff(captions.offsets.to_numpy()), **fields)
-            selected = block if video_row is None else block.of_videos(video_row)
+            selected = block if videos is None else block.of_videos(videos)
             if selected is not None:
                 yield selected
 
@@ -191,9 +221,9 @@ def write_caption_spans(
             return np.frombuffer(mmap.mmap(file.fileno(), 0), kind, count=count)
 
     texts_sha256 = _write_texts(texts, captions, metadata=metadata or {})
-    columns, names = _read_columns(captions, video_ids, new_array=new_array)
-    facts = {_METADATA_KEY: json.dumps({"sources": names, "texts_sha256": texts_sha256}).encode()}
-    _write_spans(spans, columns, num_videos=len(video_ids), metadata={**(metadata or {}), **facts})
+    columns, facts = _read_columns(captions, video_ids, new_array=new_array)
+    content = json.dumps({**facts, "texts_sha256": texts_sha256}).encode()
+    _write_spans(spans, columns, num_videos=len(video_ids), metadata={**(metadata or {}), _METADATA_KEY: content})
 
 
 def _write_texts(sink: Any, captions: pa.Table | pq.ParquetFile, *, metadata: dict[bytes, bytes]) -> str:
@@ -210,6 +240,8 @@ def _write_texts(sink: Any, captions: pa.Table | pq.ParquetFile, *, metadata: di
 
 def _write_spans(sink: Any, columns: dict[str, NDArray[Any]], *, num_videos: int, metadata: dict[bytes, bytes]) -> None:
     item = pa.struct([("source", pa.int16()), ("row", pa.int32()), ("caption_id", pa.int64())])
+    if "split" in columns:
+        item = pa.struct([*item, ("split", pa.int8())])
     kinds = [("video", pa.int32()), ("begin_s", pa.float64()), ("end_s", pa.float64()), ("captions", pa.list_(item))]
     schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds], metadata=metadata)
     with pa.ipc.new_file(sink, schema) as writer:
@@ -220,8 +252,8 @@ def _write_spans(sink: Any, columns: dict[str, NDArray[Any]], *, num_videos: int
             keys = (batch[name] for name in ("video", "begin_s", "end_s"))
             is_new = np.any([np.r_[True, key[1:] != key[:-1]] for key in keys], axis=0)
             begins = np.flatnonzero(is_new)
-            items = [batch["source"], rows[order], batch["caption_id"]]
-            captions = pa.StructArray.from_arrays([pa.array(values) for values in items], fields=list(item))
+            batch["row"] = rows[order]
+            captions = pa.StructArray.from_arrays([pa.array(batch[field.name]) for field in item], fields=list(item))
             first = pa.array(np.append(begins, len(rows)).astype(np.int32))
             arrays = [pa.array(batch[name][begins]) for name in ("video", "begin_s", "end_s")]
             writer.write_batch(pa.record_batch([*arrays, pa.ListArray.from_arrays(first, captions)], schema=schema))
@@ -229,14 +261,18 @@ def _write_spans(sink: Any, columns: dict[str, NDArray[Any]], *, num_videos: int
 
 def _read_columns(
     captions: pa.Table | pq.ParquetFile, video_ids: pa.Array, *, new_array: _NewArray
-) -> tuple[dict[str, NDArray[Any]], list[str]]:
-    """Read the columns that the spans are made of, by row, and the names of the sources."""
-    num_rows = captions.num_rows if isinstance(captions, pa.Table) else captions.metadata.num_rows
+) -> tuple[dict[str, NDArray[Any]], dict[str, list[str]]]:
+    """Read the columns that the spans are made of, by row, and the names of the sources and of splits of captions."""
+    is_table = isinstance(captions, pa.Table)
+    num_rows = captions.num_rows if is_table else captions.metadata.num_rows
     kinds = {"video": np.int32, "begin_s": np.float64, "end_s": np.float64, "caption_id": np.int64, "source": np.int16}
-    columns = {name: new_array(num_rows, kind) for name, kind in kinds.items()}
+    of_splits = {"split": np.int8} if "split" in (captions.schema if is_table else captions.schema_arrow).names else {}
+    columns = {name: new_array(num_rows, kind) for name, kind in {**kinds, **of_splits}.items()}
     codes: dict[str, int] = {}
+    splits: dict[str, int] = {}
     begin = 0
-    for table in caption_blocks(captions, ["video_id", "begin_s", "end_s", "caption_id", "source"], num_rows=_READ):
+    read = ["video_id", "begin_s", "end_s", "caption_id", "source", *of_splits]
+    for table in caption_blocks(captions, read, num_rows=_READ):
         part = slice(begin, begin + len(table))
         begin += len(table)
         for name in ("begin_s", "end_s", "caption_id"):
@@ -249,13 +285,17 @@ def _read_columns(
         columns["video"][part] = video_row.to_numpy(zero_copy_only=False)[video.indices.to_numpy()]
         block_codes = [codes.setdefault(name, len(codes)) for name in source.dictionary.to_pylist()]
         columns["source"][part] = np.array(block_codes, np.int16)[source.indices.to_numpy()]
+        if of_splits:
+            split = table["split"].combine_chunks().dictionary_encode()
+            numbers = [splits.setdefault(name, len(splits)) for name in split.dictionary.to_pylist()]
+            columns["split"][part] = np.array([*numbers, -1], np.int8)[split.indices.fill_null(-1).to_numpy()]
     names = sorted(codes, key=source_order)
     number = np.empty(len(names), np.int16)
     number[[codes[name] for name in names]] = np.arange(len(names))
     for begin in range(0, num_rows, _READ):
         part = slice(begin, begin + _READ)
         columns["source"][part] = number[columns["source"][part]]
-    return columns, names
+    return columns, {"sources": names, **({"splits": list(splits)} if splits else {})}
 
 
 def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArray[np.int32]]:
@@ -321,15 +361,25 @@ def open_stored_captions(data_dir: Path) -> StoredCaptions:
     return read_consistently(data_dir, read)
 
 
-def rows_of_split(data_dir: Path, split: str, *, video_ids: pa.Array) -> NDArray[np.int32]:
-    """Return the row of each video of the manifest in `video_ids`, the videos of a split; -1 for other videos.
+def split_videos(captions: CaptionSpans, data_dir: Path, split: str, *, video_ids: pa.Array) -> SplitVideos:
+    """Return the videos of a split, and which of the captions are of the split.
+
+    Args:
+        video_ids: Videos of the split (clipmill.manifests.divided_videos.find_split_videos).
 
     Raises:
         UserError: These are not the videos of the split: another manifest was written in the meantime.
     """
     videos = read_videos(data_dir, columns=["video_id", "split"])
-    is_member = pc.equal(videos["split"], split)
-    if not videos["video_id"].filter(is_member).equals(pa.chunked_array([video_ids])):
-        raise UserError(f"the manifest of {data_dir} was replaced while it was read", hint="run the command again")
+    is_of_split, given = pc.equal(videos["split"], split), pa.chunked_array([video_ids])
+    is_member = is_of_split
+    if not (is_alike := videos["video_id"].filter(is_member).equals(given)):  # other videos have captions of the split
+        is_member = pc.or_(is_of_split, pc.is_in(videos["video_id"], value_set=video_ids))
+        if not videos["video_id"].filter(is_member).equals(given):
+            raise UserError(f"the manifest of {data_dir} was replaced while it was read", hint="run the command again")
     is_member = is_member.to_numpy()
-    return np.where(is_member, np.cumsum(is_member) - 1, -1).astype(np.int32)
+    row = np.where(is_member, np.cumsum(is_member) - 1, -1).astype(np.int32)
+    if is_alike and not captions.splits:
+        return SplitVideos(row)
+    number = captions.splits.index(split) if split in captions.splits else -2
+    return SplitVideos(row, is_of_split.to_numpy(), number)

@@ -11,7 +11,7 @@ a caption is `<name>@<8 hexadecimal digits>`; captions with the same name and di
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ import pyarrow.parquet as pq
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import publish_atomically
-from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD
+from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS
 
 LABEL_PREFIX = "label_"
-_PLAIN_COLUMNS = frozenset({"caption_id", "begin_s", "end_s", "text", LIKELIHOOD.name})  # not dictionary-encoded
+_PLAIN_COLUMNS = frozenset({"caption_id", "begin_s", "end_s", "text", "likelihood"})  # not dictionary-encoded
 # Row groups have a fixed size, so that equal tables give equal bytes.
 ROWS_PER_GROUP = 131_072
 # Function that takes the columns caption_id, video_id and source (dictionary-encoded) and returns a bool mask of rows.
@@ -65,13 +65,14 @@ def write_caption_table(
     """
     captions, keep = change.added, change.keep
     kept: Iterator[pa.Table] = iter(())
-    has_likelihood = _has_likelihood(captions)
+    optional = _optional_columns(captions)
     if old_path is not None and keep is not None:
         kept = kept_batches(old_path, keep)
-        if not has_likelihood and LIKELIHOOD.name in pq.read_schema(old_path).names:
-            columns = ["caption_id", "video_id", "source", LIKELIHOOD.name]
-            has_likelihood = any(map(_has_likelihood, kept_batches(old_path, keep, columns=columns)))
-    schema = _stored_schema(old_path if change.keep_labels else None, captions.schema, has_likelihood=has_likelihood)
+        if uncertain := set(OPTIONAL_CAPTIONS.names).intersection(pq.read_schema(old_path).names) - optional:
+            columns = ["caption_id", "video_id", "source", *sorted(uncertain)]
+            for table in kept_batches(old_path, keep, columns=columns):
+                optional |= _optional_columns(table)
+    schema = _stored_schema(old_path if change.keep_labels else None, captions.schema, optional=optional)
     with (
         publish_atomically(path) as temporary,
         pq.ParquetWriter(
@@ -131,13 +132,14 @@ def caption_blocks(captions: pa.Table | pq.ParquetFile, columns: Sequence[str], 
             groups, count = [], 0
 
 
-def _has_likelihood(captions: pa.Table) -> bool:
-    name = LIKELIHOOD.name
-    return name in captions.column_names and captions[name].null_count < captions.num_rows
+def _optional_columns(captions: pa.Table) -> set[str]:
+    """Return the names in OPTIONAL_CAPTIONS that any caption has a value of."""
+    names = set(OPTIONAL_CAPTIONS.names).intersection(captions.column_names)
+    return {name for name in names if captions[name].null_count < captions.num_rows}
 
 
-def _stored_schema(old_path: Path | None, new: pa.Schema, *, has_likelihood: bool) -> pa.Schema:
-    """Return the schema of the output file: CAPTIONS, LIKELIHOOD if needed, and all labels, without dictionaries.
+def _stored_schema(old_path: Path | None, new: pa.Schema, *, optional: Collection[str]) -> pa.Schema:
+    """Return the schema of the output file: CAPTIONS, the columns `optional`, and all labels, without dictionaries.
 
     Args:
         old_path: Previous table, if its labels are kept.
@@ -153,7 +155,7 @@ def _stored_schema(old_path: Path | None, new: pa.Schema, *, has_likelihood: boo
                     hint="use a separate data folder for the new dataset (--data)",
                 )
     fields = [field.with_type(_plain_type(field.type)) for field in CAPTIONS]
-    fields += [LIKELIHOOD] if has_likelihood else []
+    fields += [field for field in OPTIONAL_CAPTIONS if field.name in optional]
     return pa.schema(fields + [labels[name].with_nullable(True) for name in sorted(labels)])
 
 
@@ -219,7 +221,7 @@ def captions_sha256(
 ) -> list[str]:
     """Compute a digest of each video's captions (IDs, times, texts, sources, labels), sorted by begin, end and ID.
 
-    Likelihoods are included for videos that have at least one. The digests of other videos do not depend on them.
+    Columns of OPTIONAL_CAPTIONS are included for videos that have a value. Other digests do not depend on them.
 
     Args:
         captions: All caption columns except caption_id, N rows.
@@ -233,24 +235,25 @@ def captions_sha256(
     bounds = np.searchsorted(video_rows[order], np.arange(num_videos + 1))
     digests = [hashlib.sha256(b"").hexdigest()] * num_videos
     columns = captions.drop_columns(["video_id"])
-    if LIKELIHOOD.name not in columns.column_names:
-        columns = columns.append_column(LIKELIHOOD, pa.nulls(columns.num_rows, LIKELIHOOD.type))
+    optional_names = [name for name in OPTIONAL_CAPTIONS.names if name in columns.column_names]
     for first, last in _windows(bounds):
         rows = order[bounds[first] : bounds[last]]
         part = take_rows(columns, rows).combine_chunks()
-        likelihood = part[LIKELIHOOD.name].chunk(0)
-        has_likelihood = likelihood.is_valid().to_numpy(zero_copy_only=False)
-        part = part.drop_columns([LIKELIHOOD.name])
+        optional = [_optional_streams(name, part[name].chunk(0)) for name in optional_names]
         streams = [_Stream.of_numbers(caption_ids[rows])]
-        for name in part.column_names:
+        for name in part.drop_columns(optional_names).column_names:
             streams += _streams(part[name].chunk(0))
-        optional = [_Stream.of_numbers(has_likelihood), *_streams(likelihood.fill_null(0))]
         local = bounds[first : last + 1] - bounds[first]
         for video in np.flatnonzero(np.diff(local)):
             begin, end = int(local[video]), int(local[video + 1])
             sha256 = hashlib.sha256((end - begin).to_bytes(8, "little"))
-            for stream in (*streams, *optional) if has_likelihood[begin:end].any() else streams:
+            for stream in streams:
                 sha256.update(stream.rows(begin, end))
+            for name, has_value, values in optional:
+                if has_value[begin:end].any():
+                    sha256.update(name)
+                    for stream in values:
+                        sha256.update(stream.rows(begin, end))
             digests[first + int(video)] = sha256.hexdigest()
     return digests
 
@@ -326,6 +329,14 @@ def _streams(array: pa.Array) -> list[_Stream]:
             _Stream(memoryview(data if data is not None else b""), offsets=offsets),
         ]
     return [*streams, _Stream.of_numbers(pc.fill_null(array, 0).to_numpy(zero_copy_only=False))]
+
+
+def _optional_streams(name: str, array: pa.Array) -> tuple[bytes, np.ndarray, list[_Stream]]:
+    """Return the mark of an optional column in digests, where it has values, bool [rows], and its streams."""
+    has_value = array.is_valid().to_numpy(zero_copy_only=False)
+    mark = b"" if name == "likelihood" else name.encode()  # likelihoods were in digests before columns had marks
+    filled = array.fill_null("" if pa.types.is_string(array.type) else 0)
+    return mark, has_value, [_Stream.of_numbers(has_value), *_streams(filled)]
 
 
 PSEUDO_CAPTIONS = "pseudo-captions"  # value of `kind`

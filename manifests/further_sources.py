@@ -21,7 +21,7 @@ from clipmill.manifests.caption_table import ROWS_PER_GROUP, Selection, captions
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.previous import PreviousManifest, rows_of
-from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD, OWN_DIGEST
+from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS, OWN_DIGEST
 
 # Characters allowed in source names: the syntax of `--captions.sources` uses `=`, `,` and shell patterns.
 SOURCE_CHARS = "letters, digits, '.', '-' and '_'"
@@ -79,7 +79,7 @@ class FurtherCaptions:
     """The captions of all further sources of a manifest.
 
     Attributes:
-        captions: Table of schema.CAPTIONS and schema.LIKELIHOOD, ordered by ID.
+        captions: Table of schema.CAPTIONS with a likelihood, ordered by ID.
         records: Source -> its record, without the number of captions.
     """
 
@@ -167,7 +167,7 @@ class FurtherCaptions:
         return FurtherCaptions(self.captions.filter(pa.array(mask)), self.records)
 
 
-_SCHEMA = CAPTIONS.append(LIKELIHOOD)
+_SCHEMA = CAPTIONS.append(OPTIONAL_CAPTIONS.field("likelihood"))
 
 
 def _in_schema(captions: pa.Table) -> pa.Table:

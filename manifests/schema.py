@@ -46,8 +46,14 @@ CAPTIONS = pa.schema(
 )
 
 # Optional columns, absent if they would be null throughout, so that manifests without such captions do not have them.
-# Of captions that a model wrote: mean log-probability per token (natural logarithm).
-LIKELIHOOD = pa.field("likelihood", pa.float32())
+OPTIONAL_CAPTIONS = pa.schema(
+    [
+        pa.field("likelihood", pa.float32()),  # mean log-probability per token (natural logarithm), if a model wrote it
+        pa.field("split", pa.string()),  # split of this span, if it differs from the split of the video
+        pa.field("group", pa.string()),  # name of the moment, which other videos show as well
+        pa.field("view", pa.string()),  # name of the camera that recorded this span
+    ]
+)
 # Of videos with captions of further sources: the digest of the other captions.
 OWN_DIGEST = pa.field("own_captions_sha256", pa.string())
 

@@ -57,7 +57,7 @@ def read_videos(data_dir: Path, *, columns: Sequence[str] = VIDEOS.names) -> pa.
 
 
 def read_captions(data_dir: Path) -> pa.Table:
-    """Read the captions table: schema.CAPTIONS, schema.LIKELIHOOD if any caption has a likelihood, label_ columns.
+    """Read the captions table: schema.CAPTIONS, the fields of schema.OPTIONAL_CAPTIONS that it has, label_ columns.
 
     Dictionaries are unified across chunks.
 

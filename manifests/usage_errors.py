@@ -119,8 +119,8 @@ def _word(error: "UnknownOptionError") -> str:
 
 
 def _hints(error: "CycloptsError", command: str, words: Sequence[str]) -> Iterator[str]:
-    """Yield the unit of a flag that other programs count in another unit, and the syntax of a value with a dash."""
-    from cyclopts import MissingArgumentError, UnknownOptionError
+    """Yield hints about units of flags, values that begin with a dash, and patterns that the shell has replaced."""
+    from cyclopts import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
     if isinstance(error, UnknownOptionError) and error.token.source == "cli":
         word = _word(error)
@@ -130,6 +130,8 @@ def _hints(error: "CycloptsError", command: str, words: Sequence[str]) -> Iterat
             yield f"words after {_VALUES_ONLY} are values: put the flags before it"
         elif _is_dashed(word):
             yield f"a value that begins with - is given after -- and all flags: {command} ... -- {word}"
+    elif isinstance(error, UnusedCliTokensError) and error.unused_tokens and "/" in error.unused_tokens[0]:
+        yield "if you gave a pattern, such as DIR/*, quote it: the shell replaces an unquoted one by several names"
     elif isinstance(error, MissingArgumentError) and error.argument is not None:
         for flag, word in pairwise(words):
             if flag in error.argument.names and _is_dashed(word):

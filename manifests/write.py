@@ -113,7 +113,7 @@ def write_manifest(
 
     Args:
         videos: Columns video_id, source_id, path, split, one row per video (the other columns are computed here).
-        captions: Columns video_id, begin_s, end_s, text, source, and optionally likelihood and label_ columns (IDs are
+        captions: Columns video_id, begin_s, end_s, text, source, optional and label_ columns (IDs are
             assigned here).
         rejected: Table of schema.REJECTED.
         num_captions_lost: Number of captions that the adapter could not use, because they have no video.
@@ -185,7 +185,14 @@ def write_manifest(
     # Number of videos and of captions by split.
     coded = videos["split"].combine_chunks().dictionary_encode()
     codes, names = coded.indices.to_numpy(), coded.dictionary.to_pylist()
-    counts = (np.bincount(part, minlength=len(names)).tolist() for part in (codes, codes[video_rows]))
+    of_captions = codes[video_rows]
+    if "split" in captions.column_names:
+        split = captions["split"].combine_chunks()
+        names += sorted(set(pc.unique(split).drop_null().to_pylist()).difference(names))
+        of_captions = np.where(
+            split.is_valid(), pc.index_in(split, value_set=pa.array(names)).fill_null(-1), of_captions
+        )
+    counts = (np.bincount(part, minlength=len(names)).tolist() for part in (codes, of_captions))
     splits = dict(zip(names, zip(*counts, strict=True), strict=True))
     num_added = int((ids >= old.next_caption_id).sum())
     num_before = int(old.datasets.get(dataset, {}).get("num_captions", 0))

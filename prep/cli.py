@@ -28,6 +28,10 @@ _BEFORE = {
     "manifest": ("clipmill.prep.commands.manifest:app", "Read videos and captions of a dataset into the manifest."),
 }
 _AFTER = {
+    "index": (
+        "clipmill.prep.commands.index:index",
+        "Index the videos of the manifest as they are: chunks whose packets stay in the source files.",
+    ),
     "plan": (
         "clipmill.prep.commands.columns:plan",
         "Print what prep chunk would do with the same settings, why, and the estimated cost (dry run).",

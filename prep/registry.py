@@ -26,6 +26,7 @@ COLUMNS = Parts(
         "diff",
         "export",
         "gc",
+        "index",
         "inspect",
         "manifest",
         "plan",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 VIDEO, LATENTS, TEXT, SCORES, CAPTIONS = "video", "latents", "text", "scores", "captions"
+SOURCE_MEMBER = "source.json"  # of chunks whose packets stay in the source file
 _TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
 _OF_CHUNKS = (*_TIMES, "width", "height")
 
@@ -35,7 +36,7 @@ class StoredColumn:
 COLUMNS = {
     column.name: column
     for column in (
-        StoredColumn(name=VIDEO, command="chunk", members=("mp4",), merged=_OF_CHUNKS),
+        StoredColumn(name=VIDEO, command="chunk", members=("mp4", SOURCE_MEMBER), merged=_OF_CHUNKS),
         StoredColumn(
             name=LATENTS,
             command="latents",

@@ -65,6 +65,10 @@ Index columns of every sample: `key`, and for each extension `<ext>_offset` (u64
 The Arrow schema metadata holds `clipmill_format` and `extensions` (comma-separated, in member order).
 
 Column `video`: key `<video_id>_<start_ms:09d>`, members mp4, json and, if the dataset has captions, txt.
+A variant of `prep index` has the member source.json in place of mp4: the fingerprint and the size of the source file,
+and a checksum of the packets. The packets stay in that file, whose path is in the manifest; the index has the fields of
+SOURCE_FIELDS too, packet offsets count from `source_offset`, and `packet_frame` numbers all packets of the row by
+presentation time. Frame n of the chunk, at its nominal rate, is the source frame on show at n + 1/2 frames.
 
 Column `latents`: the keys of `video`, in its order and in shards of the same ids and splits; a chunk that could not be
 encoded is absent and listed as a failure in the commit. One member, `latents.npy`: [F, C, h, w], float16, or the bits
@@ -106,6 +110,7 @@ _STEM = re.compile(r"(?P<shard_id>\d{6,})-(?P<fingerprint>[0-9a-f]{8})")
 # Flags in the packet table.
 PACKET_KEY = 1  # decoding can start here
 PACKET_REFERENCE = 2  # other frames may reference it; otherwise it can be skipped unless its frame is requested
+PACKET_RECOVERY = 4  # a key packet that is not an IDR picture: other frames keep their order, and may be named later
 
 
 def chunk_fields(*fields: pa.Field) -> list[pa.Field]:
@@ -136,6 +141,17 @@ VIDEO_FIELDS = [
     pa.field("packet_frame", pa.list_(pa.int32()), nullable=False),
     pa.field("packet_flags", pa.list_(pa.uint8()), nullable=False),
     pa.field("packet_crc32", pa.list_(pa.uint32()), nullable=False),  # allows partial reads of a chunk to be verified
+]
+
+# Fields of a `video` index row of `prep index`, in addition to VIDEO_FIELDS.
+SOURCE_FIELDS = [
+    pa.field("source_offset", pa.uint64(), nullable=False),  # in the source file, from which packet offsets count
+    pa.field("source_bytes", pa.uint64(), nullable=False),  # size of the source file
+    pa.field("time_rate", pa.int64(), nullable=False),  # units of frame_time in a second
+    # Begin of each frame, by presentation index, from time 0 of the video. A hidden frame has the time of the next
+    # frame that is shown, so that the last frame with a time up to t is on show at t.
+    pa.field("frame_time", pa.list_(pa.int64()), nullable=False),
+    pa.field("timeline", pa.string(), nullable=False),  # crop and orientation (clipmill.shards.timeline.model)
 ]
 
 # Fields of a `latents` index row.

@@ -83,7 +83,8 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
     """Memory-map the index at `path`. Its columns are zero-copy views of the file, with one chunk each.
 
     Args:
-        columns: Columns to open; the others are neither validated nor read from disk. None opens all of them.
+        columns: Columns to open; the others are neither validated nor read from disk, and columns of members that the
+            samples do not have are omitted. None opens all columns.
 
     Raises:
         DamagedIndex: The file is not an index of this format, or its structure is broken. Changed values in an
@@ -107,7 +108,9 @@ def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> t
         finally:
             os.close(descriptor)
         table = pa.ipc.open_file(content).read_all()
-        selected = table if columns is None else table.select(list(columns))
+        absent = set(columns or ()).difference(table.column_names)
+        absent = {name for name in absent if name.rpartition("_")[2] in ("offset", "size", "crc32")}
+        selected = table if columns is None else table.select([name for name in columns if name not in absent])
         selected.validate(full=True)
     except (FileNotFoundError, TimeoutError):
         raise

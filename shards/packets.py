@@ -4,6 +4,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -11,10 +12,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
+from clipmill.shards.format import PACKET_KEY, PACKET_RECOVERY, PACKET_REFERENCE
+from clipmill.shards.index import extensions_of
 
 _PACKET_COLUMNS = ("packet_offset", "packet_size", "packet_frame", "packet_flags", "packet_crc32")
-_PAYLOAD_COLUMNS = ("mp4_offset", "mp4_size", "mp4_crc32")
+_PAYLOAD_COLUMNS = ("offset", "size", "crc32")  # of the first member
+_SOURCE_COLUMNS = ("source_offset", "source_bytes", "time_rate", "frame_time", "timeline")
+_US_PER_S = 1_000_000
 _KINDS = [np.dtype(kind) for kind in ("<i4", "<u4", "<u4", "<i4", "u1", "<u4", "<u8", "<u8", "<u4")]
 
 
@@ -25,7 +29,7 @@ class PacketTable:
     Attributes:
         offset, size: Byte range of the packet in the mp4 payload.
         frame: Presentation index of the frame in the packet.
-        flags: PACKET_KEY and PACKET_REFERENCE of clipmill.shards.format.
+        flags: PACKET_KEY, PACKET_REFERENCE and PACKET_RECOVERY of clipmill.shards.format.
         crc32: CRC-32 of the packet's bytes.
     """
 
@@ -46,6 +50,11 @@ class PacketTable:
         if not len(self.keys) or self.keys[0]:
             return False
         return bool((np.minimum.reduceat(self.frame, self.keys) == self.frame[self.keys]).all())
+
+    @property
+    def has_recovery_points(self) -> bool:
+        """True if decoding may start at a packet after which a decoder misses frames that it does not need."""
+        return bool((self.flags & PACKET_RECOVERY).any())
 
     def needed_for(self, frames: Iterable[int]) -> list[int]:
         """Return the packets that `frames` of a chunk with closed GOPs need: ascending positions in decode order.
@@ -77,6 +86,71 @@ class PacketTable:
             begin = position + 1
         return needed
 
+    def needed_runs(self, frames: Iterable[int]) -> list[list[int]]:
+        """Return the packets that `frames` need, as `needed_for` does, in a chunk whose GOPs may be open.
+
+        Each run begins at a keyframe and is decoded by itself: a decoder that goes on at a keyframe that is not an IDR
+        picture confuses the order of frames. A frame that follows a keyframe in decode order and is shown before it (a
+        leading frame) may depend on the GOP before. A run omits the leading frames of its keyframe, on which no other
+        frame depends.
+
+        Raises:
+            ValueError: A frame is not in the table, or the keyframe that it depends on is not.
+        """
+        shown, flags, keys = self.frame.tolist(), self.flags.tolist(), self.keys.tolist()
+        position_of = {frame: position for position, frame in enumerate(shown)}
+        distinct = set(frames)
+        if missing := distinct - position_of.keys():
+            raise ValueError(f"frame {min(missing)} is not in the packet table")
+        positions = sorted(position_of[frame] for frame in distinct)
+        gops = [bisect_right(keys, position) - 1 for position in positions]
+        # The GOPs from which a leading frame is needed: decoding begins at the GOP before.
+        with_leading = {
+            gop for position, gop in zip(positions, gops, strict=True) if shown[position] < shown[keys[max(gop, 0)]]
+        }
+        runs: list[list[int]] = []
+        begin, key_frame = 0, -1  # where decoding goes on, and the frame of the key at which the run begins
+        for position, gop in zip(positions, gops, strict=True):
+            start = gop - (gop in with_leading)
+            if start < 0:
+                raise ValueError(f"no keyframe packet precedes the packet of frame {shown[position]}")
+            if keys[start] >= begin:
+                begin, key_frame = keys[start], shown[keys[start]]
+                runs.append([])
+            between = range(begin, position)
+            runs[-1] += [at for at in between if flags[at] & PACKET_REFERENCE and shown[at] >= key_frame]
+            runs[-1].append(position)
+            begin = position + 1
+        return runs
+
+
+@dataclass(frozen=True)
+class SourceFrames:
+    """The frames of a chunk whose packets are in a source file.
+
+    Attributes:
+        offset: Byte of the source file from which packet offsets count.
+        size_bytes: Size of the source file.
+        rate: Units of time in a second.
+        times: Begin of each frame by presentation index, in units of 1 / `rate` seconds from time 0 of the video,
+            ascending; a hidden frame has the time of the next frame that is shown.
+        timeline: Crop and orientation of the frames (`clipmill.shards.timeline.model.Timeline.to_json`).
+    """
+
+    offset: int
+    size_bytes: int
+    rate: int
+    times: list[int]
+    timeline: str
+
+    def frame_at(self, numerator: int, denominator: int) -> int:
+        """Return the frame on show at numerator / denominator microseconds; before the first frame, that one."""
+        return max(0, bisect_right(self.times, numerator * self.rate // (denominator * _US_PER_S)) - 1)
+
+    def begin_us(self, frame: int) -> Fraction:
+        """Return the time at which a frame begins, exact, microseconds."""
+        return Fraction(self.times[frame] * _US_PER_S, self.rate)
+
 
 class PacketTables:
     """The packet tables of all chunks of one index, with each chunk's decoding parameters.
@@ -97,11 +171,14 @@ class PacketTables:
         for name in _PACKET_COLUMNS[1:]:
             if not np.array_equal(index[name].chunk(0).offsets.to_numpy(), first):
                 raise ValueError(f"{name} and packet_offset differ in length")
-        columns = [first, *values, *(index[name].to_numpy() for name in _PAYLOAD_COLUMNS)]
+        extension = extensions_of(index)[0]
+        columns = [first, *values, *(index[f"{extension}_{name}"].to_numpy() for name in _PAYLOAD_COLUMNS)]
         if wrong := [column.dtype.str for column, kind in zip(columns, _KINDS, strict=True) if column.dtype != kind]:
             raise ValueError(f"packet tables have columns of the types {', '.join(wrong)}")
         begins = [column.ctypes.data - content.address if len(column) else 0 for column in columns]
         self._begins = array("q", begins)  # of the columns, in bytes from the beginning of the content
+        has_sources = _SOURCE_COLUMNS[0] in index.column_names
+        self._sources: pa.Table | None = index.select(_SOURCE_COLUMNS) if has_sources else None
         streams = list(zip(index["codec"].to_pylist(), index["extradata"].to_pylist(), strict=True))
         # One or two streams: a shard's chunks are encoded with one recipe, which most shards have in common.
         self._streams = _share_streams(tuple(dict.fromkeys(streams)))
@@ -117,6 +194,12 @@ class PacketTables:
         """Return the packet table of one chunk."""
         first, end = self._values(0, row, 2).tolist()
         return PacketTable(*(self._values(column, first, end - first) for column in range(1, 6)))
+
+    def source(self, row: int) -> SourceFrames | None:
+        """Return the frames of a chunk whose packets are in a source file; None if they are in the tar."""
+        if self._sources is None:
+            return None
+        return SourceFrames(*(self._sources[name][row].as_py() for name in _SOURCE_COLUMNS))
 
     def has_closed_gops(self, row: int) -> bool:
         """Return `PacketTable.has_closed_gops` for one chunk."""

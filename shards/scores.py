@@ -16,7 +16,7 @@ zero, and so are nearly all bits (0 for black, 1 for any other color). Hashes wi
 set are omitted. Chunks of one video do not count: neighbors in a static shot look alike, and each has its captions.
 
 Leakage is computed from this table and the splits of the manifest, for the chunks that look like a chunk of another
-video.
+video. In a video with captions of several splits, a chunk is in the split of its middle frame, whose hash it has.
 """
 
 import shlex
@@ -31,10 +31,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from clipmill.manifests.divided_videos import read_divided_videos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key, split_key
 from clipmill.manifests.store import read_videos
+from clipmill.shards.chunk_table import read_chunk_rows
 from clipmill.shards.columns import SCORES, VIDEO, command_for, how_to_make, how_to_repair
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.merged_table import (
@@ -377,10 +379,36 @@ def _look_alikes(data_dir: Path) -> tuple[pa.Table, NDArray[np.integer], list[st
     videos = read_videos(data_dir)
     rows = pc.index_in(table["video_id"].cast(pa.string()), value_set=videos["video_id"].combine_chunks())
     known = pc.is_valid(rows)
-    table, split = table.filter(known), videos["split"].take(rows.filter(known))
+    table, rows = table.filter(known), rows.filter(known)
+    split = videos["split"].take(rows)
+    if (divided := read_divided_videos(data_dir)) is not None:
+        middle_us = _middles_us(data_dir, table, is_needed=np.isin(rows.to_numpy(), divided.video))
+        numbers = divided.numbers_at(video=rows.to_numpy(), at_us=middle_us)
+        split = pc.coalesce(pa.array(divided.splits).take(pa.array(numbers, mask=numbers < 0)), split)
     present = set(split.unique().to_pylist())
     names = [*(name for name in _FIRST if name in present), *sorted(present.difference(_FIRST))]
     return table, np.asarray(pc.index_in(split, value_set=pa.array(names, pa.string()))), names
+
+
+def _middles_us(data_dir: Path, table: pa.Table, *, is_needed: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the middle of some chunks of the current variant of `video`, microseconds; the start of all others."""
+    names = ("start_ms", "num_frames", "fps_num", "fps_den")
+    try:
+        chunks = read_chunk_rows(Variant.open(data_dir), columns=("video_id", *names)).table
+    except (Damaged, OSError) as error:
+        raise UserError(str(error), hint=how_to_repair(VIDEO)) from error
+    needed = pc.unique(table["video_id"].filter(pa.array(is_needed)).cast(pa.string()))
+    chunks = chunks.filter(pc.is_in(chunks["video_id"].cast(pa.string()), value_set=needed))
+    length_s = {
+        chunk_key(video_id, start_ms): num_frames * fps_den / fps_num
+        for video_id, start_ms, num_frames, fps_num, fps_den in zip(
+            *(chunks[name].to_pylist() for name in ("video_id", *names)), strict=True
+        )
+    }
+    middles_us = table["start_ms"].to_numpy() * 1000
+    for row in np.flatnonzero(is_needed).tolist():
+        middles_us[row] += round(length_s.get(_key(table, row), 0) * 500_000)
+    return middles_us
 
 
 def _key(table: pa.Table, row: int) -> str:

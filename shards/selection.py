@@ -1,6 +1,7 @@
 """Selection of chunks and captions of a data folder by a `--where`.
 
-Labels are columns `label_NAME` of the manifest's captions, compared as texts. A label holds for the times of its
+Labels are columns `label_NAME` of the manifest's captions, compared as texts, or with the values of an expression: as
+numbers or as conditions. A label holds for the times of its
 caption. A caption with labels is selected by its labels. A caption without labels is selected by the labels of every
 labelled caption that covers its times, because the manifest stores labels that captions of the same times repeat only
 once. A chunk is selected by the labels of every labelled caption that it overlaps.
@@ -16,9 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.formatting import count_noun, quote_value
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.store import open_captions, read_videos
 from clipmill.shards.chunk_table import Moments, read_chunk_rows
@@ -26,7 +26,7 @@ from clipmill.shards.columns import SCORES, how_to_repair
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 from clipmill.shards.scores import open_scores, require_current_chunks
-from clipmill.shards.where import Where
+from clipmill.shards.where import Kind, Where, label_names
 
 _OF_VIDEOS = ("dataset", "split", "num_captions")
 _OF_CHUNKS = ("duration_s", "width", "height")
@@ -155,13 +155,13 @@ def selected_captions(
     if labelled is None:
         return where.mask(pa.table(columns))
 
-    texts = label_texts(captions.take(pa.array(rows)), where.labels)
-    is_labelled = has_labels(texts, where.labels)  # such a caption is paired with itself, and with no other
-    spans = Spans(np.where(is_labelled, -1, video_row), texts["begin_s"].to_numpy(), texts["end_s"].to_numpy())
+    values = label_values(captions.take(pa.array(rows)), where.labels)
+    is_labelled = has_labels(values, where.labels)  # such a caption is paired with itself, and with no other
+    spans = Spans(np.where(is_labelled, -1, video_row), values["begin_s"].to_numpy(), values["end_s"].to_numpy())
     part, caption = match_labels(labelled, spans, video_ids=video_ids, covering=True)
     caption = np.where(is_labelled[part], len(labelled) + part, caption)
     names = sorted(where.labels)
-    both = pa.concat_tables([labelled.select(names), texts.select(names)])
+    both = pa.concat_tables([labelled.select(names), values.select(names)])
     return _mask_of_pairs(where, columns, both, part=part, caption=caption)
 
 
@@ -256,45 +256,70 @@ class Spans(NamedTuple):
     end_s: NDArray[np.float64]
 
 
-def read_labelled(data_dir: Path, names: Collection[str] | None = None) -> pa.Table:
-    """Read the captions that have any of some labels: `video_id`, `begin_s`, `end_s` and the labels as texts.
+def read_labelled(data_dir: Path, kinds: Mapping[str, Kind] | None = None) -> pa.Table:
+    """Read the captions that have any of some labels: `video_id`, `begin_s`, `end_s` and the labels.
 
     Args:
-        names: Names of labels; None for all labels that are not lists.
+        kinds: Names of labels with the kind of their values; None for all labels that are not lists, as texts.
 
     Raises:
-        UserError: The captions have no such label, or can have several values of it.
+        UserError: The captions have no such label, can have several values of it, or have values of another kind.
     """
     with open_captions(data_dir) as file:
-        fields = {field.name: field for field in file.schema_arrow if field.name.startswith(LABEL_PREFIX)}
-        known = [name for name, field in fields.items() if not pa.types.is_nested(field.type)]
-        if unknown := sorted(set(names or ()).difference(known)):
-            problem = "can have several values of" if unknown[0] in fields else "have no column"
+        known = label_names(file.schema_arrow)
+        if unknown := sorted(set(kinds or ()).difference(known)):
+            problem = "can have several values of" if unknown[0] in file.schema_arrow.names else "have no column"
             raise UserError(
                 f"--where uses {unknown[0]}, and the captions of {data_dir} {problem} {unknown[0]}",
                 hint=f"available labels: {', '.join(known) or 'none'}",
                 flags=("--where",),
             )
-        labels = known if names is None else sorted(names)
+        labels: dict[str, Kind] = dict.fromkeys(known, "text") if kinds is None else dict(sorted(kinds.items()))
         tables = []
         for group in range(file.num_row_groups):
-            table = label_texts(file.read_row_group(group, columns=["video_id", *_SPAN, *labels]), labels)
+            table = label_values(file.read_row_group(group, columns=["video_id", *_SPAN, *labels]), labels)
             tables.append(table.filter(pa.array(has_labels(table, labels))))
     if not tables:  # a manifest without captions has no row groups
-        columns = {"video_id": pa.string(), **dict.fromkeys(_SPAN, pa.float64()), **dict.fromkeys(labels, pa.string())}
-        return pa.schema(list(columns.items())).empty_table()
+        times = [(name, pa.float64()) for name in _SPAN]
+        of_labels = [(name, _TYPES[kind]) for name, kind in labels.items()]
+        return pa.schema([("video_id", pa.string()), *times, *of_labels]).empty_table()
     return pa.concat_tables(tables)
 
 
-def label_texts(captions: pa.Table, names: Collection[str]) -> pa.Table:
-    """Return a table with these labels as texts; labels that it lacks are unknown."""
-    for name in sorted(names):
-        if name in captions.column_names:
-            texts = captions[name].cast(pa.string())
-            captions = captions.set_column(captions.column_names.index(name), name, texts)
-        else:
-            captions = captions.append_column(name, pa.nulls(len(captions), pa.string()))
+_TYPES = {"text": pa.string(), "number": pa.float64(), "condition": pa.bool_()}
+_EXPECTED = {"number": "numbers", "condition": "true or false"}
+
+
+def label_values(captions: pa.Table, kinds: Mapping[str, Kind]) -> pa.Table:
+    """Return a table with these labels as values of some kinds; labels that it lacks are unknown.
+
+    Raises:
+        UserError: A label has a value that is not of its kind.
+    """
+    for name, kind in sorted(kinds.items()):
+        if name not in captions.column_names:
+            captions = captions.append_column(name, pa.nulls(len(captions), _TYPES[kind]))
+            continue
+        texts = captions[name].cast(pa.string())
+        try:
+            values = texts.cast(_TYPES[kind])
+        except pa.ArrowInvalid:
+            example = next(text for text in pc.unique(texts).drop_null().to_pylist() if not _is_of_kind(text, kind))
+            raise UserError(
+                f"--where takes {name} for {_EXPECTED[kind]}, and it has the value {quote_value(example)}",
+                hint=f"compare it with texts: {name} = {quote_value(example)}",
+                flags=("--where",),
+            ) from None
+        captions = captions.set_column(captions.column_names.index(name), name, values)
     return captions
+
+
+def _is_of_kind(text: str, kind: Kind) -> bool:
+    try:
+        pa.array([text]).cast(_TYPES[kind])
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def has_labels(captions: pa.Table, names: Collection[str]) -> NDArray[np.bool_]:

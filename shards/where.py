@@ -13,10 +13,11 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import open_captions
 from clipmill.shards.column_fields import COLUMN_FIELDS, is_number
 from clipmill.shards.score_fields import NUMBERS
 
@@ -65,11 +67,13 @@ class Condition:
         text: Canonical form, which parses to the same condition.
         sql: Expression to evaluate.
         names: Fields in it.
+        labels: Labels among them, by the kind of the values that they are compared with.
     """
 
     text: str
     sql: str
     names: frozenset[str]
+    labels: Mapping[str, Kind]
 
 
 def connect() -> "duckdb.DuckDBPyConnection":
@@ -100,12 +104,21 @@ def _database(process: int) -> "duckdb.DuckDBPyConnection":
     )
 
 
-def parse_conditions(text: str, *, fields: Mapping[str, Kind], flag: str) -> list[Condition]:
+def parse_conditions(
+    text: str,
+    *,
+    fields: Mapping[str, Kind],
+    flag: str,
+    labels: Collection[str] = (),
+    known_labels: Callable[[], str] = lambda: f"{LABEL_PREFIX}NAME",
+) -> list[Condition]:
     """Parse an expression into the conditions that it joins by `and`.
 
     Args:
         fields: Names that it may use.
         flag: Flag with the text, for messages.
+        labels: Names of labels among `fields`: they are texts unless they are compared with values of another kind.
+        known_labels: Function that returns the names of existing labels for messages.
 
     Raises:
         UserError: The text is not a condition; the message has the position, and the nearest name for an unknown name.
@@ -115,7 +128,7 @@ def parse_conditions(text: str, *, fields: Mapping[str, Kind], flag: str) -> lis
     if not text:
         raise UserError(f"{flag} is empty", hint=EXAMPLE, flags=(flag,))
     with connect() as database:
-        return _Parser(database, text, fields=fields, flag=flag).conditions()
+        return _Parser(database, text, fields=fields, flag=flag, labels=labels, known_labels=known_labels).conditions()
 
 
 def expression_error(text: str, problem: str, *, flag: str, hint: str | None = None) -> UserError:
@@ -128,9 +141,17 @@ class _Parser:
     """Parser of one expression, which checks the nodes of its parse tree."""
 
     def __init__(
-        self, database: "duckdb.DuckDBPyConnection", text: str, *, fields: Mapping[str, Kind], flag: str
+        self,
+        database: "duckdb.DuckDBPyConnection",
+        text: str,
+        *,
+        fields: Mapping[str, Kind],
+        flag: str,
+        labels: Collection[str],
+        known_labels: Callable[[], str],
     ) -> None:
         self._database, self._text, self._fields, self._flag = database, text, fields, flag
+        self._labels, self._known_labels = frozenset(labels), known_labels
         self._plain: _Node = {}
         self._parse("0")
         self._typeof, self._cast = self._parse("typeof(0)"), self._parse("cast(0 as double)")
@@ -139,6 +160,8 @@ class _Parser:
         root = self._parse(self._text)
         for node in _nodes(root):
             self._check(node)
+        of_labels = self._kinds_of_labels(root)
+        self._fields = {**self._fields, **of_labels}
         self._check_kinds(root)
         parts = root["children"] if root["type"] == "CONJUNCTION_AND" else [root]
         texts = [self._sql(part) for part in parts]
@@ -148,7 +171,8 @@ class _Parser:
         for text, part in zip(texts, parts, strict=True):
             references = (node for node in _nodes(part) if node["class"] == "COLUMN_REF")
             names = frozenset(node["column_names"][0].lower() for node in references)
-            conditions.append(Condition(text, self._sql(part), names))
+            labels = {name: self._fields[name] for name in names & self._labels}
+            conditions.append(Condition(text, self._sql(part), names, labels))
         return conditions
 
     def _parse(self, expression: str) -> _Node:
@@ -186,26 +210,21 @@ class _Parser:
             hint = f"functions: {', '.join(FUNCTIONS)}"
             self._fail(f"there is no function {node['function_name']}", place, hint=hint)
         if node["class"] == "COLUMN_REF" and (name := ".".join(node["column_names"])).lower() not in self._fields:
-            nearest = difflib.get_close_matches(name.lower(), self._fields, n=1)
-            hint = f"did you mean {nearest[0]}? " if nearest else "texts are written in 'single quotes'; "
+            labels = self._known_labels()
+            known = {label.removeprefix(LABEL_PREFIX): label for label in labels.split(", ")}
+            known |= {label: label for label in (*known.values(), *self._fields)}
+            nearest = difflib.get_close_matches(name.lower(), known, n=1)
+            hint = f"did you mean {known[nearest[0]]}? " if nearest else "texts are written in 'single quotes'; "
             hint = "ask for unknown values by `NAME is null`; " if name == "None" else hint
-            if "_" in name:  # the fields of a plug-in's column are named after it
+            if "_" in name and not nearest:  # the fields of a plug-in's column are named after it
                 hint += f"if {name.partition('_')[0]} is a column of a plug-in, its package is not installed here; "
             self._fail(
-                f"there is no name {name}", place, hint=f"{hint}names: {', '.join(self._fields)}; labels: label_NAME"
+                f"there is no name {name}", place, hint=f"{hint}names: {', '.join(self._fields)}; labels: {labels}"
             )
 
     def _check_kinds(self, root: _Node) -> None:
         """Reject conversions that SQL would make: of a number to a condition, and of a text to a number."""
-        conditions, comparisons = [root], []
-        for node in _nodes(root):
-            if node["class"] == "CONJUNCTION" or node["type"] == "OPERATOR_NOT":
-                conditions += node["children"]
-            elif node["class"] == "CASE":
-                conditions += [check["when_expr"] for check in node["case_checks"]]
-            elif node["class"] in ("COMPARISON", "BETWEEN") or node["type"] in _MEMBERSHIPS:
-                operands = [node[name] for name in ("left", "right", "input", "lower", "upper") if name in node]
-                comparisons.append([*operands, *node.get("children", ())])
+        conditions, comparisons = _conditions_and_comparisons(root)
         kinds = self._kinds([*conditions, *(operand for operands in comparisons for operand in operands)])
         for node in conditions:
             if (kind := kinds[id(node)]) != "condition":
@@ -223,10 +242,30 @@ class _Parser:
                         hint="compare numbers with numbers, texts with 'texts'; unknown values: NAME is null",
                     )
 
+    def _kinds_of_labels(self, root: _Node) -> dict[str, Kind]:
+        """Return the kind of each label that is compared with numbers or conditions, or is a condition itself."""
+        conditions, comparisons = _conditions_and_comparisons(root)
+        kinds: dict[str, Kind] = dict.fromkeys(filter(None, map(self._label, conditions)), "condition")
+        for operands in comparisons:
+            others = [node for node in operands if not self._label(node)]
+            of_others = (
+                set(self._kinds(others).values()).difference(("unknown",)) if len(others) < len(operands) else ()
+            )
+            for name in filter(None, map(self._label, operands)) if len(of_others) == 1 else ():
+                kinds.setdefault(name, *of_others)
+        return kinds
+
+    def _label(self, node: _Node) -> str:
+        """Return the name of a label; empty for other nodes."""
+        name = node["column_names"][0].lower() if node["class"] == "COLUMN_REF" else ""
+        return name if name in self._labels else ""
+
     def _kinds(self, nodes: list[_Node]) -> dict[int, Kind]:
         """Return the kind of each node by its id, for which DuckDB binds functions to their arguments."""
         import duckdb
 
+        if not nodes:
+            return {}
         (argument,) = self._typeof["arguments"]
         calls = [{**self._typeof, "arguments": [{**argument, "expression": node}]} for node in nodes]
         columns = ", ".join(f"null::{_TYPES[kind]} as {name}" for name, kind in self._fields.items())
@@ -269,6 +308,20 @@ class _Parser:
                 number, problem = len(self._text), "the expression ends too early"
             problem = f"character {number + 1}: {problem}"
         raise expression_error(self._text, problem, flag=self._flag, hint=hint)
+
+
+def _conditions_and_comparisons(root: _Node) -> tuple[list[_Node], list[list[_Node]]]:
+    """Return the nodes that have to be conditions, and the nodes that are compared with each other."""
+    conditions, comparisons = [root], []
+    for node in _nodes(root):
+        if node["class"] == "CONJUNCTION" or node["type"] == "OPERATOR_NOT":
+            conditions += node["children"]
+        elif node["class"] == "CASE":
+            conditions += [check["when_expr"] for check in node["case_checks"]]
+        elif node["class"] in ("COMPARISON", "BETWEEN") or node["type"] in _MEMBERSHIPS:
+            operands = [node[name] for name in ("left", "right", "input", "lower", "upper") if name in node]
+            comparisons.append([*operands, *node.get("children", ())])
+    return conditions, comparisons
 
 
 def _nodes(tree: object) -> Iterator[_Node]:
@@ -366,9 +419,9 @@ class Where:
         return frozenset(field.column for field in _fields_of(self.names).values())
 
     @property
-    def labels(self) -> frozenset[str]:
-        """Labels among the names."""
-        return frozenset(name for name, field in _fields_of(self.names).items() if field.level == "label")
+    def labels(self) -> dict[str, Kind]:
+        """Labels among the names, with the kind of their values."""
+        return {name: kind for condition in self.conditions for name, kind in condition.labels.items()}
 
     @property
     def stored_in(self) -> dict[str, set[str]]:
@@ -443,8 +496,11 @@ class Where:
         return Where(text, tuple(conditions)) if conditions else None
 
 
-def parse_where(text: str) -> Where:
+def parse_where(text: str, *, data_dir: Path | None = None) -> Where:
     """Parse an expression.
+
+    Args:
+        data_dir: Data folder whose labels messages name.
 
     Raises:
         UserError: It is not an expression; the message has the position, and the nearest name for an unknown name.
@@ -455,5 +511,21 @@ def parse_where(text: str) -> Where:
         )
     text = text.strip()
     names = [*known_fields(), *_LABEL.findall(text.lower())]
-    kinds = {name: field.kind for name, field in _fields_of(names).items()}
-    return Where(text, tuple(parse_conditions(text, fields=kinds, flag=_FLAG)))
+    fields = _fields_of(names)
+    kinds = {name: field.kind for name, field in fields.items()}
+    labels = [name for name, field in fields.items() if field.level == "label"]
+
+    def list_labels() -> str:
+        if data_dir is None:
+            return f"{LABEL_PREFIX}NAME"
+        with open_captions(data_dir) as file:
+            return ", ".join(label_names(file.schema_arrow)) or "none"
+
+    return Where(text, tuple(parse_conditions(text, fields=kinds, flag=_FLAG, labels=labels, known_labels=list_labels)))
+
+
+def label_names(schema: pa.Schema) -> list[str]:
+    """Return the labels that an expression can use: columns of captions that are not lists."""
+    return [
+        field.name for field in schema if field.name.startswith(LABEL_PREFIX) and not pa.types.is_nested(field.type)
+    ]

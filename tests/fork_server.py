@@ -5,6 +5,7 @@ It is two processes: one without torch, which takes the requests, and one with i
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -73,6 +74,7 @@ _LIGHT = (
         for name in ("columns", "export", "manifest", "manifest_text", "retry", "upkeep")
     ),
     "clipmill.prep.sources.probe",
+    *("cyclopts.config", "pyarrow.dataset", "pyarrow.json"),
 )
 # Of all others, with torch: a gigabyte, whose page tables cost a tenth of a second to copy and to free.
 _HEAVY = (
@@ -209,6 +211,8 @@ def servers(address: str) -> Server:
     (handed_on if is_light else heavy).close()
     if not is_light:
         listening.close()
+        if not handed_on.recv(1, socket.MSG_PEEK):  # nobody has asked for torch
+            os._exit(0)
         _import(_HEAVY)
         importlib.import_module("tests.narrow_text").narrow()
         importlib.import_module("tests.torch_work").omit_torch_work()
@@ -266,7 +270,19 @@ def _is_light(request: Mapping[str, Any]) -> bool:
     module, first = request["module"], request["arguments"][:1]
     if module == "tests.workers":
         return bool(first == [LIGHT])
-    return module == "clipmill.prep.cli" and first not in (["latents"], ["text"])
+    return module == "clipmill.prep.cli" and first not in (["captions"], ["latents"], ["text"])
+
+
+def _drop_rights_to_read() -> None:
+    """Read as others than root do: without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, here and in what is executed."""
+    library, drop_from_bounding_set = ctypes.CDLL(None), 24
+    for number in (1, 2):
+        library.prctl(drop_from_bounding_set, number, 0, 0, 0)
+    version_3, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    library.capget(version_3, sets)
+    for word in range(3):  # effective, permitted and inheritable
+        sets[word] &= ~0b110
+    library.capset(version_3, sets)
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
@@ -289,6 +305,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         if "AWS_ENDPOINT_URL" not in os.environ:  # object storage does not survive a fork: those workers are spawned
             processes._CONTEXT = multiprocessing.get_context("fork")
         os.fsync = fsync_at_once  # type: ignore[assignment]
+        if "CLIPMILL_READS_AS_OTHERS" in os.environ:
+            _drop_rights_to_read()
         if "CLIPMILL_TORTURE_WATCH" in os.environ:
             from tests.torture.interposer.calls import install
 

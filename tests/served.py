@@ -1,15 +1,13 @@
 """Command lines that are run one after another in one program, so that its imports are paid for once."""
 
 import contextlib
-import importlib
 import io
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
 from tests.conftest import ROOT
 
@@ -31,10 +29,11 @@ def serve(name: str, main: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def served(name: str, *, python: str = sys.executable, **environment: str) -> Iterator[Commands]:
-    """Start `prep` or `train` in an environment; run command lines in it."""
+def served(name: str, *, python: Path, **environment: str) -> Iterator[Commands]:
+    """Start `prep` or `train` in an environment, by `Forks.python`; run command lines in it."""
+    program = f"from clipmill.{name}.cli import main; from tests.served import serve; serve({name!r}, main)"
     with subprocess.Popen(
-        [python, "-m", "tests.served", name],
+        [python, "-m", "tests.fresh", program],
         cwd=ROOT,
         env={**os.environ, **environment},
         stdin=subprocess.PIPE,
@@ -51,10 +50,3 @@ def served(name: str, *, python: str = sys.executable, **environment: str) -> It
 
         yield run
         commands.close()
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "prep":
-        engine: Any = importlib.import_module("clipmill.prep.engines.processes")
-        engine._CONTEXT = multiprocessing.get_context("fork")  # workers without imports of their own
-    serve(sys.argv[1], importlib.import_module(f"clipmill.{sys.argv[1]}.cli").main)

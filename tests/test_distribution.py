@@ -114,19 +114,30 @@ follow_imports = skip
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory, repository_files: list[Path]) -> Path:
-    """A folder with both distributions, built from the files of the repository alone."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+def source(tmp_path_factory: pytest.TempPathFactory, repository_files: list[Path]) -> Path:
+    """The files of the repository alone."""
+    folder = tmp_path_factory.mktemp("source")
     for path in repository_files:
-        (source / path).parent.mkdir(parents=True, exist_ok=True)
-        (source / path).write_bytes((ROOT / path).read_bytes())
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes((ROOT / path).read_bytes())
     for path in (ROOT / "clipmill").iterdir():
         if path.is_symlink():
-            (source / "clipmill" / path.name).symlink_to(path.readlink())
-    for kind in ("wheel", "sdist"):
-        command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(out)]
-        subprocess.run(command, cwd=source, check=True, capture_output=True)
-    return out
+            (folder / "clipmill" / path.name).symlink_to(path.readlink())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheel_of(source, out=tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution."""
+    out = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", out, cwd=source)
+    [path] = out.glob("*.tar.gz")
+    return path
 
 
 def installed(archive: Path, folder: Path) -> Path:
@@ -134,8 +145,8 @@ def installed(archive: Path, folder: Path) -> Path:
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     packages = next((folder / "lib").glob("python3*/site-packages"))
-    with zipfile.ZipFile(archive) as wheel:
-        wheel.extractall(packages)
+    with zipfile.ZipFile(archive) as content:
+        content.extractall(packages)
     # What it depends on; of its own packages, those of the wheel come first.
     (packages / "dependencies.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
     [entry_points] = packages.glob("clipmill-*/entry_points.txt")
@@ -148,9 +159,8 @@ def installed(archive: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment in which the wheel is installed."""
-    [wheel] = built.glob("*.whl")
     return installed(wheel, tmp_path_factory.mktemp("installed") / "environment").parent
 
 
@@ -168,15 +178,14 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 
 def wheel_of(source: Path, *, out: Path) -> Path:
-    """A wheel that is built from an unpacked source distribution."""
+    """A wheel that is built from a folder."""
     run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", out, cwd=source)
     [wheel] = out.glob("*.whl")
     return wheel
 
 
 @pytest.mark.nightly
-def test_a_source_distribution_makes_the_same_wheel(built: Path, tmp_path: Path) -> None:
-    [sdist], [wheel] = built.glob("*.tar.gz"), built.glob("*.whl")
+def test_a_source_distribution_makes_the_same_wheel(wheel: Path, sdist: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     [unpacked] = (tmp_path / "unpacked").iterdir()
@@ -189,12 +198,12 @@ def test_a_source_distribution_makes_the_same_wheel(built: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["wheel", pytest.param("sdist", marks=pytest.mark.nightly)])
 def test_a_distribution_installs_and_runs_without_the_repository(
-    built: Path, environment: Path, tmp_path: Path, kind: str
+    request: pytest.FixtureRequest, environment: Path, tmp_path: Path, kind: str
 ) -> None:
     if kind == "wheel":
         python = environment / "python"
     else:
-        [sdist] = built.glob("*.tar.gz")
+        sdist: Path = request.getfixturevalue("sdist")
         with tarfile.open(sdist) as archive:
             archive.extractall(tmp_path / "unpacked", filter="data")
         [unpacked] = (tmp_path / "unpacked").iterdir()
@@ -211,8 +220,7 @@ def test_a_distribution_installs_and_runs_without_the_repository(
     assert "1 video" in run(python, "-I", "-m", "clipmill.prep.cli", *synthetic, cwd=tmp_path)
 
 
-def test_the_wheel_has_the_programs_licences_and_files_beside_the_code(built: Path) -> None:
-    [wheel] = built.glob("*.whl")
+def test_the_wheel_has_the_programs_licences_and_files_beside_the_code(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry_points = next(name for name in names if name.endswith("entry_points.txt"))

@@ -22,11 +22,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
+from clipmill.prep.engines.admission import Ticket
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 LIGHT, HEAVY = "light", "heavy"  # without and with torch: the argument of this module as a program
-# Packages of `prep` whose workers compute with torch, or import much else.
-_HEAVY_WORK = ("clipmill.prep.captions", "clipmill.prep.latents", "clipmill.prep.text")
+# Columns whose workers compute with torch, or import much else.
+_HEAVY_COLUMNS = ("captions", "latents", "text")
 
 
 class _Server(Protocol):
@@ -146,8 +148,10 @@ class ForkedContext:
         return _CONTEXT.Pipe()
 
     def Process(self, *, target: Callable[..., object], args: tuple[Any, ...], daemon: bool = False) -> BaseProcess:
-        needs_torch = getattr(args[0], "__module__", "").startswith(_HEAVY_WORK)
-        kind = _Process if needs_torch else _LightProcess
+        # A worker of a column is to be admitted to the folder of its variant.
+        folders = [argument.token_file.parent for argument in args if isinstance(argument, Ticket)]
+        is_heavy = any(folder.parent.name in _HEAVY_COLUMNS for folder in folders)
+        kind = _Process if is_heavy else _LightProcess
         return kind(target=_run, args=(target, args, {**os.environ}), daemon=daemon)
 
 

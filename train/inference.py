@@ -125,7 +125,8 @@ class LoadedModel:
 
         Args:
             clips: A batch of the loader; uint8 RGB frames [B, T, H, W, 3], whose centre square is resized where it is
-                not of `settings.size_px`; or float clips [B, C, T, H, W], normalised as the model takes them.
+                not of `settings.size_px`; or float clips [B, C, T, H, W], normalised as the model takes them. A model
+                of several views takes [B, V, ...].
             tokens: Return all tokens of the video tower after its last norm, the class token first where there is one.
 
         Returns:
@@ -184,7 +185,7 @@ class LoadedModel:
     def _clips(self, clips: Clips) -> torch.Tensor:
         """Return normalised clips [B, C, T, H, W] on the device."""
         if isinstance(clips, Mapping):
-            if "video" in clips and clips["video"].ndim == _CLIP_DIMS:
+            if "video" in clips and clips["video"].ndim == _CLIP_DIMS + len(self._views):
                 return self._of_rgb(clips["video"])
             features = self.opened.spec.features
             assert features is not None  # of all tasks that can be opened here
@@ -195,8 +196,8 @@ class LoadedModel:
             raise UserError(f"encode_video takes clips, not {quote_value(clips)}", hint=_CLIPS_HINT) from None
         if array.dtype == torch.uint8:
             return self._of_rgb(array)
-        shape = self.opened.shape
-        expected = (shape.size.video.num_channels, self.settings.num_frames, shape.image_px, shape.image_px)
+        shape, count = self.opened.shape, self.settings.num_frames
+        expected = (*self._views, shape.size.video.num_channels, count, shape.image_px, shape.image_px)
         if tuple(array.shape[1:]) != expected:
             raise UserError(
                 f"clips of shape {tuple(array.shape)}, and the model takes [B, {', '.join(map(str, expected))}]",
@@ -204,8 +205,24 @@ class LoadedModel:
             )
         return send(array, self.device).float()
 
-    def _of_rgb(self, frames_BTHWC: torch.Tensor) -> torch.Tensor:
+    @property
+    def _views(self) -> tuple[int, ...]:
+        """Number of views of a clip, as a part of its shape; empty for a model of single views."""
+        return (self.settings.num_views,) if self.settings.num_views > 1 else ()
+
+    def _of_rgb(self, frames: torch.Tensor) -> torch.Tensor:
         """Return normalised clips of RGB frames, whose centre squares are resized where they have another size."""
+        if not self._views:
+            return self._of_rgb_view(frames)
+        if frames.ndim != 1 + _CLIP_DIMS or tuple(frames.shape[1:2]) != self._views:
+            names = ", ".join(self.settings.view_names)
+            raise UserError(
+                f"frames of shape {tuple(frames.shape)} are not [B, {self._views[0]}, T, H, W, 3]",
+                hint=f"give the frames of the views {names}",
+            )
+        return self._of_rgb_view(frames.flatten(0, 1)).unflatten(0, (-1, *self._views))
+
+    def _of_rgb_view(self, frames_BTHWC: torch.Tensor) -> torch.Tensor:
         settings = self.settings
         if settings.reads_latents:
             raise UserError(f"{self.opened.title} takes latents, and these are RGB frames", hint="encode them first")

@@ -18,8 +18,8 @@ from benchmarks.decode_peers.clip_set import SIZE_PX, Clip, read_clips
 from benchmarks.decode_peers.libavcodec_floor import ReadyClips
 from benchmarks.decode_peers.packet_clips import FrameReader, PacketReader, rectangle_of
 from benchmarks.peer_process import answer_requests
+from clipmill.shards.decoding import read_packets
 from clipmill.train.data.clip_frames import CroppedPlanes, indices_of
-from clipmill.train.data.decoders import read_packets
 
 WHOLE, DECODE, RESIZE = "the clip path", "libavcodec", "crop and resize"
 PLAN, READ, COMPARE, WRAP = "which packets", "read", "checksums", "packet objects"
@@ -67,7 +67,8 @@ class Costs:
             timed(RESIZE, lambda: crop.add(picture, position_of[frame]))
 
         self._frames.decoder.decode_each(self._frames.read_bytes(clip), resize)
-        packets = timed(READ, lambda: read_packets(shard, row, clip.frames, table=table, key=str(clip.chunk)))
+        payload, needed = shard.packet_tables.payload(row), table.needed_for(clip.frames)
+        packets = timed(READ, lambda: read_packets(shard, payload, table, needed))
         timed(PLAN, lambda: table.needed_for(clip.frames))
         timed(COMPARE, lambda: [zlib.crc32(content) for _, content in packets])
         timed(WRAP, lambda: [av.Packet(content) for _, content in packets])  # type: ignore[arg-type]

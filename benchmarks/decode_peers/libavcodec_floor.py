@@ -10,7 +10,7 @@ from benchmarks.decode_peers.clip_set import Clip
 from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma
 from benchmarks.decode_peers.packet_clips import chunks_of
 from benchmarks.decode_peers.server import serve
-from clipmill.train.data.decoders import read_packets
+from clipmill.shards.decoding import read_packets
 
 
 class ReadyClips:
@@ -33,7 +33,8 @@ class ReadyClips:
             context.extradata = extradata or None
         packets = []
         table = shard.packet_tables.of_row(row)
-        for frame, content in read_packets(shard, row, clip.frames, table=table, key=str(clip.chunk)):
+        payload, needed = shard.packet_tables.payload(row), table.needed_for(clip.frames)
+        for frame, content in read_packets(shard, payload, table, needed):
             packet = av.Packet(content)  # type: ignore[arg-type]  # any buffer will do
             packet.pts = frame
             packets.append(packet)

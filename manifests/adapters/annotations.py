@@ -339,7 +339,7 @@ class Reason(StrEnum):
     BAD_FPS = "bad_fps"  # times are in frames, and fps is not the frame rate of the video
     BAD_LIKELIHOOD = "bad_likelihood"  # not a number, or more than 0: it is the logarithm of a probability
     BAD_SOURCE = "bad_source"  # a source with other characters than letters, digits, ".", "-" and "_"
-    BAD_SPLIT = "bad_split"  # not train, val or test, or different from the split the video already has
+    BAD_SPLIT = "bad_split"  # not train, val or test; or a complete video in two splits
     BAD_LABEL = "bad_label"
     NO_INTERVAL = "no_interval"  # a timestamp that the interval rule cannot expand
     UNSURE = "unsure"  # the annotator marked it as unsure

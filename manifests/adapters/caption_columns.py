@@ -172,6 +172,8 @@ NAMES: Mapping[str, Sequence[str]] = {
     "source": (),
     "likelihood": (),
     "split": ("subset", "partition"),
+    "group": ("moment",),
+    "view": ("camera",),
     CLASS: ("label", "class"),
 }
 # Names that count only if a table has no other name for the column: German, French and Spanish names, and names of
@@ -180,7 +182,7 @@ SECONDARY_NAMES: Mapping[str, Sequence[str]] = {
     "video": ("datei", "dateiname", "dateipfad", "pfad", "fichier", "nomdufichier", "chemin", "archivo", "ruta"),
     "text": (
         *("beschreibung", "untertitel", "texte", "legende", "texto", "descripcion", "leyenda"),
-        *("languageinstruction", "instruction", "task"),
+        *("languageinstruction", "instruction", "task", "tasks"),
     ),
     "begin_s": ("von", "beginn", "anfang", "startzeit", "debut", "inicio", "desde"),
     "end_s": ("bis", "ende", "endzeit", "fin", "hasta"),

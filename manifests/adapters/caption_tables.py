@@ -59,6 +59,8 @@ class CaptionRow(NamedTuple):
         video: Name of the video as it is written; None if it is missing or not a text.
         texts: Captions; None for a missing caption.
         source: Source; None if the row has none.
+        split: Value of the column.
+        group, view: Name of the moment, and of the camera that recorded it; None if the row has none.
         labels: label_ column -> class, for the labels that the row has.
         fault: Reason why the row cannot be used; all fields but number and video are then empty.
     """
@@ -71,6 +73,8 @@ class CaptionRow(NamedTuple):
     source: str | None = None
     likelihood: float | None = None
     split: object = None
+    group: str | None = None
+    view: str | None = None
     labels: Mapping[str, str] = MappingProxyType({})
     fault: Unusable | None = None
 
@@ -103,6 +107,8 @@ def caption_row(row: Row) -> CaptionRow:
             source=source,
             likelihood=likelihood,
             split=values.get("split"),
+            group=_name(values, "group"),
+            view=_name(values, "view"),
             labels=labels,
         )
     except Unusable as fault:
@@ -163,6 +169,17 @@ def _labels(values: Mapping[str, Any]) -> dict[str, str]:
             # JSON writes true, Python True, and spreadsheets TRUE: all of them are one class.
             labels[name] = label.lower() if label.lower() in _BOOLEANS else label
     return labels
+
+
+def _name(values: Mapping[str, Any], name: str) -> str | None:
+    """Return a name, which may be written as an integer."""
+    value = values.get(name)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # a column of integers with gaps, as pandas writes it
+    elif value != value:  # NaN, of pandas
+        return None
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return (_string({name: str(value) if is_number else value}, name) or "").strip() or None
 
 
 def _string(values: Mapping[str, Any], name: str) -> str | None:
@@ -265,7 +282,7 @@ def label_columns(path: Path, *, required: Sequence[str]) -> list[str]:
 def open_caption_table(path: Path, *, note: Callable[[str], None], source: str | None = None) -> OpenTable:
     """Open a table of captions; its rows are read while `batches` is iterated over.
 
-    Labels and splits belong to a dataset: they are not read, which is noted.
+    Labels, splits, groups and views belong to a dataset: they are not read, which is noted.
 
     Args:
         note: As in `read_caption_rows`.
@@ -345,9 +362,10 @@ def _batches(path: Path, *, note: Callable[[str], None], source: str | None) -> 
         return Batch(np.array(numbers, np.int64), pa.table(columns, schema=COLUMNS), tuple(faults))
 
     for row in read_caption_rows(path, note=note):
-        if not is_noted and (row.labels or row.split):
+        if not is_noted and (row.labels or row.split or row.group or row.view):
             is_noted = True
-            note(f"{path.name}: splits and labels are ignored; `prep manifest folder --captions` reads them")
+            names = "splits, labels, groups and views"
+            note(f"{path.name}: {names} are ignored; `prep manifest folder --captions` reads them")
         if row.fault is not None:
             faults.append(Fault(row.number, row.video, row.fault))
         elif (row_source := source or row.source) is None and name_of_file is None:

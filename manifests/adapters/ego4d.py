@@ -309,9 +309,10 @@ def add_questions(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) 
             if clip in seen:
                 continue
             seen.add(clip)
-            video = videos.number(clip.source_id, split=VAL, file=path, row=row)
+            video = videos.number(clip.source_id, split=VAL, file=path, row=row, has_own_split=True)
             if video is not None:
-                builder.add_caption(video, text, Origin(path, EGOMCQ, row), begin_s=clip.begin_s, end_s=clip.end_s)
+                origin = Origin(path, EGOMCQ, row)
+                builder.add_caption(video, text, origin, begin_s=clip.begin_s, end_s=clip.end_s, split=VAL)
 
 
 def add_pairs(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> None:
@@ -320,7 +321,7 @@ def add_pairs(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> N
         if row.fault is not None:
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row.number, detail=row.fault)
             continue
-        video = videos.number(row.values["video_uid"], split=TRAIN, file=path, row=row.number)
+        video = videos.number(row.values["video_uid"], split=TRAIN, file=path, row=row.number, has_own_split=True)
         if video is None:
             continue
         try:
@@ -330,7 +331,8 @@ def add_pairs(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> N
             builder.reject(Reason.BAD_TIME, file=str(path), row=row.number, source_id=source_id, detail=str(error))
             continue
         origin = Origin(path, EGOCLIP, row.number, field="clip_text")
-        builder.add_caption(video, row.values["clip_text"], origin, begin_s=clip.begin_s, end_s=clip.end_s)
+        text = row.values["clip_text"]
+        builder.add_caption(video, text, origin, begin_s=clip.begin_s, end_s=clip.end_s, split=TRAIN)
 
 
 def leave_out(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> None:

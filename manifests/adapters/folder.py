@@ -7,9 +7,11 @@ extension (`file_ids`). The table has these columns:
   files refers to the file with this ID; a name without a match may differ from a file's name in separators and case.
 - `text`. A row with labels may have no text: its caption is then the name of its class, with the source `class`.
 - Optionally `begin_s`, `end_s` or `duration_s` (without times a caption applies to the complete video: 0 to +inf),
-  `source`, `likelihood`, `split` (of the video) and labels, of the video or of the times.
+  `source`, `likelihood`, `split`, `group` (the moment, which rows of other cameras share), `view` (the camera), and
+  labels, of the video or of the times.
 
-The split of a video defaults to the split in the name of a parent folder, otherwise to train. Subtitles and the output
+A video has the split of its first row with a split, else the split in the name of a parent folder, otherwise train.
+Other rows of the video may have another split. Subtitles and the output
 of speech recognition beside the videos are read on request (`subtitles`).
 
 The folder may be in a bucket (`s3://bucket/videos`). The files of a web server cannot be listed: the table names its
@@ -168,7 +170,7 @@ def _add_captions(
     builder.begin_annotations(table)
     is_named = "text" not in required
     videos = _Videos(files, owners=owners, base=base, is_named=is_named)
-    splits_given: dict[int, str] = {}
+    splits_given: set[int] = set()
     labelled: set[tuple[object, ...]] = set()  # video, times and labels
     num_classes = 0
     for row in read_caption_rows(table, required=required, note=builder.note):
@@ -188,17 +190,24 @@ def _add_captions(
             source = row.source or DEFAULT_SOURCE
             if fault := source_fault(source):
                 raise Unusable(Reason.BAD_SOURCE, fault)
-            _apply_split(builder, video, row.split, given=splits_given)
+            split = _split_of_row(row.split)
+            if split is not None and video not in splits_given:
+                splits_given.add(video)
+                builder.set_split(video, split)
+            has_text = not is_named or row.texts not in ((None,), ("",))
+            if not has_text and split not in (None, builder.split_of(video)):
+                fault = f"split is {split!r}, the video is in {builder.split_of(video)!r}, and the row has no text"
+                raise Unusable(Reason.BAD_SPLIT, fault)
         except Unusable as unusable:
             source_id = (mask_secrets(name) or None) if video is None else builder.source_id_of(video)
             builder.reject(
                 unusable.reason, file=str(table), row=row.number, source_id=source_id, detail=unusable.detail
             )
             continue
-        if is_named and row.texts in ((None,), ("",)):
+        if not has_text:
             builder.use_row(table)
         else:
-            _add_row(builder, video, row, Origin(table, source, row.number), labelled=labelled)
+            _add_row(builder, video, row, Origin(table, source, row.number), split=split, labelled=labelled)
             num_classes += source == CLASS_SOURCE and row.texts == (" ".join(row.labels.values()),)
     if num_classes:
         builder.note(
@@ -214,14 +223,31 @@ def _add_captions(
 
 
 def _add_row(
-    builder: ReadingBuilder, video: int, row: CaptionRow, origin: Origin, *, labelled: set[tuple[object, ...]]
+    builder: ReadingBuilder,
+    video: int,
+    row: CaptionRow,
+    origin: Origin,
+    *,
+    split: str | None,
+    labelled: set[tuple[object, ...]],
 ) -> None:
     """Add the captions of a row. Labels of the same times count once, for the first caption."""
     for text in row.texts:
-        times = {"begin_s": row.begin_s, "end_s": row.end_s}
-        key = (video, *times.values(), *sorted(row.labels.items()))
+        key = (video, row.begin_s, row.end_s, split, *sorted(row.labels.items()))
         labels = {} if key in labelled else row.labels
-        if builder.add_caption(video, text, origin, **times, likelihood=row.likelihood, labels=labels) and labels:
+        is_added = builder.add_caption(
+            video,
+            text,
+            origin,
+            begin_s=row.begin_s,
+            end_s=row.end_s,
+            likelihood=row.likelihood,
+            split=split,
+            group=row.group,
+            view=row.view,
+            labels=labels,
+        )
+        if is_added and labels:
             labelled.add(key)
 
 
@@ -236,16 +262,14 @@ def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, 
         return owner
 
 
-def _apply_split(builder: ReadingBuilder, video: int, value: object, *, given: dict[int, str]) -> None:
-    """Set the split that a row gives for its video; Unusable if it is not valid."""
+def _split_of_row(value: object) -> str | None:
+    """Return the split that a row gives, None if it gives none; Unusable if it is not valid."""
     if value is None or value == "":
-        return
+        return None
     split = find_split(value) if isinstance(value, str) else None
     if split is None:
         raise Unusable(Reason.BAD_SPLIT, f"split is {quote_value(value)}, expected train, val or test")
-    if given.setdefault(video, split) != split:
-        raise Unusable(Reason.BAD_SPLIT, f"split is {split!r}, but {given[video]!r} in an earlier row")
-    builder.set_split(video, split)
+    return split
 
 
 def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[str]:

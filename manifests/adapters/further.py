@@ -23,13 +23,14 @@ from clipmill.manifests.adapters.video_files import Ambiguous, VideoFile, VideoL
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.further_sources import source_fault
-from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD
+from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS
 from clipmill.manifests.storage.urls import Place, place_name, place_of
 
 TABLE = "table"  # kind of the records of tables without a model
 # From rows of videos, begin_s and end_s to booleans: arrays of the same length.
 HasChunk = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-_SCHEMA = pa.schema([field for field in CAPTIONS if field.name != "caption_id"]).append(LIKELIHOOD)
+_LIKELIHOOD = OPTIONAL_CAPTIONS.field("likelihood")
+_SCHEMA = pa.schema([field for field in CAPTIONS if field.name != "caption_id"]).append(_LIKELIHOOD)
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class _Reader:
                     "end_s": rows["end_s"],
                     "text": pc.utf8_trim_whitespace(rows["text"]),
                     "source": rows["source"].combine_chunks().dictionary_encode(),
-                    "likelihood": rows["likelihood"].cast(pa.float32()),
+                    "likelihood": rows["likelihood"].cast(_LIKELIHOOD.type),
                 }
                 self._parts.append(pa.table(columns).cast(_SCHEMA))
                 self._num_used[table.path] += len(rows)

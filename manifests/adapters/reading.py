@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from clipmill.manifests.adapters.annotations import Reason, interval_fault, stat_kind
 from clipmill.manifests.adapters.remote_videos import scan_bucket
@@ -29,22 +30,32 @@ from clipmill.manifests.adapters.video_files import (
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, quote_value
 from clipmill.manifests.keys import safe_video_id
-from clipmill.manifests.schema import CAPTIONS, LIKELIHOOD, REJECTED, VIDEOS
+from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS, REJECTED, VIDEOS
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.manifests.storage.urls import Place, mask_secrets, place_name, split_url
 
 ROWS_PER_CHUNK = 65_536
+_NO_COLUMNS = pa.schema([])
 
 
 class RowBuffer:
-    """Rows of one schema, converted to Arrow every ROWS_PER_CHUNK rows."""
+    """Rows of one schema, converted to Arrow every ROWS_PER_CHUNK rows.
 
-    def __init__(self, schema: pa.Schema) -> None:
+    Args:
+        optional: Further columns. Only rows with a value take memory, and the table has only columns with a value.
+    """
+
+    def __init__(self, schema: pa.Schema, *, optional: pa.Schema = _NO_COLUMNS) -> None:
         self.schema = schema
         self.chunks: list[pa.RecordBatch] = []
+        self._optional = optional
         self._open: dict[str, list[Any]] = {name: [] for name in schema.names}
+        self._values: dict[str, dict[int, Any]] = {}  # name of an optional column -> row -> value
 
-    def append(self, **values: Any) -> None:
+    def append(self, optional: Mapping[str, Any] | None = None, **values: Any) -> None:
+        for name, value in (optional or {}).items():
+            if value is not None:
+                self._values.setdefault(name, {})[len(self._open[self.schema.names[0]])] = value
         for name, column in self._open.items():
             column.append(values[name])
         if len(column) >= ROWS_PER_CHUNK:
@@ -52,13 +63,19 @@ class RowBuffer:
 
     def table(self) -> pa.Table:
         self._close()
-        return pa.Table.from_batches(self.chunks, schema=self.schema)
+        tables = [self.schema.empty_table(), *(pa.Table.from_batches([chunk]) for chunk in self.chunks)]
+        return pa.concat_tables(tables, promote_options="default")
 
     def _close(self) -> None:
         arrays = [pa.array(self._open[field.name], field.type) for field in self.schema]
-        if len(arrays[0]):
-            self.chunks.append(pa.RecordBatch.from_arrays(arrays, schema=self.schema))
+        if num_rows := len(arrays[0]):
+            given = [field for field in self._optional if field.name in self._values]
+            for field in given:
+                values = self._values[field.name]
+                arrays.append(pa.array(map(values.get, range(num_rows)), field.type, size=num_rows))
+            self.chunks.append(pa.RecordBatch.from_arrays(arrays, schema=pa.schema([*self.schema, *given])))
             self._open = {name: [] for name in self.schema.names}
+            self._values = {}
 
 
 WHOLE_VIDEO = (0.0, inf)
@@ -88,8 +105,8 @@ class Reading:
 
     Attributes:
         videos: Table of schema.VIDEOS without the columns that depend on captions (num_captions, captions_sha256).
-        captions: Table of schema.CAPTIONS without caption_id, plus likelihood if any has one, and label_ columns; the
-            dictionary of video_id is videos.video_id.
+        captions: Table of schema.CAPTIONS without caption_id, plus the fields of schema.OPTIONAL_CAPTIONS that any has,
+            and label_ columns; the dictionary of video_id is videos.video_id.
         rejected: Table of schema.REJECTED.
         num_captions_lost: Number of captions of unavailable videos.
         num_rows_used: Annotation file -> number of its rows that became captions, or videos without captions; contains
@@ -117,10 +134,10 @@ class ReadingBuilder:
         self._videos: dict[str, list[str]] = {name: [] for name in _VIDEO_FIELDS.names}
         self._sources: dict[str, int] = {}
         schema = pa.schema([("video", pa.int32()), ("begin_s", pa.float64()), ("end_s", pa.float64())])
-        schema = schema.append(pa.field("text", pa.string())).append(pa.field("source", pa.int32())).append(LIKELIHOOD)
+        schema = schema.append(pa.field("text", pa.string())).append(pa.field("source", pa.int32()))
         for name, kind in self._labels.items():
             schema = schema.append(pa.field(name, kind))
-        self._captions = RowBuffer(schema)
+        self._captions = RowBuffer(schema, optional=OPTIONAL_CAPTIONS)
         self._bulk: list[pa.RecordBatch] = []
         self._num_bulk_rows = 0
         self._rejected = RowBuffer(REJECTED)
@@ -219,9 +236,17 @@ class ReadingBuilder:
         begin_s: float = 0.0,
         end_s: float = inf,
         likelihood: float | None = None,
+        split: str | None = None,
+        group: str | None = None,
+        view: str | None = None,
         labels: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Add one caption and return True, or add a rejected row if its text or times are unusable."""
+        """Add one caption and return True, or add a rejected row if its text or times are unusable.
+
+        Args:
+            likelihood, group, view: See schema.OPTIONAL_CAPTIONS.
+            split: Split of the span; None for the split of the video.
+        """
         file, source = origin.file, origin.source
         reason, detail = _caption_fault(text, begin_s, end_s, field=origin.field)
         if reason is None and source not in self._sources and not is_encodable(source):
@@ -231,8 +256,9 @@ class ReadingBuilder:
             self.reject(reason, file=str(file), row=origin.row, source_id=source_id, detail=detail)
             return False
         values = {name: (labels or {}).get(name) for name in self._labels}
-        values |= {"source": self._source_code(source), "likelihood": likelihood}
-        self._captions.append(video=video, begin_s=begin_s, end_s=end_s, text=str(text).strip(), **values)
+        values |= {"source": self._source_code(source)}
+        optional = {"likelihood": likelihood, "split": split, "group": group, "view": view}
+        self._captions.append(optional, video=video, begin_s=begin_s, end_s=end_s, text=str(text).strip(), **values)
         if file in self._num_rows_used:
             self._num_rows_used[file] += 1
         return True
@@ -248,7 +274,6 @@ class ReadingBuilder:
             pa.array(end_s),
             texts,
             pa.array(np.full(num_rows, self._source_code(source), np.int32)),
-            pa.nulls(num_rows, LIKELIHOOD.type),
             *(pa.nulls(num_rows, kind) for kind in self._labels.values()),
         ]
         self._bulk.append(pa.RecordBatch.from_arrays(arrays, schema=self._captions.schema))
@@ -297,7 +322,7 @@ class ReadingBuilder:
         videos = pa.table(self._videos, schema=_VIDEO_FIELDS)
         return Reading(
             videos=videos,
-            captions=self._caption_table(videos["video_id"].combine_chunks()),
+            captions=self._caption_table(videos),
             rejected=self._rejected.table(),
             num_captions_lost=sum(num_lost for num_lost, _ in self._lost.values()),
             num_rows_used={escape_unencodable(str(file)): count for file, count in self._num_rows_used.items()},
@@ -313,20 +338,27 @@ class ReadingBuilder:
             self._captions.chunks.append(pa.concat_batches(self._bulk))
             self._bulk, self._num_bulk_rows = [], 0
 
-    def _caption_table(self, video_ids: pa.Array) -> pa.Table:
+    def _caption_table(self, videos: pa.Table) -> pa.Table:
         rows = self._captions.table()
         sources = pa.array(list(self._sources), pa.string())
         columns = {
-            "video_id": _dictionary_column(rows["video"], video_ids),
+            "video_id": _dictionary_column(rows["video"], videos["video_id"].combine_chunks()),
             "begin_s": rows["begin_s"],
             "end_s": rows["end_s"],
             "text": rows["text"],
             "source": _dictionary_column(rows["source"], sources),
         }
         schema = pa.schema([CAPTIONS.field(name) for name in columns])
-        if rows[LIKELIHOOD.name].null_count < rows.num_rows:
-            columns[LIKELIHOOD.name] = rows[LIKELIHOOD.name]
-            schema = schema.append(LIKELIHOOD)
+        for field in OPTIONAL_CAPTIONS:
+            if field.name not in rows.column_names:
+                continue
+            values = rows[field.name]
+            if field.name == "split":  # the split of a video may have been set after its first captions
+                is_of_video = pc.equal(values, videos["split"].combine_chunks().take(rows["video"]))
+                values = pc.if_else(pc.fill_null(is_of_video, True), None, values)
+            if values.null_count < len(values):
+                columns[field.name] = values
+                schema = schema.append(field)
         for name, kind in self._labels.items():
             columns[name] = rows[name]
             schema = schema.append(pa.field(name, kind))
@@ -425,11 +457,13 @@ class WantedVideos:
         row: int | None,
         num_captions: int = 1,
         file_names: Sequence[str] = (),
+        has_own_split: bool = False,
     ) -> int | None:
         """Return the builder's index of the video of an annotation row with `num_captions` captions.
 
         Args:
             file_names: Names under which its file is looked up, in this order; by default `source_id`.
+            has_own_split: True if the row is of a part of the video, which may be in another split than other parts.
 
         Returns:
             The index; None if the row is unusable, in which case it has been counted or rejected.
@@ -447,7 +481,7 @@ class WantedVideos:
                 source_id, file=file, num_captions=num_captions, reason=video.reason, why=video.why
             )
             return None
-        if self._builder.split_of(video) != split:
+        if not has_own_split and self._builder.split_of(video) != split:
             detail = f"split is {split}, but {self._builder.split_of(video)} in an earlier row"
             self._builder.reject(Reason.BAD_SPLIT, file=str(file), row=row, source_id=source_id, detail=detail)
             return None

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipmill.prep.captions.answers import Answer
-from clipmill.prep.core.chunk_input import decode_frames, frame_rate
+from clipmill.prep.core.chunk_content import ChunkContent
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.shard_result import Stop
-from clipmill.shards.reader import CommittedShard
 
 JPEG_QUALITY = 90
 Picture = NDArray[np.uint8]  # [H, W, 3], RGB
@@ -26,22 +25,14 @@ def frames_to_show(num_frames: int, *, count: int) -> list[int]:
     return [(2 * number + 1) * num_frames // (2 * count) for number in range(count)]
 
 
-def decode_pictures(content: bytes, video: CommittedShard, row: int, *, count: int, size: int) -> list[Picture]:
-    """Decode frames of a chunk from its MP4 file, and limit their longer side to `size` pixels.
+def decode_pictures(content: ChunkContent, *, count: int, size: int) -> list[Picture]:
+    """Decode frames of a chunk, and limit their longer side to `size` pixels.
 
     Raises:
         SourceFailure: The chunk cannot be decoded.
     """
-    index = video.index
-    frames = decode_frames(
-        content,
-        frames_to_show(index["num_frames"][row].as_py(), count=count),
-        fps=frame_rate(index, row),
-        packet_frame=index["packet_frame"][row].as_py(),
-        packet_flags=index["packet_flags"][row].as_py(),
-    )
     pictures = []
-    for frame in frames:
+    for frame in content.frames(frames_to_show(content.num_frames, count=count)):
         picture = np.asarray(frame.to_ndarray(format="rgb24", threads=1), np.uint8)
         height, width = picture.shape[:2]
         scale = size / max(height, width)
@@ -68,9 +59,8 @@ class Questions:
     Attributes:
         rows: Rows of the shard to caption.
         stop: Function that returns the reason to stop asking, or None; called before each request.
-        read: Function that returns the MP4 file of a row. It may raise SourceFailure and must be thread-safe.
-        pictures: Function that decodes the frames of a row from its file. It may raise SourceFailure and must be
-            thread-safe.
+        read: Function that returns the content of a chunk. It may raise SourceFailure and must be thread-safe.
+        pictures: Function that decodes frames of a chunk. It may raise SourceFailure and must be thread-safe.
         keep: Function that stores the answer for a row, or the reason why there is no answer. An answer is on disk
             when the function returns. It must be thread-safe.
         seed: Function that returns the random seed of a row.
@@ -78,8 +68,8 @@ class Questions:
 
     rows: Iterator[int]
     stop: Callable[[], Stop | None]
-    read: Callable[[int], bytes]
-    pictures: Callable[[bytes, int], Sequence[Picture]]
+    read: Callable[[int], ChunkContent]
+    pictures: Callable[[ChunkContent], Sequence[Picture]]
     keep: Callable[[int, Answer | SourceFailure], None]
     seed: Callable[[int], int]
 

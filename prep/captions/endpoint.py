@@ -22,6 +22,7 @@ from clipmill.manifests.publish import parse_json
 from clipmill.prep.captions.answers import KEY_VARIABLE, Answer, without_key
 from clipmill.prep.captions.asking import Questions, jpeg_address
 from clipmill.prep.captions.recipe import CaptionsSettings
+from clipmill.prep.core.chunk_content import ChunkContent
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.shard_result import Stop
 
@@ -106,14 +107,14 @@ class Endpoint:
         self._stop = self._stop or questions.stop()
         return self._stop is not None
 
-    def _request(self, questions: Questions, row: int, file: bytes) -> bytes:
-        """Return the body of the request about a row, given its file.
+    def _request(self, questions: Questions, row: int, chunk: ChunkContent) -> bytes:
+        """Return the body of the request about a row, given its chunk.
 
         Raises:
             SourceFailure: Its pictures cannot be decoded.
         """
         settings = self._settings
-        addresses = map(jpeg_address, questions.pictures(file, row))
+        addresses = map(jpeg_address, questions.pictures(chunk))
         pictures = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
         content = [*pictures, {"type": "text", "text": settings.prompt}]
         sampling = {"top_p": settings.top_p, "seed": None if settings.seed is None else questions.seed(row)}

@@ -174,7 +174,7 @@ def _ahead(batches: Iterator[list[int]], begin: Callable[[list[int]], Any]) -> I
 
 def _pictures_or_failure(questions: Questions, row: int) -> Sequence[Picture] | SourceFailure:
     try:
-        return questions.pictures(questions.read(row), row)
+        return questions.pictures(questions.read(row))
     except SourceFailure as failure:
         return failure
 

@@ -11,11 +11,12 @@ from hashlib import blake2b
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.captions.answers import Answer, Budget, Journal, caption_sample, journal_path
-from clipmill.prep.captions.asking import Captioner, Picture, Questions, decode_pictures
+from clipmill.prep.captions.asking import Captioner, Questions, decode_pictures
 from clipmill.prep.captions.endpoint import Endpoint
 from clipmill.prep.captions.recipe import CaptionsSettings, find_model
 from clipmill.prep.captions.vlm import Device, LocalCaptioner, open_model
-from clipmill.prep.core.chunk_input import Chunk, Chunks, read_chunk
+from clipmill.prep.core.chunk_content import read_chunk
+from clipmill.prep.core.chunk_input import Chunk, Chunks
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.shard_result import Stop
@@ -113,10 +114,8 @@ class Inquiry:
             text = f"{settings.seed or 0} {chunks.fingerprints[row]}"
             return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
-        def pictures(content: bytes, row: int) -> list[Picture]:
-            return decode_pictures(content, chunks.video, row, count=settings.frames, size=settings.size)
-
         rows, read = self.open_rows()[:limit], partial(read_chunk, chunks.video)
+        pictures = partial(decode_pictures, count=settings.frames, size=settings.size)
         questions = Questions(rows=iter(rows), stop=stop, read=read, pictures=pictures, keep=keep, seed=seed)
         return captioner.answer(questions) if rows else None
 

@@ -20,9 +20,14 @@ def __getattr__(name: str) -> Any:
         command = plan_command(column_named(first))
         app = App(name="plan", help=command.__doc__, group_parameters=OPTIONS)
         app.default(command)
+        app.command(f"{__name__}:plan_index", name="index")
         for other in others:
             app.command(f"{__name__}:plan_{other}", name=other)
         return app
+    if name == "plan_index":
+        from clipmill.prep.video.column import INDEX
+
+        return plan_command(INDEX)
     verb, _, column = name.partition("_")
     if verb not in ("make", "plan") or column not in COLUMNS:
         raise AttributeError(name)

@@ -21,13 +21,13 @@ class Adapter:
         name: Name of the command, and default name of the dataset.
         reader: Import path `package.module:function` of its reader, which returns a `Reading`.
         takes: Input of the reader: "captions" for a folder of videos and one table of captions, "annotations" for a
-            folder of videos and annotation files, "lists" for lists of clips.
+            folder of videos and annotation files, "lists" for lists of clips, "folder" for a folder with both.
         text: Help text of the command and its parameters.
     """
 
     name: str
     reader: str
-    takes: Literal["captions", "annotations", "lists"]
+    takes: Literal["captions", "annotations", "lists", "folder"]
     text: str
 
     def read(self, *arguments: Any, **options: Any) -> "Reading":
@@ -44,9 +44,9 @@ DATASETS = (
         """Read all video files in a folder, with an optional caption table.
 
         The table has the columns video and text, and optionally begin_s, end_s or duration_s (in seconds), source,
-        likelihood, split (train, val or test), label, and label_NAME for other labels; with a label, text may be
-        missing. Common other names of these columns, separators and encodings are recognized. If none of its rows is
-        valid, the manifest is not changed.
+        likelihood, split (train, val or test), group, view, label, and label_NAME for other labels; with a label, text
+        may be missing. Common other names of these columns, separators and encodings are recognized. If none of its
+        rows is valid, the manifest is not changed.
 
         Videos on a web server, which cannot be listed, are the ones that the table names by URLs, or by paths below the
         URL given as the folder.
@@ -106,6 +106,23 @@ DATASETS = (
         ----------
         directory
             Folder of the videos, named <video_id>.MP4, in any subfolder.
+        """,
+    ),
+    Adapter(
+        "lerobot",
+        "clipmill.manifests.adapters.lerobot:read_lerobot",
+        "folder",
+        """Read a LeRobot dataset (version 3 or 2): episodes of a robot, recorded by one or more cameras.
+
+        Tasks are captions, columns of the episodes are labels, and meta/info.json has the splits. States and actions
+        stay where they are.
+
+        Example: prep manifest lerobot DATASET
+
+        Parameters
+        ----------
+        directory
+            Folder of the dataset, which contains meta, data and videos.
         """,
     ),
     Adapter(

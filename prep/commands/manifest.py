@@ -1,7 +1,7 @@
 """`prep manifest KIND`: the commands that read datasets into the manifest, one per kind of dataset.
 
-`datasets.py` lists the kinds. A kind takes a table of captions, annotation files or lists of clips; a kind with another
-input needs a function here that makes its command.
+`datasets.py` lists the kinds. A kind takes a table of captions, annotation files, lists of clips, or a folder with
+everything; a kind with another input needs a function here that makes its command.
 """
 
 import json as json_module
@@ -86,20 +86,27 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
         json: Json = False,
     ) -> None:
         name = dataset or adapter.name
-
-        def read(tables: list[Path]) -> "Reading":
-            from clipmill.manifests.store import known_files
-
-            known = known_files(data, name)
-            table = tables[0] if tables else None
-            return adapter.read(
-                directory, captions=table, subtitles=subtitles, dataset=name, skip=address_of(data), known=known
-            )
-
         into = Target(data, name, directory, may_remove=yes, as_json=json)
-        write_dataset(read, [] if captions is None else [captions], into=into)
+        read_captioned(adapter, captions, subtitles=subtitles, into=into)
 
     return command
+
+
+def read_captioned(
+    adapter: Adapter, captions: "Place | None", *, subtitles: bool = False, into: "Target", has_next: bool = True
+) -> None:
+    """Read a folder of videos, and a table of captions if there is one, into the manifest; see `write_dataset`."""
+
+    def read(tables: list[Path]) -> "Reading":
+        from clipmill.manifests.store import known_files
+
+        known, data = known_files(into.data, into.dataset), address_of(into.data)
+        table = tables[0] if tables else None
+        return adapter.read(
+            into.videos, captions=table, subtitles=subtitles, dataset=into.dataset, skip=data, known=known
+        )
+
+    write_dataset(read, [] if captions is None else [captions], into=into, has_next=has_next)
 
 
 def _with_annotations(adapter: Adapter) -> Callable[..., None]:
@@ -146,7 +153,25 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
     return command
 
 
-_COMMANDS = {"captions": _with_captions, "annotations": _with_annotations, "lists": _with_lists}
+def _with_folder(adapter: Adapter) -> Callable[..., None]:
+    def command(
+        directory: Annotated[Place, ONE_PLACE],
+        *,
+        data: Data = Path("data"),
+        dataset: Dataset = None,
+        yes: Yes = False,
+        json: Json = False,
+    ) -> None:
+        name = dataset or adapter.name
+        write_dataset(
+            lambda _: adapter.read(directory, dataset=name),
+            into=Target(data, name, directory, may_remove=yes, as_json=json),
+        )
+
+    return command
+
+
+_COMMANDS = {"captions": _with_captions, "annotations": _with_annotations, "lists": _with_lists, "folder": _with_folder}
 for _adapter in ADAPTERS.list_usable():
     _command = _COMMANDS[_adapter.takes](_adapter)
     _command.__doc__ = _adapter.text
@@ -228,12 +253,15 @@ class Target:
     as_json: bool
 
 
-def write_dataset(read: "Callable[[list[Path]], Reading]", tables: "Sequence[Place]" = (), *, into: Target) -> None:
+def write_dataset(
+    read: "Callable[[list[Path]], Reading]", tables: "Sequence[Place]" = (), *, into: Target, has_next: bool = True
+) -> None:
     """Read a dataset and write it to the manifest.
 
     Args:
         read: Function that is called with local copies of the tables.
         tables: Annotation files.
+        has_next: Print the next command.
     """
     from clipmill.manifests.adapters.reading import is_encodable, read_with_local_tables
     from clipmill.manifests.errors import DISK_ERRORS
@@ -286,4 +314,5 @@ def write_dataset(read: "Callable[[list[Path]], Reading]", tables: "Sequence[Pla
         print(json_module.dumps(values, indent=1, sort_keys=True))
     else:
         print(manifest_text.written_text(written, rejected=rejected, notes=reading.notes))
-        print(f"next: {manifest_text.chunk_command(data)}")
+        if has_next:
+            print(f"next: {manifest_text.chunk_command(data)}")

@@ -32,8 +32,8 @@ ADVICE = {
     Reason.MISSING_CHUNK: "if the videos have no chunks yet, such as videos that returned, run "
     f"`prep {command_for(VIDEO)}` first, "
     "then this command again",
-    Reason.BAD_SPLIT: "a split is train, val or test, and a video has one; use another data folder (--data) for other "
-    "splits of the same videos",
+    Reason.BAD_SPLIT: "a split is train, val or test; use another data folder (--data) for other splits of the same "
+    "videos",
     Reason.BAD_TIME: "give times in seconds, with the end after the start",
 }
 

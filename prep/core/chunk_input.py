@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from hashlib import blake2b
-from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,9 +21,10 @@ import pyarrow as pa
 
 from clipmill.manifests.errors import Inaccessible, UserError, first_line
 from clipmill.manifests.publish import parse_json
+from clipmill.prep.core.chunk_content import ChunkContent, frame_rate, read_chunk
 from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.shards.columns import SOURCE_MEMBER
 from clipmill.shards.commits import Commit
-from clipmill.shards.format import PACKET_REFERENCE
 from clipmill.shards.index import extensions_of
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, open_shard
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
 
-FINGERPRINT_COLUMNS = ["span_fingerprint", "mp4_size", "mp4_crc32"]
+# Columns of a `video` index that identify the content of a chunk; an index has those of one kind of member.
+FINGERPRINT_COLUMNS = [
+    "span_fingerprint",
+    *(f"{member}_{name}" for member in ("mp4", SOURCE_MEMBER) for name in ("size", "crc32")),
+]
 _NAMES = ("key", "video_id", "start_ms")  # of a chunk in `video`, and of its sample in another column
 _FIELDS = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den")  # that a sample may take from its chunk
 FINGERPRINT_FIELD = "chunk_fingerprint"
@@ -44,7 +48,7 @@ NOT_OF_COLUMN = (UserError, Inaccessible, OSError, MemoryError)
 
 def chunk_fingerprints(index: pa.Table) -> list[str]:
     """Return one hash (hex) per chunk of a `video` index over its bytes and what they are encoded from, not its key."""
-    columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS]
+    columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS if name in index.column_names]
     lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
     return [blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
 
@@ -121,29 +125,9 @@ def column_failure(error: Exception) -> SourceFailure:
     return SourceFailure(FailureCode.COLUMN_ERROR, f"{type(error).__name__}: {first_line(error)}{place}")
 
 
-def frame_rate(index: pa.Table, row: int) -> Fraction:
-    """Return the frame rate of a chunk."""
-    return Fraction(index["fps_num"][row].as_py(), index["fps_den"][row].as_py())
-
-
 def seconds_of(index: pa.Table, row: int) -> Fraction:
     """Return the duration of a chunk in seconds."""
     return index["num_frames"][row].as_py() / frame_rate(index, row)
-
-
-def read_chunk(video: CommittedShard, row: int) -> bytes:
-    """Read the MP4 file of a chunk.
-
-    Raises:
-        SourceFailure: chunk_damaged, if its bytes differ from those committed.
-    """
-    try:
-        content = video.read(row, "mp4")
-    except (Damaged, OSError) as error:
-        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the chunk cannot be read: {error}") from None
-    if zlib.crc32(content) != video.index["mp4_crc32"][row].as_py():
-        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"its content in {video.tar_path.name} differs from the commit")
-    return content
 
 
 class OldSamples:
@@ -234,8 +218,8 @@ class Chunk:
         """Length of the chunk."""
         return ChunkLength(self["num_frames"], self.fps, self.next is not None)
 
-    def read(self) -> bytes:
-        """Read the MP4 file of the chunk.
+    def read(self) -> ChunkContent:
+        """Read the content of the chunk.
 
         Raises:
             SourceFailure: chunk_damaged, if its bytes differ from those committed.
@@ -264,13 +248,7 @@ class Chunk:
                     f"{self.key}: frames() got index {number}{after}; "
                     f"indices must increase, from 0 to at most {num_frames - 1}"
                 )
-        return decode_frames(
-            self.read(),
-            numbers,
-            fps=self.fps,
-            packet_frame=self["packet_frame"],
-            packet_flags=self["packet_flags"],
-        )
+        return self.read().frames(numbers)
 
     def fields(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return all index fields of the sample, in the order of the column's fields.
@@ -350,50 +328,3 @@ class Chunks:
                 raise
             except Exception as error:  # noqa: BLE001 - of any kind, as it is the code of others
                 yield column_failure(error)
-
-
-def decode_frames(
-    content: bytes, indices: Sequence[int], *, fps: Fraction, packet_frame: Sequence[int], packet_flags: Sequence[int]
-) -> "Iterator[VideoFrame]":
-    """Decode the frames `indices` (ascending) of the MP4 file `content`, and yield them in order.
-
-    The packet table tells which frames others depend on, so that no other frame is decoded.
-
-    Args:
-        fps: Frame rate of the chunk.
-        packet_frame, packet_flags: Packet table of the chunk, in decoding order (clipmill.shards.format.VIDEO_FIELDS).
-
-    Raises:
-        SourceFailure: decode_errors, or frames_differ if the decoder does not return one of the frames.
-    """
-    import av
-    import av.error
-
-    due = iter(indices)
-    target = next(due, None)
-    needed = set(indices)
-    try:
-        with av.open(BytesIO(content), "r", format="mp4") as container:
-            stream = container.streams.video[0]
-            stream.codec_context.thread_count = 1  # the caller already works in parallel
-            frames_per_tick = (stream.time_base or Fraction(0)) * fps
-            number = 0
-            for packet in container.demux(stream):
-                # A packet that no requested frame depends on is not decoded.
-                if packet.size:
-                    is_needed = packet_flags[number] & PACKET_REFERENCE or packet_frame[number] in needed
-                    number += 1
-                    if not is_needed:
-                        continue
-                for frame in packet.decode():
-                    if target is not None and frame.pts is not None and frame.pts * frames_per_tick == target:
-                        if frame.is_corrupt:
-                            raise SourceFailure(FailureCode.DECODE_ERRORS, f"frame {target} is damaged")
-                        yield frame
-                        target = next(due, None)
-                if target is None:
-                    return
-    except (av.error.FFmpegError, IndexError) as error:
-        raise SourceFailure(FailureCode.DECODE_ERRORS, f"the chunk cannot be decoded: {error}") from None
-    if target is not None:
-        raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the decoder did not return frame {target}")

@@ -307,7 +307,9 @@ def plan_chunks(
     video, stored = read_commits(video_dir), stored_shards(folder)
     chosen = None
     if where is not None:
-        chosen = selected_rows(data_dir, video_dir, video.commits.values(), parse_where(where), column=column)
+        chosen = selected_rows(
+            data_dir, video_dir, video.commits.values(), parse_where(where, data_dir=data_dir), column=column
+        )
     chunk_shards, unreadable = read_chunk_shards(
         video_dir,
         video.commits.values(),

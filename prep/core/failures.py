@@ -15,6 +15,7 @@ class FailureCode(StrEnum):
     NO_VIDEO = "no_video"
     ZERO_DURATION = "zero_duration"
     BAD_TIMESTAMPS = "bad_timestamps"  # a raw stream without timestamps, or impossible timestamps
+    NOT_INDEXABLE = "not_indexable"  # the packets of the source cannot be read in place
     PROBE_FAILED = "probe_failed"  # reading the source crashed its process, also when no other process ran
     DECODE_ERRORS = "decode_errors"  # the source contains damaged frames
     FRAMES_DIFFER = "frames_differ"  # the chunk does not contain the planned frames
@@ -60,6 +61,10 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.NO_VIDEO: ("the file has no video stream", "remove it, and run prep manifest again"),
     FailureCode.ZERO_DURATION: ("the video has no frames", "remove it, and run prep manifest again"),
     FailureCode.BAD_TIMESTAMPS: ("the timestamps are unusable", "remux it: ffmpeg -i IN -c copy OUT.mp4"),
+    FailureCode.NOT_INDEXABLE: (
+        "the file cannot be read in place",
+        "re-encode it with ffmpeg, or encode all videos as chunks instead",
+    ),
     FailureCode.PROBE_FAILED: ("reading the file crashed", "re-encode it with ffmpeg, or remove it"),
     FailureCode.DECODE_ERRORS: (
         "frames of the source are damaged",

@@ -38,6 +38,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from clipmill.manifests.divided_videos import is_of_splits, members_of, names_of_splits, read_divided_videos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.publish import parse_json
@@ -82,6 +83,7 @@ class Segments:
         kind: Class of the VAE.
         has_texts: True if captions have sequences.
         left_out: Number of segments without such a caption.
+        num_of_others: Number of segments with seconds of other splits.
 
     Raises:
         UserError: A column is missing, or does not hold segments or sequences.
@@ -96,7 +98,7 @@ class Segments:
                 f"{self.latents.variant.directory} has latents of single frames",
                 hint=f"make latents with the VAE of a video model: {how_to_make(LATENTS, data_dir)}",
             )
-        self.kind, self.left_out = str(self.recipe["kind"]), 0
+        self.kind, self.left_out, self.num_of_others = str(self.recipe["kind"]), 0, 0
         self.has_texts = self.kind in with_texts
         if self.has_texts and not self.text_recipe.get("max_tokens"):
             raise UserError(
@@ -107,21 +109,27 @@ class Segments:
 
     def __iter__(self) -> Iterator[Segment]:
         """Yield the segments, ordered by video and time."""
-        videos = read_videos(self._data_dir)
-        video_ids, split = videos["video_id"].combine_chunks(), np.array(videos["split"].to_pylist())
+        videos, divided = read_videos(self._data_dir), read_divided_videos(self._data_dir)
+        video_ids, is_member = videos["video_id"].combine_chunks(), members_of(self._split, videos, divided)
         video_row, start_ms = self.latents.video_rows(video_ids), self.latents.numbers("start_ms")
-        samples = np.flatnonzero((video_row >= 0) & (split[video_row] == self._split))
+        samples = np.flatnonzero((video_row >= 0) & is_member[video_row])
         if not len(samples):
-            splits = ", ".join(sorted(set(split.tolist())))
+            splits = ", ".join(sorted(names_of_splits(videos, divided)))
             raise UserError(f"no latents of split {self._split!r}", hint=f"splits of the manifest: {splits}")
         table, frames = self.latents.rows.table, int(self.recipe["latent_frames"])
         seconds = frames / (table["fps_num"][0].as_py() / table["fps_den"][0].as_py())
-        self.left_out = 0
+        self.left_out = self.num_of_others = 0
         for sample in samples[np.lexsort((start_ms[samples], video_row[samples]))].tolist():
             video_id = video_ids[int(video_row[sample])].as_py()
             for number in range(int(self.latents.numbers("num_frames")[sample]) // frames):
                 begin_s = int(start_ms[sample]) / 1000 + number * seconds
                 name = f"{chunk_key(video_id, int(start_ms[sample]))}-{number:02d}"
+                if divided is not None:
+                    begin_us, end_us = (np.array([round(at_s * 1e6)]) for at_s in (begin_s, begin_s + seconds))
+                    times = {"begin_us": begin_us, "end_us": end_us}
+                    if not divided.shows_only(self._split, video=video_row[[sample]], **times)[0]:
+                        self.num_of_others += 1
+                        continue
                 # The first caption that overlaps the segment, and has a sequence where texts are exported.
                 text_sample, row_of = self._texts.get(video_id, (0, {})) if self.has_texts else (0, None)
                 for caption_id, caption_begin_s, caption_end_s, words in self._captions.get(video_id, ()):
@@ -194,6 +202,7 @@ class Segments:
     @cached_property
     def _captions(self) -> dict[str, list[tuple[int, float, float, str]]]:
         table = read_captions(self._data_dir)
+        table = table.filter(pa.array(is_of_splits(table, read_videos(self._data_dir), [self._split])))
         names = ("video_id", "caption_id", "begin_s", "end_s", "text")
         captions: dict[str, list[tuple[int, float, float, str]]] = {}
         for video_id, *caption in zip(*(table[name].to_pylist() for name in names), strict=True):
@@ -261,7 +270,10 @@ def write_cache(
             ) from None
     captioned = list(segments)
     lacking = "a caption that has a sequence" if segments.has_texts else "a caption"
-    left_out = {f"segments without {lacking}": segments.left_out}
+    left_out = {
+        f"segments without {lacking}": segments.left_out,
+        "segments with seconds of other splits": segments.num_of_others,
+    }
     if not captioned:
         make = _MAKE_TEXTS if segments.has_texts else "give the videos captions"
         raise UserError(f"no segment has {lacking}", hint=f"{make}, or give another --split")

@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_spans import open_stored_captions
+from clipmill.manifests.caption_spans import SplitVideos, open_stored_captions
+from clipmill.manifests.divided_videos import members_of, names_of_splits, read_divided_videos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import parse_length
 from clipmill.manifests.store import read_videos
@@ -97,16 +98,16 @@ class _Segments:
 
 
 def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, flags: ZarrFlags) -> _Segments:
-    videos = read_videos(data_dir)
-    video_ids, split = videos["video_id"].combine_chunks(), np.array(videos["split"].to_pylist())
+    videos, divided = read_videos(data_dir), read_divided_videos(data_dir)
+    video_ids, is_member = videos["video_id"].combine_chunks(), members_of(flags.split, videos, divided)
     video_row = latents.video_rows(video_ids)
-    samples = np.flatnonzero((video_row >= 0) & (split[video_row] == flags.split))
+    samples = np.flatnonzero((video_row >= 0) & is_member[video_row])
     if not len(samples):
-        splits = ", ".join(sorted(set(split.tolist())))
+        splits = ", ".join(sorted(names_of_splits(videos, divided)))
         raise UserError(f"no latents of split {flags.split!r}", hint=f"splits of the manifest: {splits}")
     samples = samples[np.lexsort((latents.numbers("start_ms")[samples], video_row[samples]))]
     num_frames, shape = _segment_shape(latents, samples, flags.segment)
-    embeddings = _embeddings(data_dir, text, video_ids)
+    embeddings = _embeddings(data_dir, text, videos, split=flags.split)
     is_captioned = np.isin(video_row[samples], list(embeddings))
     per_chunk, rest = np.divmod(latents.numbers("num_frames")[samples].astype(np.int64), num_frames)
     left_out = {
@@ -115,13 +116,20 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
     }
     samples, per_chunk = samples[is_captioned], per_chunk[is_captioned]
     sample = np.repeat(samples, per_chunk)
+    # Segments are numbered within their chunk, which gives their first frame.
+    number = np.arange(len(sample)) - np.repeat(np.cumsum(per_chunk) - per_chunk, per_chunk)
+    if divided is not None:
+        frame_s = latents.numbers("fps_den")[sample] / latents.numbers("fps_num")[sample]
+        begin_us = latents.numbers("start_ms")[sample] * 1000 + np.rint(number * num_frames * frame_s * 1e6)
+        times = {"begin_us": begin_us.astype(np.int64), "end_us": (begin_us + num_frames * frame_s * 1e6).astype(int)}
+        is_kept = divided.shows_only(flags.split, video=video_row[sample], **times)
+        left_out["segments with seconds of other splits"] = int((~is_kept).sum())
+        sample, number = sample[is_kept], number[is_kept]
     if not len(sample):
         raise UserError(
             f"no segment of {flags.segment} of split {flags.split!r} has a text embedding",
             hint=f"give a shorter --segment, or run {how_to_make(TEXT, data_dir)}",
         )
-    # Segments are numbered within their chunk, which gives their first frame.
-    number = np.arange(len(sample)) - np.repeat(np.cumsum(per_chunk) - per_chunk, per_chunk)
     shown, video = np.unique(video_row[sample], return_inverse=True)
     rows = np.stack([embeddings[int(row)] for row in shown])
     return _Segments((num_frames, *shape), sample, number * num_frames, video.astype(np.int64), rows, left_out)
@@ -150,8 +158,8 @@ def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: s
     return int(num_frames), tuple(first[name] for name in ("channels", "height", "width"))
 
 
-def _embeddings(data_dir: Path, text: ColumnArrays, video_ids: pa.Array) -> dict[int, NDArray[np.float16]]:
-    """Return the embedding of the first caption (by time, source and row) of each video, by row of the video."""
+def _embeddings(data_dir: Path, text: ColumnArrays, videos: pa.Table, *, split: str) -> dict[int, NDArray[np.float16]]:
+    """Return the embedding of the first caption of a split (by time, source and row) of each video, by its row."""
     lists = [text.rows.table[name].combine_chunks() for name in ("caption_id", "caption_row")]
     ids, rows = (pc.list_flatten(values).to_numpy() for values in lists)
     sample = np.repeat(np.arange(len(lists[0])), pc.list_value_length(lists[0]).to_numpy())
@@ -159,7 +167,10 @@ def _embeddings(data_dir: Path, text: ColumnArrays, video_ids: pa.Array) -> dict
     embeddings: dict[int, NDArray[np.float16]] = {}
     if not len(ids):
         return embeddings
-    for block in open_stored_captions(data_dir).blocks():
+    stored = open_stored_captions(data_dir)
+    number = stored.splits.index(split) if split in stored.splits else -2
+    is_of_split = pc.equal(videos["split"], split).to_numpy()
+    for block in stored.blocks(SplitVideos(np.arange(len(videos), dtype=np.int32), is_of_split, number)):
         video = np.repeat(block.video, block.counts)
         at = by_id[np.minimum(np.searchsorted(ids[by_id], block.caption_id), len(ids) - 1)]
         is_embedded = ids[at] == block.caption_id

@@ -19,7 +19,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.prep.core.chunk_input import Chunk, decode_frames
+from clipmill.prep.core.chunk_content import ChunkContent
+from clipmill.prep.core.chunk_input import Chunk
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.latents.frames import Square, frames_on_screen, segment_squares, segments_of
 from clipmill.prep.latents.recipe import Encoding
@@ -33,21 +34,15 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class WantedFrames:
-    """Frames to decode of an MP4 file: `wanted` has their indices in ascending order, some of them several times."""
+    """Frames to decode of a chunk: `wanted` has their indices in ascending order, some of them several times."""
 
-    content: bytes
-    fps: Fraction
-    packet_frame: list[int]
-    packet_flags: list[int]
+    content: ChunkContent
     wanted: list[int]
 
     def pictures(self) -> Iterator[NDArray[np.uint8]]:
         """Yield the wanted frames, uint8 [H, W, 3]."""
         counts = Counter(self.wanted)
-        frames = decode_frames(
-            self.content, [*counts], fps=self.fps, packet_frame=self.packet_frame, packet_flags=self.packet_flags
-        )
-        for decoded, count in zip(frames, counts.values(), strict=True):
+        for decoded, count in zip(self.content.frames([*counts]), counts.values(), strict=True):
             # One thread: starting more takes longer than converting a picture of this size.
             yield from repeat(np.asarray(decoded.to_ndarray(format="rgb24", threads=1), np.uint8), count)
 
@@ -182,12 +177,12 @@ def read_chunk_video(chunk: Chunk, encoding: Encoding) -> ChunkVideo:
         SourceFailure: chunk_damaged, if its bytes or the bytes of the next chunk differ from the committed ones.
     """
     segments, fps = segments_of(chunk.length, encoding), encoding.settings.fps_exact
-    sources = [_wanted_frames(chunk, segments.frames)]
+    sources = [WantedFrames(chunk.read(), segments.frames)]
     if segments.has_border and chunk.next is not None:
         # The moment after the last moment that this chunk shows, in the time of the next chunk.
         num_shown = len(frames_on_screen(chunk["num_frames"], chunk_fps=chunk.fps, fps=fps))
         later_s = num_shown / fps - Fraction(chunk.next["start_ms"] - chunk["start_ms"], 1000)
-        sources.append(_wanted_frames(chunk.next, [int(max(Fraction(0), later_s) * chunk.next.fps)]))
+        sources.append(WantedFrames(chunk.next.read(), [int(max(Fraction(0), later_s) * chunk.next.fps)]))
     return ChunkVideo(
         sources=sources,
         num_repeated=segments.num_repeated,
@@ -207,16 +202,6 @@ def chunk_squares(chunk: Chunk, encoding: Encoding) -> list[Square]:
     num_segments = len(segments.lengths) or -(-len(segments.frames) // encoding.segment_frames)
     size = {"width": chunk["width"], "height": chunk["height"]}
     return segment_squares(num_segments, content=chunk.content, settings=encoding.settings, **size)
-
-
-def _wanted_frames(chunk: Chunk, frames: list[int]) -> WantedFrames:
-    return WantedFrames(
-        content=chunk.read(),
-        fps=chunk.fps,
-        packet_frame=chunk["packet_frame"],
-        packet_flags=chunk["packet_flags"],
-        wanted=frames,
-    )
 
 
 @dataclass(frozen=True)

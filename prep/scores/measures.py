@@ -427,12 +427,14 @@ def _variation(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def decode_audio(content: bytes) -> NDArray[np.int16] | None:
-    """Return the first audio track, mono at RATE_HZ; None if there is none, or it is empty.
+    """Return the first audio track of an MP4 file, mono at RATE_HZ; None if there is none, or it is empty.
 
     Raises:
         SourceFailure: decode_errors.
     """
     parts = []
+    if not content:
+        return None
     try:
         with av.open(BytesIO(content), "r", format="mp4") as container:
             if not container.streams.audio:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key
-from clipmill.prep.core.chunk_input import decode_frames, frame_rate, read_chunk, seconds_of
+from clipmill.prep.core.chunk_content import frame_rate, read_chunk
+from clipmill.prep.core.chunk_input import seconds_of
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.plan import is_readable
 from clipmill.prep.core.report import PageRequest, Report, publish_page
@@ -113,14 +114,7 @@ class Chunks:
         frames = sorted(set(frame_of.values()))
         pictures: dict[int, Thumbnail] = {}
         try:
-            decoded = decode_frames(
-                read_chunk(shard, number),
-                frames,
-                fps=fps,
-                packet_frame=index["packet_frame"][number].as_py(),
-                packet_flags=index["packet_flags"][number].as_py(),
-            )
-            for frame, picture in zip(frames, decoded, strict=True):
+            for frame, picture in zip(frames, read_chunk(shard, number).frames(frames), strict=True):
                 width = max(2, round(picture.width * _HEIGHT_PX / picture.height))
                 small = picture.reformat(width=width, height=_HEIGHT_PX, format="bgr24", interpolation="AREA")
                 _, encoded = cv2.imencode(".jpg", small.to_ndarray(), [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
@@ -177,7 +171,7 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
     chunks = Chunks(scores.table, video=Variant.open(data_dir))
     selection = None
     if request.where is not None:
-        where = parse_where(request.where)
+        where = parse_where(request.where, data_dir=data_dir)
         where.require(("chunk", "video", "label"), because="the page shows chunks")
         coded = scores.table["video_id"].chunk(0)
         is_kept = selected_chunks(

@@ -1,7 +1,6 @@
 """The scores of one chunk (defined in docs/columns.md), and its sample: member, index row and `verify --deep`."""
 
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from fractions import Fraction
 from statistics import fmean
@@ -14,7 +13,8 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 
 from clipmill.manifests.publish import parse_json
-from clipmill.prep.core.chunk_input import Chunk, decode_frames
+from clipmill.prep.core.chunk_content import ChunkContent
+from clipmill.prep.core.chunk_input import Chunk
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.scores.measures import (
     MIN_FROZEN_S,
@@ -53,28 +53,6 @@ _HASH_DIGITS = 16
 
 
 @dataclass(frozen=True)
-class ChunkFile:
-    """A chunk: the bytes of the MP4 file, and values of its index row (clipmill.shards.format.VIDEO_FIELDS)."""
-
-    content: bytes
-    num_frames: int
-    fps: Fraction
-    packet_frame: list[int]
-    packet_flags: list[int]
-
-    def decode(self, indices: Sequence[int]) -> Iterator[tuple[int, VideoFrame]]:
-        """Yield (index, frame) of the frames with these indices, in ascending order.
-
-        Raises:
-            SourceFailure: A frame cannot be decoded.
-        """
-        frames = decode_frames(
-            self.content, indices, fps=self.fps, packet_frame=self.packet_frame, packet_flags=self.packet_flags
-        )
-        return zip(indices, frames, strict=True)
-
-
-@dataclass(frozen=True)
 class _Seen:
     """Data of the frames of the first pass.
 
@@ -93,7 +71,7 @@ class _Seen:
     size: tuple[int, int]
 
 
-def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
+def score_chunk(chunk: ChunkContent, *, cut_threshold: float) -> dict[str, Any]:
     """Return the scores of a chunk: a value for each row of clipmill.shards.score_fields.SCORES.
 
     Numbers are rounded to six decimals; unknown values are None.
@@ -110,7 +88,8 @@ def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
     looks, pictures = dict(seen.looks), dict(seen.pictures)
     # A second pass decodes all frames between samples that may hold a cut. Most chunks have few or none.
     intervals = intervals_to_refine(sorted(pictures.items()), threshold=cut_threshold)
-    for frame, picture in chunk.decode([frame for interval in intervals for frame in interval]):
+    to_refine = [frame for interval in intervals for frame in interval]
+    for frame, picture in zip(to_refine, chunk.frames(to_refine), strict=True):
         looks[frame] = Look.of(frame, full_luma(picture))
         pictures[frame] = _picture(picture, colours)
     cuts = find_cuts(sorted(pictures.items()), threshold=cut_threshold)
@@ -131,7 +110,7 @@ def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
             key_frames=sorted(frame for frame, flag in flags if flag & PACKET_KEY),
         )
         frozen = num_frozen / chunk.num_frames
-    samples, speech = decode_audio(chunk.content), None
+    samples, speech = decode_audio(chunk.mp4), None
     if samples is not None:
         speech_s = Fraction(int(is_speech(samples).sum()) * WINDOW_MS, 1000)
         speech = min(1.0, float(speech_s * chunk.fps / chunk.num_frames))
@@ -157,13 +136,13 @@ def score_chunk(chunk: ChunkFile, *, cut_threshold: float) -> dict[str, Any]:
     return {name: round(value, _DECIMALS) if isinstance(value, float) else value for name, value in values.items()}
 
 
-def _first_pass(chunk: ChunkFile, chosen: Chosen, colours: VideoReformatter) -> _Seen:
+def _first_pass(chunk: ChunkContent, chosen: Chosen, colours: VideoReformatter) -> _Seen:
     """Decode the chosen frames once, one at a time, and keep what the measures need."""
     samples = set(chosen.samples)
     spread = np.linspace(0, len(chosen.samples) - 1, min(NUM_SHARP, len(chosen.samples))).round().astype(int)
     sharp_frames = {chosen.samples[number] for number in spread.tolist()}
     looks, pictures, sharp, lines, middle_hash, size = {}, {}, [], [], 0, (0, 0)
-    for number, frame in chunk.decode(chosen.all):
+    for number, frame in zip(chosen.all, chunk.frames(chosen.all), strict=True):
         luma = full_luma(frame)
         looks[number] = look = Look.of(number, luma)
         size = luma.shape[0], luma.shape[1]
@@ -210,14 +189,7 @@ def scores_sample(chunk: Chunk, *, cut_threshold: float) -> Sample:
     Raises:
         SourceFailure: The chunk is damaged or cannot be decoded, or a value is not finite.
     """
-    file = ChunkFile(
-        content=chunk.read(),
-        num_frames=chunk["num_frames"],
-        fps=chunk.fps,
-        packet_frame=chunk["packet_frame"],
-        packet_flags=chunk["packet_flags"],
-    )
-    fields = chunk.fields(score_chunk(file, cut_threshold=cut_threshold))
+    fields = chunk.fields(score_chunk(chunk.read(), cut_threshold=cut_threshold))
     shown = {"key": chunk.key, **fields, "phash": f"{fields['phash']:0{_HASH_DIGITS}x}"}
     text = json.dumps(shown, ensure_ascii=False, separators=(",", ":"))
     return chunk.sample({EXTENSION: text.encode("utf-8", "replace")}, fields)

@@ -3,7 +3,7 @@
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from clipmill.prep.core.failure_list import (
     note_lines,
 )
 from clipmill.prep.core.failures import TRANSIENT
+from clipmill.prep.core.other_splits import LostTime, lost_lines, stored_lost_times
 from clipmill.prep.core.plan import folder_bytes, problems_of
 from clipmill.prep.core.shard_result import ShardProgress, running_shards
 from clipmill.prep.core.tables import DamagedLayout, variants_of
@@ -177,6 +178,7 @@ class Status:
 
     Attributes:
         leakage: Leakage between splits; None without scores.
+        lost: What each split loses to captions of other splits in its videos.
         damaged: Errors of damaged records that the status can be read without.
     """
 
@@ -184,6 +186,7 @@ class Status:
     videos: VideosStatus | None
     columns: dict[str, ColumnStatus]
     leakage: Leakage | None = None
+    lost: Mapping[str, LostTime] = field(default_factory=dict)
     damaged: tuple[UserError, ...] = ()
 
     @property
@@ -197,6 +200,7 @@ class Status:
             "videos": None if self.videos is None else asdict(self.videos),
             "columns": {name: column.values() for name, column in self.columns.items()},
             "leakage": None if self.leakage is None else self.leakage.values(),
+            "of_other_splits": {split: asdict(time) for split, time in self.lost.items()},
         }
 
 
@@ -218,6 +222,7 @@ def read_status(data_dir: Path) -> Status:
             for column in columns()
         },
         leakage=find_leakage(data_dir) if is_written else None,
+        lost=stored_lost_times(data_dir) if is_written else {},
         damaged=tuple(damaged),
     )
 
@@ -353,6 +358,7 @@ def status_text(status: Status) -> str:
     lines += ["manifest  none"] if status.videos is None else _videos_lines(status.videos)
     for column in status.columns.values():
         lines += _column_lines(column, status.data_dir)
+    lines += lost_lines(status.lost, indent=len(_INDENT))
     lines += [] if status.leakage is None else status.leakage.lines()
     for column in status.columns.values():
         is_first = column_named(column.column).is_first

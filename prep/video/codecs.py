@@ -19,8 +19,12 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from clipmill.manifests.errors import UserError
+
+if TYPE_CHECKING:
+    from av.packet import Packet
 
 COMB, STAR, CLOSED, INTRA = "comb", "star", "closed", "intra"
 DEFAULT_KEYINT = {COMB: 90, STAR: 16, CLOSED: 30, INTRA: 1}
@@ -274,3 +278,50 @@ _AT_SCHEMA_1: dict[str, dict[str, str]] = {
     "h264_nvenc": {"closed": "5b96ab4bad6de135", "intra": "de69c0882433c69a"},
     "hevc_nvenc": {"closed": "747cb8515f59b6df", "intra": "ce204b1071d00701"},
 }
+
+
+# Types of NAL units with a slice: H.264 table 7-1, H.265 table 7-1. Even types of HEVC up to _HEVC_LAST_SUBLAYER_TYPE
+# are sub-layer non-reference pictures.
+_H264_SLICE_TYPES = frozenset({1, 2, 3, 4, 5})
+_HEVC_LAST_SLICE_TYPE = 31
+_HEVC_LAST_SUBLAYER_TYPE = 14
+_IDR_TYPES = {"h264": (5,), "hevc": (16, 17, 18, 19, 20)}
+
+
+def slice_reader(codec: str, extradata: bytes) -> "Callable[[Packet | bytes], int | None]":
+    """Return a function that reads the NAL unit header of the first slice in a packet of H.264 or HEVC.
+
+    The function returns None if the packet has no slice, or if its units have no lengths, and for other codecs.
+    """
+    is_h264 = codec == "h264" and len(extradata) > 4 and extradata[0] == 1
+    if not is_h264 and not (codec == "hevc" and len(extradata) > 21):
+        return lambda packet: None
+    length_bytes = (extradata[4 if is_h264 else 21] & 3) + 1
+
+    def first_slice(packet: "Packet | bytes") -> int | None:
+        payload, position = memoryview(packet), 0
+        while position + length_bytes < len(payload):
+            header = payload[position + length_bytes]
+            if header & 31 in _H264_SLICE_TYPES if is_h264 else header >> 1 & 63 <= _HEVC_LAST_SLICE_TYPE:
+                return header
+            position += length_bytes + int.from_bytes(payload[position : position + length_bytes], "big")
+        return None
+
+    return first_slice
+
+
+def is_reference(codec: str, header: int | None) -> bool:
+    """Return True if other frames may need a picture, by the header of its first slice; True if that is unknown."""
+    if header is None:
+        return True
+    if codec == "h264":
+        return header >> 5 & 3 != 0  # nal_ref_idc (H.264 7.3.1)
+    unit_type = header >> 1 & 63
+    return unit_type > _HEVC_LAST_SUBLAYER_TYPE or unit_type % 2 == 1
+
+
+def is_idr(codec: str, header: int | None) -> bool:
+    """Return True if decoding starts afresh at a key picture, by the header of its first slice."""
+    if codec not in _IDR_TYPES:
+        return True
+    return header is not None and (header & 31 if codec == "h264" else header >> 1 & 63) in _IDR_TYPES[codec]

@@ -7,7 +7,7 @@ compared when a run is repeated; the name of the named recipe is not part of it.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from cyclopts import Group, Parameter
 
@@ -16,18 +16,20 @@ from clipmill.manifests.formatting import bitrate_text, parse_bitrate, parse_len
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.settings import Checked, Needs, Range, errors_of
 from clipmill.prep.core.column import ColumnSpec
-from clipmill.prep.core.recipe import KEPT, changed_flags
+from clipmill.prep.core.recipe import KEPT, changed_flags, setting_flags
 from clipmill.prep.core.request import PartRequest, PlanRequest, ScratchSize
 from clipmill.prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
 from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
 from clipmill.prep.video.settings import (
     RECIPE_SCHEMA,
     SHOT_SETTINGS,
+    SOURCE,
     SPAN_CHUNKS,
     Audio,
     ChunkSettings,
     Cut,
     Gop,
+    IndexSettings,
     ResolvedRecipe,
     Scaler,
     Tail,
@@ -125,6 +127,12 @@ class Recipe(Checked):
             )
         yield from errors_of(self.settings)
 
+    def resolve(self) -> ResolvedRecipe:
+        """Return the recipe of a variant, with the version of the ffmpeg program that is found."""
+        from clipmill.prep.video.ffmpeg import find_ffmpeg
+
+        return resolve(self, ffmpeg_version=find_ffmpeg().version)
+
     def settings(self) -> ChunkSettings:
         """Return the settings with all values filled in and normalised.
 
@@ -163,6 +171,44 @@ class Recipe(Checked):
             }
         stated = ChunkSettings(**chosen)
         return replace(stated, fps=str(stated.fps_exact))
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexRecipe(Checked):
+    """Settings of `prep index`."""
+
+    command: ClassVar[str] = "index"
+    verb: ClassVar[str] = "index"
+
+    len: Annotated[str, FIRST_RUN, Parameter(allow_leading_hyphen=True)] = "15s"
+    """Chunk length with unit, up to 1 hour, such as 15s or 2.5s."""
+
+    fps: str = "30"
+    """Nominal frame rate of the chunks in frames per second, in which other columns count frames, such as 25 or
+    30000/1001. Clips show the frames of the source, whatever its rate."""
+
+    def rules(self) -> Iterator[UserError]:
+        """Yield errors of lengths and rates."""
+        yield from errors_of(self.settings)
+
+    def settings(self) -> IndexSettings:
+        """Return the settings, normalised."""
+        stated = IndexSettings(len=canonical_length("--len", self.len), fps=self.fps)
+        return replace(stated, fps=str(stated.fps_exact))
+
+    def resolve(self) -> ResolvedRecipe:
+        """Return the recipe of a variant."""
+        settings = self.settings()
+        values = {
+            "schema": RECIPE_SCHEMA,
+            "span_chunks": SPAN_CHUNKS,
+            "codec": SOURCE,
+            "len": settings.len,
+            "fps": settings.fps,
+            "tail": settings.tail,
+        }
+        name = f"source{settings.fps.replace('/', '-')}-{settings.len}"
+        return ResolvedRecipe(cast("ChunkSettings", settings), values, name)
 
 
 def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
@@ -217,7 +263,16 @@ class ChunkPlanRequest(PlanRequest):
     ] = None
 
 
-def _flags(recipe: Recipe) -> list[str]:
+def read_recipe(stored: Mapping[str, Any], _weights: str | None = None) -> Recipe | IndexRecipe:
+    """Return the settings in a stored recipe, of `prep chunk` or of `prep index`."""
+    if stored.get("codec") == SOURCE:
+        return IndexRecipe(len=stored["len"], fps=stored["fps"])
+    return Recipe(**{name: stored[name] for name in _STORED if name in stored})
+
+
+def _flags(recipe: Recipe | IndexRecipe) -> list[str]:
+    if isinstance(recipe, IndexRecipe):
+        return setting_flags(recipe)
     settings = recipe.settings()
     names = [name for name, values in NAMED_RECIPES.items() if values["codec"] == settings.codec]
     name, codec = (names[0], None) if names else (Recipe().recipe, settings.codec)
@@ -259,7 +314,36 @@ COLUMN = ColumnSpec(
     checked_noun="decoded frame",
     page="chunks that play in place, with totals, distributions, search and filters; clips that take "
     "more than 8 MB go to a folder beside it; --where omits the other chunks",
-    read_settings=lambda stored, weights: Recipe(**{name: stored[name] for name in _STORED if name in stored}),
+    read_settings=read_recipe,
     write_flags=_flags,
     settings_line=settings_line,
 )
+
+# The same column by another command: its chunks have their packets in the source files.
+INDEX = replace(
+    COLUMN,
+    settings=IndexRecipe,
+    verb="index",
+    help="""Index the videos of the manifest as they are: chunks whose packets stay in the source files.
+
+    Training, embedding, search and the other columns work on them as on encoded chunks. Sources are read once,
+    completely, and have to stay where they are: MP4, MOV, MKV and WebM files with H.264, HEVC, VP9 or AV1.
+
+    With a folder of videos, their manifest is written first, as by `prep manifest folder`.
+
+    Example:
+
+        prep index VIDEOS
+    """,
+    plan_help="""Print what `prep index` would do, and why (dry run).
+
+    Example:
+
+        prep plan index
+    """,
+)
+
+
+def column_of(recipe: ResolvedRecipe) -> ColumnSpec:
+    """Return the spec of the command that makes a variant."""
+    return INDEX if recipe.settings.codec == SOURCE else COLUMN

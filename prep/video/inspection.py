@@ -22,6 +22,7 @@ from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.report import Report
 from clipmill.prep.video.span_task import check_chunk, read_chunk
+from clipmill.shards.columns import SOURCE_MEMBER
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.opening import DamagedTar
 from clipmill.shards.reader import CommittedShard
@@ -70,7 +71,7 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
         f"frames    {row['num_frames']} at {row['fps_num'] / row['fps_den']:g} fps,"
         f" from {count_noun(description['num_source_frames'], 'distinct source frame')}",
         f"video     {row['codec']} {row['width']}x{row['height']},"
-        f" {row['mp4_size'] * 8 / (end_s - begin_s) / 1000:.0f} kbit/s",
+        f" {_size_of(row) * 8 / (end_s - begin_s) / 1000:.0f} kbit/s",
         f"GOP       {gop}",
         f"source    {description['source_id']} of {description['dataset']}: {path or 'no longer in the manifest'}",
         f"captions  {len(captions)}",
@@ -88,6 +89,11 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
         **description,
     }
     return Report("\n".join(lines), values)
+
+
+def _size_of(row: dict[str, Any]) -> int:
+    """Return the bytes of a chunk: of its file, or of its packets in the source file."""
+    return int(row["mp4_size"] if "mp4_size" in row else sum(row["packet_size"]))
 
 
 def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
@@ -119,7 +125,10 @@ def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> C
 
     Only one frame is in memory at a time.
     """
-    content, in_json = members["mp4"], _check_description(row, members, split=split)
+    in_json = _check_description(row, members, split=split)
+    if SOURCE_MEMBER in members:
+        return CheckedSample(in_json, 0)  # `prep index` has read the packets, and each reader compares their checksums
+    content = members["mp4"]
     try:
         facts = read_chunk(content, fps=Fraction(row["fps_num"], row["fps_den"]))
         check_chunk(

@@ -34,7 +34,7 @@ from clipmill.prep.core.tables import (
 from clipmill.prep.core.variants import make_variant, stored_recipe
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.sources.table import failed_sources, probe_sources, probes_of, read_probes
-from clipmill.prep.video.column import COLUMN
+from clipmill.prep.video.column import COLUMN, column_of
 from clipmill.prep.video.plan import Plan, ShardChange, Videos, with_changes
 from clipmill.prep.video.settings import ResolvedRecipe
 from clipmill.prep.video.spans import (
@@ -288,7 +288,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
     from clipmill.prep.core.run import Job
     from clipmill.prep.video.worker import ShardTask, make_shard
 
-    plan = planned.plan
+    plan, version = planned.plan, planned.plan.recipe.values.get("ffmpeg")  # none of a source that is indexed
     write_layout(layout_path(planned.data_dir, plan.recipe.settings), plan.layout)
     has_work = any(shard.has_work for shard in plan.shards)
     captions_file = captions_path(planned.data_dir) if plan.has_captions and has_work else None
@@ -312,7 +312,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
         )
 
     return Job(
-        column=COLUMN,
+        column=column_of(plan.recipe),
         data_dir=planned.data_dir,
         variant_dir=planned.variant_dir,
         recipe=dict(plan.recipe.values),
@@ -323,7 +323,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
         failed_before=list(plan.failed_sources()),
         read_again=planned.read_again,
         chunk_s=plan.mean_chunk_s,
-        needs=("clipmill.prep.video.ffmpeg:version_mismatch", plan.recipe.values["ffmpeg"]),
+        needs=None if version is None else ("clipmill.prep.video.ffmpeg:version_mismatch", version),
     )
 
 

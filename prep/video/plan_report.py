@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 
+from clipmill.manifests.divided_videos import read_divided_videos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, duration_text, on_one_line, parse_bitrate, range_text, size_text
 from clipmill.manifests.keys import split_key
@@ -34,6 +36,7 @@ from clipmill.prep.core.failure_list import (
     note_lines,
 )
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode, SourceFailure
+from clipmill.prep.core.other_splits import lost_lines, lost_times
 from clipmill.prep.core.plan import ShardState, disk_use
 from clipmill.prep.core.report import (
     NOTHING_TO_DO,
@@ -44,12 +47,12 @@ from clipmill.prep.core.report import (
 )
 from clipmill.prep.engines.choice import num_cores as count_cores
 from clipmill.prep.video.codecs import codec_named
-from clipmill.prep.video.column import COLUMN
+from clipmill.prep.video.column import COLUMN, column_of
 from clipmill.prep.video.encode import Span, SpanPlan, encode_span
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Plan, Workload
 from clipmill.prep.video.plan_inputs import Planned, left_out_values, named_videos
-from clipmill.prep.video.settings import ChunkSettings
+from clipmill.prep.video.settings import SOURCE, ChunkSettings
 from clipmill.prep.video.span_task import StagedSources
 from clipmill.prep.video.spans import EvenCutting
 from clipmill.prep.video.work import audio_lines, left_out_report, settings_against_current
@@ -65,6 +68,8 @@ _DECODE_S_PER_MEGAPIXEL = 0.0029
 _DETECT_S_PER_FRAME = 0.0006  # to scale a decoded frame to the detector's size and compare it
 _CHUNK_BYTES = 5_000  # mp4 header, json, blocks of the tar and columns of the index
 _FRAME_BYTES = 17  # row in the packet table of the index
+_INDEX_BYTES_PER_S = 3e8  # of sources that prep index reads, per core-second
+_INDEX_ROW_BYTES, _INDEX_FRAME_BYTES = 3_000, 40  # a row of the index with its members, and a frame of it
 _NO_RANGE = (1.0, 1.0, 1.0)
 _NUM_VIDEOS = 3  # in trials, besides the heaviest video
 _SHORT_S, _LONG_S = 1.0, 4.0
@@ -268,12 +273,28 @@ def estimate_of(planned: Planned) -> Estimate:
     Short sections of some videos are encoded, so that the estimate holds for this machine and these videos.
     """
     plan, rows = planned.plan, planned.rows_to_encode()
+    num_shards = sum(shard.has_work for shard in plan.shards)
+    if plan.recipe.settings.codec == SOURCE:
+        cost = _index_estimate(plan, rows)
+        return with_wall_time(cost, num_cores=count_cores(), num_shards=num_shards, load=0) if len(rows) else cost
     work, load = plan.workload(rows), os.getloadavg()[0]  # before the trials add to it
     trials = run_trials(plan, rows, work) if len(rows) else EncodeTrials()
     cost = estimate(work, trials.trials, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
     cost = replace(cost, lacking_trials=trials.lacking)
-    num_shards = sum(shard.has_work for shard in plan.shards)
     return with_wall_time(cost, num_cores=count_cores(), num_shards=num_shards, load=load) if len(rows) else cost
+
+
+def _index_estimate(plan: Plan, rows: np.ndarray) -> Estimate:
+    """Estimate the cost of reading the sources of some spans once, by their bytes."""
+    work, videos = plan.workload(rows), np.unique(plan.video_rows[rows])
+    size_bytes = np.asarray(plan.probes["size_bytes"])[videos]
+    seconds, num_frames = work.seconds.sum(), (work.seconds * work.fps).sum()
+    num_chunks = seconds / float(plan.recipe.settings.len_s) + len(videos)
+    return Estimate(
+        core_hours=float(size_bytes.sum()) / _INDEX_BYTES_PER_S / 3600,
+        size_bytes=float(num_chunks * _INDEX_ROW_BYTES + num_frames * _INDEX_FRAME_BYTES),
+        video_hours=float(seconds) / 3600,
+    )
 
 
 def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: float) -> Estimate:
@@ -362,7 +383,7 @@ def plan_report(planned: Planned) -> Report:
         for shard in plan.shards
         if shard.shard_id in moved and shard.state in (ShardState.NEW, ShardState.ORPHANED)
     }
-    lines += states_lines(plan.shards, reasons=reasons)
+    lines += states_lines(plan.shards, reasons=reasons, verb=column_of(plan.recipe).verb)
     lines += failure_lines(list(plan.failed_sources()), listed=None, retry=retry_words(COLUMN, data=planned.data_dir))
     lost = plan.lost_sources()
     lines += [
@@ -375,12 +396,13 @@ def plan_report(planned: Planned) -> Report:
     ]
     lines += retry_lines(failed, data_dir=planned.data_dir)
     has_work = any(shard.has_work for shard in plan.shards)
-    shots, tails = _undetected_shots(plan), _short_tails(plan)
+    shots, tails, others = _undetected_shots(plan), _short_tails(plan), _of_other_splits(planned)
     num_noted, notes = plan.notes(max_videos=MAX_NAMED)
     lines += [
         *shots.lines,
         *left_out_report(plan),
         *tails.lines,
+        *others.lines,
         *note_lines(notes, num_all=num_noted, indent=9),
     ]
     # A run writes tars of encoded and copied chunks, and indexes; estimates from stored tars include the containers.
@@ -425,6 +447,7 @@ def plan_report(planned: Planned) -> Report:
         **shots.values,
         **left_out_values(plan),
         **tails.values,
+        **others.values,
         **{"num_noted_videos": num_noted, "first_notes": notes},
     }
     return Report("\n".join(lines), values)
@@ -490,6 +513,26 @@ def _short_tails(plan: Plan) -> Addition:
         "         kept: every frame is in a chunk; --tail merge adds it to the chunk before, --tail drop omits it",
     ]
     return Addition(lines if tails else [], {"num_short_tails": len(tails), "first_short_tails_s": first})
+
+
+def _of_other_splits(planned: Planned) -> Addition:
+    """Return what splits lose to captions of other splits, for the report; empty if no caption has a split."""
+    divided = read_divided_videos(planned.data_dir)
+    if divided is None:
+        return Addition([], {})
+    plan, us_per_frame = planned.plan, 1_000_000 / planned.plan.recipe.settings.fps_exact
+    rows = np.flatnonzero(np.isin(plan.video_rows, divided.video))
+    video, borders = list[int](), list[tuple[int, int]]()
+    for row, span in zip(rows.tolist(), plan.spans(rows.tolist()), strict=True):
+        firsts = accumulate(span.span.chunk_frames, initial=span.span.first_frame)
+        borders += pairwise(round(first * us_per_frame) for first in firsts)
+        video += [int(plan.video_rows[row])] * len(span.span.chunk_frames)
+    begin_us, end_us = np.array(borders, np.int64).reshape(-1, 2).T
+    splits = read_videos(planned.data_dir, columns=["split"])["split"].combine_chunks()
+    lost = lost_times(divided, splits, video=np.array(video, np.int64), begin_us=begin_us, end_us=end_us)
+    return Addition(
+        lost_lines(lost, indent=9), {"of_other_splits": {name: asdict(time) for name, time in lost.items()}}
+    )
 
 
 def explanation(planned: Planned, name: str) -> Report:

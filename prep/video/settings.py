@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import parse_bitrate, parse_length
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 RECIPE_SCHEMA = 4  # incremented when the same settings begin to produce different bytes
 SPAN_CHUNKS = 20  # chunks per encoder pass: five minutes of video at 15 s per chunk
 
+SOURCE = "source"  # in place of a codec: packets stay in the source files
+
 Gop = Literal["comb", "star", "closed", "intra"]
 Tail = Literal["keep", "drop", "merge"]
 Audio = Literal["drop", "keep"]
@@ -30,8 +32,51 @@ _FPS = Range(1, 240)
 SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None unless `cut` is shots
 
 
+class Cutting:
+    """The even chunks of videos: their length and frame rate."""
+
+    len: str
+    fps: str
+
+    def wrong_frames(self) -> Iterator[UserError]:
+        """Yield errors of lengths and rates that are invalid, or do not give a whole number of frames."""
+        if wrong_times := [*errors_of(lambda: self.len_s), *errors_of(lambda: self.fps_exact)]:
+            yield from wrong_times
+            return
+        wrong = [*_FPS.mistakes("--fps", self.fps_exact)]
+        if self.len_s > 3600:
+            wrong.append(UserError(f"--len is {self.len}", hint="--len must be at most 3600s", flags=("--len",)))
+        if not wrong and (self.len_s * self.fps_exact).denominator != 1:
+            yield UserError(
+                f"a chunk of {self.len} at {self.fps} fps has {float(self.len_s * self.fps_exact):g} frames",
+                hint="choose --len and --fps for a whole number of frames per chunk, for example --len 15s --fps 30",
+                flags=("--len", "--fps"),
+            )
+        yield from wrong
+
+    @property
+    def len_s(self) -> Fraction:
+        """Length of a full chunk in seconds, exact."""
+        return _seconds("--len", self.len)
+
+    @property
+    def fps_exact(self) -> Fraction:
+        """Frame rate in frames per second, exact."""
+        try:
+            return Fraction(self.fps)
+        except (ValueError, ZeroDivisionError):
+            raise UserError(
+                f'--fps "{self.fps}" is not a frame rate', hint="write 30, 25 or 30000/1001", flags=("--fps",)
+            ) from None
+
+    @property
+    def chunk_frames(self) -> int:
+        """Number of frames in a full chunk."""
+        return int(self.len_s * self.fps_exact)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ChunkSettings(Checked):
+class ChunkSettings(Cutting, Checked):
     """Every setting that affects the bytes of chunks; see `clipmill.prep.video.column.Recipe` for their meaning.
 
     Attributes:
@@ -104,20 +149,7 @@ class ChunkSettings(Checked):
                 hint="--short-side must be an even number",
                 flags=("--short-side",),
             )
-        wrong_times = [*errors_of(lambda: self.len_s), *errors_of(lambda: self.fps_exact)]
-        yield from wrong_times or self._wrong_frames()
-
-    def _wrong_frames(self) -> Iterator[UserError]:
-        """Yield errors of lengths and rates that are out of range, or do not give a whole number of frames."""
-        wrong = [*_FPS.mistakes("--fps", self.fps_exact)]
-        if self.len_s > 3600:
-            wrong.append(UserError(f"--len is {self.len}", hint="--len must be at most 3600s", flags=("--len",)))
-        if not wrong and (self.len_s * self.fps_exact).denominator != 1:
-            yield UserError(
-                f"a chunk of {self.len} at {self.fps} fps has {float(self.len_s * self.fps_exact):g} frames",
-                hint="choose --len and --fps for a whole number of frames per chunk, for example --len 15s --fps 30",
-                flags=("--len", "--fps"),
-            )
+        wrong = [*self.wrong_frames()]
         yield from wrong
         if self.cut == "shots" and self.tail != "keep":
             yield UserError(
@@ -131,26 +163,6 @@ class ChunkSettings(Checked):
                 hint="longer shots are divided into equal chunks: give at most half of --len",
                 flags=("--min-len",),
             )
-
-    @property
-    def len_s(self) -> Fraction:
-        """Length of a full chunk in seconds, exact."""
-        return _seconds("--len", self.len)
-
-    @property
-    def fps_exact(self) -> Fraction:
-        """Frame rate in frames per second, exact."""
-        try:
-            return Fraction(self.fps)
-        except (ValueError, ZeroDivisionError):
-            raise UserError(
-                f'--fps "{self.fps}" is not a frame rate', hint="write 30, 25 or 30000/1001", flags=("--fps",)
-            ) from None
-
-    @property
-    def chunk_frames(self) -> int:
-        """Number of frames in a full chunk."""
-        return int(self.len_s * self.fps_exact)
 
     @property
     def min_frames(self) -> int:
@@ -170,6 +182,26 @@ class ChunkSettings(Checked):
             min_scene_frames=math.ceil(_seconds("--min-scene-len", self.min_scene_len) * self.fps_exact),
             fps=self.fps_exact,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexSettings(Cutting, Checked):
+    """Settings of `prep index`, whose chunks have their packets in the source files.
+
+    Attributes:
+        fps: Nominal frame rate of the chunks, in which other columns count frames.
+    """
+
+    len: str
+    fps: str
+    codec: ClassVar[str] = SOURCE
+    cut: ClassVar[Cut] = "even"
+    tail: ClassVar[Tail] = "keep"
+    audio: ClassVar[Audio] = "keep"
+
+    def rules(self) -> Iterator[UserError]:
+        """Yield errors of lengths and rates."""
+        return self.wrong_frames()
 
 
 ResolvedRecipe = Recipe[ChunkSettings]

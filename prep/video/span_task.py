@@ -7,7 +7,7 @@ A chunk is read back by demuxing the finished file: no value is taken from the a
 
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from io import BytesIO
@@ -21,22 +21,18 @@ from clipmill.manifests.keys import split_key
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.prep.core.failures import TRANSIENT, FailureCode, SourceFailure
 from clipmill.prep.sources.access import SourceFacts, as_failure, current_fingerprint
-from clipmill.prep.video.codecs import codec_named
+from clipmill.prep.video.codecs import codec_named, is_reference, slice_reader
 from clipmill.prep.video.encode import EncodedSpan, SpanPlan, encode_span, output_size, start_ms
-from clipmill.prep.video.settings import ResolvedRecipe
+from clipmill.prep.video.settings import SOURCE, ResolvedRecipe
 from clipmill.shards.commits import Commit
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.timeline.model import CONTINUOUS_FORMAT, Timeline
 
 if TYPE_CHECKING:
-    from av.packet import Packet
-
     from clipmill.manifests.storage.cache import CachedFile
+    from clipmill.prep.video.source_span import SourceChunk
     from clipmill.shards.verify import SalvagedSample
 
-_H264_SLICE_TYPES = frozenset({1, 2, 3, 4, 5})
-_HEVC_LAST_SLICE_TYPE = 31
-_HEVC_LAST_SUBLAYER_TYPE = 14  # even types up to this one are sub-layer non-reference pictures (H.265 table 7-1)
 SPAN_COLUMN = "span_fingerprint"
 _TRIES = 2  # attempts at a span with a transient failure
 _NOT_AGAIN = frozenset({FailureCode.DISK_FULL, FailureCode.SOURCE_TOO_LARGE})  # transient, but longer than a retry
@@ -166,6 +162,11 @@ class ReadyChunk:
     facts: ChunkFacts
     num_source_frames: int
 
+    @property
+    def content(self) -> tuple[str, bytes]:
+        """Extension and content of the member with the frames."""
+        return "mp4", self.path.read_bytes()
+
 
 def make_span(
     plan: SpanPlan,
@@ -175,8 +176,8 @@ def make_span(
     program: str,
     folder: Path,
     on_frames: Callable[[int], None],
-) -> list[ReadyChunk]:
-    """Encode a span into new folders below `folder`.
+) -> "Sequence[ReadyChunk | SourceChunk]":
+    """Make the chunks of a span: encode them into new folders below `folder`, or index the packets of the source.
 
     Args:
         sources: Local copies of remote sources.
@@ -197,6 +198,10 @@ def make_span(
                 sources.release(is_damaged=True)
                 message = f"{plan.path}: the file has changed since the run was planned"
                 raise SourceFailure(FailureCode.SOURCE_CHANGED, message)
+            if recipe.settings.codec == SOURCE:
+                from clipmill.prep.video.source_span import index_span
+
+                return index_span(original, plan, settings=recipe.settings)
             with_sound = recipe.settings.audio == "keep"
             path, source = sources.continuous(original, plan.source, with_sound=with_sound)
             encoded = encode_span(
@@ -265,7 +270,7 @@ class SpanChunks:
         num_chunks: Number of chunks of the complete span.
     """
 
-    chunks: dict[int, ReadyChunk]
+    chunks: "Mapping[int, ReadyChunk | SourceChunk]"
     num_chunks: int
 
 
@@ -372,7 +377,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
             stream = container.streams.video[0]
             codec = stream.codec_context.codec.canonical_name
             extradata = bytes(stream.codec_context.extradata or b"")
-            is_reference = _reference_test(codec, extradata)
+            first_slice = slice_reader(codec, extradata)
             # Integer arithmetic per packet: a Fraction would cost more than reading the packet.
             frames_per_tick = (stream.time_base or Fraction(0)) * fps
             offsets: list[int] = []
@@ -403,7 +408,8 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
                 offsets.append(packet.pos)
                 sizes.append(packet.size)
                 frames.append(frame)
-                flags.append(packet.is_keyframe * PACKET_KEY | is_reference(packet) * PACKET_REFERENCE)
+                is_needed = is_reference(codec, first_slice(packet))
+                flags.append(packet.is_keyframe * PACKET_KEY | is_needed * PACKET_REFERENCE)
                 crc32s.append(crc32)
             return ChunkFacts(
                 codec=codec,
@@ -444,26 +450,3 @@ def check_chunk(facts: ChunkFacts, *, num_frames: int, size: tuple[int, int], co
                 for text in (str(actual), str(planned))
             ]
             raise SourceFailure(FailureCode.FRAMES_DIFFER, f"{what}: found {texts[0]}, planned {texts[1]}")
-
-
-def _reference_test(codec: str, extradata: bytes) -> "Callable[[Packet], bool]":
-    """Return a test for packets that other frames may need; it is always True if the codec does not mark them."""
-    is_h264 = codec == "h264" and len(extradata) > 4 and extradata[0] == 1
-    if not is_h264 and not (codec == "hevc" and len(extradata) > 21):
-        return lambda packet: True
-    length_bytes = (extradata[4 if is_h264 else 21] & 3) + 1
-
-    def is_reference(packet: "Packet") -> bool:
-        """Return what the NAL unit header of the packet's first slice says; True if it has no slice."""
-        payload, position = memoryview(packet), 0
-        while position + length_bytes < len(payload):
-            header = payload[position + length_bytes]
-            unit_type = header & 31 if is_h264 else header >> 1 & 63
-            if is_h264 and unit_type in _H264_SLICE_TYPES:
-                return header >> 5 & 3 != 0  # nal_ref_idc (H.264 7.3.1)
-            if not is_h264 and unit_type <= _HEVC_LAST_SLICE_TYPE:
-                return unit_type > _HEVC_LAST_SUBLAYER_TYPE or unit_type % 2 == 1
-            position += length_bytes + int.from_bytes(payload[position : position + length_bytes], "big")
-        return True
-
-    return is_reference

@@ -20,7 +20,7 @@ from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
 from clipmill.prep.core.variants import lost_samples
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork
-from clipmill.prep.video.column import COLUMN, Recipe, resolve
+from clipmill.prep.video.column import COLUMN, IndexRecipe, Recipe
 from clipmill.prep.video.ffmpeg import find_ffmpeg, require_encoder
 from clipmill.prep.video.plan import Plan
 from clipmill.prep.video.plan_inputs import (
@@ -32,6 +32,7 @@ from clipmill.prep.video.plan_inputs import (
     pending_chunks,
     with_shots,
 )
+from clipmill.prep.video.settings import SOURCE
 from clipmill.prep.video.spans import layout_file
 from clipmill.prep.video.worker import remove_abandoned
 from clipmill.shards.columns import VIDEO
@@ -41,24 +42,27 @@ from clipmill.shards.reader import Variant
 _WORKER_GB = 0.5  # measured (benchmarks/README.md): a source of 2160 lines takes 0.27 GB
 
 
-def _require(recipe: Recipe) -> None:
+def _require(recipe: Recipe | IndexRecipe) -> None:
     # Only workers import these packages, but the command reports a missing one before it starts workers.
     for package in ("av", "ffmpeg"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    codec = recipe.settings().codec
+    if codec == SOURCE:
+        return
     ffmpeg = find_ffmpeg()
     if ffmpeg.passed_over:
         sys.stderr.write(f"using the ffmpeg of the imageio-ffmpeg package: {ffmpeg.passed_over} is too old\n")
-    require_encoder(ffmpeg, recipe.settings().codec)
+    require_encoder(ffmpeg, codec)
 
 
-def _plan(data_dir: Path, recipe: Recipe, request: Request) -> Planned:
-    resolved = resolve(recipe, ffmpeg_version=find_ffmpeg().version)
+def _plan(data_dir: Path, recipe: Recipe | IndexRecipe, request: Request) -> Planned:
+    resolved = recipe.resolve()
     engine = None if request.cluster is None else request.open_engine(memory_gb=_WORKER_GB)
     return make_plan(data_dir, resolved, retry_codes=request.retry_codes, engine=engine)
 
 
-def _run(plan: Planned, recipe: Recipe, request: Request, part_run: PartRun | None) -> Summary:
+def _run(plan: Planned, recipe: Recipe | IndexRecipe, request: Request, part_run: PartRun | None) -> Summary:
     engine = request.open_engine(memory_gb=_WORKER_GB)
     for line in (*other_settings_lines(plan), *audio_lines(plan)):
         sys.stderr.write(f"{line}\n")
@@ -101,7 +105,8 @@ def other_settings_lines(planned: Planned) -> list[str]:
         videos = count_noun(len(np.unique(plan.video_rows[rows])), "video")
         length = duration_text(plan.workload(rows).seconds.sum())
         lines.append(f"variant  {variant}: {chunks} of {videos} to encode, {length} of video")
-        plan_line = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir).replace("chunk", "plan", 1)
+        command = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir)
+        plan_line = command.replace("prep chunk", "prep plan", 1).replace("prep index", "prep plan index", 1)
         lines.append(f"         `{plan_line}` estimates time and disk")
     else:
         lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former=current)
@@ -119,13 +124,13 @@ def settings_against_current(planned: Planned) -> list[str]:
     return changed_settings(planned.data_dir, VIDEO, variant=recipe.variant, recipe=recipe.values)
 
 
-def chunk_summary(summary: Summary, recipe: Recipe, listed: Path) -> Report:
+def chunk_summary(summary: Summary, recipe: Recipe | IndexRecipe, listed: Path) -> Report:
     """Return the report of a run; `listed` is the path of the list of failures."""
     speed = None
     if summary.cpu_s and summary.encoded_s:
         speed = f"{summary.encoded_s / summary.cpu_s:.1f}x real time per core ({summary.cpu_s:.1f} s of CPU time)"
-    retry = retry_words(COLUMN, data=listed.parents[2])
-    return summary_report(summary, listed=listed, speed=speed, retry=retry)
+    retry, verb = retry_words(COLUMN, data=listed.parents[2]), getattr(recipe, "verb", COLUMN.verb)
+    return summary_report(summary, listed=listed, speed=speed, retry=retry, verb=verb)
 
 
 def cutting_addition(planned: Planned) -> Addition:

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -44,12 +44,15 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.shard_result import ShardResult, begin_shard, stop_result, system_errors_as_results
 from clipmill.prep.video.encode import SpanPlan, start_ms
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.prep.video.settings import ChunkSettings, ResolvedRecipe
+from clipmill.prep.video.settings import SOURCE, ChunkSettings, ResolvedRecipe
 from clipmill.prep.video.span_task import OldChunks, ReadyChunk, SpanChunks, StagedSources, StoredTar, make_span
-from clipmill.shards.columns import VIDEO
+from clipmill.shards.columns import SOURCE_MEMBER, VIDEO
 from clipmill.shards.commits import Commit, Failure
-from clipmill.shards.format import VIDEO_FIELDS
+from clipmill.shards.format import SOURCE_FIELDS, VIDEO_FIELDS
 from clipmill.shards.writer import Sample
+
+if TYPE_CHECKING:
+    from clipmill.prep.video.source_span import SourceChunk
 
 _CAPTION_COLUMNS = ["caption_id", "begin_s", "end_s", "text", "source"]
 _PROGRAM, _FORMAT = "clipmill", 1
@@ -98,6 +101,8 @@ class ShardTask:
 
 def make_shard(task: ShardTask) -> ShardResult:
     """Make, publish and commit one shard; a second run writes the same bytes under the same names."""
+    if task.recipe.settings.codec == SOURCE:
+        return system_errors_as_results(_make, task)
     try:
         version = find_ffmpeg().version
     except FailedWork as error:
@@ -109,7 +114,8 @@ def make_shard(task: ShardTask) -> ShardResult:
 
 
 def _make(task: ShardTask) -> ShardResult:
-    program, captions, fps = find_ffmpeg().path, None, task.recipe.settings.fps_exact
+    is_source = task.recipe.settings.codec == SOURCE
+    program, captions, fps = "" if is_source else find_ffmpeg().path, None, task.recipe.settings.fps_exact
     if task.captions_file is not None:
         video_ids = [plan.video_id for plan in task.spans]
         captions = captions_of(task.captions_file, video_ids, row_groups=task.caption_groups)
@@ -120,15 +126,17 @@ def _make(task: ShardTask) -> ShardResult:
             task,
             column=VIDEO,
             split=task.split,
-            extensions=["mp4", "json", *(["txt"] if captions is not None else [])],
-            fields=VIDEO_FIELDS,
+            extensions=[SOURCE_MEMBER if is_source else "mp4", "json", *(["txt"] if captions is not None else [])],
+            fields=[*VIDEO_FIELDS, *SOURCE_FIELDS] if is_source else VIDEO_FIELDS,
             num_planned=sum(len(plan.span.chunk_frames) for plan in task.spans),
         ) as shard,
         StagedSources(
             folder=scratch, limit_bytes=task.scratch_bytes, on_wait=lambda: shard.show(shard.num_samples)
         ) as sources,
     ):
-        old = OldChunks(task.variant_dir, task.old_commit, others=task.others, plans=task.spans, folder=scratch)
+        # Reading a source again costs no more than reading the packet tables of old shards.
+        plans = () if is_source else task.spans
+        old = OldChunks(task.variant_dir, task.old_commit, others=task.others, plans=plans, folder=scratch)
         for plan in task.spans:
             done, starts = shard.num_samples, plan.span.chunk_starts()
 
@@ -200,7 +208,7 @@ def captions_of(
 
 
 def video_sample(
-    chunk: ReadyChunk,
+    chunk: "ReadyChunk | SourceChunk",
     *,
     plan: SpanPlan,
     number: int,
@@ -247,7 +255,8 @@ def video_sample(
         "captions": [asdict(caption) for caption in mine],
     }
     text = json.dumps(description, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    members = {"mp4": chunk.path.read_bytes(), "json": text.encode("utf-8", "replace")}
+    extension, content = chunk.content
+    members = {extension: content, "json": text.encode("utf-8", "replace")}
     if captions is not None:
         members["txt"] = "\n".join(caption.text for caption in mine).encode("utf-8", "replace")
     fields = {

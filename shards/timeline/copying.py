@@ -49,7 +49,7 @@ def write_continuous(
     import av
 
     with open_container(f"file:{os.fspath(place)}") as container, open(place, "rb") as file:  # noqa: PTH123
-        timeline, packets = read_timeline(container, file=file, on_read=on_packet)
+        timeline, packets = read_timeline(container, file=file, on_packet=lambda packet: on_packet())
     with (
         open_container(f"file:{os.fspath(place)}") as container,
         av.open(os.fspath(target), "w", format=CONTINUOUS_FORMAT) as output,

@@ -138,7 +138,7 @@ def shown_frames(
     import av
 
     stream = track_of(container, timeline.track)
-    unit, upright = stream.time_base or ONE, _Upright(timeline.shape)
+    unit, upright = stream.time_base or ONE, Upright(timeline.shape)
     number = 0
     for packet in container.demux(stream):
         if packet.size and not timeline.is_continuous:
@@ -157,11 +157,16 @@ def shown_frames(
                 yield time * unit - timeline.start, upright.frame(frame)
 
 
-class _Upright:
-    """Filter that crops frames and turns them upright; its graph is built again if their size or format changes."""
+class Upright:
+    """Filter that crops frames and turns them upright; its graph is built again if their size or format changes.
 
-    def __init__(self, shape: Shape) -> None:
-        filters = [*shape.crop_filters(), *shape.orientation_filters()]
+    Args:
+        aspect: Width of a pixel divided by its height, as the stream states it; frames get square pixels.
+    """
+
+    def __init__(self, shape: Shape, *, aspect: Fraction = ONE) -> None:
+        square = [("scale", {"w": f"2*round(iw*{aspect}/2)", "h": "ih"})] if aspect != ONE else []
+        filters = [*shape.crop_filters(), *square, *shape.orientation_filters()]
         self._filters = [*filters, ("copy", {})] if filters else []  # flipped frames have lines in descending order
         self._graph: Any = None
         self._made_for: tuple[int, int, str] | None = None
@@ -176,7 +181,7 @@ class _Upright:
         if self._made_for != key:
             self._graph, self._made_for = Graph(), key
             buffer = self._graph.add_buffer(
-                width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base
+                width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base or ONE
             )
             steps = [buffer, *(self._graph.add(name, None, **options) for name, options in self._filters)]
             self._graph.link_nodes(*steps, self._graph.add("buffersink")).configure()

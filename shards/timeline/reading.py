@@ -294,14 +294,17 @@ def _edited_end(stream: "VideoStream", *, last: int, end: int) -> int:
 
 
 def read_timeline(
-    container: "InputContainer", *, file: "IO[bytes] | None" = None, on_read: Callable[[], None] = lambda: None
+    container: "InputContainer",
+    *,
+    file: "IO[bytes] | None" = None,
+    on_packet: "Callable[[Packet[Stream]], None]" = lambda packet: None,
 ) -> tuple[Timeline, TrackPackets]:
     """Read all packets of a source once, without decoding them.
 
     Args:
         container: A container just opened, from which nothing has been read.
         file: The bytes of the file, for facts that libav does not tell about an AVI or FLV.
-        on_read: Called for every packet.
+        on_packet: Function that is called with every packet that has bytes, in the order of the file.
 
     Raises:
         TimelineError: There is no video stream, or its times are impossible.
@@ -315,9 +318,9 @@ def read_timeline(
     lists = {stream.index: _PacketList(stream) for stream in tracks}
     any_end, held_bytes = start, 0
     for packet in container.demux():
-        on_read()
         if not packet.size:
             continue
+        on_packet(packet)
         held_bytes = max(held_bytes, (packet.pos or 0) + packet.size)
         if packet.stream_index in lists:
             lists[packet.stream_index].add(packet)

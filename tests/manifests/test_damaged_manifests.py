@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from clipmill.manifests.caption_spans import open_stored_captions
@@ -45,7 +46,7 @@ def values(data: Path) -> list[Any]:
     return [
         stored.texts.to_pylist(),
         stored.sources,
-        *([getattr(block, name).tolist() for name in vars(block)] for block in stored.blocks()),
+        *([np.array(column).tolist() for column in vars(block).values()] for block in stored.blocks()),
         *(read(data).to_pylist() for read in (read_videos, read_captions, read_rejected_rows)),
         opened,
         {name: manifest[name] for name in ("fingerprint", "next_caption_id", "datasets")},

@@ -1,20 +1,33 @@
 """Values that conversion would change: a fraction is not rounded, an address is not taken for a local folder, and the
 value of a group of flags is not that of its first flag."""
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from clipmill.train.cli import main
+from tests.prep.running import prep_here
 
-def refused(command: str, words: list[str], *, folder: Path, settings: str) -> list[str]:
+Refused = Callable[..., list[str]]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
     """What a command that is refused says, beside a file of settings."""
-    (folder / "settings.yaml").write_text(f"{settings}\n")
-    program = [sys.executable, "-m", f"clipmill.{command}.cli", *words]
-    ran = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
-    return ran.stderr.splitlines()
+
+    def run(command: str, words: list[str], *, settings: str) -> list[str]:
+        (tmp_path / "settings.yaml").write_text(f"{settings}\n")
+        monkeypatch.chdir(tmp_path)
+        if command == "prep":
+            return prep_here(*words, status=2).stderr.splitlines()
+        monkeypatch.setattr("sys.argv", [command, *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert left.value.code == 2
+        return capsys.readouterr().err.splitlines()
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -27,9 +40,9 @@ def refused(command: str, words: list[str], *, folder: Path, settings: str) -> l
     ],
 )
 def test_a_fraction_is_refused_by_its_flag(
-    tmp_path: Path, command: str, words: list[str], named: str, origin: str
+    refused: Refused, command: str, words: list[str], named: str, origin: str
 ) -> None:
-    said = refused(command, words, folder=tmp_path, settings="batch: 7.5")
+    said = refused(command, words, settings="batch: 7.5")
     assert said == [f"error: {named}", f"hint: give a whole number, without a decimal point{origin}"]
 
 
@@ -44,9 +57,9 @@ def test_a_fraction_is_refused_by_its_flag(
     ],
 )
 def test_an_address_for_a_local_path_is_refused_and_makes_no_folder_of_its_name(
-    tmp_path: Path, command: str, words: list[str], name: str, origin: str
+    refused: Refused, tmp_path: Path, command: str, words: list[str], name: str, origin: str
 ) -> None:
-    said = refused(command, words, folder=tmp_path, settings="out: s3://bucket/run")
+    said = refused(command, words, settings="out: s3://bucket/run")
     hint = "hint: give a local path, and copy the files from or to that address"
     assert said == [f"error: {name} is s3://bucket/run, but it takes a local path", f"{hint}{origin}"]
     assert [one.name for one in tmp_path.iterdir()] == ["settings.yaml"]
@@ -63,9 +76,9 @@ def test_an_address_for_a_local_path_is_refused_and_makes_no_folder_of_its_name(
     ],
 )
 def test_the_value_of_a_group_is_refused_with_the_flag_to_name(
-    tmp_path: Path, words: list[str], group: str, value: str, flag: str
+    refused: Refused, words: list[str], group: str, value: str, flag: str
 ) -> None:
-    said = refused("train", words, folder=tmp_path, settings="optimizer: sgd")
+    said = refused("train", words, settings="optimizer: sgd")
     origin = f"; {group} is from settings.yaml" if "--config" in words else ""
     assert said == [
         f"error: {group} is {value}, but it is a group of flags and takes no value",

@@ -264,12 +264,20 @@ def test_unusable_rows_are_listed_with_their_reason(make_videos: VideoMaker, tmp
     assert reading.num_captions_lost == 3
 
 
-def test_a_second_split_for_a_video_is_rejected(make_videos: VideoMaker, tmp_path: Path) -> None:
+def test_rows_of_a_video_keep_their_splits(make_videos: VideoMaker, tmp_path: Path) -> None:
     table = tmp_path / "captions.csv"
-    table.write_text("video,text,split\na,one,val\na,two,test\na,three,\n")
-    reading = read_folder(make_videos("a.mp4"), captions=table)
-    assert reading.videos["split"].to_pylist() == ["val"]
-    assert [row[3] for row in captions(reading)] == ["one", "three"]
+    table.write_text(
+        "video,text,split\na,zero,\na,one,validation\na,two,test\na,three,\na,four,neither\nb,five,train\n"
+    )
+    reading = read_folder(make_videos("a.mp4", "b.mp4"), captions=table)
+    assert reading.videos["split"].to_pylist() == ["val", "train"]
+    assert reading.captions.select(["text", "split"]).to_pylist() == [
+        {"text": "zero", "split": None},
+        {"text": "one", "split": None},
+        {"text": "two", "split": "test"},
+        {"text": "three", "split": None},
+        {"text": "five", "split": None},
+    ]
     assert reasons(reading) == [("bad_split", "a")]
 
 

@@ -254,7 +254,7 @@ def test_labels_and_splits_of_further_captions_are_said_not_to_be_read(tmp_path:
     write_dataset(tmp_path / "data", reading_of(tmp_path, ["a"], []))
     (path := tmp_path / "t.csv").write_text("video,text,label,split\na,x,cat,val\na,y,dog,val\n")
     notes = read(tmp_path / "data", path).reading.notes
-    assert sum("splits and labels are ignored" in note for note in notes) == 1
+    assert sum("splits, labels, groups and views are ignored" in note for note in notes) == 1
 
 
 def test_names_of_labels_have_letters_digits_and_underscores() -> None:

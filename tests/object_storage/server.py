@@ -9,6 +9,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -94,7 +95,10 @@ def _serve() -> None:
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     WSGIRequestHandler.protocol_version = "HTTP/1.1"  # connections that stay open, as those of a real server do
-    server: Any = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True)
+    application: Any = DomainDispatcherApplication(create_backend_app)
+    # For each request, it would list the folder of all services and try hundreds of patterns.
+    application.get_backend_for_host = cache(application.get_backend_for_host)
+    server: Any = make_server("127.0.0.1", 0, application, threaded=True)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)

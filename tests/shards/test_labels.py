@@ -35,7 +35,7 @@ def test_labelled_captions_of_a_part_are_those_that_overlap_or_cover_it(
     rng = np.random.default_rng(seed)
     captions = random_captions(rng, count=60)
     write_captions(tmp_path, dict.fromkeys(VIDEOS, "train"), captions)
-    labelled = read_labelled(tmp_path, {"label_one"})
+    labelled = read_labelled(tmp_path, {"label_one": "text"})
     assert labelled.num_rows == sum("label_one" in caption.labels for caption in captions)
     video_row = rng.integers(-1, 2, 40)  # -1: of none of the videos
     begin_s = rng.integers(0, 10, 40) / 2
@@ -107,7 +107,7 @@ def test_a_caption_has_its_own_labels_or_those_that_cover_it(seed: int, expressi
 def test_a_label_that_captions_lack_is_named_with_those_that_they_have(tmp_path: Path) -> None:
     write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, 1.0, "text", labels={"label_one": "x"})])
     with pytest.raises(UserError, match="have no column label_two") as error:
-        read_labelled(tmp_path, {"label_two"})
+        read_labelled(tmp_path, {"label_two": "text"})
     assert error.value.hint == "available labels: label_one"
 
 
@@ -119,3 +119,57 @@ def test_texts_to_encode_are_selected_by_labels(tmp_path: Path) -> None:
     own = {caption.text: caption.labels.get("label_one") for caption in captions}
     assert {text for text, value in own.items() if value == "x"} < texts
     assert not {text for text, value in own.items() if value == "y"} & texts
+
+
+@pytest.mark.parametrize(
+    ("expression", "numbers"),
+    [
+        ("label_done = 'true'", [0, 2]),
+        ("label_done = true and label_grade > 2", [2]),
+        ("label_done", [0, 2]),
+        ("not label_done", [1]),
+        ("label_grade >= 2.5", [2, 3]),
+        ("label_grade in (1, 10)", [0, 3]),
+        ("label_grade between 1 and 2", [0, 1]),
+        ("label_grade = '10'", [3]),
+        ("label_class = 7", [1]),
+        ("label_class = '7'", [1]),
+        ("label_done is null", [3]),
+    ],
+)
+def test_labels_are_compared_as_what_an_expression_takes_them_for(
+    expression: str, numbers: list[int], tmp_path: Path
+) -> None:
+    """Texts of a table of one's own, and numbers of a dataset, such as classes of verbs."""
+    labels: list[dict[str, object]] = [
+        {"label_done": "true", "label_grade": "1", "label_class": 5},
+        {"label_done": "false", "label_grade": "2", "label_class": 7},
+        {"label_done": "true", "label_grade": "2.5", "label_class": None},
+        {"label_done": None, "label_grade": "10", "label_class": 3},
+    ]
+    captions = [Caption("a", number, number + 1, f"{number}", labels=values) for number, values in enumerate(labels)]
+    write_captions(tmp_path, dict.fromkeys(VIDEOS, "train"), captions)
+    with CaptionReader(tmp_path, where=parse_where(expression)) as reader:
+        texts = [text for piece in reader.pieces(pa.array(VIDEOS)) for text in piece.texts.to_pylist()]
+    assert texts == [str(number) for number in numbers]
+
+
+def test_a_label_of_another_kind_is_named_with_a_value(tmp_path: Path) -> None:
+    labels = [{"label_grade": "high", "label_done": "true"}, {"label_grade": "3", "label_done": "yes"}]
+    captions = [Caption("a", number, number + 1, "x", labels=values) for number, values in enumerate(labels)]
+    write_captions(tmp_path, {"a": "train"}, captions)
+    for expression, message in (
+        ("label_grade > 2", "takes label_grade for numbers, and it has the value 'high'"),
+        ("label_done", "takes label_done for true or false, and it has the value 'yes'"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            read_labelled(tmp_path, parse_where(expression).labels)
+        assert "compare it with texts" in str(caught.value.hint)
+    for expression, hint in (
+        ("done = 'true'", "did you mean label_done? names: motion"),
+        ("is_done = 'true'", "did you mean label_done?"),
+        ("zzz_qqq = 1", "labels: label_done, label_grade"),
+    ):
+        with pytest.raises(UserError, match="there is no name") as caught:
+            parse_where(expression, data_dir=tmp_path)
+        assert hint in str(caught.value.hint)

@@ -1,6 +1,7 @@
 """Moments of any number of videos, of any length: right, or refused by name."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,8 +22,10 @@ DAY_MS = 86_400_000
 def test_captions_of_a_thousand_million_videos_are_of_their_own_chunks() -> None:
     chunks = np.repeat(ROWS, 2)  # [0, 15) and [15, 30) s of each
     starts = np.tile(np.array([0, 15_000]), len(ROWS))
-    plain = {name: np.full(len(chunks), value) for name, value in (("num_frames", 450), ("fps_num", 30))}
-    ones = {name: np.ones(len(chunks), np.int64) for name in ("fps_den", "shard", "row")}
+    plain: dict[str, Any] = {
+        name: np.full(len(chunks), value) for name, value in (("num_frames", 450), ("fps_num", 30))
+    }
+    ones: dict[str, Any] = {name: np.ones(len(chunks), np.int64) for name in ("fps_den", "shard", "row")}
     crc32 = np.zeros(len(chunks), np.uint32)
     table = ChunkTable(video_row=chunks, start_ms=starts, **plain, **ones, crc32=crc32)
     rows = np.append(ROWS, 10**9 - 2).astype(np.int32)  # the last video has no chunk

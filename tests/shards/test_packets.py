@@ -36,7 +36,7 @@ def tables_of(chunks: Sequence[Packets], streams: Sequence[tuple[str, bytes]]) -
         "codec": pa.array([codec for codec, _ in streams]),
         "extradata": pa.array([extradata for _, extradata in streams], pa.binary()),
     }
-    content = pa.py_buffer(index_bytes(pa.table(index)))
+    content = pa.py_buffer(index_bytes(pa.table(index).replace_schema_metadata({b"extensions": b"mp4"})))
     return PacketTables(pa.ipc.open_file(content).read_all(), content)
 
 

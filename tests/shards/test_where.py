@@ -108,7 +108,12 @@ def test_what_is_unknown_is_selected_by_neither_a_comparison_nor_its_opposite(ex
             "there is no name mood_mean",
             "if mood is a column of a plug-in, its package is",
         ),
-        ("label_success = 1", "label_success is a text, and 1 a number", "texts with 'texts'"),
+        (
+            "label_success = 1 and label_success = 'x'",
+            "label_success is a number, and 'x' a text",
+            "texts with 'texts'",
+        ),
+        ("label_success and label_success > 1", "label_success is a condition, and 1 a number", ""),
         ("labels = 'true'", "there is no name labels", "; labels: label_NAME"),
         ("rowid > 1", "there is no name rowid", ""),
         ("motion", "motion is a number, where a condition is needed", "motion > 0"),

@@ -34,26 +34,26 @@ KILLED_ELSEWHERE = {"gc"}
 # prep/text/test_run.py, prep/captions/test_endpoint.py and prep/upkeep/test_inspect.py end and rerun the others.
 LIKE_OTHERS |= {"captions", "text", "vlm", "inspect", "train-resumed"}
 # Records and input, of each of which prep/upkeep/test_records.py, manifests/test_hostile_annotations.py,
-# train/data/test_hostile_tars.py or train/inference/test_bad_weights.py has a case.
+# prep/video/test_bad_input.py, train/data/test_hostile_tars.py or train/inference/test_bad_weights.py has a case.
 DAMAGED_ELSEWHERE |= {
     "shots",
     "further-captions",
     "scores-tables",
     "name",
     "annotations",
+    "source",
     "tar",
     "config",
     "checkpoint",
 }
 LEFT_OUT = TOO_LONG | LIKE_OTHERS | DAMAGED_ELSEWHERE | SAME_COMMANDS | KILLED_ELSEWHERE
-# Of each subject. `make nightly` has two parts more: `buckets`, beside manifests/storage/test_late_writers.py, and
-# `answers`, beside prep/captions/test_endpoint.py.
-NUM_CASES = {"points": 1, "damage": 1, "hostile": 1, "unfinished": 1, "sources": 1, "variants": 1}
+# Of each subject. `make nightly` has three parts more: `buckets`, beside manifests/storage/test_late_writers.py,
+# `answers`, beside prep/captions/test_endpoint.py, and `variants`, beside prep/core/test_replacement.py.
+NUM_CASES = {"points": 1, "damage": 1, "hostile": 1, "unfinished": 1, "sources": 1}
 # Of these parts only some subjects, because their cases run several commands each.
 SUBJECTS_OF = {
     "unfinished": {"chunk-again"},
     "sources": {"mp4"},
-    "variants": {"gone"},
 }
 
 

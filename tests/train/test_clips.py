@@ -64,6 +64,7 @@ def test_the_first_instant_of_every_frame_belongs_to_it_and_the_one_before_does_
     for frame in range(300):
         begins = 5_000_000 + Fraction(frame * fps_den * 1_000_000, fps_num)
         assert locate_frames(at(begins), [one]) == [FrameIndex(0, frame)]
+        assert one.frame_begin_us(frame) == begins
         if frame:
             assert locate_frames(at(begins - Fraction(1, 10**9)), [one]) == [FrameIndex(0, frame - 1)]
 

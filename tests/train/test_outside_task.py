@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from clipmill.train.run.checkpoint import read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
+from tests.forks import Forks
 from tests.plugins import example_installed
 from tests.served import Commands, served
 from tests.train.running import SMALL
@@ -21,9 +22,10 @@ Trained = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+def train(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Iterator[Commands]:
     """Runs a command line in a program that finds the task installed: exit status, output, errors."""
-    with served("train", **example_installed(tmp_path_factory.mktemp("installed"))) as run:
+    installed = example_installed(tmp_path_factory.mktemp("installed"))
+    with served("train", python=forks.python(), **installed) as run:
         yield run
 
 

@@ -78,7 +78,7 @@ def about(result: dict[str, Any]) -> str:
     """Describe what was measured, as one line."""
     settings = result["settings"]
     return (
-        f"{result['data']}; {result['variant']}; {result['machine']}; batches of "
+        f"{'; '.join(filter(None, [result['data'], result['variant'], result['machine']]))}; batches of "
         f"{count_noun(settings['batch'], 'clip')} "
         f"of {count_noun(settings['num_frames'], 'frame')}, {settings['size_px']} px, model {settings['model']}"
     )

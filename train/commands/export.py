@@ -1,9 +1,10 @@
 """`train export`: write weights as a folder for other libraries, `--init.weights` and `train eval`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -100,6 +101,7 @@ def export_run(
         tensors = whole_weights(path)
     else:
         tensors = opened.trained.fill(opened.task.build_model(None)).state_dict()
+    _require_views(opened.settings, form)
     require_finite(tensors, source=path or weights)
     request = ExportRequest(
         title=str(weights),
@@ -112,6 +114,8 @@ def export_run(
         frame_embedding=frame_embedding,
     )
     exported = spec.export(request)
+    if opened.settings.views is not None and not exported.usage:
+        exported = replace(exported, sees=exported.sees or "a single view")
 
     step = None if path is None else checkpoint_step(path)
     card = model_card(opened, exported, form=form, opens=spec.formats[form], folder=out.name, step=step)
@@ -128,6 +132,18 @@ def export_run(
         say(remark)
     say(f"{path.name} of {weights} as {form} in {out}" if path is not None else f"{weights} as {form} in {out}")
     say(f"open it with: {spec.formats[form].replace('OUT', str(out))}")
+
+
+def _require_views(settings: Any, form: str) -> None:
+    """Raise a UserError if a format has no place for a model of several views."""
+    if settings.views is None or form in ("torch", "onnx"):
+        return
+    if settings.towers.views == "concat" or form == "lm":
+        raise UserError(
+            f"the model takes the views {settings.views} ({settings.towers.views}), and --format {form} has one view",
+            hint="use --format torch or onnx, or the file itself: train eval and load_model read it",
+            flags=("--format",),
+        )
 
 
 def _require_format(form: str) -> None:

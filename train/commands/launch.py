@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from clipmill.manifests.divided_videos import names_of_splits, read_divided_videos
 from clipmill.manifests.errors import Stopped, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
@@ -148,7 +149,7 @@ def _train(
             lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world
         )
     # With the reasons why captions are omitted, which explain a set that is too small.
-    progress.say(f"data: {samples.describe()}; {samples.variant_name}")
+    progress.say(f"data: {'; '.join(filter(None, [samples.describe(), samples.variant_name]))}")
     check_batch(settings, samples)
     epochs = [*describe_epochs(settings, samples)]
     check_stages(task, samples, settings, world=world)
@@ -230,8 +231,8 @@ def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
     if evaluation is None:
         return None
     try:
-        folder = open_folder(settings.on(settings.folders[0]), reason="a stream has no list of splits", column=None)
-        splits = set(read_videos(folder.path)["split"].unique().to_pylist())
+        folder = open_folder(settings.on(settings.folders[0]), reason="splits are in a manifest", column=None)
+        splits = names_of_splits(read_videos(folder.path), read_divided_videos(folder.path))
     except UserError:
         return None
     split = evaluation.settings().split

@@ -1,14 +1,14 @@
 """Settings of clips, and of the video tower that encodes them: as pixels, or as latents."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.settings import PROBABILITY, SHARE, Checked, GoesWith, Range, errors_of
+from clipmill.manifests.settings import PROBABILITY, SHARE, Checked, GoesWith, Range, errors_of, without_effect
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import FIRST_RUN
 from clipmill.train.config.model import (
@@ -176,6 +176,9 @@ class ClipSettings(TrainingSettings):
     has_head: ClassVar[bool] = False
     """True if the model has trained parameters in addition to its towers'."""
 
+    views: Annotated[str | None, groups.CLIPS] = None
+    """Cameras that recorded a moment, such as top,wrist: a sample shows the same moments from each of them. They are
+    views of the captions' groups (docs/python.md). Default: each caption is a sample of its own."""
     num_frames: NumFrames = 4
     """Number of frames per clip."""
     sampling: Sampling = "uniform"
@@ -209,6 +212,16 @@ class ClipSettings(TrainingSettings):
     lora: Annotated[Lora, groups.ADAPTERS, groups.SEVERAL] = field(default_factory=Lora)
     """Low-rank adapters."""
 
+    @property
+    def view_names(self) -> tuple[str, ...]:
+        """Names of --views; empty without."""
+        return () if self.views is None else tuple(name.strip() for name in self.views.split(","))
+
+    @property
+    def num_views(self) -> int:
+        """Number of cameras of a clip."""
+        return max(1, len(self.view_names))
+
     def tower_names(self) -> tuple[Tower, ...]:
         """Return the towers that the model has."""
         return ("video",)
@@ -230,6 +243,7 @@ class ClipSettings(TrainingSettings):
                 hint="use a larger --short-side-px, or a smaller --size-px",
                 flags=("--short-side-px", "--size-px"),
             )
+        yield from self._mistakes_of_views() if self.views is not None else ()
         yield from errors_of(check_frames, self.towers, num_frames=self.num_frames)
         yield from tuning_mistakes(
             self.freeze,
@@ -238,6 +252,31 @@ class ClipSettings(TrainingSettings):
             has_head=self.trains_besides_towers(),
             has_weights=self.adapts_pretrained(),
         )
+
+    def _mistakes_of_views(self) -> Iterator[UserError]:
+        names = self.view_names
+        if len(names) < 2 or len(set(names)) < len(names) or not all(names):
+            yield UserError(
+                f"--views is {self.views}",
+                hint="name two or more different cameras, such as top,wrist",
+                flags=("--views",),
+            )
+        if self.reads_latents:
+            yield UserError(
+                "--views needs decoded clips, and --input is latents", hint="use --input pixels", flags=("--views",)
+            )
+        if self.parallel.stages > 1:
+            yield UserError(
+                f"--views needs the complete tower, and --parallel.stages is {self.parallel.stages}",
+                hint="omit --parallel.stages",
+                flags=("--views", "--parallel.stages"),
+            )
+
+    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+        """Yield an error about --towers.views without --views; see also `DataSettings.without_effect`."""
+        yield from super().without_effect(typed)
+        if "--towers.views" in typed and self.views is None:
+            yield without_effect("--towers.views", typed, "clips are of one camera", use="--views top,wrist")
 
 
 @Parameter(name="*")

@@ -11,12 +11,12 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.settings import Checked, GoesWith, Range, errors_of
 from clipmill.shards.where_flag import check_where
 from clipmill.train.config.fields import FIRST_RUN, SEVERAL, Steps
+from clipmill.train.config.shards import short_name
 
 EVERY = GoesWith("every", use="STEPS")
 
 # What stands before the first =, unless it is a part of a path.
 _NAME = re.compile(r"(?P<name>[^=/]*)=")
-_NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 _GOOD_NAME = re.compile(r"\w[\w.-]*")
 _DATA = re.compile(r"(?P<shards>.+?)(?:@(?P<split>[^/@:]+)(?::(?P<protocol>[\w-]+))?)?")
 _USE = "use [NAME=]DATA[@SPLIT]"
@@ -98,13 +98,11 @@ class EvaluationSettings(Checked):
                     "out NAME=",
                     flags=(self.flag("shards"),),
                 )
-            folder = parts["shards"].rstrip("/").rpartition("/")[2] if parts else ""
-            # A pattern of tars has braces, which are not for names.
-            name = parts and (given["name"] if given else _NOT_IN_NAMES.sub("-", folder).strip("-"))
-            if parts is None or not name:
+            if parts is None:
                 raise UserError(
                     f"{self.flag('shards')} has {text!r}, without a folder", hint=_USE, flags=(self.flag("shards"),)
                 )
+            name = given["name"] if given else short_name(parts["shards"].rstrip("/").rpartition("/")[2])
             if name in data:
                 raise UserError(
                     f"{self.flag('shards')} has two data folders named {name!r}",

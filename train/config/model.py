@@ -50,6 +50,7 @@ TOWERS = Parts("tower", group="towers", kind=TowerSpec, builtin={row.name: row f
 ModelName = Literal["tiny", "s16", "b32", "b16", "l16", "l14", "l14-336"]
 Activation = Literal["gelu", "quick_gelu"]
 Kind = Literal["clip", "videomae", "timesformer", "library"]
+ViewRule = Literal["mean", "concat"]
 FormatChoice = Literal[
     "auto", "open_clip", "openai", "hf", "avion", "lavila", "videomae", "hf_videomae", "hf_timesformer"
 ]
@@ -109,6 +110,9 @@ class Towers(Checked):
     attention: Literal["joint", "divided"] | None = None
     """Attention of a clip tower: over all patches of a clip, or divided over time and space (the TimeSformer of LaViLa
     and Frozen in Time). Default: from --init.weights, else joint."""
+    views: ViewRule = "mean"
+    """Embedding of the --views of a moment. mean: the mean of their embeddings; concat: their tokens are concatenated
+    and attend to each other."""
     embedding_width: Annotated[int | None, SIZE] = None
     """Width of the joint embedding space (AVION: 256). Default: from --init.weights, else CLIP's."""
     activation: Activation | None = None

@@ -40,7 +40,8 @@ class Kind:
     Attributes:
         openers: Import paths of the functions that open its samples, by their content, so that a run loads only the
             modules of its own data.
-        lacks: Reasons why samples do not have some content, by content.
+        noun: Plural noun for messages: "DIR/0.tar names video tars, and chunks are in a data folder".
+        lacks: Reasons why samples do not have some content, by content: the sentence after "and" in such a message.
         spelling: Regular expression that matches in addresses of this kind.
         test: Import path of a function that looks at the data of an address with this spelling, and returns True if
             they are of this kind. Empty: they are.
@@ -52,6 +53,7 @@ class Kind:
     """
 
     openers: Mapping[Content, str]
+    noun: str = "data folders"
     lacks: Mapping[Content, str] = field(default_factory=dict)
     spelling: re.Pattern[str] = _ANY
     test: str = ""
@@ -63,6 +65,7 @@ class Kind:
 
 IMAGES = Kind(
     dict.fromkeys(("captions", "labels", "frames"), f"{_PRODUCERS}.tar_images:open_images"),
+    noun="image tars",
     spelling=_TARS,
     test="clipmill.train.data.image_tars:names_images",
     has_manifest=False,
@@ -71,6 +74,7 @@ IMAGES = Kind(
 )
 STREAM = Kind(
     {"captions": "clipmill.train.data.video_stream:open_stream"},
+    noun="video tars",
     lacks={"labels": "labels are in the manifest of a data folder", "frames": "chunks are in a data folder"},
     spelling=_TARS,
     has_manifest=False,
@@ -112,6 +116,19 @@ def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
     return next(kind for kind in spelled if not kind.test or import_object(kind.test)(address, **cache))
 
 
+def no_data_folder(address: str, reason: str, *, kind: Kind | None = None, flags: tuple[str, ...] = ()) -> UserError:
+    """Return the error for data without a manifest, where only a data folder will do.
+
+    Args:
+        reason: End of the message that begins with "DIR/0.tar names video tars, ".
+        kind: Kind of the data; None for all kinds that are spelled so.
+    """
+    spelling = kind_of(address).spelling.pattern
+    kinds = [other for other in KINDS if other.spelling.pattern == spelling] if kind is None else [kind]
+    nouns = " or ".join(kind.noun for kind in kinds)
+    return UserError(f"{address} names {nouns}, {reason}", hint="name the data folder that prep made", flags=flags)
+
+
 def is_local_folder(address: str) -> bool:
     """Return True if an address is the path of a data folder on this machine."""
     return kind_of(address).has_manifest and not is_remote(address)
@@ -134,11 +151,16 @@ def folders_of(shards: Shards) -> tuple[str, ...]:
     return (shards,) if isinstance(shards, str) else tuple(shards)
 
 
+def short_name(text: str) -> str:
+    """Return a name for metrics and failures: letters, digits, '.', '-' and '_', beginning with a letter or digit."""
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "data"
+
+
 def folder_names(folders: Sequence[str]) -> tuple[str, ...]:
     """Return a short name for each folder, for metrics and failures: the last parts that tell the folders apart."""
     parts = [[part for part in normalise_address(folder).split("/") if part] or ["data"] for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
-        names = [re.sub(r"[^\w.-]+", "-", "-".join(part[-depth:])).strip("-.") or "data" for part in parts]
+        names = [short_name("-".join(part[-depth:])) for part in parts]
         if len(set(names)) == len(names):
             return tuple(names)
     return tuple(f"{name}-{number}" for number, name in enumerate(names, start=1))

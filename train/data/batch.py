@@ -12,6 +12,10 @@
     video        uint8 [B, T, S * S * 3 / 2]  frames of the clip, cropped and resized to S x S, as YUV 4:2:0: for each
                                       frame Y [S, S], then U and V [S / 2, S / 2]; or RGB on request,
                                       [B, T, S, S, 3]; T counts the frames of all views, one view after another
+    time_s       float64 [B, T]       time at which each frame appears on screen, in its video, seconds; of latents, the
+                                      time of each latent frame; nan for images and padding. T counts the frames of
+                                      all sets of moments. Stays on the CPU
+    is_padded    bool [B, T]          frames whose moment is outside of the video, in clips at given times
     colour       uint8 [B]            colour matrix and range of YUV frames (clipmill.train.augment.colour)
     tokens       int64 [B, L]         token ids of the caption
     latents      float16 or bfloat16 [B, T, C, h, w]  of a segment of the chunk, scaled as its recipe says; of a VAE of
@@ -46,7 +50,9 @@ PICTURES = ("video", "colour", "latents")
 # Inputs of models; position, key and ids stay on the CPU, where they are needed.
 TENSORS = (*PICTURES, "tokens", "num_frames", "text", "text_mask", "relevancy", "label", "targets")
 
+# Numbers of a sample, or lists of numbers.
 _SCALARS = {"clip_id": "int64", "caption_id": "int64", "label": "int64", "relevancy": "float32", "colour": "uint8"}
+_SCALARS |= {"time_s": "float64", "is_padded": "bool"}
 NUM_BUFFERS = 2  # a batch is overwritten by the second batch after it
 _ARRAYS = ("tokens", "targets", "text")
 
@@ -62,6 +68,8 @@ class Sample(TypedDict, total=False):
     label: int
     targets: NDArray[np.int64]
     video: NDArray[np.uint8]
+    time_s: Sequence[float]
+    is_padded: Sequence[bool]
     colour: int
     tokens: NDArray[np.int64]
     text: NDArray[np.float16]
@@ -80,6 +88,8 @@ class Batch(TypedDict, total=False):
     label: "torch.Tensor"
     targets: "torch.Tensor"
     video: "torch.Tensor"
+    time_s: "torch.Tensor"
+    is_padded: "torch.Tensor"
     colour: "torch.Tensor"
     tokens: "torch.Tensor"
     latents: "torch.Tensor"

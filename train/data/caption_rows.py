@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_spans import CaptionSpans, SpanBlock, rows_of_split
+from clipmill.manifests.caption_spans import CaptionSpans, SpanBlock, SplitVideos, split_videos
 from clipmill.manifests.caption_table import TextDigest
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
@@ -30,16 +30,13 @@ from clipmill.train.data.captions import (
 )
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.data_folder import ChunkSearch, ChunkTable
-from clipmill.train.data.frame_sampling import START_ROUNDING_US, US_PER_S
+from clipmill.train.data.frame_sampling import START_ROUNDING_US, US_PER_S, to_whole_us
 from clipmill.train.data.node_cache import Rows, index_type, scratch
 from clipmill.train.data.outcomes import Unusable, remarks_of
 from clipmill.train.data.samples import SampleTable
 
 if TYPE_CHECKING:
     from clipmill.train.data.stored_text import StoredText
-
-
-_LONGEST_S = 1e9  # longer than any video (clipmill.train.data.chunks), and far below where microseconds overflow
 
 
 @dataclass(frozen=True)
@@ -75,6 +72,7 @@ def usable_captions(
     chunks: ChunkTable,
     selected: NDArray[np.bool_] | None = None,
     selected_chunks: NDArray[np.bool_] | None = None,
+    is_of_split: NDArray[np.bool_] | None = None,
     counts: NDArray[np.integer] | None = None,
 ) -> UsableCaptions:
     """Find the span and the chunks of each caption; an `end_s` of inf stands for the end of the video.
@@ -82,6 +80,7 @@ def usable_captions(
     Args:
         selected: Mask of the captions to use; None for all.
         selected_chunks: Mask of the chunks to use; None for all. All chunks of a caption must be among them.
+        is_of_split: Mask of the captions without seconds of other splits; None for all.
         counts: Number of captions that each entry stands for; None for one.
     """
     search = ChunkSearch(chunks)
@@ -98,6 +97,8 @@ def usable_captions(
 
     # Negated, so that NaN counts as empty.
     left = drop("empty_span", ~(end_s > begin_s) | ~np.isfinite(begin_s))
+    if is_of_split is not None:
+        left = drop("other_split", ~is_of_split[left])
     last_of_video = search.last_of(video_row)
     if len(chunks):
         has_chunks = (last_of_video >= 0) & (chunks.video_row[last_of_video] == video_row)
@@ -105,7 +106,7 @@ def usable_captions(
         has_chunks = np.zeros(len(video_row), dtype=bool)
     left = drop("video_without_chunks", ~has_chunks[left])
 
-    begin_us, stated_end_us = _to_us(begin_s[left]), _to_us(end_s[left])
+    begin_us, stated_end_us = to_whole_us(begin_s[left]), to_whole_us(end_s[left])
     video_end_us = search.end_us[last_of_video[left]]
     wanted_end_us = np.where(np.isinf(end_s[left]), video_end_us, stated_end_us)
     # Two times less than a microsecond apart may round to the same: the span is then one microsecond.
@@ -143,11 +144,6 @@ def usable_captions(
         num_unusable=num_unusable,
         num_shortened=count((wanted_end_us - end_us > one_frame_us)[kept]),
     )
-
-
-def _to_us(times_s: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Convert to microseconds; times beyond the end of any video are clipped to a later time that fits into 64 bits."""
-    return np.rint(np.clip(times_s, -_LONGEST_S, _LONGEST_S) * US_PER_S).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -189,13 +185,13 @@ class SplitCaptions:
     """Facts about the captions of a split, before the captions are read.
 
     Attributes:
-        video_row: Row of each video of the manifest among the videos of the split, else -1.
+        videos: Videos of the split, which select its captions.
         rank_of_code: Rank in `sources` of each source of the manifest, int16; -1 for omitted sources.
         num_by_code: Number of captions of the split by source of the manifest, int64.
         max_id: Highest ID of a caption.
     """
 
-    video_row: NDArray[np.int32]
+    videos: SplitVideos
     sources: Sources
     rank_of_code: NDArray[np.int16]
     num_by_code: NDArray[np.int64]
@@ -221,16 +217,16 @@ def captions_of_split(
         video_ids: Videos of the split.
         weights: See `choose_sources`.
     """
-    video_row = rows_of_split(data_dir, split, video_ids=video_ids)
+    videos = split_videos(spans, data_dir, split, video_ids=video_ids)
     count, max_id = np.zeros(len(spans.sources), np.int64), -1
-    for block in spans.blocks(video_row):
+    for block in spans.blocks(videos):
         count += np.bincount(block.source, minlength=len(count))
         max_id = max(max_id, int(block.caption_id.max(initial=-1)))
     used = np.flatnonzero(count)  # all captions of the other sources are of other splits
     sources = choose_sources([spans.sources[code] for code in used], weights=weights, elsewhere=spans.sources)
     rank_of_code = np.full(len(count), -1, np.int16)
     rank_of_code[used] = sources.rank
-    return SplitCaptions(video_row, sources, rank_of_code, count, max_id)
+    return SplitCaptions(videos, sources, rank_of_code, count, max_id)
 
 
 def make_clip_table(
@@ -269,7 +265,7 @@ def make_clip_table(
     )
     num_unusable = Counter[Unusable]()
     num_not_embedded = num_shortened = 0
-    for stored in spans.blocks(of_split.video_row):
+    for stored in spans.blocks(of_split.videos):
         block = stored.each_caption() if each_caption or selected is not None else stored
         rank = of_split.rank_of_code[block.source]
         if stored_text is not None:
@@ -288,6 +284,7 @@ def make_clip_table(
             selected_chunks=None
             if selected_chunks is None
             else selected_chunks[first_chunk : first_chunk + len(chunks_of_block)],
+            is_of_split=chunks.shows_only_split(video_row=block.video, begin_s=block.begin_s, end_s=block.end_s),
             counts=block.counts,
         )
         num_unusable.update(usable.num_unusable)

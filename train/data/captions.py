@@ -431,7 +431,7 @@ class Captions:
             raise UserError(
                 f"all {len(self.rows.caption_id):,} captions of split {split!r} are {self.rows.same_text!r:.60}: there "
                 "is nothing to tell apart",
-                hint="run prep manifest with annotations whose captions differ",
+                hint="use data whose captions differ; for a data folder, run prep manifest with other annotations",
             )
 
     def describe(self) -> list[str]:

@@ -27,9 +27,10 @@ from clipmill.shards.score_fields import NUMBERS
 from clipmill.shards.scores import SCORES, open_scores
 from clipmill.shards.selection import find_chunks
 from clipmill.train.data.arguments import names_arguments, require_process, require_texts, require_whole_numbers
+from clipmill.train.data.chunk_parts import parts_of_split
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.data_folder import ChunkSearch, ChunkTable, chunk_table, open_data_folder, rows_of
-from clipmill.train.data.frame_sampling import US_PER_S
+from clipmill.train.data.frame_sampling import US_PER_S, to_seconds
 from clipmill.train.data.outcomes import FailedSample, SampleFailed, list_failures
 from clipmill.train.data.workers import Stuck, in_order
 
@@ -73,7 +74,7 @@ class Chunk:
 
 
 class Chunks:
-    """The chunks of a split, decoded in order of videos and time; opened by `read_chunks`.
+    """The chunks of a split, or their parts that belong to it, decoded in order of videos and time (`read_chunks`).
 
     Attributes:
         failures: Chunks that could not be decoded so far, with key, reason and detail.
@@ -81,10 +82,11 @@ class Chunks:
 
     def __init__(self, chunks: ChunkSet, *, every: int, workers: int, max_failures: int) -> None:
         self._chunks, self._every, self._workers, self._max_failures = chunks, every, workers, max_failures
+        self._parts = parts_of_split(chunks, np.arange(len(chunks.table)))
         self.failures: list[FailedSample] = []
 
     def __len__(self) -> int:
-        return len(self._chunks.table)
+        return len(self._parts.chunk)
 
     def __iter__(self) -> Generator[Chunk, None, None]:
         process = os.getpid()
@@ -101,13 +103,13 @@ class Chunks:
                 require_process(process, what="chunks")
                 continue
             if isinstance(outcome, Stuck):
-                outcome = FailedSample(number, self._chunks.key(number), "stuck", str(outcome))
+                key = self._chunks.key(int(self._parts.chunk[number]))
+                outcome = FailedSample(number, key, "stuck", str(outcome))
             list_failures(self.failures, [outcome], max_failures=self._max_failures)
 
     def _load(self, number: int) -> Chunk | FailedSample:
-        chunks, times = self._chunks, self._chunks.table.times(number)
-        key = chunks.key(number)
-        frames = range(0, times.num_frames, self._every)
+        chunks, chunk = self._chunks, int(self._parts.chunk[number])
+        key, begin_us, end_us = chunks.key(chunk), int(self._parts.begin_us[number]), int(self._parts.end_us[number])
         pictures: dict[int, NDArray[np.uint8]] = {}
 
         def add(frame: int, picture: "av.VideoFrame") -> None:
@@ -115,17 +117,22 @@ class Chunks:
             pictures[frame] = np.asarray(picture.to_ndarray(format="rgb24", threads=1), np.uint8)
 
         try:
-            chunks.decoder.decode_each(chunks.read(number, frames), add)
+            grid, times = chunks.table.times(chunk), chunks.times(chunk)
+            numbers = range(grid.frame_at(begin_us, 1), grid.frame_at(end_us - 1, 1) + 1, self._every)
+            frames = [times.nominal_frame(number) for number in numbers]
+            if begin_us > grid.start_ms * 1000 or end_us < grid.end_us:  # other frames appear in other splits
+                frames = [frame for frame in frames if begin_us <= times.frame_begin_us(frame) < end_us]
+                frames = frames or [times.frame_at(begin_us, 1)]
+            chunks.decoder.decode_each(chunks.read(chunk, frames), add)
         except SampleFailed as error:
             return error.at(number)
-        begin_s, frame_s = times.start_ms / 1000, times.fps_den / times.fps_num
         return Chunk(
             key=key,
             video_id=split_key(key)[0],
-            begin_s=begin_s,
-            end_s=begin_s + times.num_frames * frame_s,
+            begin_s=begin_us / US_PER_S,
+            end_s=end_us / US_PER_S,
             frames=np.stack([pictures[frame] for frame in frames]),
-            time_s=begin_s + np.array(frames) * frame_s,
+            time_s=np.array([to_seconds(times.frame_begin_us(frame)) for frame in frames]),
         )
 
 
@@ -139,7 +146,7 @@ def read_chunks(
     max_failures: int = 100,
     cache: Path | None = None,
 ) -> Chunks:
-    """Read the chunks of a split for analysis: an iterable of `Chunk`, with a length.
+    """Read the chunks of a split for analysis, without seconds of other splits: an iterable of `Chunk`, with a length.
 
     Args:
         data: Data folder that prep made, as a path or an address.

@@ -4,9 +4,10 @@
 them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,11 +17,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from clipmill.manifests.divided_videos import DividedVideos, find_split_videos
 from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.store import manifest_dir, read_manifest, read_videos, resolved_folder
 from clipmill.shards.columns import VIDEO, how_to_repair
+from clipmill.shards.decoding import SourceFile
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, Variant
@@ -30,7 +33,16 @@ from clipmill.train.data.captions import Annotations
 from clipmill.train.data.clip_frames import Clip, ClipBuilder, ClipShape, Views, make_clip
 from clipmill.train.data.data_folder import ChunkRows, ChunkTable, DataFolder, Selection, chunk_table
 from clipmill.train.data.decoders import ChunkBytes, ChunkDecoder, ChunkFrames, DecodeRule, read_chunk
-from clipmill.train.data.frame_sampling import US_PER_S, frame_indices
+from clipmill.train.data.frame_sampling import (
+    US_PER_S,
+    ChunkTimes,
+    Moments,
+    SourceTimes,
+    frame_indices,
+    locate_frames,
+    to_seconds,
+    to_whole_us,
+)
 from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.node_cache import open_shared
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
@@ -44,36 +56,29 @@ if TYPE_CHECKING:
     from clipmill.train.data.remote import RemoteTars
 
 
-def videos_of_split(data_dir: Path, split: str) -> pa.Array:
-    """Return the ids of the videos of a split; raises UserError if there are none."""
-    videos = read_videos(data_dir)
-    of_split = videos.filter(pc.equal(videos["split"], split))
-    if not of_split.num_rows:
-        splits = ", ".join(sorted(set(videos["split"].to_pylist()))) or "none, the manifest is empty"
-        raise UserError(
-            f"{data_dir} has no videos of split {split!r}",
-            hint=f"splits of this manifest: {splits}; choose one with --split",
-            flags=("--split",),
-        )
-    return of_split["video_id"].combine_chunks()
-
-
 @dataclass(frozen=True)
 class _OpenedChunks:
-    """Videos of a split, their chunks, and the number of shards with open GOPs; None if it is unknown."""
+    """Videos of a split, their chunks, the divided videos among them, and the number of shards with open GOPs.
+
+    The last two are None if there are no such videos, or if the number is unknown.
+    """
 
     video_ids: pa.Array
     table: ChunkTable
+    divided: DividedVideos | None
     num_open: int | None
 
 
-def _open_chunks(variant: Variant, data_dir: Path, *, split: str) -> _OpenedChunks:
-    video_ids = videos_of_split(data_dir, split)
+def _open_chunks(variant: Variant, data_dir: Path, *, split: str | None) -> _OpenedChunks:
+    if split is None:
+        video_ids, divided = read_videos(data_dir)["video_id"].combine_chunks(), None
+    else:
+        video_ids, divided = find_split_videos(data_dir, split)
     try:
         table, open_gops = chunk_table(variant, video_ids)
     except (Damaged, OSError) as error:
         raise UserError(str(error), hint=how_to_repair(VIDEO, what="the table or shard")) from error
-    return _OpenedChunks(video_ids, table, None if open_gops is None else len(open_gops))
+    return _OpenedChunks(video_ids, table, divided, None if open_gops is None else len(open_gops))
 
 
 def manifest_mark(data_dir: Path) -> tuple[object, ...]:
@@ -98,14 +103,16 @@ class ChunkSet:
     """The chunks of a split in the `video` column: reading and decoding them. Thread-safe.
 
     Args:
+        split: Split of the videos; None for all.
         rule: Rule by which frames are decoded.
         tars: Reader of the tars, if they are not in `data_dir`.
         where: Expression that selects samples (clipmill.shards.where); None for all.
         has_captions: True if the samples have captions.
 
     Attributes:
-        video_ids: Videos of the split.
+        video_ids: Videos of the split, or with seconds of it.
         table: Chunks; a chunk's video row is a row of `video_ids`.
+        divided: Videos with seconds of several splits, by their rows in `video_ids`; None if there are none.
         selection: Chunks and captions that `where` selects. The table has all chunks nevertheless.
         decoder: Decoder of the chunks that were read.
         num_readers: Number of threads that read ahead of decoding; 0 for a local folder, which decoding threads read.
@@ -119,7 +126,7 @@ class ChunkSet:
         self,
         data_dir: Path,
         *,
-        split: str,
+        split: str | None,
         rule: DecodeRule,
         tars: "RemoteTars | None" = None,
         where: str | None = None,
@@ -131,7 +138,7 @@ class ChunkSet:
                 hint="name, with --shards, the data folder that prep made",
                 flags=("--shards",),
             )
-        self._data_dir = data_dir
+        self._data_dir, self.split = data_dir, split or ""
         self._variant = Variant.open(data_dir, tars=tars).require_complete()
         self.variant_name = self._variant.directory.name
         self.rule = rule
@@ -148,21 +155,31 @@ class ChunkSet:
             lambda: _open_chunks(self._variant, data_dir, split=split),
             of=self.depends_on,
             num_rows=self.num_rows,
-            types=(_OpenedChunks, ChunkTable),
+            types=(_OpenedChunks, ChunkTable, DividedVideos),
             column="chunks",
         )
         self.video_ids: pa.Array = opened.video_ids
         self.table: ChunkTable = opened.table
+        self.divided: DividedVideos | None = opened.divided
         self._known_open = opened.num_open
         self.selection: Selection = Selection(
             where,
             data_dir,
-            split=split,
+            split=self.split,
             chunks=ChunkRows(self.video_ids, self.table.video_row, self.table.start_ms),
             has_captions=has_captions,
             tars=tars,
             depends_on=self.depends_on,
         )
+
+    def shows_only_split(
+        self, *, video_row: NDArray[np.integer], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
+    ) -> NDArray[np.bool_] | None:
+        """Return True for each span without seconds of other splits; None if no video has seconds of several splits."""
+        if self.divided is None:
+            return None
+        begin_us, end_us = to_whole_us(begin_s), to_whole_us(end_s)
+        return self.divided.shows_only(self.split, video=video_row, begin_us=begin_us, end_us=end_us)
 
     def require_same_manifest(self) -> None:
         """Raise a UserError if the manifest has changed since the chunks were opened: a table may mix both."""
@@ -177,7 +194,33 @@ class ChunkSet:
     def read(self, chunk: int, frames: Collection[int]) -> ChunkBytes:
         """Read the bytes needed to decode `frames` of a chunk; raises SampleFailed if they cannot be read."""
         shard, row = self._variant.shard(int(self.table.shard[chunk])), int(self.table.row[chunk])
-        return read_chunk(shard, row, frames, rule=self.rule, key=self.key(chunk))
+        return read_chunk(
+            shard, row, frames, rule=self.rule, key=self.key(chunk), source=lambda: self._source_file(chunk)
+        )
+
+    def times(self, chunk: int) -> ChunkTimes:
+        """Return the position of a chunk in its video, and of its frames.
+
+        Raises:
+            SampleFailed: The frames are in a source file, and their times cannot be read.
+        """
+        times = self.table.times(chunk)
+        if not self.table.is_in_sources:
+            return times
+        shard, row = self._variant.shard(int(self.table.shard[chunk])), int(self.table.row[chunk])
+        try:
+            source = shard.packet_tables.source(row)
+        except (OSError, Damaged, Inaccessible, ValueError) as error:
+            raise SampleFailed(self.key(chunk), reason="shard_unreadable", detail=str(error)) from error
+        assert source is not None, "a variant holds chunks of one kind"
+        return SourceTimes(**vars(times), source=source)
+
+    def _source_file(self, chunk: int) -> SourceFile:
+        return SourceFile(str(self._places[int(self.table.video_row[chunk])].as_py()))
+
+    @cached_property
+    def _places(self) -> pa.Array:
+        return self.source_paths()
 
     def describe(self) -> str:
         """Name the shards that are not decoded by the rule; empty if all are."""
@@ -231,6 +274,7 @@ class ClipQuery:
         decode: Rule by which frames are decoded.
         tars: Reader of the tars, if they are not in `data_dir`.
         where: Expression that selects samples (`clipmill.shards.where`); None for all.
+        views: Cameras that show the moment of a caption; empty for clips of single captions.
     """
 
     data_dir: Path
@@ -240,6 +284,7 @@ class ClipQuery:
     decode: DecodeRule = "packets"
     tars: "RemoteTars | None" = None
     where: str | None = None
+    views: tuple[str, ...] = ()
 
     def open_chunks(self, *, has_captions: bool = False) -> ChunkSet:
         """Open the chunks of the split.
@@ -280,6 +325,7 @@ def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loadin
         decode=settings.decode,
         tars=folder.tars,
         where=settings.selection,
+        views=settings.view_names,
     )
 
 
@@ -294,13 +340,16 @@ def query_clips(query: DataQuery) -> ClipQuery:
 class ClipPlan:
     """The frames of a requested clip, as (chunk, frame); `rng` draws the crop.
 
-    `request.sample` is the row of the clip, and `key` its first chunk.
+    `request.sample` is the row of the clip, and `key` its first chunk. A clip with a `failure` has no frames. `time_s`
+    are the begins of the frames, seconds.
     """
 
     request: SampleRequest
     key: str
     frames: tuple[tuple[int, int], ...]
     rng: np.random.Generator | None
+    failure: SampleFailed | None = None
+    time_s: Sequence[float] = ()
 
     @cached_property
     def by_chunk(self) -> dict[int, dict[int, list[int]]]:
@@ -325,6 +374,9 @@ class ReadClips:
     others: list[dict[int, ChunkBytes | SampleFailed]]
 
 
+MomentsOf = Callable[[int, np.random.Generator | None], Moments]
+
+
 class ClipReader(ThreadedReader):
     """Reader of the clips of a table from chunks: the frames of their spans, decoded and cropped. Thread-safe.
 
@@ -337,6 +389,8 @@ class ClipReader(ThreadedReader):
         repeats: Samples of a clip in an epoch. They are consecutive, so that their chunks are read and decoded once if
             they are loaded as a group.
         same_frames: Number of consecutive requests, of one clip, that draw the same moments in training.
+        moments: Function of a row, and of the generator of its draws in training, that gives its moments, and raises
+            ValueError if it has none. By default they are sampled from its span by the rule of `shape`.
     """
 
     def __init__(
@@ -348,13 +402,14 @@ class ClipReader(ThreadedReader):
         annotations: Sequence[Annotations] = (),
         repeats: int = 1,
         same_frames: int = 1,
+        moments: MomentsOf | None = None,
     ) -> None:
         assert table.begin_us is not None and table.end_us is not None
         self.chunks, self.decoder = chunks, chunks.decoder
         self._shape, self._annotations = shape, annotations
         self._begin_us, self._end_us, self._first_chunk = table.begin_us, table.end_us, table.first_part
         self._last_chunk = table.first_part if table.last_part is None else table.last_part
-        self._repeats, self._of_same_frames = repeats, same_frames
+        self._repeats, self._of_same_frames, self._moments = repeats, same_frames, moments
 
     def key(self, sample: int) -> str:
         """Return the chunk in which the clip begins."""
@@ -371,12 +426,11 @@ class ClipReader(ThreadedReader):
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
         """Return the start of the first and end of the last frame of an evaluated clip in its video, seconds."""
         frames = self.plan(SampleRequest(sample, sample, None)).frames
-        times = [(self.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])]
-        (first, first_frame), (last, last_frame) = times
-        return (
-            first.start_ms / 1000 + first_frame * first.fps_den / first.fps_num,
-            last.start_ms / 1000 + (last_frame + 1) * last.fps_den / last.fps_num,
+        (first, first_frame), (last, last_frame) = (
+            (self.chunks.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])
         )
+        end_us = last.frame_begin_us(last_frame) + Fraction(last.fps_den * US_PER_S, last.fps_num)
+        return to_seconds(first.frame_begin_us(first_frame)), to_seconds(end_us)
 
     def deviations(self) -> list[str]:
         """Return deviations from the settings, with numbers."""
@@ -427,12 +481,15 @@ class ClipReader(ThreadedReader):
         for number, plan in enumerate(plans):
             contents = {} if read is None else {**read.shared, **read.others[number]}
             try:
+                if plan.failure is not None:
+                    raise plan.failure
                 clip = self._make(plan, shared, contents)
                 sample = Sample(
                     position=plan.request.position,
                     key=plan.key,
                     clip_id=plan.request.sample,
                     video=clip.video,
+                    time_s=plan.time_s,
                     colour=clip.colour,
                 )
                 self.annotate(sample, plan.request)
@@ -446,13 +503,23 @@ class ClipReader(ThreadedReader):
         request = replace(request, sample=request.sample // self._repeats) if self._repeats > 1 else request
         row = request.sample
         first, last = int(self._first_chunk[row]), int(self._last_chunk[row])
-        chunks = [self.chunks.table.times(chunk) for chunk in range(first, last + 1)]
-        begin_us, end_us = int(self._begin_us[row]), int(self._end_us[row])
-        num_views = self._shape.views.num_clips
-        rng = request.generator("frames", num_alike=self._of_same_frames)
-        frames = frame_indices(begin_us, end_us, self._shape.sampling, chunks, rng=rng, num_views=num_views)
+        key, rng = self.chunks.key(first), request.generator("frames", num_alike=self._of_same_frames)
+        begin_us, end_us, num_views = int(self._begin_us[row]), int(self._end_us[row]), self._shape.views.num_clips
+        try:
+            chunks = [self.chunks.times(chunk) for chunk in range(first, last + 1)]
+            if self._moments is None:
+                frames = frame_indices(begin_us, end_us, self._shape.sampling, chunks, rng=rng, num_views=num_views)
+            else:
+                frames = locate_frames(self._moments(row, rng), chunks)
+        except SampleFailed as failure:
+            return ClipPlan(request, key, (), None, failure)
+        except ValueError as error:
+            if self._moments is None:
+                raise
+            return ClipPlan(request, key, (), None, SampleFailed(key, reason="chunk_missing", detail=str(error)))
         places = tuple((first + place.chunk, place.frame) for place in frames)
-        return ClipPlan(request, self.chunks.key(first), places, request.generator("crop"))
+        time_s = [to_seconds(chunks[place.chunk].frame_begin_us(place.frame)) for place in frames]
+        return ClipPlan(request, key, places, request.generator("crop"), time_s=time_s)
 
     def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
         """Crop the frames of a plan, given the decoded frames of each chunk; raises SampleFailed if they differ."""

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.adapters.annotations import read_csv, text_lines
+from clipmill.manifests.divided_videos import is_of_splits
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.manifests.store import read_captions, read_videos
@@ -75,12 +76,9 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Co
     class_names = set(also)
     for data_dir in data_dirs:
         captions, videos = read_captions(data_dir), read_videos(data_dir)
-        of_splits = videos.filter(pc.is_in(videos["split"], value_set=pa.array(list(splits))))
-        is_of_splits = pc.is_in(
-            captions["video_id"].cast(pa.string()), value_set=of_splits["video_id"].combine_chunks()
-        )
+        is_of_one = pa.array(is_of_splits(captions, videos, splits))
         of = f" of {data_dir}" if len(data_dirs) > 1 else ""
-        names = class_names_of(captions, label=label, of=of).filter(is_of_splits)
+        names = class_names_of(captions, label=label, of=of).filter(is_of_one)
         class_names.update(pc.unique(names.drop_null()).to_pylist())
     if len(class_names) < 2:
         values = f"only the value {min(class_names)!r}" if class_names else "no value"

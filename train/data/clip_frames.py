@@ -169,25 +169,29 @@ class CroppedPlanes:
     Where OpenCV has Intel's IPP (x86), it is a third faster and rounds to the nearest level, with equal results for
     SSE4.2, AVX2 and AVX-512. OpenCV's own code rounds its weights: one pixel in twenty is one level darker.
 
+    Args:
+        size_px: Height of the frames, and their width unless `width_px` is given; both even.
+
     Attributes:
-        planes: Planes of the frames, uint8 [num_frames, size_px * size_px * 3 / 2]; uninitialised until all frames were
-            added.
+        planes: Planes of the frames, uint8 [num_frames, size_px * width_px * 3 / 2]; uninitialised until all frames
+            were added.
     """
 
-    def __init__(self, num_frames: int, rectangle: Rectangle, *, size_px: int) -> None:
-        half_px = size_px // 2
+    def __init__(self, num_frames: int, rectangle: Rectangle, *, size_px: int, width_px: int | None = None) -> None:
+        width_px = width_px or size_px
         # Chroma has half the resolution: the smallest rectangle that covers the crop.
         left, top = rectangle.left // 2, rectangle.top // 2
         right, bottom = -(-(rectangle.left + rectangle.width) // 2), -(-(rectangle.top + rectangle.height) // 2)
         chroma = Rectangle(left, top, right - left, bottom - top)
-        self.planes: Planes = np.empty((num_frames, size_px * size_px * 3 // 2), np.uint8)
+        self.planes: Planes = np.empty((num_frames, size_px * width_px * 3 // 2), np.uint8)
         self._parts = []
         begin = 0
-        for side_px, part in ((size_px, rectangle), (half_px, chroma), (half_px, chroma)):
-            end = begin + side_px * side_px
-            pictures = self.planes[:, begin:end].reshape(num_frames, side_px, side_px)
+        half = (size_px // 2, width_px // 2)
+        for (height, width), part in (((size_px, width_px), rectangle), (half, chroma), (half, chroma)):
+            end = begin + height * width
+            pictures = self.planes[:, begin:end].reshape(num_frames, height, width)
             # Bilinear samples would miss pixels of a picture that shrinks to half or less.
-            shrinks_much = max(part.width, part.height) >= _SHRINKS_MUCH * side_px
+            shrinks_much = part.width >= _SHRINKS_MUCH * width or part.height >= _SHRINKS_MUCH * height
             self._parts.append((part, pictures, cv2.INTER_AREA if shrinks_much else cv2.INTER_LINEAR))
             begin = end
 
@@ -199,7 +203,7 @@ class CroppedPlanes:
         try:
             for plane, (part, pictures, interpolation) in zip(frame.planes, self._parts, strict=True):
                 cut = _cut(plane, part)
-                cv2.resize(cut, pictures.shape[1:], dst=pictures[first], interpolation=interpolation)
+                cv2.resize(cut, pictures.shape[:0:-1], dst=pictures[first], interpolation=interpolation)
         finally:
             cv2.ipp.setUseIPP_NotExact(is_free)
         for index in others:
@@ -232,8 +236,10 @@ def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, 
     return np.stack(pictures)
 
 
-def rgb_pictures(video: NDArray[np.uint8], colour: int, *, size_px: int) -> NDArray[np.uint8]:
-    """Return the frames of a YUV clip, uint8 [T, S * S * 3 / 2], as RGB [T, S, S, 3] on the CPU.
+def rgb_pictures(
+    video: NDArray[np.uint8], colour: int, *, size_px: int, width_px: int | None = None
+) -> NDArray[np.uint8]:
+    """Return the frames of a YUV clip, uint8 [T, S * W * 3 / 2], as RGB [T, S, W, 3] on the CPU; W = S by default.
 
     Equal to `clipmill.train.augment.pictures.to_rgb_uint8` up to rounding. OpenCV converts them, since torch's threads
     are slow inside the loader's threads.
@@ -241,13 +247,14 @@ def rgb_pictures(video: NDArray[np.uint8], colour: int, *, size_px: int) -> NDAr
     Args:
         colour: Colour matrix and range (clipmill.train.augment.colour).
     """
-    num_luma, half_px = size_px * size_px, size_px // 2
-    pictures = np.empty((len(video), size_px, size_px, 3), np.uint8)
-    yuv, full = np.empty(pictures.shape[1:], np.uint8), np.empty((2, size_px, size_px), np.uint8)
+    width_px = width_px or size_px
+    num_luma = size_px * width_px
+    pictures = np.empty((len(video), size_px, width_px, 3), np.uint8)
+    yuv, full = np.empty(pictures.shape[1:], np.uint8), np.empty((2, size_px, width_px), np.uint8)
     for planes, picture in zip(video, pictures, strict=True):
-        for chroma, plane in zip(planes[num_luma:].reshape(2, half_px, half_px), full, strict=True):
-            cv2.resize(chroma, (size_px, size_px), dst=plane, interpolation=cv2.INTER_LINEAR)
-        cv2.merge([planes[:num_luma].reshape(size_px, size_px), *full], dst=yuv)
+        for chroma, plane in zip(planes[num_luma:].reshape(2, size_px // 2, width_px // 2), full, strict=True):
+            cv2.resize(chroma, (width_px, size_px), dst=plane, interpolation=cv2.INTER_LINEAR)
+        cv2.merge([planes[:num_luma].reshape(size_px, width_px), *full], dst=yuv)
         cv2.transform(yuv, _matrices()[colour], dst=picture)
     return pictures
 
@@ -278,6 +285,7 @@ class ClipShape:
     Attributes:
         sampling: Moments of a clip.
         size_px: Side of the square frames, pixels.
+        width_px: Width of complete frames, which are resized to size_px x width_px and not cropped; None for squares.
         crop: Rule of the crop in training.
         min_crop_area: Minimum share of a frame's area that a "random" crop keeps.
         simple_share: Share of a frame's short side that a "simple" crop keeps.
@@ -292,6 +300,7 @@ class ClipShape:
     simple_share: float = SIMPLE_SHARE
     rgb: bool = False
     views: Views = Views()
+    width_px: int | None = None
 
 
 @dataclass(frozen=True)
@@ -336,7 +345,7 @@ class ClipBuilder:
         if self._format is None:
             self._format = frame_format
             self._crops = [
-                CroppedPlanes(self._num_frames, rectangle, size_px=self._shape.size_px)
+                CroppedPlanes(self._num_frames, rectangle, size_px=self._shape.size_px, width_px=self._shape.width_px)
                 for rectangle in _rectangles(self._shape, frame_format, rng=self._rng)
             ]
         elif frame_format != self._format:
@@ -380,6 +389,8 @@ def make_clip(
 
 def _rectangles(shape: ClipShape, frame_format: _FrameFormat, *, rng: np.random.Generator | None) -> list[Rectangle]:
     width, height, _ = frame_format
+    if shape.width_px is not None:
+        return [Rectangle(0, 0, width, height)]
     if rng is None and shape.views.num_crops > 1:
         return square_views(width, height, num_crops=shape.views.num_crops)
     return [
@@ -401,7 +412,9 @@ def _clip_of(crops: list[NDArray[np.uint8]], shape: ClipShape, frame_format: _Fr
         num_frames = shape.sampling.num_frames
         stacked = np.stack([crop.reshape(-1, num_frames, *crop.shape[1:]) for crop in crops], axis=1)
         video = stacked.reshape(-1, *stacked.shape[3:])
-    return Clip(rgb_pictures(video, colour, size_px=shape.size_px) if shape.rgb else video, colour)
+    if shape.rgb:
+        video = rgb_pictures(video, colour, size_px=shape.size_px, width_px=shape.width_px)
+    return Clip(video, colour)
 
 
 def _format_failure(formats: set[_FrameFormat], *, key: str) -> SampleFailed:

@@ -4,7 +4,7 @@ The readers of buckets are loaded only for addresses.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.store import open_captions
 from clipmill.shards.chunk_table import Moments, order_of, read_chunk_rows
-from clipmill.shards.columns import VIDEO
+from clipmill.shards.columns import SOURCE_MEMBER, VIDEO
 from clipmill.shards.dataset import current_variant, is_data_folder, not_a_data_folder, variant_dir
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
@@ -92,6 +92,7 @@ class ChunkTable:
         shard: Id of the shard.
         row: Row of the chunk in that shard.
         crc32: Checksum of the chunk's bytes.
+        is_in_sources: True if the packets of the chunks are in the source files.
     """
 
     video_row: NDArray[Any]
@@ -102,6 +103,7 @@ class ChunkTable:
     shard: NDArray[Any]
     row: NDArray[Any]
     crc32: NDArray[np.uint32]
+    is_in_sources: bool = False
 
     def __len__(self) -> int:
         return len(self.video_row)
@@ -128,7 +130,7 @@ class ChunkTable:
     def of_videos(self, low: int, high: int) -> tuple[int, "ChunkTable"]:
         """Return the chunks of the videos [low, high), as views, and the index of the first of them."""
         begin, end = np.searchsorted(self.video_row, np.array([low, high], self.video_row.dtype)).tolist()
-        return begin, ChunkTable(**{column.name: getattr(self, column.name)[begin:end] for column in fields(self)})
+        return begin, replace(self, **{name: getattr(self, name)[begin:end] for name in ("video_row", *CHUNK_COLUMNS)})
 
     def times(self, chunk: int) -> ChunkTimes:
         """Return the position of a chunk in its video."""
@@ -181,7 +183,8 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, froz
     if of_videos is not None or order is not None:
         rows = of_videos if order is None else order if of_videos is None else of_videos[order]
         video_row, arrays = video_row[rows], {name: array[rows] for name, array in arrays.items()}
-    return ChunkTable(video_row=video_row, **arrays), chunk_rows.open_gops
+    is_in_sources = chunk_rows.member == SOURCE_MEMBER
+    return ChunkTable(video_row=video_row, **arrays, is_in_sources=is_in_sources), chunk_rows.open_gops
 
 
 def column_of(column: pa.ChunkedArray) -> NDArray[Any]:
@@ -269,7 +272,7 @@ class Selection:
         if text is not None:
             from clipmill.shards.where import parse_where
 
-            self._where = parse_where(text)
+            self._where = parse_where(text, data_dir=data_dir)
             of_chunks, self._of_captions = self._where.by_level(labels_of="caption" if has_captions else "chunk")
         self._data_dir, self._split, self._video_ids = data_dir, split, chunks.video_ids
         self._num_chunks = len(chunks.video_row)

@@ -7,8 +7,7 @@ import io
 import threading
 import zlib
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,14 +15,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from clipmill.manifests.errors import Inaccessible, UserError
+from clipmill.shards.decoding import DamagedPacket, PacketDecoder, SourceFile, read_packets, read_source_packets
 from clipmill.shards.opening import CONTAINERS, NO_PROTOCOLS, Damaged
-from clipmill.shards.packets import PacketTable
 from clipmill.shards.reader import CommittedShard
 from clipmill.train.data.outcomes import SampleFailed
 
 if TYPE_CHECKING:
     import av
-    from av import VideoCodecContext
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
@@ -42,6 +40,8 @@ class ChunkBytes:
         extradata: Codec headers.
         packets: (presentation index, bytes) in decode order; None if the chunk is decoded through its container.
         whole: Bytes of the mp4 file, if the chunk is decoded through it.
+        timeline: Crop and orientation of frames of a source file (`SourceFrames.timeline`).
+        is_strict: See `PacketDecoder.decode`.
     """
 
     key: str
@@ -50,16 +50,30 @@ class ChunkBytes:
     extradata: bytes
     packets: list[tuple[int, memoryview]] | None
     whole: bytes = b""
+    timeline: str = ""
+    is_strict: bool = True
 
     @property
     def size_bytes(self) -> int:
         return len(self.whole) + sum(len(packet) for _, packet in self.packets or ())
 
 
-def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule: DecodeRule, key: str) -> ChunkBytes:
+def read_chunk(
+    shard: CommittedShard,
+    row: int,
+    frames: Collection[int],
+    *,
+    rule: DecodeRule,
+    key: str,
+    source: Callable[[], SourceFile] | None = None,
+) -> ChunkBytes:
     """Read and verify the bytes needed to decode `frames` of a chunk.
 
-    Packets are read if the rule is "packets" and the GOPs are closed, otherwise the complete file.
+    Packets are read if the rule is "packets" and the GOPs are closed, or if they are in a source file; otherwise the
+    complete file is read.
+
+    Args:
+        source: Function that returns the source file; needed for chunks whose packets are there.
 
     Raises:
         SampleFailed: The chunk cannot be read, or its bytes do not match their checksum.
@@ -67,13 +81,20 @@ def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule
     """
     try:
         tables = shard.packet_tables
-        by_packets = rule == "packets" and tables.has_closed_gops(row)
-        packets = read_packets(shard, row, frames, table=tables.of_row(row), key=key) if by_packets else None
+        is_closed, in_source = tables.has_closed_gops(row), tables.source(row)
+        packets, whole, is_strict = None, b"", True
+        if in_source is not None:
+            assert source is not None, "the source file is needed"
+            table = tables.of_row(row)
+            packets = read_source_packets(source(), in_source, table, frames, is_closed=is_closed)
+            is_strict = not table.has_recovery_points
+        elif rule == "packets" and is_closed:
+            table = tables.of_row(row)
+            packets = read_packets(shard, tables.payload(row), table, table.needed_for(frames))
         codec, extradata = tables.stream(row)
-        whole = b""
         if packets is None:
             whole = shard.read_range(*tables.payload(row))
-            _verify(whole, tables.payload_crc32(row), shard=shard, key=key)
+            _require_checksum(whole, tables.payload_crc32(row), shard=shard)
         return ChunkBytes(
             key=key,
             frames=frozenset(frames),
@@ -81,6 +102,8 @@ def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule
             extradata=extradata,
             packets=packets,
             whole=whole,
+            timeline="" if in_source is None else in_source.timeline,
+            is_strict=is_strict,
         )
     except UserError:  # refused credentials concern all chunks, not only this one
         raise
@@ -88,136 +111,23 @@ def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule
         if isinstance(error, Inaccessible) and isinstance(error.cause, UserError):
             raise error.cause from error
         raise SampleFailed(key, reason="shard_unreadable", detail=str(error)) from error
+    except DamagedPacket as error:
+        raise SampleFailed(key, reason="checksum", detail=str(error)) from error
     except ValueError as error:
         raise SampleFailed(key, reason="undecodable", detail=str(error)) from error
 
 
-def read_packets(
-    shard: CommittedShard, row: int, frames: Collection[int], *, table: PacketTable, key: str
-) -> list[tuple[int, memoryview]]:
-    """Read and verify the packets needed for `frames`: (presentation index, bytes) in decode order.
-
-    Raises:
-        SampleFailed: A packet lies outside its chunk, or does not match its checksum.
-        OSError, DamagedTar: The tar cannot be read.
-    """
-    needed = table.needed_for(frames)
-    begins, sizes = table.offset[needed].tolist(), table.size[needed].tolist()
-    payload_offset, payload_size = shard.packet_tables.payload(row)
-    ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
-    if max(ends) > payload_size:
-        raise SampleFailed(key, reason="checksum", detail=f"a packet ends at byte {max(ends)} of {payload_size}")
-    # Ranges that are close to each other are read as one; `of_packet` has the range of each packet.
-    ranges: list[tuple[int, int]] = []
-    of_packet: list[int] = []
-    for begin, end in zip(begins, ends, strict=True):
-        read_from, read_to = ranges[-1] if ranges else (begin, begin)
-        if ranges and read_from <= begin <= read_to + shard.gap_bytes:
-            ranges[-1] = read_from, max(read_to, end)
-        else:
-            ranges.append((begin, end))
-        of_packet.append(len(ranges) - 1)
-    contents = shard.read_ranges([(payload_offset + begin, end - begin) for begin, end in ranges])
-    packets: list[tuple[int, memoryview]] = []
-    frames_of, crc32s = table.frame[needed].tolist(), table.crc32[needed].tolist()
-    for begin, end, number, frame, crc32 in zip(begins, ends, of_packet, frames_of, crc32s, strict=True):
-        read_from = ranges[number][0]
-        packet = memoryview(contents[number])[begin - read_from : end - read_from]
-        _verify(packet, crc32, shard=shard, key=key)
-        packets.append((frame, packet))
-    return packets
-
-
-def _verify(content: bytes | memoryview, crc32: int, *, shard: CommittedShard, key: str) -> None:
+def _require_checksum(content: bytes, crc32: int, *, shard: CommittedShard) -> None:
     if zlib.crc32(content) != crc32:
-        raise SampleFailed(key, reason="checksum", detail=f"its bytes in {shard.tar_name} do not match their checksum")
+        raise DamagedPacket(f"its bytes in {shard.tar_name} do not match their checksum")
 
 
 ChunkFrames = dict[int, "av.VideoFrame"]  # frames of one chunk, by presentation index
 
-_MAX_CONTEXTS = 8
-# For AV1, libav's own decoder needs hardware; dav1d is the software decoder in PyAV's wheels.
-_DECODERS = {"av1": "libdav1d"}
 # A file is opened only as one of these containers, and cannot make libav open anything else.
 _OPTIONS = {"format_whitelist": CONTAINERS, "protocol_whitelist": NO_PROTOCOLS}
 # Twice the pixels of 8K video. A file of a few bytes can claim frames of any size, which a decoder would allocate.
 MAX_PIXELS = 1 << 26
-
-
-class PacketDecoder:
-    """Decoder of packets of closed GOPs that opens no container. Each thread needs its own.
-
-    The contexts of the last few codecs and extradata are kept: their output depends only on the packets.
-    """
-
-    def __init__(self) -> None:
-        self._contexts: OrderedDict[tuple[str, bytes], VideoCodecContext] = OrderedDict()
-
-    def decode_each(
-        self,
-        *,
-        codec: str,
-        extradata: bytes,
-        packets: Iterable[tuple[int, bytes | memoryview]],
-        use: "Callable[[int, av.VideoFrame], None]",
-    ) -> None:
-        """Pass each intact frame in `packets` to `use` as soon as the decoder outputs it.
-
-        The frame is then still in the processor's cache. If `use` keeps no frame, the decoder reuses few buffers.
-
-        Args:
-            codec: Name of the codec in libav: h264, hevc, av1, vp9, mjpeg.
-            packets: (presentation index, bytes) in decode order, from a key packet on, with all references.
-            use: Function of the presentation index and the frame.
-
-        Raises:
-            av.FFmpegError: The decoder rejects a packet.
-            ValueError: libav does not have the decoder, or frames are not output in the order of their indices.
-        """
-        import av
-
-        context = self._context(codec, extradata)
-        last = -1
-
-        def hand_over(frames: "list[av.VideoFrame]") -> None:
-            nonlocal last
-            for frame in frames:
-                number = frame.pts or 0
-                # Decoders output frames in presentation order, which they know from the packets themselves.
-                if number <= last:
-                    raise ValueError(f"the packet table numbers frames {last}, {number} that are shown in this order")
-                last = number
-                if not frame.is_corrupt:
-                    use(number, frame)
-
-        try:
-            for frame_number, content in packets:
-                packet = av.Packet(content)  # type: ignore[arg-type]  # takes any buffer
-                packet.pts = frame_number
-                hand_over(context.decode(packet))
-            hand_over(context.decode(None))
-            context.flush_buffers()
-        except BaseException:
-            # The state that a broken packet leaves behind must not affect the next chunk.
-            del self._contexts[codec, extradata]
-            raise
-
-    def _context(self, codec: str, extradata: bytes) -> "VideoCodecContext":
-        import av
-
-        context = self._contexts.pop((codec, extradata), None)
-        if context is None:
-            new = av.CodecContext.create(_DECODERS.get(codec, codec), "r")
-            if not isinstance(new, av.VideoCodecContext):
-                raise ValueError(f"{codec} is not a video codec")
-            context = new
-            context.thread_count = 1  # the loader's threads already use all cores
-            context.options = {"err_detect": "explode"}  # report errors, do not conceal them
-            context.extradata = extradata or None
-            if len(self._contexts) == _MAX_CONTEXTS:
-                self._contexts.popitem(last=False)
-        self._contexts[codec, extradata] = context
-        return context
 
 
 class PlainVideo:
@@ -234,12 +144,16 @@ class PlainVideo:
 
     Raises:
         av.FFmpegError: The file cannot be opened or read.
-        ValueError: The file has no video stream, its frames are too large, or a packet has no timestamp.
+        ValueError: The file is truncated or cannot tell whether it is, it has no video stream, its frames are too
+            large, or a packet has no timestamp.
     """
 
     def __init__(self, content: bytes) -> None:
+        from clipmill.shards.timeline.truncation import require_complete  # here, because packets need no container
+
         self._content = content
         with self._open() as (container, stream):
+            require_complete(content, format_name=container.format.name)
             self.time_base = stream.time_base or Fraction(1)
             self.width, self.height = stream.width, stream.height
             times: list[int] = []
@@ -324,9 +238,17 @@ class ChunkDecoder:
 
         missing = set(content.frames)
 
+        upright = None
+        if content.timeline:
+            from clipmill.shards.timeline.model import Timeline
+            from clipmill.shards.timeline.pictures import Upright
+
+            timeline = Timeline.from_json(content.timeline)
+            upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])
+
         def use_needed(number: int, frame: av.VideoFrame) -> None:
             if number in missing:
-                use(number, frame)
+                use(number, frame if upright is None else upright.frame(frame))
                 missing.discard(number)
 
         try:
@@ -337,9 +259,13 @@ class ChunkDecoder:
                 if not hasattr(self._local, "decoder"):
                     self._local.decoder = PacketDecoder()
                 decoder: PacketDecoder = self._local.decoder
-                decoder.decode_each(
-                    codec=content.codec, extradata=content.extradata, packets=content.packets, use=use_needed
-                )
+                for number, frame in decoder.decode(
+                    codec=content.codec,
+                    extradata=content.extradata,
+                    packets=content.packets,
+                    is_strict=content.is_strict,
+                ):
+                    use_needed(number, frame)
         except (av.FFmpegError, ValueError) as error:
             detail = f"{type(error).__name__}: {error}"
             raise SampleFailed(content.key, reason="undecodable", detail=detail) from error

@@ -33,6 +33,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from clipmill.shards.packets import SourceFrames
+
 if TYPE_CHECKING:
     import torch
 
@@ -72,6 +74,50 @@ class ChunkTimes:
     def end_us(self) -> Fraction:
         """Time at which the last frame leaves the screen."""
         return self.start_ms * 1000 + Fraction(self.num_frames * self.fps_den * US_PER_S, self.fps_num)
+
+    def frame_at(self, numerator: int, denominator: int) -> int:
+        """Return the frame on show at numerator / denominator microseconds, not before the start of the chunk."""
+        after_start = numerator - self.start_ms * 1000 * denominator
+        return min(after_start * self.fps_num // (self.fps_den * US_PER_S * denominator), self.num_frames - 1)
+
+    def frame_begin_us(self, frame: int) -> Fraction:
+        """Return the time in the video at which a frame begins, exact, microseconds."""
+        # One fraction rather than a sum, which takes twice as long: every clip has the times of its frames.
+        return Fraction(self.start_ms * 1000 * self.fps_num + frame * self.fps_den * US_PER_S, self.fps_num)
+
+    def nominal_frame(self, number: int) -> int:
+        """Return the frame that is shown as frame `number` at the rate of the chunk."""
+        return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceTimes(ChunkTimes):
+    """Position of a chunk of source frames, which may begin at any time; `num_frames` counts them at a nominal rate.
+
+    Attributes:
+        source: Frames of the chunk.
+    """
+
+    source: SourceFrames
+
+    def frame_at(self, numerator: int, denominator: int) -> int:
+        """Return the frame on show at numerator / denominator microseconds."""
+        return self.source.frame_at(numerator, denominator)
+
+    def frame_begin_us(self, frame: int) -> Fraction:
+        """Return the time in the video at which a frame begins, exact, microseconds."""
+        return self.source.begin_us(frame)
+
+    def nominal_frame(self, number: int) -> int:
+        """Return the frame on show at the middle of frame `number` at the nominal rate."""
+        moment = (super().frame_begin_us(number) + super().frame_begin_us(number + 1)) / 2
+        return self.source.frame_at(*moment.as_integer_ratio())
+
+
+def to_seconds(time_us: Fraction) -> float:
+    """Return the float next to a time in seconds."""
+    numerator, denominator = time_us.as_integer_ratio()
+    return numerator / (denominator * US_PER_S)
 
 
 @dataclass(frozen=True)
@@ -129,6 +175,14 @@ def to_us(seconds: float) -> int:
     if not np.isfinite(seconds):
         raise ValueError(f"{seconds} s is not a time")
     return round(seconds * US_PER_S)
+
+
+_LONGEST_S = 1e9  # longer than any video, and far below where microseconds overflow
+
+
+def to_whole_us(times_s: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Convert to microseconds; times beyond the end of any video, such as inf, are clipped to a later time."""
+    return np.rint(np.clip(times_s, -_LONGEST_S, _LONGEST_S) * US_PER_S).astype(np.int64)
 
 
 def moments_of(
@@ -208,16 +262,12 @@ def locate_frames(moments: Moments, chunks: Sequence[ChunkTimes]) -> list[FrameI
 def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> FrameIndex:
     for number in reversed(range(len(chunks))):
         chunk = chunks[number]
-        after_start = numerator - chunk.start_ms * 1000 * denominator
-        if after_start < 0:
+        if numerator < chunk.start_ms * 1000 * denominator:
             continue
-        frame = after_start * chunk.fps_num // (chunk.fps_den * US_PER_S * denominator)
-        if frame < chunk.num_frames:
-            return FrameIndex(number, frame)
         if numerator < (chunk.end_us + START_ROUNDING_US) * denominator:
-            return FrameIndex(number, chunk.num_frames - 1)
+            return FrameIndex(number, chunk.frame_at(numerator, denominator))
         break
-    raise ValueError(f"no chunk holds the moment {numerator / denominator / US_PER_S:.6f} s")
+    raise ValueError(f"no chunk holds the moment {numerator / denominator / US_PER_S:.3f} s")
 
 
 def window_frames(

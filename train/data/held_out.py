@@ -38,7 +38,7 @@ class HeldOut:
         num_chunks: Number of chunks in which they begin, if any of them looks like a chunk of `trained_split`.
         num_alike: Number of these chunks that look like a chunk of `trained_split`; None without scores.
         trained_split: Split of the training.
-        were_trained_on: True if the model was trained on the clips, because tars have no splits.
+        were_trained_on: True if the model was trained on the clips, because the data have no splits.
     """
 
     num_clips: int
@@ -59,7 +59,7 @@ class HeldOut:
             of: Number and noun of the things that metrics average over; by default the clips.
         """
         num, noun = of or (self.num_clips, "clip")
-        cautions = ["the model was trained on these clips: tars have no splits"] if self.were_trained_on else []
+        cautions = ["the model was trained on these clips: the data have no splits"] if self.were_trained_on else []
         if num < FEW:
             low, high = interval(0.0 if share is None else share, num)
             between = f", so that {percent(share)} has a 95 % interval from {percent(low)} to {percent(high)}"

@@ -30,6 +30,7 @@ from clipmill.shards.tars import LocalTars
 from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.node_cache import choose_folder, open_shared
+from clipmill.train.data.outcomes import LeftOut
 from clipmill.train.data.remote import copy_name, held_copy, local_copy, open_cache
 from clipmill.train.data.tar_samples import (
     MAX_TEXT_BYTES,
@@ -51,26 +52,6 @@ _LIMITS = dict.fromkeys(("txt", "json", _CLASS), MAX_TEXT_BYTES)
 _BYTES_PER_ROW = 512  # size of a header: every sample of a tar has at least one
 _NUM_AT_ONCE = 4
 _INDEX_TIMEOUT_S = 86400.0
-
-
-class LeftOut:
-    """Omitted samples, counted by reason, with the key of the first sample."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, tuple[int, str]] = {}
-
-    def add(self, reason: str, key: str, *, count: int = 1) -> None:
-        """Add samples; `reason` completes a sentence that begins with a number, as in `3 without an image`."""
-        before, first = self._counts.get(reason, (0, key))
-        self._counts[reason] = before + count, first
-
-    def as_list(self) -> list[tuple[str, int, str]]:
-        """List the reasons, each with its number of samples and the key of the first sample."""
-        return [(reason, *count) for reason, count in self._counts.items()]
-
-    def describe(self) -> list[str]:
-        """Return a line for the log about each reason."""
-        return [f"{count:,} {reason} (the first: {first})" for reason, (count, first) in self._counts.items()]
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from clipmill.manifests.divided_videos import names_of_splits, read_divided_videos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.plugins import import_object
 from clipmill.manifests.store import read_videos
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.clips import ClipSettings
-from clipmill.train.config.shards import DataSettings, kind_of, parse_mix
+from clipmill.train.config.shards import KINDS, DataSettings, kind_of, no_data_folder, parse_mix
 from clipmill.train.data.data_folder import DataFolder, open_data_folder
 from clipmill.train.data.query import LATENT_PATCH, TARS_SPLIT
 from clipmill.train.models.dual_encoder import size_of
@@ -25,16 +26,16 @@ Opened = TypeVar("Opened")
 
 
 def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VIDEO) -> DataFolder:
-    """Open the data folder of a task that cannot read tars, for `reason`.
+    """Open the data folder of a task that needs a manifest, for `reason`.
 
     Args:
         column: See `open_data_folder`.
 
     Raises:
-        UserError: The settings name tars, or the folder cannot be read.
+        UserError: The settings name data without a manifest, or the folder cannot be read.
     """
     if not kind_of(settings.folder).has_manifest:
-        raise UserError(f"{settings.folder} names tars, and {reason}", hint="name the data folder that prep made")
+        raise no_data_folder(settings.folder, f"and {reason}")
     return open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=column)
 
 
@@ -65,12 +66,13 @@ def open_mixed(open_one: Callable[[str], Opened], settings: DataSettings) -> "Op
 
 
 def require_no_streams(settings: DataSettings) -> None:
-    """Raise a UserError if one of several data folders is a stream of tars."""
+    """Raise a UserError if one of several addresses names samples that are not found by number."""
     for folder in settings.folders if len(settings.folders) > 1 else ():
-        if not kind_of(folder, settings).can_be_mixed:
+        if not (kind := kind_of(folder, settings)).can_be_mixed:
             raise UserError(
-                f"--shards names {folder}, a stream of tars, which cannot be mixed with other data",
-                hint="name data folders that prep made or image tars, or train only on the tars",
+                f"--shards names {folder}, and {kind.noun} cannot be mixed with other data",
+                hint=f"name {' or '.join(other.noun for other in KINDS if other.can_be_mixed)}, or train only on the "
+                f"{kind.noun}",
                 flags=("--shards",),
             )
 
@@ -97,11 +99,10 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
             read_names = import_object(kind.class_names)
             names |= read_names(address, label=label, cache=settings.cache, cache_size=settings.cache_size)
         else:
-            raise UserError(
-                f"{address} is a stream of tars, without labels", hint="name the data folder that prep made"
-            )
+            raise no_data_folder(address, f"and {kind.lacks.get('labels', 'they have no labels')}", kind=kind)
     if splits is None:
-        splits = {split for folder in folders for split in read_videos(folder)["split"].to_pylist()} or {TARS_SPLIT}
+        of_folders = (names_of_splits(read_videos(folder), read_divided_videos(folder)) for folder in folders)
+        splits = set[str]().union(*of_folders) or {TARS_SPLIT}
     return read_classes(*folders, label=label, splits=splits, also=names)
 
 
@@ -117,7 +118,8 @@ def naming(folder: str) -> Iterator[None]:
 
 def picture_size(samples: Any, settings: ClipSettings) -> tuple[VideoViTSize, int]:
     """Return the size of a task's video tower, and the side of its pictures, for clips or latents."""
-    size, shape = size_of(settings.model, settings.towers).video, samples.frame_shape
+    size = size_of(settings.model, settings.towers, num_views=settings.num_views).video
+    shape = samples.frame_shape
     if shape is None:
         return size, settings.size_px
     return replace(size, patch_px=LATENT_PATCH, num_channels=shape.channels), shape.height

@@ -5,11 +5,12 @@ Samples, order, random draws, checks and failures are the same as in the command
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
@@ -20,7 +21,7 @@ from clipmill.train.augment.draws import draw
 from clipmill.train.augment.pictures import to_model_input
 from clipmill.train.config.clips import Augment, CaptionSettings, ClipSettings
 from clipmill.train.config.model import Init
-from clipmill.train.config.shards import DataSettings, kind_of
+from clipmill.train.config.shards import DataSettings, kind_of, no_data_folder
 from clipmill.train.data.arguments import (
     Data,
     colours_of,
@@ -33,19 +34,21 @@ from clipmill.train.data.arguments import (
     shards_of,
 )
 from clipmill.train.data.batches import Batches, LateBatch
+from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.clip_frames import CropRule, Views
 from clipmill.train.data.data_folder import open_data_folder
-from clipmill.train.data.frame_sampling import US_PER_S, SamplingRule
-from clipmill.train.data.inputs import open_mixed, read_classes_of, require_no_streams
+from clipmill.train.data.frame_sampling import US_PER_S, SamplingRule, to_us
+from clipmill.train.data.inputs import open_folder, open_mixed, read_classes_of, require_no_streams
 from clipmill.train.data.latents.reader import LatentReader
 from clipmill.train.data.latents.segments import SegmentQuery, ShownCaptions, Tails
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.latent_segments import open_latent_segments
-from clipmill.train.data.query import DataQuery, loader_settings, open_samples
+from clipmill.train.data.query import DataQuery, clip_shape, loader_settings, open_samples
 from clipmill.train.data.samples import Samples
-from clipmill.train.distributed.world import joined_world
+from clipmill.train.distributed.world import World, joined_world
 
 ClipText = Literal["text", "embedding", "all"]
+_FARTHEST_US = 10**12  # offset of a frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,10 @@ class FinishedClips:
         elif len(self.views) > 1:
             video = batch["video"]
             batch["video"] = video.reshape(len(video), len(self.views), -1, *video.shape[2:])
+        if len(self.views) > 1:
+            times_BNT = np.asarray(batch["time_s"]).reshape(len(batch["time_s"]), self.views.num_clips, -1)
+            times_s = times_BNT.repeat(self.views.num_crops, axis=1)
+            batch["time_s"] = times_s if self.device is None else torch.from_numpy(times_s)
         if self.rgb or mean is not None:
             del batch["colour"]
         if self.samples.num_samples is not None:  # a stream has no index of clips
@@ -88,18 +95,23 @@ class FinishedClips:
         return batch
 
     def _model_input(self, batch: dict[str, Any], *, mean: tuple[float, float, float]) -> torch.Tensor:
-        """Return normalised clips: [B, 3, T, S, S] with one view, [B, V, 3, T, S, S] with several views."""
-        settings = self.settings
+        """Return normalised clips: [B, 3, T, S, S], or [B, V, 3, T, S, S] with several views or cameras."""
+        settings, cameras = self.settings, self.settings.num_views
         assert settings.init.pixel_std is not None
-        positions = np.asarray(batch["position"])
+        positions, video, colour = (torch.as_tensor(batch[name]) for name in ("position", "video", "colour"))
+        if cameras > 1:
+            video, colour = video.flatten(0, 1), colour.flatten()
+            positions = positions.repeat_interleave(cameras)
         clips = to_model_input(
-            torch.as_tensor(batch["video"]),
-            torch.as_tensor(batch["colour"]),
+            video,
+            colour,
             size_px=settings.size_px,
             mean=mean,
             std=settings.init.pixel_std,
-            draw=draw(positions, settings.augment, seed=settings.seed) if self.is_training else None,
+            draw=draw(positions.numpy(), settings.augment, seed=settings.seed) if self.is_training else None,
         )
+        if cameras > 1:
+            return clips.unflatten(0, (-1, cameras))
         if len(self.views) == 1:
             return clips
         return clips.unflatten(2, (len(self.views), -1)).transpose(1, 2).contiguous()
@@ -154,6 +166,37 @@ def augmentation(values: Mapping[str, float] | None) -> Augment:
     return Augment(**numbers)
 
 
+def normalisation_arguments(
+    pixel_mean: Sequence[float] | None, pixel_std: Sequence[float] | None, *, augment: Mapping[str, float] | None = None
+) -> tuple[tuple[float, float, float] | None, tuple[float, float, float] | None]:
+    """Return the mean and standard deviation of a model's input; raises UserError if one of them is missing."""
+    mean, std = colours_of("pixel_mean", pixel_mean), colours_of("pixel_std", pixel_std)
+    if (mean is None) != (std is None) or (augment is not None and mean is None):
+        raise UserError(
+            f"pixel_mean is {mean}, pixel_std is {std} and augment is {augment}",
+            hint="give both pixel_mean and pixel_std, or neither; augment needs both",
+        )
+    return mean, std
+
+
+def views_setting(views: Sequence[str] | None) -> str | None:
+    """Return the setting --views; raises UserError for anything but a list of names."""
+    if views is None:
+        return None
+    if isinstance(views, str) or not isinstance(views, Sequence) or not all(isinstance(name, str) for name in views):
+        raise UserError(f"views is {quote_value(views)}", hint='give names of cameras, such as ("top", "wrist")')
+    return ",".join(views)
+
+
+def loading_of(settings: ClipSettings, world: World, *, device: str | torch.device | None) -> LoaderSettings:
+    """Return the loader's settings for batches that belong to the caller."""
+    is_pinned = device is not None and torch.device(device).type == "cuda"
+    return replace(
+        loader_settings(settings, world, device=torch.device(device or "cpu")),
+        can_keep=not is_pinned,
+    )
+
+
 @names_arguments
 def open_clips(
     data: Data,
@@ -161,6 +204,7 @@ def open_clips(
     mix: Sequence[float] | None = None,
     split: str = "train",
     where: str | None = None,
+    views: Sequence[str] | None = None,
     batch: int = 32,
     num_frames: int = 4,
     size_px: int = 224,
@@ -198,6 +242,8 @@ def open_clips(
             epochs; an epoch of `Batches` has as many samples as all folders together.
         split: Split of the manifest. Tars have no splits; all of their clips are used.
         where: Condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
+        views: Names of cameras, such as ("top", "wrist"): a clip shows the moment of a group of captions from each of
+            them, at the same offsets from the begins of their spans. `video` is then [B, V, ...], `time_s` [B, V, T].
         batch: Batch size of this process.
         num_frames, size_px, sampling, stride, crop, min_crop_area: See the same flags of `train dual-encoder`.
         rgb: True for RGB frames; False for YUV 4:2:0 frames, which have half as many bytes.
@@ -236,15 +282,10 @@ def open_clips(
     require_choice("sampling", sampling, SamplingRule)
     require_choice("crop", crop, CropRule)
     require_choice("captions", captions, ClipText)
-    mean, std = colours_of("pixel_mean", pixel_mean), colours_of("pixel_std", pixel_std)
-    is_normalised = mean is not None and std is not None
-    if (mean is None) != (std is None) or (augment is not None and not is_normalised):
-        raise UserError(
-            f"pixel_mean is {mean}, pixel_std is {std} and augment is {augment}",
-            hint="give both pixel_mean and pixel_std, or neither; augment needs both",
-        )
-    views = Views(num_clips=clips, num_crops=crops)
-    if min(clips, crops) < 1 or (shuffle and len(views) > 1):
+    mean, std = normalisation_arguments(pixel_mean, pixel_std, augment=augment)
+    is_normalised = mean is not None
+    several = Views(num_clips=clips, num_crops=crops)
+    if min(clips, crops) < 1 or (shuffle and len(several) > 1):
         raise UserError(f"clips is {clips} and crops is {crops}", hint="use 1 or more; more than 1 needs shuffle=False")
     shown = caption_settings(sources, min_relevancy)
     if label is not None and (captions != "text" or shown != CaptionSettings()):
@@ -259,6 +300,7 @@ def open_clips(
         mix=None if mix is None else ",".join(map(str, mix)),
         split=split,
         where=where,
+        views=views_setting(views),
         batch=batch * this_world.size,
         num_frames=num_frames,
         size_px=size_px,
@@ -274,19 +316,16 @@ def open_clips(
         cache=cache,
         cache_size=cache_size,
     )
-    is_pinned = device is not None and torch.device(device).type == "cuda"
-    loading = loader_settings(settings, this_world, device=torch.device(device or "cpu"))
-    loading = replace(loading, can_keep=not is_pinned)
+    loading = loading_of(settings, this_world, device=device)
     for address in settings.folders:
         if kind_of(address).has_manifest:
             continue
         if where is not None:
-            raise UserError(f"{address} names tars, which have no scores", hint="name the data folder that prep made")
+            raise no_data_folder(address, "which have no scores")
         if captions != "text" or shown != CaptionSettings():
-            raise UserError(
-                f"{address} names tars: each clip has only the caption in its tar",
-                hint="omit captions=, sources= and min_relevancy=, or name a data folder that prep made",
-            )
+            error = no_data_folder(address, "whose samples have one caption each")
+            error.add_hint("or omit captions=, sources= and min_relevancy=")
+            raise error
     require_no_streams(settings)
     classes = None if label is None else read_classes_of(settings, label=label)
 
@@ -297,7 +336,7 @@ def open_clips(
                 content="captions" if classes is None else "labels",
                 split=split,
                 loading=loading,
-                views=views,
+                views=several,
                 is_rgb=rgb and not is_normalised,
                 has_stored_text=captions == "embedding",
                 captions=shown,
@@ -310,7 +349,7 @@ def open_clips(
         samples=samples,
         settings=settings,
         rgb=rgb,
-        views=views,
+        views=several,
         is_training=shuffle,
         all_captions=captions == "all",
         device=device,
@@ -318,6 +357,129 @@ def open_clips(
     return Batches(
         samples, finish, classes, shuffle=shuffle, batch=batch, world=ranks, device=device, max_failures=max_failures
     )
+
+
+@names_arguments
+def read_clips(
+    data: str | Path,
+    table: pa.Table | Mapping[str, Any],
+    *,
+    offsets_s: Sequence[float] = (0.0,),
+    views: Sequence[str] | None = None,
+    batch: int = 32,
+    size_px: int | tuple[int, int] = 224,
+    crop: CropRule = "centre",
+    min_crop_area: float = 0.5,
+    rgb: bool = True,
+    pixel_mean: Sequence[float] | None = None,
+    pixel_std: Sequence[float] | None = None,
+    shuffle: bool = True,
+    workers: int = 4,
+    seed: int = 0,
+    rank: int | None = None,
+    world: int | None = None,
+    device: str | torch.device | None = "cpu",
+    max_failures: int = 100,
+    cache: Path | None = None,
+    cache_size: str | None = None,
+) -> Batches:
+    """Open frames at given times: for each row of a table, the frames on screen at offsets from its time.
+
+    Batches have `video`, `time_s` (float64 [B, T], when each frame appeared on screen), `is_padded` (bool [B, T]),
+    and `row` (int64 [B], index in the table). An offset that leads out of the video shows its first or last frame, and
+    is padded. A row whose own time is outside of its video, or in a missing chunk, fails.
+
+    Args:
+        data: Path or address of a data folder that prep made.
+        table: Arrow table or mapping of columns: `video_id`, or `key` of a chunk of the video; `time_s`, seconds from
+            the start of the video; and optionally `begin_s` and `end_s`, the span that offsets do not leave, such as
+            an episode. A frame that begins up to 0.1 ms later than a time counts as on screen.
+        offsets_s: Offsets of the T frames, seconds, in the order of `video`.
+        views: Names of cameras, such as ("top", "wrist"): the table then has columns for each of them, such as
+            `video_id.top` and `time_s.top`; a column without a camera is for all. `video` is then [B, V, T, ...].
+        size_px: Side of a square crop; or height and width, to which complete frames are resized.
+        shuffle: True for random order and crops; False for the rows in order, with centred crops.
+        batch, crop, min_crop_area, rgb, pixel_mean, pixel_std, workers, seed: See `open_clips`.
+        rank, world, device, max_failures, cache, cache_size: See `open_clips`.
+
+    Raises:
+        UserError: The data or the device does not exist, the table lacks a column or names videos that the data do not
+            have, or an argument has the wrong type or is out of range.
+    """
+    from clipmill.train.data.producers.given_moments import GivenRows, open_given_moments
+
+    is_whole = not isinstance(size_px, Integral)
+    height_px, width_px = _height_and_width(size_px)
+    require_whole_numbers(batch=batch, workers=workers, seed=seed, max_failures=max_failures)
+    require_device(device)
+    require_texts(cache_size=cache_size)
+    require_choice("crop", crop, CropRule)
+    mean, std = normalisation_arguments(pixel_mean, pixel_std)
+    if is_whole and mean is not None:
+        raise UserError("pixel_mean needs square frames", hint="use one number for size_px, or omit pixel_mean")
+    offsets_us = _offsets_us(offsets_s)
+    ranks = ranks_of(rank, world)
+    this_world = ranks or joined_world()
+    settings = ClipSettings(
+        shards=shards_of(data, None),
+        views=views_setting(views),
+        batch=batch * this_world.size,
+        num_frames=len(offsets_us),
+        size_px=height_px,
+        crop=crop,
+        min_crop_area=min_crop_area,
+        init=Init(pixel_mean=mean, pixel_std=std),
+        workers=workers,
+        seed=seed,
+        max_failures=max_failures,
+        cache=cache,
+        cache_size=cache_size,
+    )
+    folder = open_folder(settings, reason="a time belongs to a video of a data folder")
+    shape = replace(
+        clip_shape(settings, views=Views()), rgb=rgb and mean is None, width_px=width_px if is_whole else None
+    )
+    chunks = ChunkSet(folder.path, split=None, rule=settings.decode, tars=folder.tars)
+    loading = loading_of(settings, this_world, device=device)
+    rows = [GivenRows.of_table(table, view=view) for view in settings.view_names or ("",)]
+    samples = open_given_moments(rows, chunks, shape, loading, offsets_us=offsets_us)
+    finish_clips = FinishedClips(
+        samples=samples,
+        settings=settings,
+        rgb=rgb,
+        views=Views(),
+        is_training=False,
+        all_captions=False,
+        device=device,
+    )
+
+    def finish(entries: dict[str, Any]) -> dict[str, Any]:
+        clips = finish_clips(entries)
+        return {name: value for name, value in clips.items() if name != "clip_id"} | {"row": clips["clip_id"]}
+
+    return Batches(
+        samples, finish, None, shuffle=shuffle, batch=batch, world=ranks, device=device, max_failures=max_failures
+    )
+
+
+def _height_and_width(size_px: int | tuple[int, int]) -> tuple[int, int]:
+    sides: list[Any] = list(size_px) if isinstance(size_px, Sequence) else [size_px, size_px]
+    # Even numbers, because chroma has half the size of luma.
+    if len(sides) != 2 or not all(isinstance(side, Integral) and int(side) > 0 == int(side) % 2 for side in sides):
+        raise UserError(
+            f"size_px is {quote_value(size_px)}", hint="use a positive even number, or two of them: (height, width)"
+        )
+    return int(sides[0]), int(sides[1])
+
+
+def _offsets_us(offsets_s: Sequence[float]) -> tuple[int, ...]:
+    try:
+        offsets_us = tuple(to_us(float(offset_s)) for offset_s in offsets_s)
+    except (TypeError, ValueError):
+        offsets_us = ()
+    if not offsets_us or max(map(abs, offsets_us)) > _FARTHEST_US:
+        raise UserError(f"offsets_s is {quote_value(offsets_s)}", hint="give seconds, such as (-0.2, -0.1, 0.0)")
+    return offsets_us
 
 
 @names_arguments
@@ -370,9 +532,7 @@ def open_latents(
     settings = DataSettings(shards=shards_of(data, mix), mix=None if mix is None else ",".join(map(str, mix)))
     for address in settings.folders:
         if not kind_of(address).has_manifest:
-            raise UserError(
-                f"latents cannot be read from {address}: a stream of tars has no index", hint="name a data folder"
-            )
+            raise no_data_folder(address, "and latents are in a data folder")
     require_choice("tails", tails, Tails)
     ranks = ranks_of(rank, world)
     this_world = ranks or joined_world()

@@ -246,7 +246,8 @@ class MixedFolders:
         """Return the variants that the samples come from."""
         if len(set(self.variants)) == 1:
             return self.variants[0]
-        return ", ".join(f"{variant} ({name})" for name, variant in zip(self.names, self.variants, strict=True))
+        named = zip(self.names, self.variants, strict=True)
+        return ", ".join(f"{variant} ({name})" for name, variant in named if variant)
 
     def fingerprint(self, parts: Sequence[str]) -> str:
         """Return the hash of the order, from the fingerprints of the sets."""

@@ -14,9 +14,10 @@ Reasons:
 
     shard_unreadable  a tar, an index or a remote file cannot be read
     checksum          the bytes differ from their checksum in the index
-    undecodable       the decoder reports an error
+    undecodable       the decoder reports an error, or a file is truncated
     frame_missing     the decoder does not output a requested frame
     chunks_differ     the chunks of a clip differ in frame size or colour space
+    chunk_missing     no chunk holds a moment that was asked for (clips at given times)
     empty_span        no frame of the file lies in the span of the caption (streams only)
     stuck             reading or decoding took longer than the time limit
 
@@ -32,15 +33,35 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 from clipmill.manifests.errors import ClipmillError, FailedWork
+from clipmill.manifests.formatting import count_noun
 from clipmill.train.data.batch import Batch
 from clipmill.train.data.order import Cursor
 
-Reason = Literal["shard_unreadable", "checksum", "undecodable", "frame_missing", "chunks_differ", "empty_span", "stuck"]
+Reason = Literal[
+    "shard_unreadable",
+    "checksum",
+    "undecodable",
+    "frame_missing",
+    "chunks_differ",
+    "chunk_missing",
+    "empty_span",
+    "stuck",
+]
 
-Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing", "not_selected"]
+Unusable = Literal[
+    "empty_span",
+    "other_split",
+    "video_without_chunks",
+    "begins_after_the_last_chunk",
+    "chunk_missing",
+    "not_selected",
+]
+_MAX_NAMED = 3  # keys in a message
+
 # Words after "1", and after higher numbers.
 _WORDS: dict[Unusable, tuple[str, str]] = {
     "empty_span": ("with an empty span", "with an empty span"),
+    "other_split": ("shows seconds of another split", "show seconds of other splits"),
     "video_without_chunks": ("of a video without chunks", "of videos without chunks"),
     "begins_after_the_last_chunk": ("begins after the last chunk", "begin after the last chunk"),
     "chunk_missing": ("with a missing chunk", "with missing chunks"),
@@ -52,6 +73,26 @@ def remarks_of(num_unusable: Mapping[Unusable, int], num_shortened: int) -> list
     """Return remarks on excluded and shortened captions, by reason."""
     parts = [f"{count:,} {_WORDS[reason][count != 1]}" for reason, count in num_unusable.items()]
     return [*parts, f"{num_shortened:,} shortened to the end of the video"] if num_shortened else parts
+
+
+class LeftOut:
+    """Omitted samples, counted by reason, with the key of the first sample."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[int, str]] = {}
+
+    def add(self, reason: str, key: str, *, count: int = 1) -> None:
+        """Add samples; `reason` completes a sentence that begins with a number, as in `3 without an image`."""
+        before, first = self._counts.get(reason, (0, key))
+        self._counts[reason] = before + count, first
+
+    def as_list(self) -> list[tuple[str, int, str]]:
+        """List the reasons, each with its number of samples and the key of the first sample."""
+        return [(reason, *count) for reason, count in self._counts.items()]
+
+    def describe(self) -> list[str]:
+        """Return a line for the log about each reason."""
+        return [f"{count:,} {reason} (the first: {first})" for reason, (count, first) in self._counts.items()]
 
 
 @dataclass(frozen=True)
@@ -85,6 +126,14 @@ class SampleFailed(ClipmillError):
     def at(self, position: int) -> FailedSample:
         """Return the failure of the sample at `position`."""
         return FailedSample(position, self.key, self.reason, self.detail)
+
+
+def name_repeated(keys: Sequence[str]) -> str:
+    """Return the number and names of the keys of failures, to append to their number; empty if none is repeated."""
+    if len(distinct := list(dict.fromkeys(keys))) == len(keys):
+        return ""
+    names = ", ".join([*distinct[:_MAX_NAMED], *(["..."] if len(distinct) > _MAX_NAMED else [])])
+    return f": {count_noun(len(distinct), 'file or chunk', 'files or chunks')} failed again and again ({names})"
 
 
 class TooManyFailures(ClipmillError):
@@ -133,7 +182,8 @@ def list_failures(failures: list[FailedSample], failed: Sequence[FailedSample], 
     failures += failed
     if failed and len(failures) > max_failures:
         raise FailedWork(
-            f"{len(failures)} failed, more than max_failures={max_failures}; "
+            f"{len(failures)} failed, more than max_failures={max_failures}"
+            f"{name_repeated([failure.key for failure in failures])}; "
             f"the last one: {failed[-1].key}: {failed[-1].detail}; all are in `failures`"
         )
 

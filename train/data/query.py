@@ -9,7 +9,7 @@ import torch
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.plugins import import_object
 from clipmill.train.config.clips import CaptionSettings, ClipSettings
-from clipmill.train.config.shards import Content, kind_of
+from clipmill.train.config.shards import Content, kind_of, no_data_folder
 from clipmill.train.data.clip_frames import SIMPLE_SHARE, ClipShape, Views
 from clipmill.train.data.data_folder import DataFolder, open_data_folder
 from clipmill.train.data.frame_sampling import Sampling
@@ -81,14 +81,28 @@ def open_samples(query: DataQuery) -> Any:
     """Open this rank's part of the samples that a task asks for.
 
     Raises:
-        UserError: There are no samples, they do not fit the settings, or this kind of data lacks the content.
+        UserError: There are no samples, they do not fit the settings, or this kind of data lacks the content, or the
+            manifest by which the settings select samples and captions.
     """
     folder = query.settings.folder
     kind = kind_of(folder, query.settings)
     if query.content in kind.lacks:
+        raise no_data_folder(folder, f"and {kind.lacks[query.content]}", kind=kind)
+    if not kind.has_manifest and query.settings.selection is not None:
         raise UserError(
-            f"{folder} names video tars, and {kind.lacks[query.content]}",
-            hint="name the data folder that prep made",
+            f"{folder} names {kind.noun}, which have no manifest and no scores to select by",
+            hint="omit --where and --share, or name a data folder that prep made",
+        )
+    if not kind.has_manifest and (query.has_stored_text or query.captions != CaptionSettings()):
+        raise UserError(
+            f"{folder} names {kind.noun}, whose samples have one caption each",
+            hint="omit --text-tower and --captions, or name a data folder that prep made",
+        )
+    if query.settings.views is not None and not kind.has_manifest:
+        raise UserError(
+            f"{folder} names tars, whose samples belong to no groups, and --views is {query.settings.views}",
+            hint="omit it, or name a data folder that prep made",
+            flags=("--views",),
         )
     return import_object(kind.openers[query.content])(query)
 
@@ -121,12 +135,4 @@ def loader_settings(settings: ClipSettings, world: World, *, device: torch.devic
         rank=world.rank,
         num_ranks=world.size,
         pin=device.type == "cuda",
-    )
-
-
-def one_caption_each(folder: str) -> UserError:
-    """Return the error about settings of captions that tars do not have."""
-    return UserError(
-        f"{folder} names tars: each clip has only the caption in its tar",
-        hint="omit --text-tower and --captions, or name a data folder that prep made",
     )

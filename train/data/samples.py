@@ -182,7 +182,7 @@ class Source:
 
     Attributes:
         split: Split of the manifest.
-        variant_name: Variants of the columns.
+        variant_name: Variants of the columns; empty for data without a manifest, which have none.
         fingerprint: Function that computes the hash of the samples, their order, and the texts of their captions.
         nothing: Error message and hint for a set without samples.
         alike: Facts that have to be equal in all sets of a mixture, by name.

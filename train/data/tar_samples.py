@@ -29,9 +29,7 @@ from clipmill.manifests.storage.cache import CachedFile
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.shards.opening import DamagedTar
-from clipmill.train.data.decoders import PlainVideo
-from clipmill.train.data.frame_sampling import US_PER_S, Sampling, moments_of, to_us, view_offsets
-from clipmill.train.data.outcomes import SampleFailed
+from clipmill.train.data.frame_sampling import US_PER_S, to_us
 from clipmill.train.data.remote import held_copy, open_cache
 from clipmill.train.data.tar_members import Member, members_of
 from clipmill.train.data.workers import Stuck, in_order
@@ -245,36 +243,6 @@ def _clip_of_caption(key: str, content: bytes, caption: dict[str, Any], *, chunk
         end_us=last - chunk[0],
         is_shortened=(first, last) != (begin_us, end_us),
     )
-
-
-def frames_on_screen(
-    video: PlainVideo, clip: StreamedClip, sampling: Sampling, *, rng: np.random.Generator | None, num_views: int = 1
-) -> list[int]:
-    """Return the numbers of the frames of `video` on screen at the clip's moments; its frame rate need not be constant.
-
-    Moments are random with `rng`, as in training (clipmill.train.data.frame_sampling). Without it, as in evaluation,
-    the moments of `num_views` views follow one another.
-
-    Raises:
-        SampleFailed: No moment of the clip lies in the file.
-    """
-    tick_us = video.time_base * US_PER_S
-    length_us = (video.end_pts - video.pts[0]) * tick_us
-    # Rounded up: a stride of complete frames would not fit into a span that is shorter than the file's frames.
-    end_of_file_us = math.ceil(length_us)
-    end_us = end_of_file_us if clip.end_us is None else min(clip.end_us, end_of_file_us)
-    if end_us <= clip.begin_us:
-        detail = f"its span from {clip.begin_us} us to {end_us} us is empty; the file ends at {end_of_file_us} us"
-        raise SampleFailed(clip.key, reason="empty_span", detail=detail)
-    fps = Fraction(len(video.pts) * US_PER_S) / length_us
-    rate = {"fps_num": fps.numerator, "fps_den": fps.denominator}
-    ticks: list[int] = []
-    for at in view_offsets(sampling.rule, 1 if rng is not None else num_views):
-        moments = moments_of(clip.begin_us, end_us, sampling, **rate, rng=rng, at=at)
-        divisor = moments.denominator * tick_us.numerator
-        ticks += [numerator * tick_us.denominator // divisor for numerator in moments.numerators]
-    frames = np.searchsorted(np.array(video.pts) - video.pts[0], ticks, side="right") - 1
-    return [int(frame) for frame in frames]
 
 
 MAX_TARS = 1_000_000

@@ -23,25 +23,23 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.storage.mirrors import is_remote
-from clipmill.train.config.clips import CaptionSettings
 from clipmill.train.data.batch import Batch, BatchRing, Sample
-from clipmill.train.data.clip_frames import ClipShape, make_clip
-from clipmill.train.data.decoders import PlainVideo, require_frames
+from clipmill.train.data.clip_frames import ClipShape
 from clipmill.train.data.frame_sampling import US_PER_S
 from clipmill.train.data.loader import Block, Loader, LoaderSettings, SampleRequest
 from clipmill.train.data.order import permute
 from clipmill.train.data.outcomes import FailedSample, SampleFailed
-from clipmill.train.data.query import TARS_SPLIT, DataQuery, one_caption_each
+from clipmill.train.data.query import TARS_SPLIT, DataQuery
 from clipmill.train.data.samples import BatchedSamples
 from clipmill.train.data.tar_samples import (
     StreamedClip,
     Unreadable,
     WithoutVideo,
     expand,
-    frames_on_screen,
     items_in,
     shuffle_items,
 )
+from clipmill.train.data.video_files import clip_of_file
 from clipmill.train.data.workers import Stuck, in_order
 from clipmill.train.models.text import Tokenize
 
@@ -249,44 +247,28 @@ class StreamReader:
             return error.at(work.request.position)
 
     def _sample(self, clip: StreamedClip, request: SampleRequest) -> Sample:
-        try:
-            video = PlainVideo(clip.content)
-            rng, num_views = request.generator("frames"), self._shape.views.num_clips
-            frames = frames_on_screen(video, clip, self._shape.sampling, rng=rng, num_views=num_views)
-            decoded = video.decode(frames)
-            require_frames(set(frames) - decoded.keys(), key=clip.key)
-            pictures, crop = [decoded[frame] for frame in frames], request.generator("crop")
-            frames_of_clip = make_clip(pictures, self._shape, rng=crop, in_graph=False, key=clip.key)
-            tokens = None if self._tokenize is None else self._tokenize(clip.text)
-        except SampleFailed:
-            raise
-        except Exception as error:  # any error of libav on a foreign file fails only that sample
-            raise SampleFailed(clip.key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
-        of_caption = Sample(caption=clip.text) if tokens is None else Sample(tokens=tokens)
-        return Sample(
-            position=request.position,
-            key=clip.key,
-            caption_id=clip.caption_id,
-            video=frames_of_clip.video,
-            colour=frames_of_clip.colour,
-            **of_caption,
+        frames, time_s = clip_of_file(
+            clip.content, self._shape, request, key=clip.key, begin_us=clip.begin_us, end_us=clip.end_us
         )
+        sample = Sample(position=request.position, key=clip.key, caption_id=clip.caption_id)
+        sample["video"], sample["colour"], sample["time_s"] = frames.video, frames.colour, time_s
+        if self._tokenize is None:
+            sample["caption"] = clip.text
+            return sample
+        try:
+            sample["tokens"] = self._tokenize(clip.text)
+        except Exception as error:  # any error of a tokenizer on a foreign text fails only that sample
+            raise SampleFailed(clip.key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
+        return sample
 
 
 def open_stream(query: DataQuery) -> VideoStream:
     """Open the stream of tars that a task asks for.
 
     Raises:
-        UserError: The settings select samples by what tars do not have; or see `VideoStream`.
+        UserError: See `VideoStream`.
     """
     settings = query.settings
-    if query.has_stored_text or query.captions != CaptionSettings():
-        raise one_caption_each(settings.folder)
-    if settings.selection is not None:
-        raise UserError(
-            f"{settings.folder} is a stream of tars: it has no manifest and no scores to select by",
-            hint="omit --where and --share, or name a data folder that prep made",
-        )
     return VideoStream(
         settings.folder,
         shape=query.shape,

@@ -19,6 +19,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from clipmill.manifests.errors import ClipmillError, FailedWork, UserError
 from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.order import Cursor
-from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
+from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures, name_repeated
 from clipmill.train.data.prefetch import on_all_stages
 from clipmill.train.distributed.world import World
 from clipmill.train.run.folder import RunFolder, append_lines, keep_lines
@@ -51,17 +52,21 @@ class FailureLog:
 
     Args:
         cursor: Place where the run starts or continues in the order of samples; later failures in the file are dropped.
-
-    Attributes:
-        num_failed: Number of failed samples so far.
     """
 
     def __init__(self, run: RunFolder, *, world: World, max_failures: int, cursor: Cursor) -> None:
         self._path, self._world, self._max_failures = run.failures, world, max_failures
         self._is_told = False
-        self.num_failed = world.first(
-            lambda: len(keep_lines(run.failures, lambda line: cursor.has_passed(line["position"])))
-        )
+
+        def belongs(line: dict[str, Any]) -> bool:
+            return cursor.has_passed(line["position"])
+
+        self._keys = world.first(lambda: [str(line.get("key")) for line in keep_lines(run.failures, belongs)])
+
+    @property
+    def num_failed(self) -> int:
+        """Number of failed samples so far."""
+        return len(self._keys)
 
     @property
     def num_left(self) -> int:
@@ -103,14 +108,14 @@ class FailureLog:
         return SyncedBatch(loaded, stops=num_stops > 0, waited_s=all_R4[:, 3].max().item())
 
     def _record(self, failed: list[FailedSample]) -> None:
-        self.num_failed += len(failed)
+        self._keys += [failure.key for failure in failed]
         if self._world.is_first:
             append_lines(self._path, [failure.as_json() for failure in failed])
         last = f"{failed[-1].key}: {failed[-1].detail}"
         if self.num_failed > self._max_failures:
             raise FailedWork(
-                f"{count_noun(self.num_failed, 'sample')} failed, more than --max-failures {self._max_failures}; "
-                f"the last one: {last}; all are listed in {self._path}{_remedy(failed)}"
+                f"{count_noun(self.num_failed, 'sample')} failed, more than --max-failures {self._max_failures}"
+                f"{name_repeated(self._keys)}; the last one: {last}; all are listed in {self._path}{_remedy(failed)}"
             )
         if self._world.is_first and not self._is_told:
             self._is_told = True

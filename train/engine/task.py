@@ -352,19 +352,26 @@ class ClipTask(Generic[Settings, Samples, Model]):
     def pixels(self, batch: Batch, rows: slice, *, mean: Rgb, std: Rgb, is_training: bool) -> torch.Tensor:
         """Return normalised clips [B, C, T, H, W] of some rows of a batch, augmented in training.
 
+        Clips of several cameras are [B, V, C, T, H, W], and all views of a moment are augmented alike.
+
         Args:
             mean, std: Values of each channel, unless --init.pixel-mean and --init.pixel-std give others.
         """
         settings, init = self._settings, self._settings.init
         positions = batch["position"][rows].numpy() if is_training else None
-        return to_model_input(
-            batch["video"][rows],
-            batch["colour"][rows],
+        video, colour, num_views = batch["video"][rows], batch["colour"][rows], settings.num_views
+        if num_views > 1:
+            video, colour = video.flatten(0, 1), colour.flatten()
+            positions = None if positions is None else positions.repeat(num_views)
+        clips = to_model_input(
+            video,
+            colour,
             size_px=settings.size_px,
             mean=init.pixel_mean or mean,
             std=init.pixel_std or std,
             draw=None if positions is None else draw(positions, settings.augment, seed=settings.seed),
         )
+        return clips.unflatten(0, (-1, num_views)) if num_views > 1 else clips
 
 
 def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say) -> Source:

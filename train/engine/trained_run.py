@@ -97,7 +97,7 @@ def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
     sizes = {name: entry["size"] for name, entry in read_table(path).items()}
     left_out = content_of(path).get("base", {}).get("tensors", {})  # of a checkpoint with adapters
     sizes |= {f"model.{name}": size for name, size in left_out.items()}
-    size, image_px = size_of(settings.model, settings.towers), settings.size_px
+    size, image_px = size_of(settings.model, settings.towers, num_views=settings.num_views), settings.size_px
     if (conv := sizes.get(f"model.{CONV}")) is not None:
         size = replace(size, video=replace(size.video, num_channels=conv[1], patch_px=conv[-1]))
     if (projection := sizes.get("model.video.proj")) is not None:

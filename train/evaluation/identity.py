@@ -26,6 +26,8 @@ def identity_of(model: nn.Module, settings: ClipSettings, *, task: str) -> str:
     """
     digest = hashlib.sha256()
     decisive = {name: getattr(settings, name, None) for name in _DECISIVE}
+    if settings.views is not None:
+        decisive |= {"views": settings.views, "rule": settings.towers.views}
     decisive |= {"task": task, "normalisation": normalisation_of(settings), **_unseen_facts(model)}
     digest.update(json.dumps(decisive, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):

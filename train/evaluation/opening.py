@@ -83,7 +83,7 @@ def open_weights_as(
         source = _source(str(weights), recorded.towers, say=say)
         # The side of latents is a fact of the data that no tensor shows.
         side = record.read_facts().get("latents", {}).get("side", recorded.size_px)
-        size = match_size(size_of(recorded.model, recorded.towers), source)
+        size = match_size(size_of(recorded.model, recorded.towers, num_views=recorded.num_views), source)
         adopted = Adopted(settings=recorded, shape=ModelShape(size=size, image_px=side))
     with deferred_checks():  # they are about --model
         settings, overrides = use.apply_to(adopted.settings)

@@ -169,7 +169,7 @@ class Player:
             reason = ", ".join(usable.num_unusable).replace("_", " ")
             raise SampleFailed(clip.key, reason="shard_unreadable", detail=reason)
         first, last = int(usable.first_chunk[0]), int(usable.last_chunk[0])
-        times = [chunks.table.times(chunk) for chunk in range(first, last + 1)]
+        times = [chunks.times(chunk) for chunk in range(first, last + 1)]
         sampling = Sampling(num_frames=num_frames)
         places = frame_indices(int(usable.begin_us[0]), int(usable.end_us[0]), sampling, times, rng=None)
         frames_of_chunk: dict[int, set[int]] = {}

@@ -39,7 +39,8 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
         UserError: The model cannot be traced.
     """
     settings, channels, side = request.settings, request.shape.size.video.num_channels, request.shape.image_px
-    example = torch.zeros(_EXAMPLE_CLIPS, channels, settings.num_frames, side, side)
+    views = (settings.num_views,) if settings.num_views > 1 else ()
+    example = torch.zeros(_EXAMPLE_CLIPS, *views, channels, settings.num_frames, side, side)
     model = model.eval().requires_grad_(False)
     try:
         # strict: `len(clips)` is the batch size then too, instead of a constant.
@@ -79,7 +80,8 @@ def _as_onnx(program: torch.export.ExportedProgram, example: torch.Tensor) -> An
 
 
 def _input_of(settings: Any, shape: list[int]) -> dict[str, Any]:
-    layout = {"name": "clips", "layout": "BCTHW", "dtype": "float32", "shape": ["batch", *shape]}
+    dims = {"layout": "BCTHW"} if settings.views is None else {"layout": "BVCTHW", "views": settings.view_names}
+    layout = {"name": "clips", **dims, "dtype": "float32", "shape": ["batch", *shape]}
     frames = {"num_frames": settings.num_frames, "sampling": settings.sampling}
     if settings.sampling == "stride":
         frames["stride"] = settings.stride

@@ -80,8 +80,11 @@ SIZES: dict[str, DualEncoderSize] = {
 }
 
 
-def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
+def size_of(model: ModelName, towers: Towers, *, num_views: int = 1) -> DualEncoderSize:
     """Return the dimensions by model name, with the changes that the settings make.
+
+    Args:
+        num_views: Number of cameras of a clip.
 
     Raises:
         UserError: The heads of a tower cannot share its width.
@@ -110,6 +113,7 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
             # A library's tower says itself what it takes.
             patch_px=1 if kind == LIBRARY else towers.patch_px or size.video.patch_px,
             is_divided=towers.attention == "divided",
+            num_views=num_views,
         ),
         text=replace(size.text, trunk=text_trunk, context_length=context_length or CONTEXT_LENGTH),
         embedding_width=towers.embedding_width or library_width(towers) or size.embedding_width,
@@ -170,6 +174,10 @@ class DualEncoder(nn.Module):
             attend=attend,
             towers=towers,
         )
+        if size.video.num_views > 1:
+            from clipmill.train.models.views import take_views
+
+            take_views(video, num_views=size.video.num_views, rule=towers.views)
         # Registered in the order of `forward`, so that ranks exchange gradients during the backward pass; drawn from
         # the seed after the video tower.
         self.text: TextTower | LibraryText | None = None

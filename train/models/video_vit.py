@@ -44,6 +44,7 @@ class VideoViTSize:
     """Dimensions of a video tower: its transformer, and the side (pixels) and length (frames) of a cube.
 
     Attributes:
+        num_views: Number of cameras that recorded the moment of a clip (clipmill.train.models.views).
         is_divided: Attend over time and space in turn, as LaViLa's tower does, instead of over all cubes at once.
     """
 
@@ -52,6 +53,7 @@ class VideoViTSize:
     num_channels: int = 3
     cube_frames: int = 1
     is_divided: bool = False
+    num_views: int = 1
 
     def grid(self, *, image_px: int, num_frames: int) -> CubeGrid:
         """Return the cubes of square clips; ValueError if they cannot be cut into complete cubes."""

@@ -13,9 +13,11 @@ from statistics import fmean
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import is_of_model
+from clipmill.manifests.divided_videos import DividedVideos, read_divided_videos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, duration_text, size_text
 from clipmill.manifests.storage.mirrors import is_remote
@@ -25,9 +27,9 @@ from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.format import DATASET_FILE
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
-from clipmill.train.config.shards import kind_of
+from clipmill.train.config.shards import kind_of, no_data_folder
 from clipmill.train.data.classes import class_labels, proposed_label
-from clipmill.train.data.data_folder import ChunkTable, chunk_table, open_data_folder, rows_of
+from clipmill.train.data.data_folder import ChunkTable, chunk_table, index_in, open_data_folder, rows_of
 from clipmill.train.quickstart.request import OFFERED
 from clipmill.train.registry import DEFAULT, find_task, tasks
 from clipmill.train.spec import FirstRun
@@ -37,7 +39,7 @@ _HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations p
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFacts:
-    """A split of a data folder; its chunks are of the current variant of the `video` column.
+    """A split of a data folder; its chunks, or parts of them, are of the current variant of the `video` column.
 
     Attributes:
         num_videos, num_captions: Numbers of videos that have chunks, and of their captions.
@@ -79,10 +81,7 @@ def survey(address: str) -> Survey:
         UserError: The data folder does not exist, its manifest is empty, or it has no chunks of video.
     """
     if not kind_of(address).has_manifest:
-        raise UserError(
-            f"{address} names tar files, and train quickstart looks at the manifest of a data folder",
-            hint="name the data folder that prep made",
-        )
+        raise no_data_folder(address, "and train quickstart looks at the manifest of a data folder")
     if not is_remote(address):
         _require_folder(Path(address))
     folder = open_data_folder(address, cache=None, column=None)
@@ -113,14 +112,15 @@ def survey(address: str) -> Survey:
             f"no chunk of {address} is of a video of its manifest",
             hint=f"make them: {how_to_make(VIDEO, address)}",
         )
-    coded = videos["split"].combine_chunks().dictionary_encode()
-    codes: NDArray[np.int64] = coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    divided = read_divided_videos(folder.path)
+    names = list(dict.fromkeys([*pc.unique(videos["split"]).to_pylist(), *(divided.splits if divided else ())]))
+    codes: NDArray[np.int64] = index_in(videos["split"].combine_chunks(), pa.array(names))
     is_made = np.bincount(table.video_row, minlength=len(codes)) > 0
-    captions, labels = _captions(folder.path, video_ids, codes, is_made)
+    captions, labels = _captions(folder.path, video_ids, codes, is_made, names=names)
     return Survey(
         address=address,
         columns=columns,
-        splits=_splits(coded.dictionary.to_pylist(), codes, is_made, table, captions),
+        splits=_splits(names, codes, is_made, table, captions, divided=divided),
         chunk_s=float(np.median(_seconds(table))),
         labels=labels,
     )
@@ -208,20 +208,25 @@ def _seconds(table: ChunkTable) -> NDArray[np.float64]:
 
 
 def _captions(
-    data_dir: Path, video_ids: pa.Array, codes: NDArray[np.int64], is_made: NDArray[np.bool_]
+    data_dir: Path, video_ids: pa.Array, codes: NDArray[np.int64], is_made: NDArray[np.bool_], *, names: Sequence[str]
 ) -> tuple[dict[int, Counter[str]], tuple[str, ...]]:
     """Count the captions of videos with chunks by split and source; return the counts and the labels."""
     counts = defaultdict[int, Counter[str]](Counter)
     with open_captions(data_dir, coded=("video_id",)) as file:
         labels = class_labels(file.schema_arrow)
+        columns = [name for name in ("video_id", "source", "split") if name in file.schema_arrow.names]
         for group in range(file.num_row_groups):
-            table = file.read_row_group(group, columns=["video_id", "source"])
+            table = file.read_row_group(group, columns=columns)
             row, source = rows_of(table["video_id"], video_ids), table["source"].combine_chunks().dictionary_encode()
-            names = source.dictionary.to_pylist()
+            sources = source.dictionary.to_pylist()
             is_counted = (row >= 0) & is_made[row]
-            pairs = codes[row[is_counted]] * len(names) + source.indices.to_numpy()[is_counted]
+            code = codes[row]
+            if "split" in columns:
+                of_caption = rows_of(table["split"], pa.array(names))
+                code = np.where(of_caption < 0, code, of_caption)
+            pairs = code[is_counted] * len(sources) + source.indices.to_numpy()[is_counted]
             for pair, number in zip(*(one.tolist() for one in np.unique(pairs, return_counts=True)), strict=True):
-                counts[pair // len(names)][names[pair % len(names)]] += number
+                counts[pair // len(sources)][sources[pair % len(sources)]] += number
     return counts, labels
 
 
@@ -231,11 +236,22 @@ def _splits(
     is_made: NDArray[np.bool_],
     table: ChunkTable,
     captions: Mapping[int, Counter[str]],
+    *,
+    divided: DividedVideos | None,
 ) -> dict[str, SplitFacts]:
-    of_chunk, seconds = codes[table.video_row], _seconds(table)
+    video, of_chunk, seconds = table.video_row, codes[table.video_row], _seconds(table)
+    if divided is not None:
+        is_divided, of_splits = np.isin(video, divided.video), []
+        begin_us, end_us = table.start_ms * 1000, table.end_us
+        for code, name in enumerate(names):
+            mine = np.flatnonzero(is_divided | (of_chunk == code))
+            parts = divided.parts_of(name, video=video[mine], begin_us=begin_us[mine], end_us=end_us[mine])
+            seconds = (parts.end_us - parts.begin_us) / 1e6
+            of_splits.append((video[mine][parts.span], np.full(len(seconds), code), seconds))
+        video, of_chunk, seconds = (np.concatenate(arrays) for arrays in zip(*of_splits, strict=True))
     splits = {
         name: SplitFacts(
-            num_videos=int(is_made[codes == code].sum()),
+            num_videos=len(np.unique(video[of_chunk == code])),
             num_without=int((~is_made[codes == code]).sum()),
             num_chunks=int((of_chunk == code).sum()),
             hours=float(seconds[of_chunk == code].sum()) / 3600,

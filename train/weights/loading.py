@@ -36,6 +36,7 @@ _PROJECTIONS = (PROJECTION, "text.text_projection")
 # Parts that weights of images lack, and what says how they begin.
 _CREATED = {
     TEMPORAL_EMBEDDING: "as --towers.temporal says",
+    "video.view_embedding": "--towers.views concat: zero at first",
     ".temporal_attn.": "--towers.attention divided: attention over time, which adds nothing at first",
     ".ln_temporal.": "--towers.attention divided",
     "video.pool.": "--towers.pool-frames attention, which begins as the mean",

@@ -10,17 +10,15 @@ never plays another chunk. Clips are written first, then the pages that name the
 removed last.
 """
 
-import io
 import json
 import math
 import re
 import shutil
-import zlib
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -34,6 +32,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import clock, size_text
 from clipmill.manifests.keys import safe_video_id
 from clipmill.manifests.publish import make_folder, publish_bytes, remove_temporaries
+from clipmill.prep.core.chunk_content import ChunkContent, read_chunk
+from clipmill.prep.core.failures import SourceFailure
+from clipmill.prep.video.settings import SOURCE
+from clipmill.shards.columns import SOURCE_MEMBER
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.opening import Damaged
 from clipmill.shards.pages.figures import CLIP_FPS, data_uri, evenly_within, small_clip
@@ -107,21 +109,15 @@ def jpeg(frame: VideoFrame, *, height: int) -> bytes:
     return b"".join(bytes(packet) for packet in [*context.encode(small), *context.encode(None)])
 
 
-def preview(content: bytes, *, fps: Fraction) -> bytes:
+def preview(chunk: ChunkContent) -> bytes:
     """Encode the first PREVIEW_S of a chunk as H.264 with a short side of 240 pixels and about 12 frames per second.
 
-    Args:
-        content: Bytes of the MP4 file.
-        fps: Frame rate of the file.
-
     Raises:
-        av.error.FFmpegError: It cannot be decoded.
+        SourceFailure: It cannot be decoded.
     """
-    step = max(1, round(fps / CLIP_FPS))
-    with av.open(io.BytesIO(content), "r", format="mp4") as source:
-        source.streams.video[0].codec_context.thread_count = 1
-        frames = islice(source.decode(video=0), 0, math.ceil(PREVIEW_S * fps), step)
-        return small_clip(frames, fps=fps / step)
+    step = max(1, round(chunk.fps / CLIP_FPS))
+    frames = range(0, min(chunk.num_frames, math.ceil(PREVIEW_S * chunk.fps)), step)
+    return small_clip(chunk.frames(frames), fps=chunk.fps / step)
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,11 @@ class ClipPlan:
 def plan_clips(codec: str, *, total_bytes: int) -> ClipPlan:
     """Choose the form of the clips of a page from the size of its chunks; `codec` is libav's name."""
     if codec not in _PLAYED:
-        names = {"mjpeg": "browsers do not play MJPEG in MP4", "hevc": "only some browsers play HEVC"}
+        names = {
+            "mjpeg": "browsers do not play MJPEG in MP4",
+            "hevc": "only some browsers play HEVC",
+            SOURCE: "the packets of the chunks are in the source files",
+        }
         return ClipPlan(True, False, names.get(codec, f"browsers may not play {codec}"))
     if total_bytes > COPIED_BYTES:
         return ClipPlan(True, False, f"copies of these chunks would take {size_text(total_bytes)}")
@@ -260,7 +260,7 @@ class Card:
         facts: Codec, size, frame rate, in words.
         scores: Name of a score -> value.
         written: Caption in the column `captions`; empty without one.
-        labels: Labels of the captions that overlap the chunk, such as "success true".
+        labels: Labels of the captions that overlap the chunk, as names and values.
         problem: Reason why it cannot be shown; it then has neither pictures nor a clip.
     """
 
@@ -279,9 +279,14 @@ class Card:
     pictures: tuple[Picture, ...] = ()
     scores: dict[str, float] = field(default_factory=dict)
     written: str = ""
-    labels: tuple[str, ...] = ()
+    labels: tuple[tuple[str, str], ...] = ()
     clip: Clip | None = None
     problem: str | None = None
+
+    @property
+    def label_values(self) -> str:
+        """Labels as a JSON list of texts such as "success=true", by which the page filters."""
+        return json.dumps([f"{name}={value}" for name, value in self.labels])
 
     @property
     def sorting(self) -> list[tuple[str, float]]:
@@ -341,30 +346,39 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
             )
             for caption in description["captions"]
         )
-        content = shard.read(row, "mp4")
-        if zlib.crc32(content) != entry["mp4_crc32"]:
-            raise NoPicture(f"its content in {shard.tar_path.name} differs from the commit; run prep verify")
+        chunk = read_chunk(shard, row)
         frames = evenly_within(range(entry["num_frames"]), at_most=_PICTURES)
+        # Of a file, single packets are decoded; of a source, all that its frames need.
+        pictures = decode_frames(chunk.mp4, entry, frames=frames) if chunk.mp4 else chunk.frames(frames)
         details["pictures"] = tuple(
             Picture(data_uri(jpeg(picture, height=_PICTURE_HEIGHT_PX), "image/jpeg"), float(number / fps))
-            for number, picture in zip(frames, decode_frames(content, entry, frames=frames), strict=True)
+            for number, picture in zip(frames, pictures, strict=True)
         )
-        details["clip"] = _make_clip(content, entry, fps=fps, plan=plan, folder=folder)
+        details["clip"] = _make_clip(chunk, entry, plan=plan, folder=folder)
+    except SourceFailure as failure:
+        details["problem"] = f"cannot be shown: {failure.message}"
+        details.pop("pictures", None)
     except (Damaged, OSError, ValueError, KeyError, TypeError, NoPicture, av.error.FFmpegError) as error:
         details["problem"] = f"cannot be shown: {error}"
         details.pop("pictures", None)
     return details
 
 
-def _make_clip(content: bytes, entry: dict[str, Any], *, fps: Fraction, plan: ClipPlan, folder: ClipFolder) -> Clip:
+def _make_clip(chunk: ChunkContent, entry: dict[str, Any], *, plan: ClipPlan, folder: ClipFolder) -> Clip:
     """Return the clip of a chunk, whose file is written unless an earlier page has left it."""
-    if plan.is_embedded:
+    content, is_preview = chunk.mp4, plan.is_preview or not chunk.mp4
+    if plan.is_embedded and content:
         return Clip(data_uri(content, "video/mp4"), len(content), is_preview=False)
     # Safe in any file system and address.
-    name = f"{safe_video_id(entry['key'])}-{entry['mp4_crc32']:08x}{'-preview' if plan.is_preview else ''}.mp4"
-    size_bytes = folder.has(name, size_bytes=None if plan.is_preview else len(content))
+    name = f"{safe_video_id(entry['key'])}-{entry[f'{_member(entry)}_crc32']:08x}{'-preview' if is_preview else ''}.mp4"
+    size_bytes = folder.has(name, size_bytes=None if is_preview else len(content))
     if not size_bytes:
-        clip = preview(content, fps=fps) if plan.is_preview else content
+        clip = preview(chunk) if is_preview else content
         folder.write(name, clip)
         size_bytes = len(clip)
-    return Clip(name, size_bytes, is_preview=plan.is_preview)
+    return Clip(name, size_bytes, is_preview=is_preview)
+
+
+def _member(entry: dict[str, Any]) -> str:
+    """Return the member of a row of the index that stands for the frames."""
+    return "mp4" if "mp4_crc32" in entry else SOURCE_MEMBER

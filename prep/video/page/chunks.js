@@ -38,15 +38,18 @@
   const form = document.querySelector(".filters");
   const field = (name) => form.querySelector(`[name=${name}]`);
   const count = form.querySelector("output"), clear = form.querySelector("button"), none = document.querySelector(".none");
-  const filters = ["split", "dataset", "video"].map(field).filter(Boolean);
+  const filters = [...form.querySelectorAll("select:not([name=sort])")];
+  const labels = new Map(cards.map((card) => [card, JSON.parse(card.dataset.labels ?? "[]")]));
+  // A chunk has several values of a label if captions change during it.
+  const has = (card, { name, value }) => !value || (name.startsWith("label=")
+    ? labels.get(card).includes(`${name.slice(6)}=${value}`) : card.dataset[name] === value);
   const all = document.querySelectorAll("a[data-all]");
 
   function update() {
     const words = wordsOf(field("q"));
     let shown = 0;
     for (const card of cards) {
-      const isShown = contains(card, words)
-        && filters.every((one) => !one.value || card.dataset[one.name] === one.value);
+      const isShown = contains(card, words) && filters.every((filter) => has(card, filter));
       card.hidden = !isShown;
       shown += isShown;
       if (!isShown) card.querySelector("video")?.pause();

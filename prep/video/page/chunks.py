@@ -91,7 +91,7 @@ class Chunks:
         Raises:
             UserError: It is not an expression on chunks, or keeps none.
         """
-        parsed = parse_where(where)
+        parsed = parse_where(where, data_dir=data_dir)
         parsed.require(("chunk", "video", "label"), because="the page shows chunks")
         is_kept = selected_chunks(
             parsed, data_dir, video_ids=self.video_ids, video_row=self.video, start_ms=self.start_ms
@@ -166,7 +166,7 @@ def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
             continue
         index = shard.index
         part = index.select(["video_id", "start_ms", "num_frames", "fps_num", "fps_den"])
-        part = part.append_column("size", index["mp4_size"])
+        part = part.append_column("size", _sizes(index))
         part = part.append_column("shard", pa.array(np.full(index.num_rows, shard.shard_id, np.int32)))
         part = part.append_column("row", pa.array(np.arange(index.num_rows, dtype=np.int32)))
         parts.append(part.replace_schema_metadata())
@@ -176,6 +176,13 @@ def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
     rows = pa.concat_tables(parts)
     coded = rows["video_id"].combine_chunks().dictionary_encode()
     return _in_order(coded.dictionary, coded.indices.to_numpy(), rows)
+
+
+def _sizes(index: pa.Table) -> pa.Array:
+    """Return the bytes of each chunk: of its file, or of its packets in the source file."""
+    if "mp4_size" in index.column_names:
+        return index["mp4_size"]
+    return pa.array([sum(sizes) for sizes in index["packet_size"].to_pylist()], pa.uint64())
 
 
 def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
@@ -272,8 +279,8 @@ def written_of(chunks: Chunks, data_dir: Path) -> dict[int, str]:
     return dict(zip(numbers.tolist(), texts, strict=True))
 
 
-def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dict[int, tuple[str, ...]]:
-    """Return the labels of the captions that overlap some chunks, such as "success true", by the number of the chunk.
+def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dict[int, tuple[tuple[str, str], ...]]:
+    """Return the labels of the captions that overlap some chunks, as names and values, by the number of the chunk.
 
     Raises:
         UserError: There is no manifest, or it is damaged.
@@ -283,11 +290,11 @@ def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dic
     spans = Spans(chunks.video[numbers], begin_s, begin_s + chunks.duration_s[numbers])
     part, caption = match_labels(labelled, spans, video_ids=chunks.video_ids, covering=False)
     names = [name for name in labelled.column_names if name.startswith(LABEL_PREFIX)]
-    labels_by_chunk: dict[int, dict[str, None]] = {}
+    labels_by_chunk: dict[int, dict[tuple[str, str], None]] = {}
     for row, number in zip(caption.tolist(), numbers[part].tolist(), strict=True):
         for name in names if row >= 0 else ():
             if (value := labelled[name][row].as_py()) is not None:
-                labels_by_chunk.setdefault(number, {})[f"{name.removeprefix(LABEL_PREFIX)} {value}"] = None
+                labels_by_chunk.setdefault(number, {})[name.removeprefix(LABEL_PREFIX), value] = None
     return {number: tuple(labels) for number, labels in labels_by_chunk.items()}
 
 

@@ -265,7 +265,7 @@ class _Known:
 
     scores: ChunkScores | None
     written: Mapping[int, str]
-    labels: Mapping[int, tuple[str, ...]]
+    labels: Mapping[int, tuple[tuple[str, str], ...]]
 
 
 def _cards(
@@ -391,7 +391,12 @@ def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages,
         ("video", "Source video", [card.video_id for card in shown]),
     )
     # A filter with one value does not distinguish chunks, and a menu of thousands cannot be used.
+    values_of_labels: dict[str, dict[str, None]] = {}
+    for card in shown:
+        for name, value in card.labels:
+            values_of_labels.setdefault(name, {})[value] = None
     distinct = [(name, label, list(dict.fromkeys(values))) for name, label, values in values_of_filters]
+    distinct += [(f"label={name}", f"Label {name}", sorted(values)) for name, values in values_of_labels.items()]
     filters = [entry for entry in distinct if 1 < len(entry[2]) <= _MAX_OPTIONS]
     orders = [("order", "video and time"), ("length", "longest first"), ("bitrate", "highest bit rate first")]
     orders += [("captions", "most captions first")] if any(card.captions for card in shown) else []

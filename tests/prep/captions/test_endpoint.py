@@ -14,7 +14,7 @@ import pytest
 
 from clipmill.prep.captions.answers import Answer, answers_in
 from clipmill.prep.captions.asking import decode_pictures, frames_to_show
-from clipmill.prep.core.chunk_input import read_chunk
+from clipmill.prep.core.chunk_content import read_chunk
 from clipmill.prep.core.data_folder import column_lock
 from clipmill.shards.reader import Variant
 from tests.prep.captions.server import MODEL, Reply, Request, Server, completion, described, served
@@ -63,7 +63,7 @@ def test_the_server_is_sent_the_frames_that_are_decoded_and_its_log_equals_the_c
     sent = [np.stack(one.pictures) for one in server.log]
     for shard in Variant.open(data).shards():
         for row in range(shard.num_samples):
-            pictures = decode_pictures(read_chunk(shard, row), shard, row, count=2, size=64)
+            pictures = decode_pictures(read_chunk(shard, row), count=2, size=64)
             frames = np.stack([picture[..., ::-1] for picture in pictures])
             assert frames.shape == (2, 48, 64, 3)
             differences = [np.abs(one.astype(int) - frames).mean() for one in sent]

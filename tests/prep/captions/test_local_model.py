@@ -11,7 +11,7 @@ from clipmill.prep.captions.answers import Answer
 from clipmill.prep.captions.asking import decode_pictures
 from clipmill.prep.captions.recipe import CaptionsSettings
 from clipmill.prep.captions.vlm import open_model
-from clipmill.prep.core.chunk_input import read_chunk
+from clipmill.prep.core.chunk_content import read_chunk
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.shards.reader import Variant
 from tests.prep.captions.tiny_vlm import save_tiny_vlm
@@ -57,7 +57,7 @@ def test_captions_equal_those_that_transformers_generates(vlm: Path, shard_set: 
     num_equal = 0
     for shard in Variant.open(shard_set.data).shards():
         for row in range(shard.num_samples):
-            pictures = decode_pictures(read_chunk(shard, row), shard, row, count=2, size=64)
+            pictures = decode_pictures(read_chunk(shard, row), count=2, size=64)
             content = [*({"type": "image", "image": one} for one in pictures), {"type": "text", "text": PROMPT}]
             inputs = processor.apply_chat_template(
                 [{"role": "user", "content": content}],

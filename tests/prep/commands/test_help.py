@@ -26,6 +26,7 @@ KINDS = (
     "ego4d",
     "epic-kitchens",
     "kinetics",
+    "lerobot",
     "synthetic",
     "captions",
 )

@@ -92,11 +92,12 @@ def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
         ("plan --explain=-rf --data x", "the data folder x does not exist", "create one"),
         ("inspect --data y --data x", "the data folder x does not exist", "create one"),
         ("chunk extra", "unexpected argument: extra", "see prep chunk --help"),
+        ("chunk a/0.tar a/1.tar", "unexpected arguments: a/0.tar, a/1.tar", "quote it: the shell replaces"),
         ("plan score", "unexpected argument: score. Did you mean scores?", "see prep plan --help"),
         (
             "chnk",
             'unknown command "chnk". Did you mean "chunk"? Available commands: manifest, chunk, latents, text, scores, '
-            "captions, plan, export, ...",
+            "captions, index, plan, ...",
             "see prep --help",
         ),
         ("chunk --resolution 224", "unknown option: --resolution. Did you mean --short-side?", "see prep chunk --help"),

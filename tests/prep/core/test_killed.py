@@ -33,6 +33,7 @@ from tests.prep.running import (
     wait_until,
     wait_until_none,
 )
+from tests.tiers import nightly_beyond
 
 FIRST = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 32)
 # Of the variant whose run is killed. It has as many chunks.
@@ -140,12 +141,16 @@ def job(begun: Path, tmp_path: Path) -> Iterator[Job]:
         left.kill()
 
 
-@pytest.mark.parametrize("engine", ["processes", pytest.param("ray", marks=pytest.mark.nightly)])
+ENGINES = {"processes": "processes", "processes at all moments": "processes", "ray": "ray"}
+
+
+@pytest.mark.parametrize("name", nightly_beyond(["processes"], ENGINES))
 def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_worker_but_not_each_of_its_workers(
-    engine: str, job: Job, undisturbed: dict[str, str]
+    name: str, job: Job, undisturbed: dict[str, str]
 ) -> None:
     """In the next run, the workers of video a are killed every time, one of b's once."""
-    for num_passes, moment in moments(job, engine):
+    engine = ENGINES[name]
+    for num_passes, moment in moments(job, name):
         process = job.start(engine)
         _await(moment, job, process, num_passes=num_passes)
         assert process.poll() is None, f"the run ended before it could be killed: {process.communicate()}"
@@ -192,15 +197,16 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
     assert current_variant(job.data, "video") != job.first
 
 
-def moments(job: Job, engine: str) -> Iterator[tuple[int, Callable[[], object]]]:
+def moments(job: Job, name: str) -> Iterator[tuple[int, Callable[[], object]]]:
     """Conditions on which to kill the run, one after another, and how many encoders may pass their gate until then."""
-    if engine == "ray":
+    if name == "ray":
         yield 1, job.commits
         return
     yield 0, job.workers  # that have a task, and are still importing
-    yield 0, job.ffmpegs
-    # With the first commit, the third chunk has come and gone between two looks.
-    yield 1, lambda: job.commits() or any(Path(f"/proc/{p.pid}/cwd/000002.mp4").exists() for p in job.ffmpegs())
+    if name != "processes":
+        yield 0, job.ffmpegs
+        # With the first commit, the third chunk has come and gone between two looks.
+        yield 1, lambda: job.commits() or any(Path(f"/proc/{p.pid}/cwd/000002.mp4").exists() for p in job.ffmpegs())
     yield 1, lambda: job.commits() and job.ffmpegs()
 
 

@@ -28,7 +28,9 @@ from clipmill.shards.reader import Variant
 from tests.prep.running import prep_here
 from tests.prep.text.sets import write_captions
 from tests.prep.text.t5_models import encode, saved_t5
+from tests.train import tiny_data
 from tests.train.latents.written import LATENTS_RECIPE, Chunk, Written, write_latents
+from tests.train.tiny_data import Caption
 
 MEAN, STD, SCALE = [0.1, -0.2, 0.3, 0.0], [0.5, 1.5, 2.0, 0.7], 0.8
 CAPTIONS = {"long": ["a dog runs", "a cat"], "short": ["the end"], "silent": []}
@@ -127,6 +129,17 @@ def test_musubi_tuner_finds_segments_and_texts_by_their_names(
             assert torch.equal(load_file(te)["varlen_t5_float16"], sequence_of(texts, caption))
             with safe_open(te, framework="pt") as opened:
                 assert opened.metadata()["caption1"] == caption
+
+
+def test_segments_and_captions_of_another_split_are_left_out(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    spans = [Caption("long", 0, 1, "a dog runs"), Caption("long", 1, 2, "a cat", labels={"split": "val"})]
+    tiny_data.write_captions(data, dict.fromkeys(("long", "short", "silent"), "train"), spans)
+    write(data, "AutoencoderKLHunyuanVideo")
+    for split, name, others in (("train", "long_000000000-00", 1), ("val", "long_000000000-01", 3)):
+        ran = prep_here("export", "musubi", tmp_path / split, "--data", data, "--split", split)
+        [file] = (tmp_path / split).glob("*_hv.safetensors")
+        assert file.name.startswith(name) and f"{others}: segments with seconds of other splits" in ran.stdout
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,24 @@ def test_a_rerun_replaces_a_store_that_has_lost_a_file(written: Written, tmp_pat
     assert (store_dir / lost).exists() and "nothing to do" in prep_here(*line).stdout
 
 
+def test_segments_with_seconds_of_another_split_are_left_out(tmp_path: Path) -> None:
+    captions = [Caption("b", 0.0, 5.0, "b"), Caption("b", 6.0, 10.0, "held out", labels={"split": "val"})]
+    written = write_all(tmp_path / "data", [[Chunk("b", 0, 60)]], captions, splits={"b": "train"})
+    array = written.latents["b_000000000"].reshape(3, 20, *written.latents["b_000000000"].shape[1:])
+    for split, segments, row in (("train", [0, 2], 0), ("val", [], 1)):
+        store_dir = tmp_path / f"{split}.zarr"
+        line = ("export", "zarr", store_dir, "--data", written.data_dir, "--split", split)
+        if not segments:  # the second segment begins in a second of train
+            assert "no segment of 5s of split 'val'" in prep_here(*line, status=2).error
+            prep_here(*line, "--segment", "1s")
+            array, segments = written.latents["b_000000000"].reshape(15, 4, *array.shape[2:]), [6, 7, 8, 9]
+        else:
+            assert "left out  1: segments with seconds of other splits" in prep_here(*line).stdout
+        store = opened(store_dir)
+        assert np.array_equal(store["base_frames"][:].view(np.uint16), array[segments])
+        assert np.array_equal(store["clip_emb"][:].view(np.uint16)[0], written.text[row])
+
+
 def test_a_store_of_one_video_is_complete(tmp_path: Path) -> None:
     of_one = write_all(tmp_path / "data", [[Chunk("b", 0, 40)]], [Caption("b", 0.0, 5.0, "b")], splits={"b": "train"})
     line = ("export", "zarr", tmp_path / "segments.zarr", "--data", of_one.data_dir)

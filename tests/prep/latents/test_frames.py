@@ -9,7 +9,7 @@ import av
 import numpy as np
 import pytest
 
-from clipmill.prep.core.chunk_input import decode_frames
+from clipmill.prep.core.chunk_content import ChunkContent
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.latents.frames import frames_on_screen
 from clipmill.prep.video.span_task import read_chunk
@@ -49,12 +49,11 @@ def test_skipping_frames_that_nobody_wants_changes_no_pixel(
     with av.open(BytesIO(content), "r") as container:
         everything = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     facts = read_chunk(content, fps=Fraction(30))
-    table = {"packet_frame": facts.packet_frame, "packet_flags": facts.packet_flags}
+    stored = ChunkContent(content, 60, Fraction(30), facts.packet_frame, facts.packet_flags)
     for wanted in ([0], [59], [3, 4, 31], frames_on_screen(60, chunk_fps=Fraction(30), fps=Fraction(4))):
-        decoded = decode_frames(content, wanted, fps=Fraction(30), **table)
-        found = [frame.to_ndarray(format="rgb24") for frame in decoded]
+        found = [frame.to_ndarray(format="rgb24") for frame in stored.frames(wanted)]
         assert len(found) == len(wanted)
         assert all(np.array_equal(frame, everything[number]) for frame, number in zip(found, wanted, strict=True))
     with pytest.raises(SourceFailure) as caught:
-        list(decode_frames(content, [59, 60], fps=Fraction(30), **table))
+        list(stored.frames([59, 60]))
     assert caught.value.code == FailureCode.FRAMES_DIFFER and "frame 60" in caught.value.message

@@ -1,8 +1,8 @@
 """The methods behind the scores: the values are those of the libraries run plainly."""
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import cv2
 import imagehash
@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 from scenedetect import ContentDetector, detect
 
+from clipmill.prep.core.chunk_content import ChunkContent, read_chunk
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.scores.measures import (
     MIN_SHOT_FRAMES,
@@ -27,7 +28,7 @@ from clipmill.prep.scores.measures import (
     split_motion,
     texture_mask,
 )
-from clipmill.prep.scores.score import ChunkFile, score_chunk
+from clipmill.prep.scores.score import score_chunk
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.reader import Variant
 from tests.prep.scores.conftest import FPS, texture, voice
@@ -52,17 +53,14 @@ def test_the_hash_is_that_of_imagehash(number: int) -> None:
     assert phash(picture) == int(str(imagehash.phash(Image.fromarray(picture))), 16)
 
 
-def chunk_of(data: Path, key: str) -> ChunkFile:
-    shard, row = Variant.open(data).find(key)
-    one: dict[str, Any] = shard.index.slice(row, 1).to_pylist()[0]
-    fps = Fraction(one["fps_num"], one["fps_den"])
-    return ChunkFile(shard.read(row, "mp4"), one["num_frames"], fps, one["packet_frame"], one["packet_flags"])
+def chunk_of(data: Path, key: str) -> ChunkContent:
+    return read_chunk(*Variant.open(data).find(key))
 
 
 @pytest.mark.parametrize("clip", ["shots", "pan", "dark"])
 def test_cuts_are_those_of_scenedetect_on_the_whole_file(clips: Path, tmp_path: Path, clip: str) -> None:
     chunk = chunk_of(clips, f"{clip}_000000000")
-    (tmp_path / "chunk.mp4").write_bytes(chunk.content)
+    (tmp_path / "chunk.mp4").write_bytes(chunk.mp4)
     plain = [begin.frame_num for begin, _ in detect(str(tmp_path / "chunk.mp4"), ContentDetector(), backend="pyav")[1:]]
     found = [round(time_s * FPS) for time_s in score_chunk(chunk, cut_threshold=27.0)["cut_times_s"]]
     # The library alone leaves out cuts in the first half second of a file.
@@ -77,7 +75,7 @@ def test_a_threshold_below_all_differences_cuts_often_and_still_ends(clips: Path
 
 def test_the_hash_and_the_sharpness_are_those_of_the_decoded_frames(clips: Path) -> None:
     chunk = chunk_of(clips, "blurred_000000000")
-    frames = [frame for _, frame in chunk.decode(range(chunk.num_frames))]
+    frames = [*chunk.frames(range(chunk.num_frames))]
     scores = score_chunk(chunk, cut_threshold=27.0)
     middle = frames[chunk.num_frames // 2].to_image()
     assert scores["phash"] == int(str(imagehash.phash(middle)), 16)
@@ -195,7 +193,7 @@ def test_speech_that_ends_is_speech_until_then() -> None:
 
 def test_a_chunk_that_cannot_be_decoded_fails_by_name(clips: Path) -> None:
     chunk = chunk_of(clips, "pan_000000000")
-    broken = ChunkFile(chunk.content[:2000], chunk.num_frames, chunk.fps, chunk.packet_frame, chunk.packet_flags)
+    broken = replace(chunk, mp4=chunk.mp4[:2000])
     with pytest.raises(SourceFailure) as caught:
         score_chunk(broken, cut_threshold=27.0)
     assert caught.value.code == FailureCode.DECODE_ERRORS

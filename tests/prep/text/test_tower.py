@@ -20,6 +20,7 @@ from tests.prep.text.sets import (
     texts_of_captions,
     write_captions,
 )
+from tests.tiers import nightly_beyond
 
 TEXTS = ["", "a dog", "a dog runs over the green grass and jumps", "dog " * 100, "A Dog", "é漢字", "x" * 300]
 
@@ -39,7 +40,12 @@ def assert_equal_but_for_rounding(stored: np.ndarray, exact: np.ndarray) -> None
     ).all()
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "torch_file"])
+# Each layout of the state, and each kind of file.
+CASES = [(layout, kind) for layout in ("together", "apart") for kind in ("safetensors", "torch_file")]
+EVERY_DAY = (("together", "safetensors"), ("apart", "torch_file"))
+
+
+@pytest.mark.parametrize(("checkpoints", "kind"), nightly_beyond(EVERY_DAY, CASES), indirect=["checkpoints"])
 def test_rows_of_a_checkpoint_are_those_of_open_clip(checkpoints: Checkpoints, tmp_path: Path, kind: str) -> None:
     write_captions(tmp_path, {**CAPTIONS, "more": TEXTS}, splits=SPLITS)
     clip = f"{checkpoints.model}:{getattr(checkpoints, kind)}"

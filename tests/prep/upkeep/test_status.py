@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from clipmill.manifests.publish import publish_bytes
-from clipmill.manifests.store import SPANS_FILE
+from clipmill.manifests.store import SPANS_FILE, read_videos
 from clipmill.prep.core.data_folder import column_lock
 from clipmill.prep.core.shard_result import RUNNING_FOLDER, Heartbeat
 from clipmill.prep.core.tables import read_table_file, write_table_file
@@ -169,6 +169,24 @@ def test_a_source_that_went_away_is_told_apart_from_an_unusable_one(prep: Prep, 
     write_table_file(path, table.set_column(column, table.schema.field("code"), pa.array(codes)))
     videos = prep("status", "--data", shard_set.data, "--json").summary["videos"]
     assert (videos["num_usable"], videos["lost"]) == (2, {"source_missing": 1})
+
+
+def test_status_and_plan_count_the_seconds_that_captions_of_other_splits_show(
+    prep: Prep, shard_set: ShardSet, tmp_path: Path
+) -> None:
+    table = tmp_path / "captions.csv"
+    rows = ["long,a,0,2.5,train", "long,b,2.5,3,test", "long,c,3,5,val", "short,d,,,val"]
+    table.write_text("\n".join(["video,text,begin_s,end_s,split", *rows]))
+    videos = Path(read_videos(shard_set.data)["path"][0].as_py()).parent
+    ran = prep("manifest", "folder", videos, "--captions", table, "--data", shard_set.data, status=None)
+    assert "val 1 video with 2 captions" in ran.stdout and "test 0 videos with 1 caption" in ran.stdout
+    # Of its chunks of 2, 2 and 1 s, half a second of the second one is left, which is too short.
+    line = "train: 3.0 s of 2 chunks belong to captions of other splits, and training without captions leaves them out"
+    assert f"splits    {line}" in prep("status", "--data", shard_set.data).stdout
+    assert f"splits   {line}" in prep("plan", "--data", shard_set.data, *LEN).stdout
+    for command in (("status",), ("plan", *LEN)):
+        values = prep(*command, "--data", shard_set.data, "--json").summary
+        assert values["of_other_splits"] == {"train": {"seconds": 3.0, "num_chunks": 2}}
 
 
 def test_captions_with_times_after_the_end_of_their_video_are_counted(

@@ -37,6 +37,7 @@ EXPECTED = {
     "raw-hevc": "bad_timestamps",
     "raw-mpeg": "bad_timestamps",
     "negative": "bad_timestamps",
+    "cut-gif": "source_truncated",
     "half-frame": "decode_errors",
     "nothing": "source_unreadable",
     "text": "source_unreadable",
@@ -69,7 +70,11 @@ def videos(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., 
     subprocess.run(
         [program, "-v", "error", "-i", str(root / "made/gone.mp4"), str(root / "made/whole.gif")], check=True
     )
-    (videos / "half-frame.mp4").write_bytes((root / "made/whole.gif").read_bytes()[:-50])
+    gif = (root / "made/whole.gif").read_bytes()
+    (videos / "cut-gif.mp4").write_bytes(gif[:-50])
+    picture = gif.rindex(b"\x08\xff")  # the codes of a picture, in blocks of at most 255 bytes
+    half = gif[: picture + 1] + b"\x10" + gif[picture + 2 : picture + 18] + b"\0;"
+    (videos / "half-frame.mp4").write_bytes(half)
     late = (root / "made/cut.mkv").read_bytes()
     (videos / "cut-late.mkv").write_bytes(late[: len(late) * 9 // 10])  # less than a second of it is missing
     for made, name in (("fast.mp4", "cut-fast.mp4"), ("cut.mkv", "cut-mkv.mkv"), ("cut.avi", "cut-avi.avi")):

@@ -55,16 +55,17 @@ def test_a_plan_measures_this_machine_and_these_videos(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
-    planned = prep("plan", "--data", data, "--json").summary["estimate"]
+    quick = ("--preset", "ultrafast", "--data")
+    planned = prep("plan", *quick, data, "--json").summary["estimate"]
     assert planned["num_trials"] == 2, "a video that cannot be encoded is left out"
     for name in ("core_hours", "size_bytes"):
         low, high = planned[f"{name}_range"]
         assert 0 < low < planned[name] < high
     assert list(scratch.iterdir()) == [], "nothing is kept"
-    made = prep("chunk", "--data", data, "--engine", "processes", "--max-failures", "1", "--json").summary
+    made = prep("chunk", *quick, data, "--engine", "processes", "--max-failures", "1", "--json").summary
     # 8 s of each of two videos; the estimate also counts the third.
     assert planned["size_bytes"] / 4 < made["num_bytes_written"] < planned["size_bytes"] * 4
-    text = prep("plan", "--data", data, "--bitrate", "200k").stdout
+    text = prep("plan", *quick, data, "--bitrate", "200k").stdout
     assert re.search(r"measured by encoding 5 s of \d video", text) and " to " in text and "None" not in text
 
 
@@ -161,10 +162,11 @@ def test_sources_in_a_bucket_are_tried_as_local_ones_are_or_the_plan_says_why_no
     for name in ("small", "large"):
         objects.write(f"videos/{name}.mp4", (tmp_path / "videos" / f"{name}.mp4").read_bytes())
     prep("manifest", "folder", f"{bucket}/videos", "--data", tmp_path / "remote")
-    planned = prep("plan", "--data", tmp_path / "remote", "--json").summary["estimate"]
+    quick = ("--preset", "ultrafast", "--data", tmp_path / "remote")
+    planned = prep("plan", *quick, "--json").summary["estimate"]
     assert planned["num_trials"] == 2 and planned["size_bytes_range"] and not planned["lacking_trials"]
     monkeypatch.setattr(estimate_module, "_MAX_COPY_BYTES", 1000)
-    text = prep("plan", "--data", tmp_path / "remote").stdout
+    text = prep("plan", *quick).stdout
     assert f"no video was tried: {bucket}/videos/" in text and "a plan copies up to 1" in text
     assert staging._in_use is not None
     os.close(staging._in_use[2])  # the sweeper removes the copies

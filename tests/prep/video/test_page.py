@@ -221,6 +221,11 @@ def test_labels_choose_chunks_and_stand_on_their_cards(prep: Prep, shard_set: Sh
     assert [re.findall("Labels: <bdi>(.*)</bdi>", card) for card in cards] == [
         *[["speed fast, success false"]] * 2, [], *[["success true"]] * 2,
     ]  # fmt: skip
+    menus = dict(re.findall('<select name="(label=[^"]*)">(.*)</select>', page.read_text()))
+    assert list(menus) == ["label=success"], "a menu with one value does not distinguish chunks"
+    assert re.findall("<option[^>]*>([^<]*)", menus["label=success"]) == ["all", "false", "true"]
+    filters = [json.loads(html.unescape(value)) for value in re.findall('data-labels="([^"]*)"', page.read_text())]
+    assert filters == [*[["speed=fast", "success=false"]] * 2, *[["success=true"]] * 2]
     error = prep("inspect", "--html", page, "--where", "label_grip = 'x'", "--data", shard_set.data, status=2).error
     assert "have no column label_grip" in error
 

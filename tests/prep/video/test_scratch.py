@@ -12,28 +12,43 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.prep.video.worker import remove_abandoned, scratch_folder
+from clipmill.prep.video.worker import scratch_folder
 from tests.conftest import ROOT
 
 HOLD = (
     "from clipmill.prep.video.worker import scratch_folder\nwith scratch_folder() as f: print(f, flush=True); input()"
 )
-# Ends the process at the n-th call that changes the file system, before it does anything.
+# Forks a worker for each moment, which ends at its n-th call that changes the file system, before it does anything. The
+# first that comes to its own end is the last.
 KILLED = """
 import os, pathlib, sys
-left = int(sys.argv[1])
-def counted(event, arguments):
-    global left
-    writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-    if writes or event in ("os.mkdir", "os.rename", "os.rmdir", "os.remove", "shutil.rmtree", "fcntl.flock"):
-        left -= 1
-        if left < 0:
-            os._exit(9)
-from clipmill.prep.video.worker import scratch_folder
-sys.addaudithook(counted)
-with scratch_folder() as folder:
-    (folder / "sub").mkdir()
-    (folder / "sub" / "bytes").write_bytes(b"1")
+from clipmill.prep.video.worker import remove_abandoned, scratch_folder
+
+def work(left):
+    def counted(event, arguments):
+        nonlocal left
+        flags = arguments[2] if event == "open" else 0
+        writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if writes or event in ("os.mkdir", "os.rename", "os.rmdir", "os.remove", "shutil.rmtree", "fcntl.flock"):
+            left -= 1
+            if left < 0:
+                os._exit(9)
+    sys.addaudithook(counted)
+    with scratch_folder() as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "bytes").write_bytes(b"1")
+    os._exit(0)
+
+for moment in range(100):
+    if not (child := os.fork()):
+        work(moment)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    remove_abandoned()
+    assert os.listdir(sys.argv[1]) == [], f"killed at change {moment}"
+    if status == 0:
+        print(moment)
+        break
+    assert status == 9, status
 """
 
 
@@ -110,13 +125,9 @@ def folder_marker(name: str) -> str:
 
 
 def test_a_worker_that_is_killed_at_any_moment_leaves_what_the_next_one_removes(place: Path) -> None:
-    for moment in range(100):
-        ended = subprocess.run([sys.executable, "-c", KILLED, str(moment)], cwd=ROOT, capture_output=True)
-        remove_abandoned()
-        assert list(place.iterdir()) == [], f"killed at change {moment}"
-        if ended.returncode == 0:
-            break
-    assert ended.returncode == 0 and moment > 10, ended.stderr
+    ended = subprocess.run([sys.executable, "-c", KILLED, place], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 10
 
 
 @pytest.mark.parametrize("make", [lambda root: root.mkdir(mode=0o755), lambda root: root.symlink_to("/")])

@@ -38,7 +38,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
 def make_chunks(videos: Path, data: Path, *, audio: str) -> dict[str, list[int]]:
     """Make chunks of videos; return the frame numbers that the chunks of each show."""
     manifest(data, videos)
-    settings = ("--len", "500ms", "--fps", FPS, "--keyint", 10, "--preset", "ultrafast", "--audio", audio)
+    settings = ("--len", "1s", "--fps", FPS, "--keyint", 10, "--preset", "ultrafast", "--audio", audio)
     chunk(data, *settings, status=None)
     return {
         name: [number for _, content in of_source for number in frame_numbers(content)]

@@ -14,6 +14,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.train.bench.communication import Event, breakdowns
 from clipmill.train.cli import main
 from tests.conftest import ROOT
+from tests.forks import Forks
 from tests.train.bench.test_bench import SMALL
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.running import train
@@ -63,10 +64,10 @@ def test_a_step_on_a_cpu_is_broken_down_by_operators_of_the_training_thread() ->
     assert asdict(second) == pytest.approx(us(20, 0, 0, 10, 10))
 
 
-def test_a_recording_on_a_cpu_prints_nothing() -> None:
+def test_a_recording_on_a_cpu_prints_nothing(forks: Forks) -> None:
     code = "import torch; from clipmill.train.bench.communication import _record_events\n"
     code += "with _record_events(torch.device('cpu')): torch.ones(2) + 1"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    ran = subprocess.run([forks.python(), "-m", "tests.fresh", code], cwd=ROOT, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 

@@ -14,6 +14,7 @@ from clipmill.manifests.store import read_captions
 from clipmill.prep.synthetic import FrameNumberVideo, read_frame_number
 from clipmill.train.data.classes import read_classes
 from tests.prep.running import chunk, manifest
+from tests.tiers import nightly_beyond
 from tests.train.running import facts, train
 
 FPS = 10
@@ -60,7 +61,7 @@ def shown(data: Path, split: str, label: str) -> dict[str, list[tuple[int, int]]
     return {name: sorted(spans) for name, spans in found.items()}
 
 
-@pytest.mark.parametrize("name", ["t.parquet", "t.json", "t.csv"])
+@pytest.mark.parametrize("name", nightly_beyond(["t.csv"], ["t.parquet", "t.json", "t.csv"]))
 def test_labels_of_spans_and_of_videos_are_those_of_the_frames(videos: Path, tmp_path: Path, name: str) -> None:
     data = tmp_path / "data"
     manifest(data, videos, "--captions", write(tmp_path / name))

@@ -1,13 +1,32 @@
 """One place tells which kind of data an address names, and what is not a data folder is refused by what it holds."""
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from clipmill import open_clips, open_latents
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.shards import CLIPS, IMAGES, KINDS, LATENTS, STREAM, DataSettings, is_local_folder, kind_of
+from clipmill.train.config import shards
+from clipmill.train.config.clips import CaptionSettings, ClipSettings
+from clipmill.train.config.shards import (
+    CLIPS,
+    IMAGES,
+    KINDS,
+    LATENTS,
+    STREAM,
+    DataSettings,
+    Kind,
+    is_local_folder,
+    kind_of,
+)
 from clipmill.train.data.data_folder import open_data_folder
+from clipmill.train.data.inputs import open_folder, read_classes_of, require_no_streams
+from clipmill.train.data.loader import LoaderSettings
+from clipmill.train.data.query import DataQuery, open_samples
+from clipmill.train.quickstart.choice import survey
 from clipmill.train.tasks.mae.spec import MaeSettings
 from tests.train.images.tars import sample, write_tar, write_tars
 
@@ -59,3 +78,42 @@ def test_a_folder_of_tars_and_a_file_are_refused_with_what_to_name(tmp_path: Pat
     (tmp_path / "v.mp4").write_bytes(b"video")
     with pytest.raises(UserError, match="is a file, not a data folder"):
         open_data_folder(str(tmp_path / "v.mp4"), cache=None)
+
+
+GIFS = "a/*.gif"
+SETTINGS = ClipSettings(shards=GIFS)
+QUERY = DataQuery(settings=SETTINGS, content="captions", split="train", loading=LoaderSettings())
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        lambda: open_samples(replace(QUERY, content="labels")),
+        lambda: open_samples(replace(QUERY, settings=replace(SETTINGS, where="motion > 1"))),
+        lambda: open_samples(replace(QUERY, captions=CaptionSettings(sources="human=1"))),
+        lambda: open_samples(replace(QUERY, has_stored_text=True)),
+        lambda: open_folder(SETTINGS, reason="this needs a manifest"),
+        lambda: read_classes_of(SETTINGS, label="class"),
+        lambda: require_no_streams(DataSettings(shards=(GIFS, "data"))),
+        lambda: survey(GIFS),
+        lambda: open_clips(GIFS, where="motion > 1"),
+        lambda: open_clips(GIFS, sources={"human": 1}),
+        lambda: open_latents(GIFS),
+    ],
+)
+def test_messages_call_data_by_the_noun_of_their_row(
+    refuse: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = Kind(
+        {"captions": "builtins:print"},
+        noun="GIF files",
+        lacks={"labels": "their names are their captions"},
+        spelling=re.compile(r"\.gif$"),
+        has_manifest=False,
+        can_be_mixed=False,
+    )
+    monkeypatch.setattr(shards, "KINDS", (kind, *KINDS))
+    with pytest.raises(UserError) as refused:
+        refuse()
+    assert re.search(r"a/\*\.gif(:| names|, and) GIF files", str(refused.value)), refused.value
+    assert not re.search(r"\btars?\b", str(refused.value))

@@ -148,7 +148,7 @@ def test_open_clips_selects(scored: Path) -> None:
     assert sorted(key for batch in batches for key in batch["key"]) == [
         *["a_000000000", "b_000000000", "b_000000000", "b_000002000"]
     ]
-    with pytest.raises(UserError, match="names tars, which have no scores"):
+    with pytest.raises(UserError, match="names image tars or video tars, which have no scores"):
         open_clips("tars/{000..001}.tar", where="motion > 0.5")
 
 

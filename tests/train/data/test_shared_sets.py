@@ -100,6 +100,7 @@ def shown(samples: Any) -> list[Any]:
     found = [samples.fingerprint, samples.describe(), samples.num_samples]
     for loaded in islice(samples.batches(position=0, max_failures=0), 5):
         values = {name: list(value) if name == "key" else np.asarray(value) for name, value in loaded.batch.items()}
+        values["time_s"] = np.nan_to_num(values["time_s"], nan=-1)  # of padding, which is not equal to itself
         found.append({name: np.asarray(value).tolist() for name, value in values.items() if name != "input"})
     return found
 

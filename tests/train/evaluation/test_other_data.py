@@ -129,6 +129,7 @@ def test_missing_data_are_named_before_training_starts(
         (("a=",), "--evaluate.shards has 'a=', without a folder"),
         (("=x@val",), "--evaluate.shards has '=x@val', whose NAME is ''"),
         (("my data=x",), "--evaluate.shards has 'my data=x', whose NAME is 'my data'"),
+        (("x/.data", "y/data"), "two data folders named 'data'"),
     ],
 )
 def test_data_that_cannot_be_told_apart_are_a_mistake(shards: tuple[str, ...], said: str) -> None:
@@ -146,6 +147,10 @@ def test_what_names_data() -> None:
         ("vatex", "/data/v", "test", "vatex"),
         ("c", "a@b/c", "held-out", None),
     ]
+    patterns = ("a/*.gif", "b/.hidden", "c/**", "tars/{0..9}.tar")
+    named = DualEncoderEvaluation(every=1, shards=patterns).from_anywhere()
+    assert [data.name for data in named.evaluated_data()] == ["gif", "hidden", "data", "0..9-.tar"]
+    assert [data.name for data in named.from_anywhere().evaluated_data()] == ["gif", "hidden", "data", "0..9-.tar"]
     assert EvaluationSettings(every=1).evaluated_data() == (EvaluatedData(name="val", shards=None, split="val"),)
     kept = DualEncoderEvaluation(every=1, split="held-out", shards=shards).from_anywhere()
     assert kept.shards == (
@@ -206,14 +211,14 @@ def test_a_stream_of_tars_is_evaluated_on_a_data_folder(
     words = [*SMALL.split(), "--shards", tar, "--out", tmp_path / "run", "--evaluate.every", 2]
     assert train("dual-encoder", *words) == 2
     error, hint = capsys.readouterr().err.splitlines()[-2:]
-    assert "they have no splits" in error and "--evaluate.shards" in hint
+    assert "video tars cannot be evaluated while they are trained on" in error and "--evaluate.shards" in hint
     assert train("dual-encoder", *words, "--evaluate.shards", f"far={other}") == 0
     assert "far/text_to_video_r1" in read_lines(RunFolder(tmp_path / "run").metrics)[-1]
     capsys.readouterr()
     assert train("eval", "retrieval", tmp_path / "run") == 0
     printed = capsys.readouterr().out
-    assert "the model was trained on these clips: tars have no splits; only 8 clips" in printed
+    assert "the model was trained on these clips: the data have no splits; only 8 clips" in printed
     result = tmp_path / "run" / "evaluations" / "retrieval-all.json"
     assert f"written: {result}" in printed and json.loads(result.read_text())["split"] == "all"
     assert train("classify", *SMALL.split(), "--shards", tar, "--label", "class", "--out", tmp_path / "none") == 2
-    assert "0.tar is a stream of tars, without labels" in capsys.readouterr().err
+    assert "0.tar names video tars, and labels are in the manifest" in capsys.readouterr().err

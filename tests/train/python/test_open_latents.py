@@ -51,6 +51,8 @@ def test_captions_are_texts_and_times_are_those_of_the_segment(written: Written)
     for batch in batches:
         assert batch["caption"] == [texts[number] for number in batch["caption_id"].tolist()] and "text" not in batch
         assert (batch["end_s"] - batch["begin_s"]).tolist() == [5.0] * len(batch["key"])
+        num_frames = batch["latents"].shape[1]
+        assert torch.allclose(batch["time_s"], batch["begin_s"][:, None] + torch.arange(num_frames) * 5 / num_frames)
     assert batches[0]["begin_s"].tolist() == [0, 5, 10] and batches[0]["key"] == ["a_000000000"] * 3
 
 
@@ -65,7 +67,7 @@ def test_a_maximum_of_segments_is_spread_over_each_video(written: Written) -> No
         opened(written, max_segments=0)
 
 
-NAMES = {"input", "position", "key", "clip_id", "caption_id", "latents", "caption", "begin_s", "end_s"}
+NAMES = {"input", "position", "key", "time_s", "clip_id", "caption_id", "latents", "caption", "begin_s", "end_s"}
 READ = {
     "dict": dict,
     "unpacked": lambda batch: {**batch},
@@ -169,5 +171,5 @@ def test_arguments_that_do_not_fit_are_refused(written: Written, changes: dict[s
 
 
 def test_latents_of_a_stream_of_tars_are_refused() -> None:
-    with pytest.raises(UserError, match=r"latents cannot be read from s3://bucket/\{00\.\.11\}\.tar"):
+    with pytest.raises(UserError, match=r"\{00\.\.11\}\.tar names image tars or video tars, and latents"):
         open_latents("s3://bucket/{00..11}.tar")

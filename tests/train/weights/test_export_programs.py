@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from clipmill import load_model
+from tests.forks import Forks
 from tests.train.running import train
 
 SIDE = 32
@@ -55,14 +55,14 @@ def classifier(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def export_and_run(weights: Path, form: str, folder: Path) -> Path:
-    """Export a model to a folder, with what a fresh process computes of both batches."""
+def export_and_run(weights: Path, form: str, folder: Path, *, python: Path) -> Path:
+    """Export a model to a folder, with what a process without clipmill computes of both batches."""
     names = [str(folder / f"{number}.npy") for number in range(len(BATCHES))]
     for name, clips in zip(names, BATCHES, strict=True):
         np.save(name, clips)
     out = folder / form
     assert train("export", weights, "--format", form, "--out", out) == 0
-    command = [sys.executable, "-c", SCRIPT.replace("OPEN", OPEN[form]), str(out), *names]
+    command = [str(python), "-m", "tests.fresh", SCRIPT.replace("OPEN", OPEN[form]), str(out), *names]
     subprocess.run(command, check=True, cwd=folder, timeout=200)
     return out
 
@@ -72,8 +72,8 @@ def outputs(folder: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("form", ["torch", "onnx"])
-def test_the_video_tower_is_served_without_clipmill(run: Path, tmp_path: Path, form: str) -> None:
-    out, model = export_and_run(run, form, tmp_path), load_model(run, device="cpu")
+def test_the_video_tower_is_served_without_clipmill(run: Path, tmp_path: Path, forks: Forks, form: str) -> None:
+    out, model = export_and_run(run, form, tmp_path, python=forks.python()), load_model(run, device="cpu")
     for clips, found in zip(BATCHES, outputs(out), strict=True):
         np.testing.assert_allclose(found, model.encode_video(clips).numpy(), atol=1e-5)
     told = json.loads((out / "preprocessing.json").read_text())
@@ -85,8 +85,9 @@ def test_the_video_tower_is_served_without_clipmill(run: Path, tmp_path: Path, f
 
 
 @pytest.mark.nightly
-def test_a_classifier_is_served_as_its_logits(classifier: Path, tmp_path: Path) -> None:
-    out, model = export_and_run(classifier, "torch", tmp_path), load_model(classifier, device="cpu").model
+def test_a_classifier_is_served_as_its_logits(classifier: Path, tmp_path: Path, forks: Forks) -> None:
+    out = export_and_run(classifier, "torch", tmp_path, python=forks.python())
+    model = load_model(classifier, device="cpu").model
     for clips, found in zip(BATCHES, outputs(out), strict=True):
         with torch.no_grad():
             np.testing.assert_allclose(found, model(torch.from_numpy(clips)).numpy(), atol=1e-5)

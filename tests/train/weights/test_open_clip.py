@@ -178,6 +178,7 @@ def test_without_a_network_the_cache_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert "network" in str(caught.value.hint)
 
 
+@pytest.mark.nightly
 def test_the_towers_of_vit_b_16_are_open_clips_at_their_full_size() -> None:
     import open_clip
 

@@ -19,7 +19,7 @@ from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.npy import decompress_frame
 from clipmill.train.data.batch import Batch, BatchMemory
 from clipmill.train.data.captions import Captions
-from clipmill.train.data.latents.segments import FALSE_COLOUR_STDS, LatentSegments, frame_times_us
+from clipmill.train.data.latents.segments import FALSE_COLOUR_STDS, LatentSegments, begins_s, frame_times_us
 from clipmill.train.data.loader import Block, LoaderSettings
 from clipmill.train.data.mapped_tars import Part, Problem, VerifiedMembers
 from clipmill.train.data.outcomes import FailedSample
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _AHEAD_BYTES = 1 << 28  # size of members that are loaded ahead
 
-Columns = dict[str, NDArray[np.int64]]  # entries of batches, by name
+Columns = dict[str, NDArray[Any]]  # entries of batches, by name
 
 # A sample: columns of batches and its row in them; its latents, and its embedding in a set with stored text.
 LatentSample = tuple[Columns, int, Part, Part | None]
@@ -330,7 +330,8 @@ class LatentReader:
         """Return requests for a block, each with a caption: drawn by the seed, or the first caption without a seed."""
         rows, chunk, frame = block.samples, self._chunk[block.samples], self._frame[block.samples].astype(np.int64)
         num_frames = np.minimum(self.segments.records.num_frames[chunk] - frame, self.num_frames)
-        columns = {"position": block.positions, "clip_id": rows.astype(np.int64)}
+        columns: Columns = {"position": block.positions, "clip_id": rows.astype(np.int64)}
+        columns["time_s"] = begins_s(self.segments.records, chunk, frame, num_frames=self.num_frames)
         text_place = None
         if self.captions is not None:
             captions = self.captions.rows
@@ -465,7 +466,7 @@ class MixedLatentReader:
                 "text_row": self._first_text[folder],
             }
             for name, column in requests.columns.items():
-                of_all = columns.setdefault(name, np.empty(len(block.samples), np.int64))
+                of_all = columns.setdefault(name, np.empty((len(block.samples), *column.shape[1:]), column.dtype))
                 of_all[where] = column + first.get(name, 0)
             requests = replace(requests, columns=columns, rows=where.tolist())
             parts[folder] = reader.segment_reader.read(requests, loading)

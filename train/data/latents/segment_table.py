@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import CaptionSpans
+from clipmill.manifests.divided_videos import DividedVideos, find_split_videos, is_of_splits
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import num_captions_of, read_captions, read_videos
@@ -20,7 +21,7 @@ from clipmill.shards.columns import TEXT
 from clipmill.shards.reader import Variant
 from clipmill.train.data.caption_rows import SplitCaptions, captions_of_split, used_texts
 from clipmill.train.data.captions import RowCaptions, caption_choice, same_text, smallest_integers
-from clipmill.train.data.chunks import evenly_of_each, require_same_manifest, videos_of_split
+from clipmill.train.data.chunks import evenly_of_each, require_same_manifest
 from clipmill.train.data.classes import ClassList, labelled_rows
 from clipmill.train.data.data_folder import Selection, rows_of
 from clipmill.train.data.frame_sampling import US_PER_S
@@ -52,7 +53,7 @@ def read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTa
         UserError: There are no latents, or a file is damaged.
     """
     maps.require_files()
-    video_ids = videos_of_split(data_dir, split)
+    video_ids, divided = find_split_videos(data_dir, split)
     records = read_records(
         latents,
         starts=maps.starts[: latents.num_shards],
@@ -61,7 +62,7 @@ def read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTa
     )
     if records is None:
         raise _nothing_of(latents, data_dir, video_ids, split=split)
-    return StoredLatents(video_ids, records)
+    return StoredLatents(video_ids, records, divided)
 
 
 def read_text(
@@ -101,10 +102,12 @@ def make_segment_table(
     chunks = None if selection.chunks is None else selection.rows
     records = stored.records if chunks is None else stored.records.take(chunks)
     segments = cut(records, num_frames=num_frames, tails=query.tails)
-    num_left_out = 0
+    num_left_out, others = 0, None
 
     def keep(shown: NDArray[np.int64]) -> NDArray[np.int64]:
-        nonlocal num_left_out
+        nonlocal num_left_out, others
+        if stored.divided is not None:
+            shown, others = _without_other_splits(shown, records, segments, stored.divided, split=query.split)
         if query.max_segments is None:
             return shown
         videos = records.video_row[segments.chunk_of(shown)].astype(np.int64)
@@ -134,6 +137,7 @@ def make_segment_table(
             records=records,
             segments=segments,
             video_ids=stored.video_ids,
+            split=query.split,
             classes=query.classes,
             selection=selection,
         )
@@ -155,6 +159,8 @@ def make_segment_table(
     if segments.num_tails:
         treatment = "left out" if query.tails == "drop" else "padded with zeros"
         remarks_on_segments.append(f"{count_noun(segments.num_tails, 'shorter tail')} {treatment}")
+    if others:
+        remarks.append(others)
     if num_left_out:
         remarks.append(f"{count_noun(num_left_out, 'further segment')} of long videos left out")
     return SampleTable(
@@ -164,6 +170,21 @@ def make_segment_table(
         label=label,
         remarks=(*remarks_on_segments, *remarks, *selection.remarks()),
     )
+
+
+def _without_other_splits(
+    shown: NDArray[np.int64], records: LatentRecords, segments: Segments, divided: DividedVideos, *, split: str
+) -> tuple[NDArray[np.int64], str | None]:
+    """Return the segments without seconds of other splits, and a remark on the others; None without others."""
+    chunk = segments.chunk_of(shown)
+    begin_us, end_us = times_us(records, segments, shown)
+    is_kept = divided.shows_only(split, video=records.video_row[chunk], begin_us=begin_us, end_us=end_us)
+    if is_kept.all():
+        return shown, None
+    num_lost, num_chunks = int((~is_kept).sum()), len(np.unique(chunk[~is_kept]))
+    seconds = float((end_us - begin_us)[~is_kept].sum()) / US_PER_S
+    of_chunks = f"{count_noun(num_lost, 'segment')} ({seconds:,.1f} s of {count_noun(num_chunks, 'chunk')})"
+    return shown[is_kept], f"{of_chunks} left out, with seconds of other splits"
 
 
 def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split: str) -> UserError:
@@ -233,7 +254,7 @@ def pair_captions(
         dict.fromkeys(("id", "row", "place", "tokens", "rank", "first", "last"), none)
     ]
     num_embedded = num_selected = 0
-    for block in stored.blocks(of_split.video_row):
+    for block in stored.blocks(of_split.videos):
         video_row = block.video.astype(np.int64)
         overlaps = span.overlaps(video_row=video_row, begin_s=block.begin_s, end_s=block.end_s)
         video_row, first, last = (np.repeat(array, block.counts) for array in (video_row, *overlaps))
@@ -406,6 +427,7 @@ def label_segments(
     records: LatentRecords,
     segments: Segments,
     video_ids: pa.Array,
+    split: str,
     classes: Sequence[ClassList],
     selection: Selection,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
@@ -423,7 +445,8 @@ def label_segments(
     """
     table = read_captions(data_dir)
     video_row = rows_of(table["video_id"], video_ids)
-    labelled = labelled_rows(table, is_of_split=video_row >= 0, classes=classes)
+    is_of_split = is_of_splits(table, read_videos(data_dir), [split])
+    labelled = labelled_rows(table, is_of_split=is_of_split, classes=classes)
     selected = selection.of_captions(table)
     begin_s, end_s = (table[name].to_numpy()[labelled.row] for name in ("begin_s", "end_s"))
     spans = SegmentSpans(records, segments)

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from clipmill.manifests.divided_videos import DividedVideos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.keys import chunk_key
 from clipmill.shards.columns import LATENTS, command_for
@@ -40,6 +41,7 @@ _SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
 DEFAULT_SEGMENT = "5s"
 FALSE_COLOUR_STDS = 2.0  # range of false colours: standard deviations on either side of grey
 _SAME_S = 1e-3  # tolerance: a decimal number may not be exact, as for 80 frames at 30000/1001 per second
+_MS_PER_S = 1000
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
 
 
@@ -241,6 +243,17 @@ def frame_times_us(
     return start_us + begin * frame_us // fps.numerator, start_us + end * frame_us // fps.numerator
 
 
+def begins_s(
+    records: LatentRecords, chunk: NDArray[np.integer], begin: NDArray[np.integer], *, num_frames: int
+) -> NDArray[np.float64]:
+    """Return the begin of each frame of segments, seconds [N, num_frames]; nan after the last frame of a chunk."""
+    frame = begin.astype(np.int64)[:, None] + np.arange(num_frames)
+    fps = records.shape.fps
+    start = records.start_ms[chunk].astype(np.int64)[:, None] * fps.numerator
+    times_s = (start + frame * (fps.denominator * _MS_PER_S)) / (fps.numerator * _MS_PER_S)
+    return np.where(frame < records.num_frames[chunk][:, None], times_s, np.nan)
+
+
 def frames_of(segment: str | None, shape: FrameShape) -> int:
     """Return the number of frames in a segment of a length in seconds, such as `5s`; None is the default length.
 
@@ -276,10 +289,11 @@ def seconds_of(segment: str) -> Fraction:
 
 @dataclass(frozen=True)
 class StoredLatents:
-    """Chunks with latents, for the videos of a split."""
+    """Chunks with latents, for the videos of a split, and the divided ones of these videos; None if there are none."""
 
     video_ids: pa.Array
     records: LatentRecords
+    divided: DividedVideos | None
 
 
 @dataclass(frozen=True, kw_only=True)

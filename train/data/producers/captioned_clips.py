@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -19,6 +19,7 @@ from clipmill.train.models.text import Tokenize
 if TYPE_CHECKING:
     from clipmill.train.data.relevancy import RelevantCaptions
     from clipmill.train.data.stored_text import StoredText
+    from clipmill.train.data.views import GroupedCaptions
 
 ALL_CAPTIONS = CaptionSettings()
 MakeCaptions = Callable[[RowCaptions, pa.ChunkedArray], Captions]
@@ -52,6 +53,12 @@ def open_captioned_clips(
         UserError: The data do not exist, or no clip is usable.
     """
     data_dir, chunks = query.data_dir, query.open_chunks(has_captions=True)
+    groups: GroupedCaptions | None = None
+    if query.views:
+        from clipmill.train.data import views
+
+        groups = views.open_groups(query, chunks, table)
+        table = groups.captions
     stored_text: StoredText | None = None
     if has_stored_text:
         from clipmill.train.data import stored_text as stored_texts
@@ -93,7 +100,12 @@ def open_captioned_clips(
     variant_name = chunks.variant_name
     if stored_text is not None:
         variant_name = f"{variant_name} and {stored_text.variant_name}"
-    facts = (variant_name, query.loading.group, captions.min_relevancy, chunks.selection.text)
+    facts: tuple[object, ...] = (variant_name, query.loading.group, captions.min_relevancy, chunks.selection.text)
+    reader: Any
+    if groups is None:
+        reader = ClipReader(chunks, clip_table, query.shape, annotations=[shown])
+    else:
+        reader, facts = groups.reader(clip_table, query.shape, annotations=[shown]), (*facts, *groups.facts)
     source = Source(
         split=query.split,
         variant_name=variant_name,
@@ -104,7 +116,6 @@ def open_captioned_clips(
         alike={} if stored_text is None else {"text embeddings": stored_text.encoder},
         text_width=None if stored_text is None else stored_text.width,
     )
-    reader = ClipReader(chunks, clip_table, query.shape, annotations=[shown])
     return Samples(clip_table, reader, source, query.loading, captions=shown)
 
 

@@ -1,4 +1,4 @@
-"""Complete chunks of a split, or segments of them: only frames, without captions."""
+"""Complete chunks of a split, their parts that belong to it, or segments of them: only frames, without captions."""
 
 from functools import partial
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
+from clipmill.train.data.chunk_parts import ChunkParts, parts_of_split
 from clipmill.train.data.chunks import ChunkSet, ClipQuery, ClipReader, query_clips
-from clipmill.train.data.data_folder import ChunkTable
 from clipmill.train.data.query import DataQuery
 from clipmill.train.data.samples import Samples, SampleTable, Source, open_fingerprint, open_table
 
@@ -27,6 +28,12 @@ def open_chunk_clips(
     Raises:
         UserError: The data do not exist, or the split has no chunks.
     """
+    if query.views:
+        raise UserError(
+            f"complete chunks belong to no moment, and --views is {','.join(query.views)}",
+            hint="use a model that was trained without --views",
+            flags=("--views",),
+        )
     chunks, repeats = query.open_chunks(), query.loading.group
     depends_on = (*chunks.depends_on, *chunks.selection.depends_on, segment_us)
     table = open_table(
@@ -61,26 +68,27 @@ def open_frames(query: DataQuery) -> Samples[ClipReader]:
 
 
 def _make_table(chunks: ChunkSet, *, split: str, segment_us: int | None) -> SampleTable:
-    parts, rows = chunks.table, chunks.selection.rows
-    spans = _spans(parts, rows, segment_us=segment_us)
+    parts = parts_of_split(chunks, chunks.selection.rows)
+    spans, table = _spans(parts, segment_us=segment_us), chunks.table
+    rows = parts.chunk if chunks.divided is None else np.unique(parts.chunk)
     chunks.require_same_manifest()
-    num_chunks, num_videos = count_noun(len(rows), "chunk"), _num_different(parts.video_row[rows])
+    num_chunks, num_videos = count_noun(len(rows), "chunk"), _num_different(table.video_row[rows])
     if segment_us is not None:
         num_chunks = f"{count_noun(len(spans['first_part']), 'segment')} of {num_chunks}"
     remarks = [f"{num_chunks} of {count_noun(num_videos, 'video')} of split {split!r}"]
-    if num_without := len(chunks.video_ids) - _num_different(parts.video_row):
+    if num_without := len(chunks.video_ids) - _num_different(table.video_row):
         remarks.append(f"{count_noun(num_without, 'video')} without chunks")
-    if num_single := int((parts.num_frames[rows] == 1).sum()):
+    if num_single := int((table.num_frames[rows] == 1).sum()):
         remarks.append(f"{num_single:,} of a single frame, which is repeated")
-    return SampleTable(**spans, remarks=(*remarks, *chunks.selection.remarks()))
+    return SampleTable(**spans, remarks=(*remarks, *parts.remarks(), *chunks.selection.remarks()))
 
 
 def _num_different(ascending: NDArray[np.integer]) -> int:
     return int(np.count_nonzero(ascending[1:] != ascending[:-1])) + bool(len(ascending))
 
 
-def _spans(parts: ChunkTable, chunks: NDArray[np.int64], *, segment_us: int | None) -> dict[str, Any]:
-    begin_us, end_us = parts.start_ms[chunks] * 1000, parts.end_us_of(chunks)
+def _spans(parts: ChunkParts, *, segment_us: int | None) -> dict[str, Any]:
+    chunks, begin_us, end_us = parts.chunk, parts.begin_us, parts.end_us
     if segment_us is not None:
         full, rest_us = np.divmod(end_us - begin_us, segment_us)
         counts = np.maximum(1, full + (4 * rest_us >= segment_us))

@@ -3,9 +3,13 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
+from clipmill.manifests.divided_videos import is_of_splits
 from clipmill.manifests.formatting import count_noun
-from clipmill.manifests.store import num_captions_of, read_captions
+from clipmill.manifests.store import num_captions_of, read_captions, read_videos
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.caption_rows import spans_of_captions, usable_captions
 from clipmill.train.data.chunks import ChunkSet, ClipQuery, ClipReader, query_clips
@@ -14,6 +18,9 @@ from clipmill.train.data.data_folder import rows_of
 from clipmill.train.data.loader import SampleRequest
 from clipmill.train.data.query import DataQuery
 from clipmill.train.data.samples import Samples, SampleTable, Source, open_fingerprint, open_table
+
+if TYPE_CHECKING:
+    from clipmill.train.data.views import GroupedCaptions
 
 
 class Labels:
@@ -43,15 +50,28 @@ def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repea
     chunks, data_dir = query.open_chunks(has_captions=True), query.data_dir
     num_rows = chunks.num_rows + num_captions_of(data_dir)
     names = [class_list.as_json() for class_list in classes]
-    depends_on = (*chunks.depends_on, *chunks.selection.depends_on, names)
+    groups: GroupedCaptions | None = None
+    if query.views:
+        from clipmill.train.data import views
+
+        groups = views.open_groups(query, chunks, None)
+    depends_on = (*chunks.depends_on, *chunks.selection.depends_on, names, *query.views)
     table = open_table(
         "labels",
-        lambda: _make_table(data_dir, chunks, classes, split=query.split),
+        lambda: _make_table(
+            data_dir, chunks, classes, split=query.split, captions=None if groups is None else groups.captions
+        ),
         depends_on=depends_on,
         num_rows=num_rows,
     )
-    facts = (chunks.variant_name, query.loading.group, repeats, names, chunks.selection.text)
-    reader = ClipReader(chunks, table, query.shape, annotations=[Labels(table)], repeats=repeats)
+    facts: tuple[object, ...] = (chunks.variant_name, query.loading.group, repeats, names, chunks.selection.text)
+    of_labels = [Labels(table)]
+    reader: Any
+    if groups is None:
+        reader = ClipReader(chunks, table, query.shape, annotations=of_labels, repeats=repeats)
+    else:
+        reader = groups.reader(table, query.shape, annotations=of_labels, repeats=repeats)
+        facts = (*facts, *groups.facts)
     source = Source(
         split=query.split,
         variant_name=chunks.variant_name,
@@ -66,16 +86,20 @@ def open_labels(query: DataQuery) -> Samples[ClipReader]:
     return open_labelled_clips(query_clips(query), classes=query.classes, repeats=query.repeats)
 
 
-def _make_table(data_dir: Path, chunks: ChunkSet, classes: Sequence[ClassList], *, split: str) -> SampleTable:
-    captions, selection = read_captions(data_dir), chunks.selection
-    video_row = rows_of(captions["video_id"], chunks.video_ids)
-    labelled = labelled_rows(captions, is_of_split=video_row >= 0, classes=classes)
+def _make_table(
+    data_dir: Path, chunks: ChunkSet, classes: Sequence[ClassList], *, split: str, captions: pa.Table | None
+) -> SampleTable:
+    captions, selection = read_captions(data_dir) if captions is None else captions, chunks.selection
+    is_of_split = is_of_splits(captions, read_videos(data_dir), [split])
+    labelled = labelled_rows(captions, is_of_split=is_of_split, classes=classes)
     rows, selected = labelled.row, selection.of_captions(captions)
+    times = {name: captions[name].to_numpy()[rows] for name in ("begin_s", "end_s")}
+    video_row = rows_of(captions["video_id"], chunks.video_ids)[rows]
     usable = usable_captions(
-        video_row=video_row[rows],
-        begin_s=captions["begin_s"].to_numpy()[rows],
-        end_s=captions["end_s"].to_numpy()[rows],
+        video_row=video_row,
+        **times,
         chunks=chunks.table,
+        is_of_split=chunks.shows_only_split(video_row=video_row, **times),
         selected=None if selected is None else selected[rows],
         selected_chunks=selection.chunks,
     )

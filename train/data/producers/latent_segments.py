@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from clipmill.manifests.caption_spans import open_stored_captions
+from clipmill.manifests.divided_videos import DividedVideos
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import num_captions_of, resolved_folder
 from clipmill.shards.columns import LATENTS, TEXT, VIDEO
@@ -16,7 +17,7 @@ from clipmill.shards.dataset import current_variant
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.train.config.clips import LatentSettings
-from clipmill.train.config.shards import kind_of
+from clipmill.train.config.shards import kind_of, no_data_folder
 from clipmill.train.data.captions import Captions
 from clipmill.train.data.chunks import manifest_mark
 from clipmill.train.data.data_folder import ChunkRows, Selection, selection_mark
@@ -82,7 +83,7 @@ def open_latent_segments(
         lambda: read_latents(latents, data_dir, split=query.split, maps=maps),
         of=(LATENTS, *of_split, marks[0]),
         num_rows=latents.num_samples,
-        types=(StoredLatents, LatentRecords, FrameShape),
+        types=(StoredLatents, LatentRecords, FrameShape, DividedVideos),
         column=LATENTS,
     )
     members, text_rows = (
@@ -202,11 +203,7 @@ def _query(query: DataQuery) -> SegmentQuery:
             hint="omit --clips and --crops with --input latents",
         )
     if not kind_of(settings.folder).has_manifest:
-        raise UserError(
-            f"--input latents cannot be read from {settings.folder}: latents need the index of their tars",
-            hint="name the data folder that prep made",
-            flags=("--input",),
-        )
+        raise no_data_folder(settings.folder, "and --input latents needs a data folder", flags=("--input",))
     folder = query.open_folder(column=LATENTS)
     return SegmentQuery(
         folder.path,

@@ -5,6 +5,7 @@ order of the tars and of their members. Samples without the requested caption or
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -18,17 +19,16 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.shards.opening import Damaged
-from clipmill.train.config.clips import CaptionSettings
 from clipmill.train.data.batch import Sample
 from clipmill.train.data.captions import Annotations, Captions, RowCaptions
 from clipmill.train.data.classes import ClassList, class_numbers_of
 from clipmill.train.data.clip_frames import ClipBuilder, ClipShape, as_yuv420
 from clipmill.train.data.decoders import MAX_PIXELS
-from clipmill.train.data.image_tars import LABEL, ImageQuery, ImageTars, LeftOut, open_tars
+from clipmill.train.data.image_tars import LABEL, ImageQuery, ImageTars, open_tars
 from clipmill.train.data.loader import SampleRequest
-from clipmill.train.data.outcomes import FailedSample, SampleFailed
+from clipmill.train.data.outcomes import FailedSample, LeftOut, SampleFailed
 from clipmill.train.data.producers.labelled_clips import Labels
-from clipmill.train.data.query import TARS_SPLIT, DataQuery, one_caption_each
+from clipmill.train.data.query import TARS_SPLIT, DataQuery
 from clipmill.train.data.samples import Samples, SampleTable, Source, fingerprint_of
 from clipmill.train.data.workers import ReadAhead, ThreadedReader
 from clipmill.train.models.text import Tokenize
@@ -151,6 +151,7 @@ class ImageReader(ThreadedReader):
         building.add(frame, range(num_frames))
         clip = building.clip()
         sample = Sample(position=request.position, key=key, clip_id=row, video=clip.video, colour=clip.colour)
+        sample["time_s"] = [math.nan] * num_frames
         for annotations in self._annotations:
             annotations.add(sample, replace(request, sample=row))
         return sample
@@ -201,7 +202,7 @@ def open_tar_images(
     facts = ("images", query.loading.group, repeats, has_captions, names, *order)
     source = Source(
         split=TARS_SPLIT,
-        variant_name=f"images of {count_noun(len(tars.tars), 'tar')}",
+        variant_name="",
         fingerprint=lambda: fingerprint_of(table, facts, [table.first_part]),
         nothing=("no image is usable", _HINT),
     )
@@ -213,16 +214,9 @@ def open_images(query: DataQuery) -> Samples[ImageReader]:
     """Open the images of the tars that a task asks for, with captions, labels or neither.
 
     Raises:
-        UserError: The settings select samples by what tars do not have; or see `open_tar_images`.
+        UserError: See `open_tar_images`.
     """
     settings = query.settings
-    if settings.selection is not None:
-        raise UserError(
-            f"{settings.folder} names tars, which have no manifest and no scores to select by",
-            hint="omit --where and --share, or name a data folder that prep made",
-        )
-    if query.has_stored_text or query.captions != CaptionSettings():
-        raise one_caption_each(settings.folder)
     return open_tar_images(
         ImageQuery(settings.folder, query.shape, query.loading, cache=settings.cache, cache_size=settings.cache_size),
         has_captions=query.content == "captions",

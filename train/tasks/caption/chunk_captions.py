@@ -35,7 +35,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import parse_json, publish_atomically, publish_bytes, remove_temporaries, target_of
 from clipmill.train.data.batch import BatchRing, Sample
-from clipmill.train.data.chunks import ChunkSet, ClipReader, clip_query
+from clipmill.train.data.chunks import ClipReader, clip_query
 from clipmill.train.data.inputs import open_folder
 from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.outcomes import FailedSample
@@ -218,7 +218,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
         "weights": captioner.name,
         "weights_sha256": captioner.weights_sha256,
         "video_variant": samples.reader.chunks.variant_name,
-        "chunks_sha256": _chunks_sha256(samples.reader.chunks),
+        "chunks_sha256": _chunks_sha256(samples),
         "settings": {
             "split": request.split,
             "where": request.where,
@@ -233,13 +233,16 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
     return CaptionWork(captioner=captioner, samples=samples, decoding=decoding, batch=request.batch, plan=plan)
 
 
-def _chunks_sha256(chunks: ChunkSet) -> str:
+def _chunks_sha256(samples: Samples[ClipReader]) -> str:
     """Hash the selection of chunks and their bytes, but not the captions, which the tars contain as well."""
+    chunks = samples.reader.chunks
     table, rows = chunks.table, chunks.selection.rows
     digest = hashlib.sha256("\n".join(chunks.video_ids.to_pylist()).encode())
     for array in (table.video_row, table.start_ms, table.num_frames):
         digest.update(array[rows].astype(np.int64).tobytes())
     digest.update(table.crc32[rows].astype(np.uint32).tobytes())
+    if chunks.divided is not None:
+        digest.update(np.stack(samples.span_us(np.arange(len(samples)))).tobytes())
     return digest.hexdigest()
 
 

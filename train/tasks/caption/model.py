@@ -333,6 +333,10 @@ def build_captioner(settings: CaptionerSettings, decoder: Decoder, *, attend: At
             too few tokens for the prefix of a language model.
     """
     tower = _tower(settings, attend=attend)
+    if settings.num_views > 1:
+        from clipmill.train.models.views import take_views
+
+        take_views(tower, num_views=settings.num_views, rule=settings.towers.views)
     captioner: AnyCaptioner
     if isinstance(decoder, LanguageDecoder):
         captioner = _language_captioner(settings, decoder, tower)

@@ -97,6 +97,10 @@ class VideoClassifier(nn.Module):
                 size, image_px=image_px, num_frames=num_frames, embedding_width=None, attend=attend, towers=towers
             )
             width = getattr(self.video, "feature_width", width)
+        if size.num_views > 1:
+            from clipmill.train.models.views import take_views
+
+            take_views(self.video, num_views=size.num_views, rule=towers.views)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(width, num_classes)
         nn.init.normal_(self.head.weight, std=_HEAD_STD[kind])

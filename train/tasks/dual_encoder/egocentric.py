@@ -25,11 +25,10 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.adapters.annotations import read_csv, split_in_file_name
 from clipmill.manifests.adapters.egomcq import Question, read_questions
+from clipmill.manifests.divided_videos import select_split
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import REJECTED_FILE, manifest_dir, read_captions, read_rejected_rows, read_videos
-from clipmill.train.data.chunks import videos_of_split
-from clipmill.train.data.data_folder import rows_of
 from clipmill.train.data.relevancy import (
     Actions,
     NoRelevancy,
@@ -96,8 +95,7 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
     Raises:
         UserError: A file cannot be read or is of another split, or there are no classes to compute relevancies from.
     """
-    captions = read_captions(data_dir)
-    captions = captions.filter(pa.array(rows_of(captions["video_id"], videos_of_split(data_dir, split)) >= 0))
+    captions = select_split(read_captions(data_dir), data_dir, split)
     if _VERB in captions.column_names:
         # Captions without classes belong to another dataset in the same folder.
         captions = captions.filter(pc.is_valid(captions[_VERB]))

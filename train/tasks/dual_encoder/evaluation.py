@@ -208,7 +208,7 @@ def make_scorer(
     """Return the scorer of `settings.protocol`, with its files read.
 
     Args:
-        data_dir: Data folder; None for tars, which have no manifest.
+        data_dir: Data folder; None for data without a manifest.
         has_text_tower: True if the run has a text tower, which embeds prompts.
         sources: `--captions.sources`, for named protocols.
 
@@ -220,7 +220,7 @@ def make_scorer(
         return RetrievalScorer(temperature=settings.dual_softmax)
     if data_dir is None:
         raise UserError(
-            f"{protocol} needs the captions or labels of a manifest, and tars have none",
+            f"{protocol} needs the captions or labels of a manifest",
             hint="give a data folder: --shards DIR",
         )
     if not has_text_tower and protocol != "msrvtt-1ka":
@@ -288,7 +288,7 @@ class LoopEvaluation:
         self._task, self._samples, self._device, self._name = task, samples, device, name
         if samples.num_samples is None:
             raise UserError(
-                "tars cannot be evaluated while they are trained on: they have no splits",
+                f"{kind_of(settings.folder, settings).noun} cannot be evaluated while they are trained on",
                 hint="name a data folder with --evaluate.shards, or omit --evaluate.every and use train eval",
             )
         self._every = every_for(samples.num_samples, at_most=evaluation.max_samples)

@@ -23,14 +23,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from clipmill.manifests.divided_videos import select_split
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import read_captions
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.caption_rows import no_captions
 from clipmill.train.data.captions import choose_sources
-from clipmill.train.data.chunks import videos_of_split
-from clipmill.train.data.data_folder import rows_of
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.device.transfer import send
 from clipmill.train.distributed.world import World, gather_uneven
@@ -267,7 +266,7 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
     """
     captions = read_captions(data_dir)
     elsewhere = pc.unique(captions["source"]).to_pylist()
-    captions = captions.filter(pa.array(rows_of(captions["video_id"], videos_of_split(data_dir, split)) >= 0))
+    captions = select_split(captions, data_dir, split)
     if not captions.num_rows:
         raise no_captions(data_dir, split)
     for name_of_column in ("video_id", "source"):  # dictionaries, which may differ between chunks

@@ -162,7 +162,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         """Raise a UserError if the embeddings that take the place of a text tower are missing."""
         settings = self._settings
         if not kind_of_data(settings.folder).has_manifest:
-            return  # opening them raises the error that tars have no such embeddings
+            return  # opening them raises the error that such data have no embeddings
         folder = open_data_folder(settings.folder, cache=settings.cache, column=None)
         if current_variant(folder.path, TEXT) is None:
             raise UserError(

@@ -26,12 +26,11 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.manifests.adapters.annotations import text_lines
+from clipmill.manifests.divided_videos import select_split
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import read_captions
-from clipmill.train.data.chunks import videos_of_split
 from clipmill.train.data.classes import ACTION, Names, class_labels, class_names_of, read_class_file, require_names
-from clipmill.train.data.data_folder import rows_of
 from clipmill.train.evaluation.tables import Predictions, majority_baseline
 from clipmill.train.tasks.dual_encoder.protocols import Embeddings, EmbedTexts
 
@@ -81,8 +80,7 @@ def open_class_prompts(
     Raises:
         UserError: A file cannot be read, or no caption has a class.
     """
-    captions = read_captions(data_dir)
-    captions = captions.filter(pa.array(rows_of(captions["video_id"], videos_of_split(data_dir, split)) >= 0))
+    captions = select_split(read_captions(data_dir), data_dir, split)
     wordings = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)
     label = _label_of(captions, label, needed=classes is None)
     what = "text" if label is None else f"label_{label}"

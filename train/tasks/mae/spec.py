@@ -132,6 +132,12 @@ class MaeSettings(LatentSettings):
     def rules(self) -> Iterator[UserError]:
         """Yield errors for masks that leave nothing to see or predict, and settings that contradict each other."""
         yield from super().rules()
+        if self.views is not None:
+            yield UserError(
+                f"--views is {self.views}, and train mae shows complete chunks, which belong to no moment",
+                hint="omit it: chunks of all cameras are used",
+                flags=("--views",),
+            )
         if self.augment.erase:
             yield UserError(
                 f"--augment.erase is {self.augment.erase}, but noise in erased boxes cannot be reconstructed",

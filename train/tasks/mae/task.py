@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from clipmill.manifests.divided_videos import find_split_videos
 from clipmill.shards.columns import LATENTS, VIDEO
 from clipmill.train.config.evaluation import EvaluatedData, ProbeEvaluation
 from clipmill.train.config.shards import kind_of
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.chunks import videos_of_split
 from clipmill.train.data.data_folder import open_data_folder
 from clipmill.train.data.frame_sampling import window_frames
 from clipmill.train.data.inputs import picture_size
@@ -307,7 +307,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
                     continue
                 with EvaluatedData(name="", shards=None, split=settings.evaluate.split).opening():
                     path = open_data_folder(folder, cache=settings.cache, column=None).path
-                    videos_of_split(path, settings.evaluate.split)
+                    find_split_videos(path, settings.evaluate.split)
         if settings.evaluate.every:
             # Opened now, so that a mistake in its settings is reported before training starts.
             self._probes = [self._open_probe(data, world) for data in settings.evaluated_data()]

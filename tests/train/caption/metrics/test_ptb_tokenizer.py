@@ -47,7 +47,7 @@ WORDS = """
 def test_random_captions_become_the_tokens_of_the_original() -> None:
     drawn: list[str] = []
 
-    @settings(max_examples=600, database=None, deadline=None, derandomize=True)
+    @settings(max_examples=300, database=None, deadline=None, derandomize=True)
     @given(st.lists(st.sampled_from(WORDS.split()), max_size=9), st.sampled_from(["", ".", "!", " .", "..."]))
     def draw(words: list[str], end: str) -> None:
         drawn.append(" ".join(words) + end)
@@ -77,7 +77,7 @@ def test_nothing_but_punctuation_is_nothing() -> None:
 
 
 @given(st.text(max_size=40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_text_has_tokens(text: str) -> None:
     tokens = tokenize(text)
     assert tokens == tokens.strip(" ") and "  " not in tokens

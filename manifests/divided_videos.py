@@ -1,0 +1,249 @@
+"""Videos with captions of different splits: which split each second of them belongs to.
+
+A caption may have another split than its video (schema.OPTIONAL_CAPTIONS). Each second of such a video belongs to one
+split: the split of the captions that show it; where captions of several splits overlap, the split that is held out
+(`test`, else `val`); and where no caption is, the split of the video. What is trained without captions leaves out the
+seconds of other splits, and a caption is left out if it shows any of them. Captions of further sources, such as models,
+do not divide a video: they cover all of it.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from clipmill.manifests.caption_spans import SpanBlock, StoredCaptions, open_stored_captions
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.store import read_manifest, read_videos
+
+_HELD_OUT = ("val", "test")  # a second of captions of several splits belongs to the last of them, after all others
+_US_PER_S = 1_000_000
+MIN_PART_US = _US_PER_S  # of a chunk; less is too little to train on
+_LAST_S = 1e9  # later than any time of a video
+# Times of neighbouring captions are rounded separately, and starts of chunks are stored in milliseconds.
+_ROUNDING_US = 1000
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of spans that belong to a split: the span of each, int64 [P], ascending, and its times in microseconds."""
+
+    span: NDArray[np.int64]
+    begin_us: NDArray[np.int64]
+    end_us: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DividedVideos:
+    """The seconds of divided videos, without gaps; one entry of each array for consecutive seconds of one split.
+
+    Attributes:
+        splits: Names of splits.
+        video: int32 [N], row of the video, ascending.
+        begin_us, end_us: int64 [N]; the first seconds of a video begin at 0, and the last ones end after any time.
+        split: int8 [N], number in `splits`.
+    """
+
+    splits: tuple[str, ...]
+    video: NDArray[np.int32]
+    begin_us: NDArray[np.int64]
+    end_us: NDArray[np.int64]
+    split: NDArray[np.int8]
+
+    def of_videos(self, row: NDArray[np.int32]) -> "DividedVideos":
+        """Return some of the videos: `row` is the new row of each video, in ascending order, -1 for others."""
+        video = row[self.video]
+        is_kept = video >= 0
+        begin_us, end_us = self.begin_us[is_kept], self.end_us[is_kept]
+        return DividedVideos(self.splits, video[is_kept], begin_us, end_us, self.split[is_kept])
+
+    def videos_with(self, split: str) -> NDArray[np.int32]:
+        """Return the rows of the videos with seconds of a split, ascending."""
+        return np.unique(self.video[self._is_of(split)])
+
+    def numbers_at(self, *, video: NDArray[np.integer], at_us: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the split at each (video, time); -1 for other videos."""
+        return np.where(np.isin(video, self.video), self.split[self._places(video, at_us)], -1).astype(np.int64)
+
+    def shows_only(
+        self, split: str, *, video: NDArray[np.integer], begin_us: NDArray[np.int64], end_us: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Return bool [spans], True for each span that has no second of another split; also in other videos."""
+        middle_us = (begin_us + end_us) // 2
+        begin_us = np.minimum(begin_us + _ROUNDING_US, middle_us)
+        end_us = np.maximum(end_us - _ROUNDING_US, middle_us)
+        place = self._places(video, begin_us)
+        is_whole = self._is_of(split)[place] & (self.end_us[place] >= end_us)
+        return np.where(np.isin(video, self.video), is_whole, True)
+
+    def parts_of(
+        self, split: str, *, video: NDArray[np.integer], begin_us: NDArray[np.int64], end_us: NDArray[np.int64]
+    ) -> Parts:
+        """Return the parts of spans that belong to a split, in order; spans of other videos are returned whole.
+
+        A part shorter than MIN_PART_US is omitted, unless it is a complete span.
+        """
+        is_divided = np.isin(video, self.video)
+        first = self._places(video, begin_us)
+        counts = np.where(is_divided, self._places(video, end_us - 1) - first + 1, 1)
+        span = np.repeat(np.arange(len(video)), counts)
+        place = first[span] + np.arange(len(span)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begins, ends = begin_us[span].astype(np.int64), end_us[span].astype(np.int64)
+        of_divided = is_divided[span]
+        begins = np.where(of_divided, np.maximum(begins, self.begin_us[place]), begins)
+        ends = np.where(of_divided, np.minimum(ends, self.end_us[place]), ends)
+        length_us = ends - begins
+        is_long = (length_us >= MIN_PART_US) | (length_us == (end_us - begin_us)[span])
+        is_kept = (~of_divided | self._is_of(split)[place]) & is_long
+        return Parts(span[is_kept], begins[is_kept], ends[is_kept])
+
+    def _is_of(self, split: str) -> NDArray[np.bool_]:
+        return self.split == (self.splits.index(split) if split in self.splits else -1)
+
+    def _places(self, video: NDArray[np.integer], at_us: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the entry of each (video, time), and any entry for other videos."""
+        # Video and time as one number: the last time that is compared with is the begin of an entry.
+        step = int(self.begin_us.max(initial=0)) + 1
+        rows = np.unique(self.video)
+        keys = np.searchsorted(rows, self.video) * np.int64(step) + self.begin_us
+        at = np.searchsorted(rows, video) * np.int64(step) + np.minimum(at_us, step - 1)
+        return np.maximum(np.searchsorted(keys, at, side="right") - 1, 0)
+
+
+def read_divided_videos(data_dir: Path) -> DividedVideos | None:
+    """Return the videos with captions of different splits, by their rows in videos.parquet; None if there are none.
+
+    The captions are read only if any of them has another split than its video.
+
+    Raises:
+        UserError: There is no manifest, or it is damaged.
+    """
+    stored = open_stored_captions(data_dir)
+    if not stored.splits:
+        return None
+    from clipmill.manifests.previous import FURTHER_KEY  # many modules
+
+    stored.verify()
+    of_videos = read_videos(data_dir, columns=["split"])["split"].combine_chunks().dictionary_encode()
+    further = read_manifest(data_dir).get(FURTHER_KEY, {})
+    divides = np.array([source not in further for source in stored.sources])
+    return _divide(stored, of_videos, divides)
+
+
+def _divide(stored: StoredCaptions, of_videos: pa.DictionaryArray, divides: NDArray[np.bool_]) -> DividedVideos:
+    names = {*stored.splits, *of_videos.dictionary.to_pylist()}
+    splits = sorted(names, key=lambda name: (_HELD_OUT.index(name) if name in _HELD_OUT else -1, name))
+    of_video = np.array([splits.index(name) for name in of_videos.dictionary.to_pylist()], np.int8)
+    of_video = of_video[of_videos.indices.to_numpy()]
+    of_caption = np.array([splits.index(name) for name in stored.splits], np.int8)
+    parts = [_divide_block(block, of_video, of_caption, divides, num_splits=len(splits)) for block in stored.blocks()]
+    video, begin_us, end_us, split = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return DividedVideos(tuple(splits), video, begin_us, end_us, split)
+
+
+def _divide_block(
+    block: SpanBlock,
+    of_video: NDArray[np.int8],
+    of_caption: NDArray[np.int8],
+    divides: NDArray[np.bool_],
+    *,
+    num_splits: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int8]]:
+    """Return video, begin, end and split of the seconds of each divided video among the complete videos of a block."""
+    assert block.split is not None
+    spans = block.each_caption()
+    has_split = block.split >= 0
+    videos = np.unique(spans.video[has_split])
+    is_divided = np.isin(spans.video, videos) & (spans.end_s > spans.begin_s) & divides[block.source]
+    video = spans.video[is_divided]
+    begin_us, end_us = (
+        np.rint(np.clip(times_s[is_divided], 0, _LAST_S) * _US_PER_S).astype(np.int64)
+        for times_s in (spans.begin_s, spans.end_s)
+    )
+    split = np.where(has_split, of_caption[block.split], of_video[spans.video])[is_divided]
+    # Between two neighbouring times, the captions that show a video do not change.
+    at_video = np.concatenate([video, video, videos, videos])
+    last_us = round(_LAST_S * _US_PER_S)
+    at_us = np.concatenate([begin_us, end_us, np.zeros(len(videos), np.int64), np.full(len(videos), last_us)])
+    order = np.lexsort((at_us, at_video))
+    at_video, at_us = at_video[order], at_us[order]
+    is_new = np.r_[True, (at_video[1:] != at_video[:-1]) | (at_us[1:] != at_us[:-1])][: len(order)]
+    number = np.empty(len(order), np.int64)
+    number[order] = np.cumsum(is_new) - 1
+    begins, ends = number[: len(video)], number[len(video) : 2 * len(video)]
+    at_video, at_us = at_video[is_new], at_us[is_new]
+    owner = of_video[at_video]
+    for code in range(num_splits):
+        mine = split == code
+        change = np.bincount(begins[mine], minlength=len(owner)) - np.bincount(ends[mine], minlength=len(owner))
+        owner[np.cumsum(change) > 0] = code
+    # The last time of a video begins nothing; equal neighbours are one entry.
+    is_first = np.r_[True, (at_video[1:] != at_video[:-1]) | (owner[1:] != owner[:-1])][: len(owner)]
+    is_first &= at_us < last_us
+    next_us = np.r_[at_us[is_first][1:], last_us][: int(is_first.sum())]
+    is_last = np.r_[np.diff(at_video[is_first]) != 0, True][: len(next_us)]
+    return at_video[is_first], at_us[is_first], np.where(is_last, last_us, next_us), owner[is_first]
+
+
+def find_split_videos(data_dir: Path, split: str) -> tuple[pa.Array, DividedVideos | None]:
+    """Return the ids of the videos of a split, or with seconds of it; and the divided ones of them, None without any.
+
+    Raises:
+        UserError: There are no such videos.
+    """
+    videos, divided = read_videos(data_dir, columns=["video_id", "split"]), read_divided_videos(data_dir)
+    is_member = members_of(split, videos, divided)
+    if not is_member.any():
+        splits = ", ".join(sorted(names_of_splits(videos, divided))) or "none, the manifest is empty"
+        raise UserError(
+            f"{data_dir} has no videos of split {split!r}",
+            hint=f"splits of this manifest: {splits}; choose one with --split",
+            flags=("--split",),
+        )
+    if divided is not None:
+        divided = divided.of_videos(np.where(is_member, np.cumsum(is_member) - 1, -1).astype(np.int32))
+    ids = videos["video_id"].filter(pa.array(is_member)).combine_chunks()
+    return ids, divided if divided is not None and len(divided.video) else None
+
+
+def members_of(split: str, videos: pa.Table, divided: DividedVideos | None) -> NDArray[np.bool_]:
+    """Return bool [videos], True for each video of the manifest that is in a split, or has seconds of it."""
+    is_member = pc.equal(videos["split"], split).to_numpy().copy()
+    if divided is not None:
+        is_member[divided.videos_with(split)] = True
+    return is_member
+
+
+def names_of_splits(videos: pa.Table, divided: DividedVideos | None) -> set[str]:
+    """Return the names of the splits of videos (schema.VIDEOS) and of their captions."""
+    return {*pc.unique(videos["split"]).to_pylist(), *(() if divided is None else divided.splits)}
+
+
+def is_of_splits(captions: pa.Table, videos: pa.Table, splits: Collection[str]) -> NDArray[np.bool_]:
+    """Return bool [captions], True for each caption of one of some splits.
+
+    Args:
+        captions: Captions as `read_captions` returns them.
+        videos: schema.VIDEOS.
+    """
+    names = pa.array(list(splits), pa.string())
+    ids = videos["video_id"].filter(pc.is_in(videos["split"], value_set=names)).combine_chunks()
+    column = captions["video_id"].unify_dictionaries()
+    if not len(column):
+        return np.zeros(0, bool)
+    is_member = pc.is_in(column.chunk(0).dictionary, value_set=ids).to_numpy(zero_copy_only=False)
+    is_of_video = np.concatenate([is_member[chunk.indices.to_numpy()] for chunk in column.chunks])
+    if "split" not in captions.column_names:
+        return is_of_video
+    is_own = pc.is_in(captions["split"], value_set=names).to_numpy()
+    return np.where(captions["split"].is_valid().to_numpy(), is_own, is_of_video)
+
+
+def select_split(captions: pa.Table, data_dir: Path, split: str) -> pa.Table:
+    """Return the captions of a split among all captions of a manifest; raises UserError if it has no videos."""
+    find_split_videos(data_dir, split)
+    return captions.filter(pa.array(is_of_splits(captions, read_videos(data_dir), [split])))

@@ -1,0 +1,198 @@
+"""The content of a chunk: its file, or its packets in the source file; decoding single frames of it."""
+
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from io import BytesIO
+from itertools import repeat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from clipmill.manifests.errors import Inaccessible
+from clipmill.manifests.store import VIDEOS_FILE, manifest_dir, read_videos
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.shards.columns import SOURCE_MEMBER
+from clipmill.shards.decoding import DamagedPacket, PacketDecoder, SourceFile, read_source_packets
+from clipmill.shards.format import PACKET_REFERENCE
+from clipmill.shards.opening import Damaged
+from clipmill.shards.packets import SourceFrames
+from clipmill.shards.reader import CommittedShard
+from clipmill.shards.timeline.model import US_PER_S, Timeline
+from clipmill.shards.timeline.pictures import Upright
+
+if TYPE_CHECKING:
+    from av.video.frame import VideoFrame
+
+
+def frame_rate(index: pa.Table, row: int) -> Fraction:
+    """Return the frame rate of a chunk."""
+    return Fraction(index["fps_num"][row].as_py(), index["fps_den"][row].as_py())
+
+
+@dataclass(frozen=True)
+class ChunkContent:
+    """The bytes of a chunk, and the part of its index row that decoding needs.
+
+    Attributes:
+        mp4: Bytes of the MP4 file; empty if the packets of the chunk are in its source file.
+        num_frames: Number of frames.
+        fps: Frames per second.
+        packet_frame, packet_flags: Packet table in decoding order (clipmill.shards.format.VIDEO_FIELDS).
+    """
+
+    mp4: bytes
+    num_frames: int
+    fps: Fraction
+    packet_frame: list[int]
+    packet_flags: list[int]
+
+    def frames(self, indices: Sequence[int]) -> "Iterator[VideoFrame]":
+        """Decode the frames `indices` (ascending), and yield them in order.
+
+        The packet table tells which frames others depend on, so that no other frame is decoded.
+
+        Raises:
+            SourceFailure: decode_errors, or frames_differ if the decoder does not return one of the frames.
+        """
+        import av
+        import av.error
+
+        due = iter(indices)
+        target = next(due, None)
+        needed = set(indices)
+        try:
+            with av.open(BytesIO(self.mp4), "r", format="mp4") as container:
+                stream = container.streams.video[0]
+                stream.codec_context.thread_count = 1  # the caller already works in parallel
+                frames_per_tick = (stream.time_base or Fraction(0)) * self.fps
+                number = 0
+                for packet in container.demux(stream):
+                    # A packet that no requested frame depends on is not decoded.
+                    if packet.size:
+                        is_needed = self.packet_flags[number] & PACKET_REFERENCE or self.packet_frame[number] in needed
+                        number += 1
+                        if not is_needed:
+                            continue
+                    for frame in packet.decode():
+                        if target is not None and frame.pts is not None and frame.pts * frames_per_tick == target:
+                            if frame.is_corrupt:
+                                raise SourceFailure(FailureCode.DECODE_ERRORS, f"frame {target} is damaged")
+                            yield frame
+                            target = next(due, None)
+                    if target is None:
+                        return
+        except (av.error.FFmpegError, IndexError) as error:
+            raise SourceFailure(FailureCode.DECODE_ERRORS, f"the chunk cannot be decoded: {error}") from None
+        if target is not None:
+            raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the decoder did not return frame {target}")
+
+
+def read_chunk(video: CommittedShard, row: int) -> ChunkContent:
+    """Read the content of a chunk.
+
+    Raises:
+        SourceFailure: chunk_damaged, if its bytes differ from those committed.
+    """
+    if SOURCE_MEMBER in video.extensions:
+        return _read_source_chunk(video, row)
+    try:
+        content = video.read(row, "mp4")
+    except (Damaged, OSError) as error:
+        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the chunk cannot be read: {error}") from None
+    if zlib.crc32(content) != video.index["mp4_crc32"][row].as_py():
+        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"its content in {video.tar_path.name} differs from the commit")
+    return ChunkContent(content, **content_fields(video.index, row))
+
+
+def content_fields(index: pa.Table, row: int) -> dict[str, Any]:
+    """Return the attributes of a `ChunkContent` that are values of the index row."""
+    fields = {name: index[name][row].as_py() for name in ("num_frames", "packet_frame", "packet_flags")}
+    return {**fields, "fps": frame_rate(index, row)}
+
+
+def _read_source_chunk(video: CommittedShard, row: int) -> ChunkContent:
+    """Return the content of a chunk whose packets are in its source file; packets are read when frames are decoded."""
+    source = video.packet_tables.source(row)
+    assert source is not None, "an index of another kind"
+    start_ms, fields = video.index["start_ms"][row].as_py(), content_fields(video.index, row)
+    fps = fields["fps"]
+    moments_us = [start_ms * 1000 + (2 * number + 1) * US_PER_S / (2 * fps) for number in range(fields["num_frames"])]
+    shown = [source.frame_at(*moment.as_integer_ratio()) for moment in moments_us]
+    # The table of packets in frames of the nominal rate: a source frame is where it is shown first.
+    flags_of = dict(zip(fields["packet_frame"], fields["packet_flags"], strict=True))
+    firsts = {frame: number for number, frame in reversed(list(enumerate(shown)))}
+    numbers = sorted(firsts.values())
+    flags = [flags_of[shown[number]] for number in numbers]
+    fields |= {"packet_frame": numbers, "packet_flags": flags}
+    return SourceContent(b"", **fields, video=video, row=row, source=source, shown=shown)
+
+
+@dataclass(frozen=True)
+class SourceContent(ChunkContent):
+    """A chunk whose packets are in its source file.
+
+    Attributes:
+        video, row: Shard and row of the chunk.
+        source: Frames of the source.
+        shown: Presentation index of the source frame that is shown as each frame of the chunk.
+    """
+
+    video: CommittedShard
+    row: int
+    source: SourceFrames
+    shown: list[int]
+
+    def frames(self, indices: Sequence[int]) -> "Iterator[VideoFrame]":
+        """Decode the frames `indices` (ascending), and yield them in order.
+
+        Raises:
+            SourceFailure: chunk_damaged if the source file has changed or cannot be read, decode_errors, or
+                frames_differ if the decoder does not return one of the frames.
+        """
+        import av.error
+
+        tables, due = self.video.packet_tables, [self.shown[index] for index in indices]
+        table, video_id = tables.of_row(self.row), self.video.index["video_id"][self.row].as_py()
+        closed = tables.has_closed_gops(self.row)
+        timeline = Timeline.from_json(self.source.timeline)
+        upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])
+        counts = Counter(due)  # a source frame may be shown as several frames of the chunk
+        try:
+            place = SourceFile(_place_of(self.video.index_path, video_id))
+            packets = read_source_packets(place, self.source, table, counts, is_closed=closed)
+            codec, extradata = tables.stream(self.row)
+            frames = PacketDecoder().decode(
+                codec=codec, extradata=extradata, packets=packets, is_strict=not table.has_recovery_points
+            )
+            for number, frame in frames:
+                if number in counts:
+                    yield from repeat(upright.frame(frame), counts.pop(number))
+        except (DamagedPacket, Damaged, OSError, Inaccessible, KeyError) as error:
+            raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the source cannot be read: {error}") from None
+        except (av.error.FFmpegError, ValueError) as error:
+            raise SourceFailure(FailureCode.DECODE_ERRORS, f"the chunk cannot be decoded: {error}") from None
+        if counts:
+            raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the decoder did not return frame {min(counts)}")
+
+
+def _place_of(index_path: Path, video_id: str) -> str:
+    """Return the path or address of the source file of a video in the data folder of an index."""
+    data_dir = next(folder for folder in index_path.parents if (folder / "manifest").is_dir())
+    state = (manifest_dir(data_dir) / VIDEOS_FILE).stat()
+    videos = _read_places(data_dir, state.st_mtime_ns, os.getpid())
+    row = pc.index(videos["video_id"], video_id).as_py()
+    if row < 0:
+        raise KeyError(f"video {video_id} is not in the manifest")
+    return str(videos["path"][row].as_py())
+
+
+@lru_cache(maxsize=1)
+def _read_places(data_dir: Path, _mtime_ns: int, _process: int) -> pa.Table:
+    return read_videos(data_dir, columns=["video_id", "path"])

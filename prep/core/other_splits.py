@@ -1,0 +1,94 @@
+"""Seconds of chunks that captions of other splits show: training without captions leaves them out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from clipmill.manifests.divided_videos import DividedVideos, read_divided_videos
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.store import read_videos
+from clipmill.shards.chunk_table import read_chunk_rows
+from clipmill.shards.columns import VIDEO
+from clipmill.shards.dataset import current_variant
+from clipmill.shards.opening import Damaged
+from clipmill.shards.reader import Variant
+
+_TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
+
+
+@dataclass(frozen=True)
+class LostTime:
+    """The seconds of the videos of a split that belong to other splits, and the number of chunks with such seconds."""
+
+    seconds: float
+    num_chunks: int
+
+
+def lost_times(
+    divided: DividedVideos,
+    splits: pa.Array,
+    *,
+    video: NDArray[np.integer],
+    begin_us: NDArray[np.int64],
+    end_us: NDArray[np.int64],
+) -> dict[str, LostTime]:
+    """Return what each split loses of the chunks of its videos; splits that lose nothing are omitted.
+
+    Args:
+        splits: Split of each video of the manifest.
+        video: Video of each chunk, as a row of the manifest.
+        begin_us, end_us: Times of each chunk, microseconds.
+    """
+    lost: dict[str, LostTime] = {}
+    is_divided = np.isin(video, divided.video)
+    video, begin_us, end_us = video[is_divided], begin_us[is_divided], end_us[is_divided]
+    of_chunk = np.array(splits.take(pa.array(video)).to_pylist(), object)
+    for split in dict.fromkeys(of_chunk.tolist()):
+        mine = of_chunk == split
+        lengths_us = (end_us - begin_us)[mine]
+        parts = divided.parts_of(split, video=video[mine], begin_us=begin_us[mine], end_us=end_us[mine])
+        kept_us = np.bincount(parts.span, weights=parts.end_us - parts.begin_us, minlength=len(lengths_us))
+        lost_us = lengths_us - kept_us.astype(np.int64)
+        if lost_us.any():
+            lost[split] = LostTime(float(lost_us.sum()) / 1e6, int(np.count_nonzero(lost_us)))
+    return lost
+
+
+def stored_lost_times(data_dir: Path) -> dict[str, LostTime]:
+    """Return `lost_times` of the chunks of the current variant; empty if it has none, or no caption has a split.
+
+    Raises:
+        UserError: The manifest is damaged.
+    """
+    divided = read_divided_videos(data_dir)
+    if divided is None or current_variant(data_dir, VIDEO) is None:
+        return {}
+    try:
+        chunks = read_chunk_rows(Variant.open(data_dir), columns=("video_id", *_TIMES))
+    except (Damaged, OSError):  # the status names the damage
+        return {}
+    videos = read_videos(data_dir, columns=["video_id", "split"])
+    entries, codes = chunks.dictionary_codes("video_id")
+    rows = pc.fill_null(pc.index_in(entries, value_set=videos["video_id"].combine_chunks()), -1).to_numpy()[codes]
+    start_ms, num_frames, fps_num, fps_den = (chunks.table[name].to_numpy().astype(np.int64) for name in _TIMES)
+    begin_us = start_ms * 1000
+    end_us = begin_us - -num_frames * fps_den * 1_000_000 // fps_num
+    return lost_times(divided, videos["split"].combine_chunks(), video=rows, begin_us=begin_us, end_us=end_us)
+
+
+def lost_lines(lost: Mapping[str, LostTime], *, indent: int) -> list[str]:
+    """Return the lines of a report.
+
+    Args:
+        indent: Width of the column of labels.
+    """
+    return [
+        f"{'splits':<{indent}}{split}: {time.seconds:,.1f} s of {count_noun(time.num_chunks, 'chunk')} belong to "
+        "captions of other splits, and training without captions leaves them out"
+        for split, time in lost.items()
+    ]

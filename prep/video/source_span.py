@@ -1,0 +1,328 @@
+"""The chunks of one span of `prep index`: which packets of the source they need, and when each frame is shown.
+
+A chunk has all packets from the key frame on which its first frame depends to the last packet that its last frame
+needs, so that packets at the borders belong to two chunks.
+"""
+
+import json
+import zlib
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from math import lcm
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import av
+import av.error
+import numpy as np
+from numpy.typing import NDArray
+
+from clipmill.manifests.formatting import duration_text
+from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.sources.access import as_failure
+from clipmill.prep.video.codecs import is_idr, is_reference, slice_reader
+from clipmill.prep.video.encode import SpanPlan
+from clipmill.prep.video.settings import ChunkSettings
+from clipmill.shards.columns import SOURCE_MEMBER
+from clipmill.shards.decoding import PacketDecoder
+from clipmill.shards.format import PACKET_KEY, PACKET_RECOVERY, PACKET_REFERENCE
+from clipmill.shards.timeline.model import Timeline, open_container, track_of
+from clipmill.shards.timeline.reading import read_timeline
+
+if TYPE_CHECKING:
+    from av.packet import Packet
+
+_CONTAINERS = ("mp4", "matroska")  # names of libav's demuxers contain them
+_CODECS = ("h264", "hevc", "vp9", "av1")
+_SEARCHED_BYTES = 4096  # headers of a block in Matroska
+_MAX_LEAD_S = 120  # between the key frame that a chunk needs and its begin
+_MAX_CHUNK_BYTES = 2**32 - 1  # packet offsets have 32 bits
+_MAX_COMPARED = 32  # packets behind a key frame
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """Properties of an indexed chunk, by the names of its index fields; packet lists are in decoding order."""
+
+    num_frames: int
+    codec: str
+    width: int
+    height: int
+    extradata: bytes
+    packet_offset: list[int]
+    packet_size: list[int]
+    packet_frame: list[int]
+    packet_flags: list[int]
+    packet_crc32: list[int]
+    source_offset: int
+    source_bytes: int
+    time_rate: int
+    frame_time: list[int]
+    timeline: str
+
+
+@dataclass(frozen=True)
+class SourceChunk:
+    """A chunk whose packets are in the source file.
+
+    Attributes:
+        facts: Properties, from demuxing the source.
+        num_source_frames: Number of distinct source frames that the chunk shows.
+        source: Content of the member of SOURCE_MEMBER.
+    """
+
+    facts: SourceFacts
+    num_source_frames: int
+    source: bytes
+
+    @property
+    def content(self) -> tuple[str, bytes]:
+        """Extension and content of the member that stands for the frames."""
+        return SOURCE_MEMBER, self.source
+
+
+@dataclass(frozen=True)
+class _Source:
+    """All packets of the video track of a source, in decoding order.
+
+    Attributes:
+        offset: Byte of the file at which each packet begins.
+        time: Begin of the frame of each packet, in units of 1 / `rate` seconds from time 0.
+        order: Presentation index of each packet.
+        gop: Position of the key packet from which each packet's frame is decoded; -1 if there is none.
+        is_usable: True for packets whose frame is shown and can be decoded.
+    """
+
+    codec: str
+    extradata: bytes
+    offset: NDArray[np.int64]
+    size: NDArray[np.int64]
+    crc32: NDArray[np.uint32]
+    flags: NDArray[np.uint8]
+    time: NDArray[np.int64]
+    order: NDArray[np.int64]
+    gop: NDArray[np.int64]
+    is_usable: NDArray[np.bool_]
+    rate: int
+
+    @cached_property
+    def display_order(self) -> NDArray[np.int64]:
+        """Positions of the usable packets in the order in which their frames are shown."""
+        usable = np.flatnonzero(self.is_usable)
+        return usable[np.argsort(self.order[usable])]
+
+    @cached_property
+    def times(self) -> NDArray[np.int64]:
+        """Time of the frame of each packet in `display_order`."""
+        return self.time[self.display_order]
+
+
+def index_span(path: Path, plan: SpanPlan, *, settings: ChunkSettings) -> list[SourceChunk]:
+    """Return the chunks of a span of a local file.
+
+    Raises:
+        SourceFailure: not_indexable, with the reason; decode_errors or source_truncated if a packet cannot be read.
+    """
+    source = _read_source(path, plan.source.fingerprint, plan.source.timeline)
+    fps = settings.fps_exact
+    _check_recovery(path, source)
+    chunks = [
+        _index_chunk(source, plan, begin_s=first / fps, end_s=(first + length) / fps, num_frames=length)
+        for first, length in zip(plan.span.chunk_starts(), plan.span.chunk_frames, strict=True)
+    ]
+    _check_key(path, source, chunks[len(chunks) // 2].facts)
+    return chunks
+
+
+@lru_cache(maxsize=1)  # the spans of a video follow one another
+def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
+    """Read all packets of a source once, and find where each of them is in the file."""
+    known = Timeline.from_json(timeline_json)
+    if len(known.aspects) > 1:
+        raise SourceFailure(FailureCode.NOT_INDEXABLE, "the shape of its pixels changes")
+    rows: list[tuple[int, int, int, int]] = []
+    with (
+        as_failure(FailureCode.DECODE_ERRORS, "its packets cannot be read"),
+        open_container(f"file:{path}") as container,
+        path.open("rb") as file,
+    ):
+        name = container.format.name
+        track = track_of(container, known.track)
+        codec = track.codec_context.codec.canonical_name if track.codec_context else "unknown"
+        if not any(part in name for part in _CONTAINERS) or codec not in _CODECS:
+            raise SourceFailure(
+                FailureCode.NOT_INDEXABLE, f"{codec} in {name}: only MP4, MOV, MKV and WebM with {', '.join(_CODECS)}"
+            )
+        extradata = bytes(track.codec_context.extradata or b"")
+        first_slice = slice_reader(codec, extradata)
+
+        def add(packet: "Packet[Any]") -> None:
+            if packet.stream_index == known.track:
+                content = bytes(packet)
+                header = first_slice(content)
+                flags = packet.is_keyframe * PACKET_KEY | is_reference(codec, header) * PACKET_REFERENCE
+                if packet.is_keyframe and not is_idr(codec, header):
+                    flags |= PACKET_RECOVERY
+                offset = packet.pos if packet.pos is not None else -1
+                rows.append((_place_in(file, offset, content), len(content), zlib.crc32(content), flags))
+
+        timeline, packets = read_timeline(container, file=file, on_packet=add)
+        if timeline.cut:
+            raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.cut)
+        if timeline.track != known.track:
+            raise SourceFailure(FailureCode.NOT_INDEXABLE, "the first of several video tracks is a single frame")
+        unit, start = track.time_base or Fraction(1), timeline.start
+        if changes := [note for note in timeline.notes if note.startswith("the picture changes")]:
+            raise SourceFailure(FailureCode.NOT_INDEXABLE, changes[0])
+    offset, size, crc32, flags = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    if (offset < 0).any():
+        number = int(np.argmax(offset < 0))
+        raise SourceFailure(
+            FailureCode.NOT_INDEXABLE, f"the bytes of packet {number} are not stored as the decoder needs them"
+        )
+    rate = lcm(unit.denominator, start.denominator)
+    time = packets.times * (unit.numerator * (rate // unit.denominator)) - start.numerator * (rate // start.denominator)
+    order = np.empty(len(time), np.int64)
+    order[np.lexsort((packets.is_shown, time))] = np.arange(len(time))
+    gop = _keys_of(order, flags)
+    return _Source(
+        codec=codec,
+        extradata=extradata,
+        offset=offset,
+        size=size,
+        crc32=crc32.astype(np.uint32),
+        flags=flags.astype(np.uint8),
+        time=time,
+        order=order,
+        gop=gop,
+        is_usable=packets.is_shown & (gop >= 0),
+        rate=rate,
+    )
+
+
+def _place_in(file: Any, position: int, content: bytes) -> int:
+    """Return the byte of a file at which a packet's content begins, at or shortly behind a position; -1 if nowhere."""
+    if position < 0:
+        return -1
+    file.seek(position)
+    if (stored := file.read(len(content))) == content:
+        return position
+    behind = (stored + file.read(_SEARCHED_BYTES)).find(content)
+    return position + behind if behind >= 0 else -1
+
+
+def _keys_of(order: NDArray[np.int64], flags: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the position of the key packet from which the frame of each packet is decoded; -1 if there is none.
+
+    A frame that is shown before the key frame that it follows in decoding order may depend on the one before.
+    """
+    keys = np.flatnonzero(flags & PACKET_KEY)
+    gop = np.searchsorted(keys, np.arange(len(order)), side="right") - 1
+    is_leading = (gop >= 0) & (order < order[keys[np.maximum(gop, 0)]])
+    gop -= is_leading
+    return np.where(gop >= 0, keys[np.maximum(gop, 0)], -1)
+
+
+def _index_chunk(
+    source: _Source, plan: SpanPlan, *, begin_s: Fraction, end_s: Fraction, num_frames: int
+) -> SourceChunk:
+    """Return the chunk that shows [begin_s, end_s) of the video."""
+    begin, end = (moment * source.rate for moment in (begin_s, end_s))
+    first = max(0, int(np.searchsorted(source.times, int(begin), side="right")) - 1)
+    behind = max(first + 1, int(np.searchsorted(source.times, -(-end.numerator // end.denominator), side="left")))
+    shown = source.display_order[first:behind]
+    first_packet, last_packet = int(source.gop[shown].min()), int(shown.max())
+    lead_s = float((source.time[shown[0]] - source.time[first_packet]) / source.rate)
+    if lead_s > _MAX_LEAD_S:
+        where = f"at {float(begin_s):.1f} s"
+        raise SourceFailure(
+            FailureCode.NOT_INDEXABLE, f"no key frame in the {duration_text(lead_s)} before a chunk {where}"
+        )
+    packets = np.arange(first_packet, last_packet + 1)
+    # Leading frames of the first key frame depend on packets that the chunk does not have.
+    packets = packets[(packets == first_packet) | (source.order[packets] > source.order[first_packet])]
+    offset = int(source.offset[packets].min())
+    if int((source.offset[packets] + source.size[packets]).max()) - offset > _MAX_CHUNK_BYTES:
+        raise SourceFailure(FailureCode.NOT_INDEXABLE, f"a chunk at {float(begin_s):.1f} s needs more than 4 GB")
+    by_order = np.argsort(source.order[packets])
+    in_order, frame = packets[by_order], np.empty(len(packets), np.int64)
+    frame[by_order] = np.arange(len(packets))
+    frame_time = np.where(source.is_usable[in_order], source.time[in_order], _NEVER)
+    frame_time = np.minimum.accumulate(frame_time[::-1])[::-1]
+    facts = SourceFacts(
+        num_frames=num_frames,
+        codec=source.codec,
+        width=plan.source.width,
+        height=plan.source.height,
+        extradata=source.extradata,
+        packet_offset=(source.offset[packets] - offset).tolist(),
+        packet_size=source.size[packets].tolist(),
+        packet_frame=frame.tolist(),
+        packet_flags=source.flags[packets].tolist(),
+        packet_crc32=source.crc32[packets].tolist(),
+        source_offset=offset,
+        source_bytes=plan.source.size_bytes,
+        time_rate=source.rate,
+        frame_time=frame_time.tolist(),
+        timeline=_shape_json(plan.source.timeline),
+    )
+    content = {
+        "source_fingerprint": plan.source.fingerprint,
+        "source_bytes": plan.source.size_bytes,
+        "packets_crc32": zlib.crc32(source.crc32[packets].tobytes()),
+    }
+    return SourceChunk(facts, len(shown), json.dumps(content, separators=(",", ":")).encode())
+
+
+def _shape_json(timeline_json: str) -> str:
+    """Return crop, orientation and pixel aspect of a timeline as JSON; the times of frames are in the index."""
+    known = Timeline.from_json(timeline_json)
+    return Timeline(shape=known.shape, aspects=known.aspects).to_json()
+
+
+def _check_recovery(path: Path, source: _Source) -> None:
+    """Decode the first two GOPs of H.264 without IDR pictures between them, together and the second one by itself.
+
+    H.264 does not say that the pictures behind a key frame that is not an IDR picture do without those before it.
+
+    Raises:
+        SourceFailure: not_indexable, if the pictures differ.
+    """
+    keys = np.flatnonzero(source.flags & PACKET_KEY)
+    if source.codec != "h264" or len(keys) < 2 or not source.flags[keys[1]] & PACKET_RECOVERY:
+        return
+    end = keys[2] if len(keys) > 2 else len(source.flags)
+    packets = []
+    with path.open("rb") as file:
+        for row in range(min(end, keys[1] + _MAX_COMPARED)):
+            file.seek(source.offset[row])
+            packets.append((int(source.order[row]), file.read(source.size[row])))
+    key_frame, by_itself = source.order[keys[1]], packets[keys[1] :]
+    pictures = []
+    for run in (packets, [packet for packet in by_itself if packet[0] >= key_frame]):
+        decoded = PacketDecoder().decode(codec=source.codec, extradata=source.extradata, packets=run, is_strict=False)
+        pictures.append(
+            {number: zlib.crc32(frame.to_ndarray().tobytes()) for number, frame in decoded if number >= key_frame}
+        )
+    if pictures[0] != pictures[1]:
+        raise SourceFailure(FailureCode.NOT_INDEXABLE, "frames depend on frames before their key frame")
+
+
+def _check_key(path: Path, source: _Source, facts: SourceFacts) -> None:
+    """Decode the first key packet of a chunk alone: a stream may have parameters at its beginning only.
+
+    Raises:
+        SourceFailure: not_indexable.
+    """
+    with path.open("rb") as file:
+        file.seek(facts.source_offset + facts.packet_offset[0])
+        content = file.read(facts.packet_size[0])
+    try:
+        packets = [(0, content)]
+        pictures = [*PacketDecoder().decode(codec=source.codec, extradata=source.extradata, packets=packets)]
+    except (av.error.FFmpegError, ValueError) as error:
+        raise SourceFailure(FailureCode.NOT_INDEXABLE, f"a key frame cannot be decoded alone: {error}") from None
+    if not pictures:
+        raise SourceFailure(FailureCode.NOT_INDEXABLE, "a key frame cannot be decoded alone")

@@ -1,0 +1,227 @@
+"""Decoding of packets without their container, and of packets that are in a source file."""
+
+import os
+import zlib
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.shards.packets import PacketTable, SourceFrames
+from clipmill.shards.tars import LocalTars
+
+if TYPE_CHECKING:
+    import av
+    from av import VideoCodecContext
+
+    from clipmill.manifests.storage.objects import Objects
+
+_MAX_CONTEXTS = 8
+# For AV1, libav's own decoder needs hardware; dav1d is the software decoder in PyAV's wheels.
+_DECODERS = {"av1": "libdav1d"}
+
+
+class PacketDecoder:
+    """Decoder of packets of closed GOPs that opens no container. Each thread needs its own.
+
+    The contexts of the last few codecs and extradata are kept: their output depends only on the packets.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: OrderedDict[tuple[str, bytes, bool], VideoCodecContext] = OrderedDict()
+
+    def decode(
+        self,
+        *,
+        codec: str,
+        extradata: bytes,
+        packets: Iterable[tuple[int, bytes | memoryview]],
+        is_strict: bool = True,
+    ) -> "Iterator[tuple[int, av.VideoFrame]]":
+        """Yield (presentation index, frame) of each intact frame in `packets` as soon as the decoder outputs it.
+
+        The frame is then still in the processor's cache. If the caller keeps no frame, the decoder reuses few buffers.
+
+        Args:
+            codec: Name of the codec in libav: h264, hevc, av1, vp9, mjpeg.
+            packets: (presentation index, bytes) in decode order, from a key packet on, with all references. RESTART
+                separates runs of packets that are decoded by themselves.
+            is_strict: Raise errors that the decoder could conceal. After a recovery point
+                (`PacketTable.has_recovery_points`) a decoder reports missing frames that are not shown.
+
+        Raises:
+            av.FFmpegError: The decoder rejects a packet.
+            ValueError: libav does not have the decoder, or frames are not output in the order of their indices.
+        """
+        import av
+
+        context = self._context(codec, extradata, is_strict)
+        last = -1
+        try:
+            for frame_number, content in chain(packets, [RESTART]):
+                packet = None
+                if len(content):
+                    packet = av.Packet(content)  # type: ignore[arg-type]  # takes any buffer
+                    packet.pts = frame_number
+                for frame in context.decode(packet):
+                    number = frame.pts or 0
+                    # Decoders output frames in presentation order, which they know from the packets themselves.
+                    if number <= last:
+                        raise ValueError(
+                            f"the packet table numbers frames {last}, {number} that are shown in this order"
+                        )
+                    last = number
+                    if not frame.is_corrupt:
+                        yield number, frame
+                if packet is None:
+                    context.flush_buffers()
+        except BaseException:
+            # The state that a broken packet leaves behind must not affect the next chunk.
+            del self._contexts[codec, extradata, is_strict]
+            raise
+
+    def _context(self, codec: str, extradata: bytes, is_strict: bool) -> "VideoCodecContext":
+        import av
+
+        context = self._contexts.pop((codec, extradata, is_strict), None)
+        if context is None:
+            new = av.CodecContext.create(_DECODERS.get(codec, codec), "r")
+            if not isinstance(new, av.VideoCodecContext):
+                raise ValueError(f"{codec} is not a video codec")
+            context = new
+            context.thread_count = 1  # the loader's threads already use all cores
+            if is_strict:
+                context.options = {"err_detect": "explode"}  # report errors, do not conceal them
+            context.extradata = extradata or None
+            if len(self._contexts) == _MAX_CONTEXTS:
+                self._contexts.popitem(last=False)
+        self._contexts[codec, extradata, is_strict] = context
+        return context
+
+
+RESTART = (0, memoryview(b""))  # between packets: the decoder begins again
+
+
+class DamagedPacket(ValueError):
+    """Bytes that were read of a chunk differ from its index."""
+
+
+class PacketBytes(Protocol):
+    """A file that holds packets: the tar of a shard, or a source file.
+
+    Attributes:
+        tar_name: Name of the file in messages.
+        gap_bytes: Gaps shorter than this between two ranges are cheaper to read than to skip.
+    """
+
+    @property
+    def tar_name(self) -> str: ...
+    @property
+    def gap_bytes(self) -> int: ...
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read several ranges (offset, size) of the file.
+
+        Raises:
+            DamagedTar: The file is too short.
+            OSError: The file cannot be read.
+        """
+        ...
+
+
+def read_packets(
+    place: PacketBytes, payload: tuple[int, int], table: PacketTable, needed: list[int]
+) -> list[tuple[int, memoryview]]:
+    """Read and verify packets of a chunk: (presentation index, bytes) in decode order.
+
+    Args:
+        place: File that holds the packets.
+        payload: Offset and size of the bytes in `place` in which packets lie.
+        needed: Positions of the packets in `table`, ascending.
+
+    Raises:
+        DamagedPacket: A packet lies outside its chunk, or does not match its checksum.
+        OSError, DamagedTar: The file cannot be read.
+    """
+    begins, sizes = table.offset[needed].tolist(), table.size[needed].tolist()
+    payload_offset, payload_size = payload
+    ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
+    if max(ends) > payload_size:
+        raise DamagedPacket(f"a packet ends at byte {max(ends)} of {payload_size}")
+    # Ranges that are close to each other are read as one; `of_packet` has the range of each packet.
+    ranges: list[tuple[int, int]] = []
+    of_packet: list[int] = []
+    for begin, end in zip(begins, ends, strict=True):
+        read_from, read_to = ranges[-1] if ranges else (begin, begin)
+        if ranges and read_from <= begin <= read_to + place.gap_bytes:
+            ranges[-1] = read_from, max(read_to, end)
+        else:
+            ranges.append((begin, end))
+        of_packet.append(len(ranges) - 1)
+    contents = place.read_ranges([(payload_offset + begin, end - begin) for begin, end in ranges])
+    packets: list[tuple[int, memoryview]] = []
+    frames_of, crc32s = table.frame[needed].tolist(), table.crc32[needed].tolist()
+    for begin, end, number, frame, crc32 in zip(begins, ends, of_packet, frames_of, crc32s, strict=True):
+        read_from = ranges[number][0]
+        packet = memoryview(contents[number])[begin - read_from : end - read_from]
+        if zlib.crc32(packet) != crc32:
+            raise DamagedPacket(f"its bytes in {place.tar_name} do not match their checksum")
+        packets.append((frame, packet))
+    return packets
+
+
+def read_source_packets(
+    place: PacketBytes, source: SourceFrames, table: PacketTable, frames: Collection[int], *, is_closed: bool
+) -> list[tuple[int, memoryview]]:
+    """Read and verify the packets that frames of a source file need, for `PacketDecoder.decode`.
+
+    Args:
+        is_closed: `PacketTable.has_closed_gops`.
+
+    Raises:
+        DamagedPacket, OSError, DamagedTar: See `read_packets`.
+        ValueError: See `PacketTable.needed_runs`.
+    """
+    has_single_run = is_closed and not table.has_recovery_points
+    runs = [table.needed_for(frames)] if has_single_run else table.needed_runs(frames)
+    payload = source.offset, source.size_bytes - source.offset
+    packets = read_packets(place, payload, table, list(chain(*runs)))
+    if len(runs) == 1:
+        return packets
+    parts = iter(packets)
+    return [packet for run in runs for packet in (*islice(parts, len(run)), RESTART)]
+
+
+class SourceFile:
+    """`PacketBytes` of a source file, local or in a bucket.
+
+    Args:
+        place: Path or address of the file.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self.tar_name = f"{place} (changed since prep index has read it: run prep index again)"
+        self.gap_bytes = _REMOTE_GAP_BYTES if is_remote(place) else LocalTars.gap_bytes
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read several ranges (offset, size) of the file; raises as `PacketBytes` does."""
+        if not is_remote(self._place):
+            return _FILES.read_ranges(Path(self._place), ranges)
+        from clipmill.manifests.storage.urls import split_url
+
+        root, key = split_url(self._place)
+        return _open_bucket(root, os.getpid()).read_ranges(key, ranges)
+
+
+_REMOTE_GAP_BYTES = 1 << 18
+_FILES = LocalTars()  # keeps the files that were read last open
+
+
+@lru_cache(maxsize=64)
+def _open_bucket(root: str, _process: int) -> "Objects":
+    from clipmill.manifests.storage.objects import open_objects
+
+    return open_objects(root)

@@ -1,0 +1,63 @@
+"""What `test_lerobot_reader.py` asks of LeRobot, in an environment of its own (`make lerobot`).
+
+write ROOT        write a dataset of two cameras in LeRobot's default encoding
+convert ROOT      convert a dataset of version 2.1 to version 3.0, in place
+frames ROOT OUT   write all frames and their episodes and tasks, as LeRobot reads them, to OUT (.npz)
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+LENGTHS = (21, 34, 27)
+CAMERAS = ("observation.images.top", "observation.images.wrist")
+TASKS = ("open the drawer", "close the drawer")
+
+
+def write(root: Path) -> None:
+    """Write a dataset, whose last episode has two tasks."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    camera = {"dtype": "video", "shape": (96, 128, 3), "names": ["height", "width", "channels"]}
+    state = {"dtype": "float32", "shape": (2,), "names": ["x", "y"]}
+    features = {**dict.fromkeys(CAMERAS, camera), "observation.state": state, "action": state}
+    dataset = LeRobotDataset.create("me/drawers", fps=30, features=features, root=root, use_videos=True)
+    rng = np.random.default_rng(0)
+    for episode, length in enumerate(LENGTHS):
+        for frame in range(length):
+            # Blocks that change in each frame, so that no two frames are equal.
+            pictures = {name: rng.integers(0, 256, (6, 8, 3), np.uint8).repeat(16, 0).repeat(16, 1) for name in CAMERAS}
+            position = np.array([episode, frame], np.float32)
+            task = TASKS[episode % 2 or (episode == len(LENGTHS) - 1 and frame >= 10)]
+            dataset.add_frame({**pictures, "observation.state": position, "action": position, "task": task})
+        dataset.save_episode()
+    dataset.finalize()
+
+
+def convert(root: Path) -> None:
+    """Convert a dataset by LeRobot's script."""
+    from lerobot.datasets.v30.convert_dataset_v21_to_v30 import convert_dataset
+
+    convert_dataset(root.name, root=root.parent, push_to_hub=False)
+
+
+def store_frames(root: Path, out: Path) -> None:
+    """Store the frames that LeRobotDataset returns."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    dataset = LeRobotDataset(f"me/{root.name}", root=root, video_backend="pyav")
+    items = [dataset[index] for index in range(len(dataset))]
+    frames = {
+        name: np.stack([(item[name] * 255).round().byte().permute(1, 2, 0).numpy() for item in items])
+        for name in dataset.meta.video_keys
+    }
+    frames["episode"] = np.array([int(item["episode_index"]) for item in items])
+    frames["task"] = np.array([item["task"] for item in items])
+    np.savez(out, allow_pickle=False, **frames)
+
+
+if __name__ == "__main__":
+    programs: dict[str, Callable[..., None]] = {"write": write, "convert": convert, "frames": store_frames}
+    programs[sys.argv[1]](*map(Path, sys.argv[2:]))

@@ -1,0 +1,235 @@
+"""`prep index`: chunks whose packets stay in the source files, against a plain decode of each file by PyAV."""
+
+import json
+import os
+import random
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.prep.core.chunk_content import read_chunk
+from clipmill.shards.reader import Variant
+from clipmill.train.data.chunk_reader import read_chunks
+from clipmill.train.data.chunks import ChunkSet
+from clipmill.train.data.interface import open_clips
+from clipmill.train.data.outcomes import SampleFailed
+from tests.prep.irregular import edit, ffmpeg, numbered, with_sound
+from tests.prep.running import manifest, prep_here
+
+SECONDS, FPS = 6, 30
+QUIET = ("-threads", 1, "-t", SECONDS)
+PICTURES = ("-f", "lavfi", "-i", f"testsrc2=s=160x120:r={FPS}:d={SECONDS}")
+X264 = ("-c:v", "libx264", "-preset", "ultrafast", "-pix_fmt", "yuv420p", *QUIET)
+X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-pix_fmt", "yuv420p", *QUIET)
+Make = Callable[[Path], object]
+
+
+def encoded(*options: object, rate: str = str(FPS)) -> Make:
+    pictures = (*PICTURES[:3], str(PICTURES[3]).replace(f"r={FPS}", f"r={rate}"))
+    return lambda path: ffmpeg(*pictures, *options, path)
+
+
+def with_edit(path: Path) -> None:
+    encoded(*X264, "-bf", 3, "-g", 30)(path)
+    edit(path, begin_s=1, end_s=5)
+
+
+def with_early_sound(path: Path) -> None:
+    with_sound(numbered(path.with_suffix(".mkv")), path, delay_s=0.35, codec="aac")
+    path.with_suffix(".mkv").unlink()
+
+
+def with_two_tracks(path: Path) -> None:
+    second = ("-f", "lavfi", "-i", f"testsrc=s=96x96:r=10:d={SECONDS}")
+    ffmpeg(*PICTURES, *second, "-map", 0, "-map", 1, *X264, "-disposition:v:0", 0, "-disposition:v:1", "default", path)
+
+
+def with_uneven_frames(path: Path) -> None:
+    select = "select='not(mod(n,3))+lt(n,40)+eq(mod(n,7),1)'"
+    ffmpeg(*PICTURES, "-vf", select, "-fps_mode", "vfr", *X264, "-bf", 2, path)
+
+
+# Name of a file, and how it is made.
+SOURCES: dict[str, Make] = {
+    "plain.mp4": encoded(*X264, "-g", 250),
+    "b_pyramid.mp4": encoded("-c:v", "libx264", "-preset", "medium", "-g", 25, *QUIET),
+    "open_gops.mp4": encoded(*X264, "-bf", 3, "-g", 24, "-x264-params", "open-gop=1"),
+    "ntsc.mov": encoded(*X264, "-bf", 2, rate="30000/1001"),
+    "slow.mkv": encoded(*X264, "-bf", 2, rate="7"),
+    "fast.mp4": encoded(*X264, rate="90"),
+    "open_hevc.mkv": encoded(*X265, "-x265-params", "log-level=error:keyint=20:bframes=3"),
+    "hevc.mp4": encoded(*X265, "-x265-params", "log-level=error:keyint=30:open-gop=0", "-tag:v", "hvc1"),
+    "ten_bits.mp4": encoded("-c:v", "libx265", "-preset", "ultrafast", "-pix_fmt", "yuv420p10le", *QUIET),
+    "vp9.webm": encoded(
+        "-c:v", "libvpx-vp9", "-b:v", "200k", "-g", 40, "-deadline", "realtime", "-cpu-used", 8, *QUIET
+    ),
+    "av1.mp4": encoded("-c:v", "libsvtav1", "-preset", 12, "-g", 30, *QUIET),
+    "edited.mp4": with_edit,
+    "early_sound.mp4": with_early_sound,
+    "uneven.mp4": with_uneven_frames,
+    "fragments.mp4": encoded(*X264, "-bf", 2, "-g", 30, "-movflags", "frag_keyframe+empty_moov"),
+    "intra.mp4": encoded(*X264, "-g", 1),
+    "ends.mkv": encoded(*X264, "-g", 17, "-bf", 2, "-t", 4.4),
+}
+REFUSED: dict[str, tuple[Make, str]] = {
+    "mpeg4.mp4": (encoded("-c:v", "mpeg4", *QUIET), "mpeg4"),
+    "stream.ts": (encoded(*X264), "mpegts"),
+    "theirs.avi": (encoded(*X264), "avi"),
+    "refresh.mp4": (encoded(*X264, "-x264-params", "intra-refresh=1:keyint=20"), ""),
+}
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder of all sources, of which `prep index` can read some."""
+    folder = tmp_path_factory.mktemp("index")
+    (folder / "videos").mkdir()
+    for name, make in [*SOURCES.items(), *((name, make) for name, (make, _) in REFUSED.items())]:
+        make(folder / "videos" / name)
+    lines = ["video,begin_s,end_s,text", *(f"{name},0.5,3.5,{Path(name).stem}" for name in SOURCES)]
+    (folder / "captions.csv").write_text("\n".join(lines))
+    manifest(folder / "data", folder / "videos", "--captions", folder / "captions.csv")
+    ran = prep_here(
+        *("index", "--data", folder / "data", "--len", "2s", "--json"),
+        *("--workers", 2, "--max-failures", len(REFUSED)),
+    )
+    assert ran.summary["num_encoded"] > 2 * len(SOURCES)
+    return folder
+
+
+def plain_frames(path: Path) -> list[tuple[Fraction, NDArray[Any]]]:
+    """The luma of all frames of a file, with their times, as PyAV decodes it from the first packet to the last."""
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        start = Fraction(container.start_time or 0, 1_000_000)
+        frames = [
+            (frame.pts * stream.time_base - start, np.asarray(frame.reformat(format="gray").to_ndarray()))
+            for frame in container.decode(stream)
+            if frame.pts is not None and stream.time_base is not None
+        ]
+    return sorted(frames, key=lambda entry: entry[0])
+
+
+def chunks_of(chunks: ChunkSet, video_id: str) -> list[int]:
+    row = chunks.video_ids.to_pylist().index(video_id)
+    return [int(chunk) for chunk in np.flatnonzero(chunks.table.video_row == row)]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_frames_on_show_are_those_of_a_plain_decode(indexed: Path, name: str) -> None:
+    frames = plain_frames(indexed / "videos" / name)
+    chunks, draw = ChunkSet(indexed / "data", split="train", rule="packets"), random.Random(name)
+    numbers = chunks_of(chunks, Path(name).stem)
+    assert len(numbers) >= 2
+    for chunk in numbers:
+        times = chunks.times(chunk)
+        moments = [draw.randrange(times.start_ms * 1000, int(times.end_us)) for _ in range(6)]
+        on_show = {times.frame_at(moment, 1): moment for moment in moments}
+        decoded = chunks.decoder.decode(chunks.read(chunk, on_show))
+        for frame, moment in on_show.items():
+            begun = [entry for entry in frames if entry[0] * 1_000_000 <= moment] or frames[:1]
+            luma = np.asarray(decoded[frame].reformat(format="gray").to_ndarray())
+            assert np.array_equal(luma, begun[-1][1]), (chunk, frame, moment)
+            assert abs(times.frame_begin_us(frame) - begun[-1][0] * 1_000_000) <= 1
+
+
+def test_columns_see_the_frames_of_the_nominal_rate(indexed: Path) -> None:
+    shard, row = Variant.open(indexed / "data").find("open_hevc_000002000")
+    content = read_chunk(shard, row)
+    frames = plain_frames(indexed / "videos" / "open_hevc.mkv")
+    shown = [np.asarray(frame.reformat(format="gray").to_ndarray()) for frame in content.frames(range(60))]
+    middles = [2 + Fraction(2 * number + 1, 2 * FPS) for number in range(60)]
+    wanted = [[luma for time, luma in frames if time <= middle][-1] for middle in middles]
+    assert len(shown) == 60 and all(map(np.array_equal, shown, wanted))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_source_that_cannot_be_read_in_place_is_refused_by_name(indexed: Path, name: str) -> None:
+    lines = (next((indexed / "data" / "video").iterdir()) / "failures.jsonl").read_text().splitlines()
+    failed = {failure["video_id"]: failure for failure in map(json.loads, lines)}
+    assert failed[Path(name).stem]["code"] == "not_indexable"
+    assert REFUSED[name][1] in failed[Path(name).stem]["message"]
+
+
+def test_clips_show_the_moments_of_their_captions(indexed: Path) -> None:
+    with open_clips(indexed / "data", num_frames=3, size_px=32, batch=len(SOURCES), crop="centre", rgb=False) as clips:
+        batch = next(iter(clips))
+    assert sorted(batch["caption"]) == sorted(Path(name).stem for name in SOURCES)
+    assert len({bytes(clip.numpy().tobytes()) for clip in batch["video"]}) > len(SOURCES) - 3
+
+
+def test_a_source_that_has_changed_moved_or_been_cut_is_named(indexed: Path, tmp_path: Path) -> None:
+    videos, data = tmp_path / "videos", tmp_path / "data"
+    videos.mkdir()
+    for name in ("changed", "cut", "moved", "kept"):
+        (videos / f"{name}.mp4").write_bytes((indexed / "videos" / "open_gops.mp4").read_bytes())
+    prep_here("index", videos, "--data", data, "--len", "2s", "--workers", 1)
+    content = bytearray((videos / "changed.mp4").read_bytes())
+    content[len(content) // 3 : len(content) // 3 * 2] = bytes(len(content) // 3 * 2 - len(content) // 3)
+    (videos / "changed.mp4").write_bytes(content)
+    os.truncate(videos / "cut.mp4", 5000)
+    (videos / "moved.mp4").rename(tmp_path / "elsewhere.mp4")
+    chunks = ChunkSet(data, split="train", rule="packets")
+    reasons = {}
+    for video_id in ("changed", "cut", "moved"):
+        with pytest.raises(SampleFailed, match=f"{video_id}.mp4") as failed:
+            chunks.decoder.decode(chunks.read(chunks_of(chunks, video_id)[1], {0, 40}))
+        reasons[video_id] = failed.value.reason
+    assert reasons == {"changed": "checksum", "cut": "shard_unreadable", "moved": "shard_unreadable"}
+    # A new manifest finds the moved file, and nothing has to be read again.
+    (tmp_path / "elsewhere.mp4").rename(videos / "moved.mp4")
+    manifest(data, videos)
+    chunks = ChunkSet(data, split="train", rule="packets")
+    assert chunks.decoder.decode(chunks.read(chunks_of(chunks, "moved")[1], {40}))
+
+
+def test_a_second_run_reads_nothing(indexed: Path) -> None:
+    ran = prep_here("index", "--data", indexed / "data", "--len", "2s", "--json", "--max-failures", len(REFUSED))
+    assert ran.summary["num_encoded"] == 0 and ran.summary["num_shards_made"] == 0
+
+
+def test_pictures_are_upright_and_have_square_pixels(indexed: Path, tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    plain, turned, wide = indexed / "videos" / "plain.mp4", *(tmp_path / "videos" / f"{name}.mp4" for name in "tw")
+    ffmpeg("-display_rotation", 90, "-i", plain, "-c", "copy", turned)
+    ffmpeg("-i", plain, "-vf", "setsar=4/3", *X264, wide)
+    prep_here("index", tmp_path / "videos", "--data", tmp_path / "data", "--workers", 1)
+    chunks = {chunk.key[0]: chunk.frames for chunk in read_chunks(tmp_path / "data", every=60)}
+    with av.open(str(plain)) as container:
+        first = next(container.decode(video=0)).to_ndarray(format="rgb24")
+    assert np.array_equal(chunks["t"][0], np.rot90(first))
+    assert chunks["w"].shape[1:3] == (120, 214)
+
+
+def test_sources_in_a_bucket_are_read_by_range(indexed: Path, tmp_path: Path, bucket: str) -> None:
+    names = ("open_gops.mp4", "vp9.webm")
+    objects = open_objects(bucket)
+    for name in names:
+        objects.write(f"videos/{name}", indexed / "videos" / name)
+    prep_here("index", f"{bucket}/videos", "--data", tmp_path / "data", "--len", "2s", "--workers", 1)
+    here, there = (ChunkSet(data, split="train", rule="packets") for data in (indexed / "data", tmp_path / "data"))
+    for name in names:
+        chunk, same = chunks_of(there, Path(name).stem)[1], chunks_of(here, Path(name).stem)[1]
+        frames = {5, 33}
+        read, expected = there.read(chunk, frames), here.read(same, frames)
+        assert read.packets == expected.packets and read.size_bytes < (indexed / "videos" / name).stat().st_size
+    objects.delete("videos/vp9.webm")
+    with pytest.raises(SampleFailed, match=r"vp9\.webm"):
+        there.read(chunk, frames)
+
+
+def test_a_source_without_key_frames_is_refused_where_a_chunk_would_need_minutes(tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    pictures = ("-f", "lavfi", "-i", "testsrc2=s=64x64:r=5:d=300")
+    ffmpeg(*pictures, "-c:v", "libx264", "-preset", "ultrafast", "-g", 9999, tmp_path / "videos" / "v.mp4")
+    data = tmp_path / "data"
+    ran = prep_here("index", tmp_path / "videos", "--data", data, "--workers", 1, "--json", status=1)
+    assert ran.summary["failures"] == {"not_indexable": 1}
+    assert "no key frame" in (next((data / "video").iterdir()) / "failures.jsonl").read_text()

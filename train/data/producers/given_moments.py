@@ -1,0 +1,211 @@
+"""Clips at given moments: a row names a video and a time, and a clip has the frames at offsets from it (`read_clips`).
+
+A frame is on screen until the next one begins. Times in tables are rounded, so a frame that begins up to NEAR_US after
+a moment is on screen at it. Offsets that lead out of the video, or out of the span of the row, show its first or last
+frame, as LeRobot pads an episode. A row whose own time lies outside is a failed sample.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun, quote_value
+from clipmill.manifests.keys import split_key
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.chunks import ChunkSet, ClipReader
+from clipmill.train.data.clip_frames import ClipShape
+from clipmill.train.data.data_folder import ChunkSearch, rows_of
+from clipmill.train.data.frame_sampling import US_PER_S, Moments
+from clipmill.train.data.loader import LoaderSettings, SampleRequest
+from clipmill.train.data.samples import Samples, SampleTable, Source, fingerprint_of
+
+NEAR_US = 100
+_LATEST_S = 1e9
+_NUM_NAMED = 3
+
+
+@dataclass(frozen=True)
+class GivenRows:
+    """Rows of a table, in its order.
+
+    Attributes:
+        video_id: Videos, strings [N].
+        time_us: Times in the videos, microseconds, int64 [N].
+        begin_us, end_us: Spans that offsets do not leave, int64 [N]; 0 and a time after any video without columns.
+    """
+
+    video_id: pa.ChunkedArray
+    time_us: NDArray[np.int64]
+    begin_us: NDArray[np.int64]
+    end_us: NDArray[np.int64]
+
+    @classmethod
+    def of_table(cls, table: pa.Table | Mapping[str, Any], *, view: str = "") -> "GivenRows":
+        """Read the columns `video_id` or `key` (of a chunk of the video), `time_s`, and optionally `begin_s`, `end_s`.
+
+        Args:
+            view: Camera, whose columns, such as `video_id.top`, take the place of columns without a camera.
+
+        Raises:
+            UserError: It is not a table, a column is missing, or a value is not a name or a time.
+        """
+        try:
+            columns = table if isinstance(table, pa.Table) else pa.table(dict(table))
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise UserError(f"table is {quote_value(table)}, which is not a table: {error}", hint=_COLUMNS) from error
+        if view:
+            named = dict(zip(columns.column_names, columns.columns, strict=True))
+            of_view = {name.removesuffix(f".{view}"): named[name] for name in named if name.endswith(f".{view}")}
+            columns = pa.table(named | of_view)
+        names = columns.column_names
+        if not {"video_id", "key"} & set(names) or "time_s" not in names:
+            raise UserError(f"the table has the columns {', '.join(names) or 'none'}", hint=_COLUMNS)
+        if not len(columns):
+            raise UserError("the table has no rows", hint="give a row for each clip")
+        time_us = _times_us(columns, "time_s")
+        return cls(
+            _video_ids(columns),
+            time_us,
+            _times_us(columns, "begin_s") if "begin_s" in names else np.zeros_like(time_us),
+            _times_us(columns, "end_s") if "end_s" in names else np.full_like(time_us, int(_LATEST_S * US_PER_S)),
+        )
+
+
+_COLUMNS = "give an Arrow table or a mapping, with the columns video_id (or key) and time_s, seconds in the video"
+
+
+def _video_ids(columns: pa.Table) -> pa.ChunkedArray:
+    name = "video_id" if "video_id" in columns.column_names else "key"
+    try:
+        texts = pc.cast(columns[name], pa.string())
+        if name == "key":
+            texts = pa.chunked_array([[split_key(str(key))[0] for key in texts.to_pylist()]], pa.string())
+    except (pa.ArrowException, ValueError) as error:
+        raise UserError(f"the column {name} of the table: {error}", hint=_COLUMNS) from error
+    return texts
+
+
+def _times_us(columns: pa.Table, name: str) -> NDArray[np.int64]:
+    try:
+        times_s = columns[name].cast(pa.float64()).fill_null(np.nan).to_numpy()
+    except pa.ArrowException as error:
+        raise UserError(f"the column {name} of the table: {error}", hint="give seconds, as numbers") from error
+    times_s = np.where(times_s == np.inf, _LATEST_S, times_s) if name == "end_s" else times_s
+    wrong = np.flatnonzero(~(np.abs(times_s) <= _LATEST_S))
+    if len(wrong):
+        raise UserError(
+            f"{name} of row {wrong[0]} of the table is {times_s[wrong[0]]} ({len(wrong):,} such rows)",
+            hint="give seconds from the start of the video",
+        )
+    return np.rint(times_s * US_PER_S).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class GivenMoments:
+    """Moments of rows, whose spans end with their videos, at offsets in the order of the frames, microseconds."""
+
+    rows: GivenRows
+    offsets_us: Sequence[int]
+
+    def shown_us(self, offset_us: int) -> NDArray[np.int64]:
+        """Return the moment that is shown of each row for an offset, int64 [N]."""
+        rows = self.rows
+        return np.maximum(np.minimum(rows.time_us + offset_us, rows.end_us - 2 * NEAR_US), rows.begin_us) + NEAR_US
+
+    def of_row(self, row: int, rng: np.random.Generator | None) -> Moments:
+        """Return the moments of a row; raises ValueError if its own time is not in its span."""
+        time_us, begin_us, end_us = self._times_of(row)
+        if not begin_us - NEAR_US <= time_us < end_us:
+            span = f"[{begin_us / US_PER_S:g}, {end_us / US_PER_S:g}) s"
+            raise ValueError(f"time_s of row {row} is {time_us / US_PER_S:g}, outside of its video or span: {span}")
+        # At the end, the frame that is on screen before it; a frame that begins there is the next span's.
+        latest_us = end_us - 2 * NEAR_US
+        return Moments(tuple(max(min(time_us + at, latest_us), begin_us) + NEAR_US for at in self.offsets_us), 1)
+
+    def add(self, sample: Sample, request: SampleRequest) -> None:
+        """Add which frames of a sample are padding."""
+        time_us, begin_us, end_us = self._times_of(request.sample)
+        sample["is_padded"] = [not begin_us <= time_us + at + NEAR_US < end_us for at in self.offsets_us]
+
+    def _times_of(self, row: int) -> tuple[int, int, int]:
+        rows = self.rows
+        return int(rows.time_us[row]), int(rows.begin_us[row]), int(rows.end_us[row])
+
+
+def open_given_moments(
+    views: Sequence[GivenRows],
+    chunks: ChunkSet,
+    shape: ClipShape,
+    loading: LoaderSettings,
+    *,
+    offsets_us: Sequence[int],
+) -> Samples[ClipReader]:
+    """Open clips at given moments; sample i is row i. Batches have `time_s` and `is_padded`.
+
+    Args:
+        views: Rows of the only camera, or of each camera.
+        chunks: Chunks of all videos.
+        shape: Size and crop of the frames.
+        offsets_us: Offsets from the time of a row, microseconds, in the order of the frames; they may repeat.
+
+    Raises:
+        UserError: A row names an unknown video, or a video without chunks.
+    """
+    first, *others = (
+        {"chunks": chunks, "shape": shape, **_open_view(rows, chunks, offsets_us=offsets_us)} for rows in views
+    )
+    if others:
+        from clipmill.train.data.views import ViewReader
+
+        reader: ClipReader = ViewReader([ClipReader(**of_view) for of_view in others], **first)
+    else:
+        reader = ClipReader(**first)
+    tables = [of_view["table"] for of_view in (first, *others)]
+    ids = pc.unique(pa.chunked_array([chunk for rows in views for chunk in rows.video_id.chunks], pa.string()))
+    facts = ("moments", chunks.variant_name, *offsets_us, *ids.to_pylist())
+    parts = [array for rows in views for array in (rows_of(rows.video_id, ids), rows.time_us)]
+    parts += [array for table in tables[1:] for array in (table.begin_us, table.end_us)]
+    source = Source(
+        split="",
+        variant_name=chunks.variant_name,
+        fingerprint=lambda: fingerprint_of(tables[0], facts, parts),
+        nothing=("the table has no rows", _COLUMNS),
+    )
+    return Samples(tables[0], reader, source, loading)
+
+
+def _open_view(rows: GivenRows, chunks: ChunkSet, *, offsets_us: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of a `ClipReader` for the rows of one camera."""
+    video = rows_of(rows.video_id, chunks.video_ids)
+    _require(video >= 0, rows, "videos that the manifest does not have", hint="see manifest/videos.parquet, video_id")
+    search = ChunkSearch(chunks.table)
+    first_of, last_of = search.last_of(video - 1) + 1, search.last_of(video)
+    _require(last_of >= first_of, rows, "videos without chunks", hint="leave them out, or see prep status")
+    rows = replace(rows, end_us=np.minimum(rows.end_us, search.end_us[last_of]))
+    moments = GivenMoments(rows, offsets_us)
+    first, last = (
+        np.clip(search.last_started(video, moments.shown_us(offset) // 1000), first_of, last_of)
+        for offset in (min(offsets_us), max(offsets_us))
+    )
+    table = SampleTable(
+        first_part=first,
+        last_part=last,
+        begin_us=rows.begin_us,
+        end_us=rows.end_us,
+        remarks=(f"{count_noun(len(first), 'row')} of {count_noun(len(np.unique(video)), 'video')}",),
+    )
+    return {"table": table, "annotations": [moments], "moments": moments.of_row}
+
+
+def _require(is_usable: NDArray[np.bool_], rows: GivenRows, what: str, *, hint: str) -> None:
+    wrong = np.flatnonzero(~is_usable)
+    if len(wrong):
+        first = rows.video_id.take(pa.array(wrong[:_NUM_NAMED])).to_pylist()
+        names = ", ".join(f"row {row}: {name}" for row, name in zip(wrong.tolist(), first, strict=False))
+        raise UserError(f"{len(wrong):,} of {count_noun(len(is_usable), 'row')} name {what} ({names})", hint=hint)

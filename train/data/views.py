@@ -1,0 +1,266 @@
+"""Views of one moment: captions that name a group and a view, and clips that show each group from several cameras.
+
+A caption with a group and a view says that its span is what the camera `view` recorded of the moment `group`. A group
+may have several spans, such as the parts of an episode; the n-th spans of its views are then a moment. Moments of clips
+are sampled from the span of the first view, as far as all views reach, and shown from each view at the same offset from
+the begin of its span; cameras may have different rates. A group that lacks a view is an error, and a moment with a view
+that was not encoded is omitted and counted.
+
+Shape suffixes: V views, N rows.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from clipmill.manifests.divided_videos import select_split
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.store import read_captions
+from clipmill.train.data.batch import Sample
+from clipmill.train.data.caption_rows import UsableCaptions, usable_captions
+from clipmill.train.data.captions import Annotations
+from clipmill.train.data.chunks import ChunkSet, ClipQuery, ClipReader
+from clipmill.train.data.clip_frames import ClipShape
+from clipmill.train.data.data_folder import rows_of
+from clipmill.train.data.frame_sampling import Moments, moments_of
+from clipmill.train.data.loader import SampleRequest
+from clipmill.train.data.outcomes import FailedSample
+from clipmill.train.data.samples import SampleTable
+
+_NUM_NAMED = 3
+_HINT = "columns `group` and `view` of a table of captions say which spans show the same moment (docs/python.md)"
+
+
+@dataclass(frozen=True)
+class _View:
+    """Different spans of one view, M of G groups.
+
+    Attributes:
+        usable: Spans that can be shown, as numbers in [0, M).
+        counts: Number of spans of each group, [G].
+        number: Span of each caption of the view.
+    """
+
+    usable: UsableCaptions
+    counts: NDArray[np.int64]
+    number: NDArray[np.int64]
+
+
+def open_groups(query: ClipQuery, chunks: ChunkSet, table: pa.Table | None) -> "GroupedCaptions":
+    """Return the captions of the groups of a split.
+
+    Args:
+        table: Captions of a protocol, instead of the manifest's.
+
+    Raises:
+        UserError: See `GroupedCaptions`.
+    """
+    captions = read_captions(query.data_dir) if table is None else table
+    return GroupedCaptions(query.views, chunks, select_split(captions, query.data_dir, query.split))
+
+
+class GroupedCaptions:
+    """The captions of the first of several views, for groups that all views show.
+
+    Args:
+        views: Names of the views.
+        captions: Captions of the split.
+
+    Attributes:
+        captions: Captions of the first view, of groups with all views.
+        remark: Remark on omitted groups; empty if there are none.
+
+    Raises:
+        UserError: The captions have no such views, or a group does not have the same number of spans of each.
+    """
+
+    def __init__(self, views: Sequence[str], chunks: ChunkSet, captions: pa.Table) -> None:
+        self._views, self._chunks = views, chunks
+        if not {"group", "view"} <= set(captions.column_names):
+            raise UserError(f"the captions have no views {', '.join(views)}: they belong to no groups", hint=_HINT)
+        captions = captions.filter(captions["group"].is_valid())
+        self._require_names(captions)
+        first = captions.filter(pc.equal(captions["view"], views[0]))
+        self._groups = pc.unique(first["group"])
+        opened = [self._open_view(view, captions) for view in views]
+        counts, self._spans = opened[0].counts, [view.usable for view in opened]
+        for view, other in zip(views[1:], opened[1:], strict=True):
+            if (missing := other.counts == 0).any():
+                raise self._wrong_groups(f"have no view {view}", missing)
+            if (differs := other.counts != counts).any():
+                raise self._wrong_groups(f"have another number of spans of view {view} than of {views[0]}", differs)
+        is_shown = np.ones(int(counts.sum()), bool)
+        for spans in self._spans[1:]:  # spans of the first view are counted with all other captions
+            is_shown &= np.isin(np.arange(len(is_shown)), spans.caption)
+        num_hidden = int((~is_shown).sum())
+        self.remark = f"{count_noun(num_hidden, 'moment')} with a view that has no chunks" if num_hidden else ""
+        number = opened[0].number
+        self._moment_of = dict(zip(first["caption_id"].to_pylist(), number.tolist(), strict=True))
+        self.captions: pa.Table = first.filter(pa.array(is_shown[number]))
+
+    def _require_names(self, captions: pa.Table) -> None:
+        names = sorted(set(pc.unique(captions["view"]).to_pylist()) - {None})
+        if missing := [view for view in self._views if view not in names]:
+            raise UserError(
+                f"the captions have no view {', '.join(missing)}",
+                hint=f"views of this split: {', '.join(names)}" if names else _HINT,
+                flags=("--views",),
+            )
+
+    def _open_view(self, view: str, captions: pa.Table) -> "_View":
+        """Return the spans of a view, in the order of groups and times."""
+        of_view = captions.filter(pc.equal(captions["view"], view))
+        group = rows_of(of_view["group"], self._groups)
+        of_view, group = of_view.filter(pa.array(group >= 0)), group[group >= 0]
+        video = rows_of(of_view["video_id"], self._chunks.video_ids)
+        columns = (group, *(of_view[name].to_numpy() for name in ("begin_s", "end_s")), video)
+        spans, number = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+        times = {"video_row": spans[:, 3].astype(np.int64), "begin_s": spans[:, 1], "end_s": spans[:, 2]}
+        usable = usable_captions(
+            **times,
+            is_of_split=self._chunks.shows_only_split(**times),
+            chunks=self._chunks.table,
+            selected_chunks=self._chunks.selection.chunks,
+        )
+        counts = np.bincount(spans[:, 0].astype(np.int64), minlength=len(self._groups))
+        return _View(usable, counts, number.reshape(-1))
+
+    def _wrong_groups(self, what: str, is_wrong: NDArray[np.bool_]) -> UserError:
+        wrong = np.flatnonzero(is_wrong)
+        names = ", ".join(map(str, self._groups.take(pa.array(wrong[:_NUM_NAMED])).to_pylist()))
+        more = ", ..." if len(wrong) > _NUM_NAMED else ""
+        return UserError(f"{len(wrong):,} of {count_noun(len(is_wrong), 'group')} {what}: {names}{more}", hint=_HINT)
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Facts on which samples depend, for their fingerprint."""
+        digest = hashlib.sha256()
+        for spans in self._spans:
+            for name in ("caption", "begin_us", "end_us", "first_chunk", "last_chunk"):
+                digest.update(getattr(spans, name).tobytes())
+        return *self._views, digest.hexdigest()
+
+    def reader(
+        self, table: SampleTable, shape: ClipShape, *, annotations: Sequence[Annotations], repeats: int = 1
+    ) -> "ViewReader":
+        """Return the reader of the rows of a table of `captions`.
+
+        Raises:
+            UserError: The clips of an evaluation have several views in time or space.
+        """
+        if len(shape.views) > 1:
+            raise UserError(
+                f"{shape.views.num_clips} clips x {shape.views.num_crops} crops of {len(self._views)} cameras",
+                hint="use one clip and one crop: samples of several cameras (--views) have no other views",
+                flags=("--clips", "--crops"),
+            )
+        ids = table.caption_id
+        if table.captions is not None:
+            entries = table.captions.choice.first(np.arange(len(table)))
+            ids = table.captions.caption_id[table.captions.of_entries(entries)]
+        assert ids is not None
+        moment_N = np.array([self._moment_of[caption] for caption in ids.tolist()], np.int64)
+        tables = [_table_of(spans, moment_N) for spans in self._spans]
+        common = _CommonMoments(tables, self._chunks, shape)
+        of_views: list[dict[str, Any]] = [
+            {
+                "chunks": self._chunks,
+                "table": of_view,
+                "shape": shape,
+                "repeats": repeats,
+                "moments": partial(common.of_view, number),
+            }
+            for number, of_view in enumerate(tables)
+        ]
+        first, *others = of_views
+        return ViewReader(
+            [ClipReader(**arguments) for arguments in others], remark=self.remark, annotations=annotations, **first
+        )
+
+
+def _table_of(usable: UsableCaptions, moment_N: NDArray[np.int64]) -> SampleTable:
+    """Return the spans of one view for some moments, all usable."""
+    place = np.searchsorted(usable.caption, moment_N)
+    return SampleTable(
+        first_part=usable.first_chunk[place],
+        last_part=usable.last_chunk[place],
+        begin_us=usable.begin_us[place],
+        end_us=usable.end_us[place],
+    )
+
+
+class _CommonMoments:
+    """Moments that all views of a row show, at the same offsets from the begins of their spans."""
+
+    def __init__(self, tables: Sequence[SampleTable], chunks: ChunkSet, shape: ClipShape) -> None:
+        self._chunks, self._sampling, self._first = chunks, shape.sampling, tables[0].first_part
+        begin_us, end_us = ([getattr(table, name) for table in tables] for name in ("begin_us", "end_us"))
+        self._begin_us_VN = np.stack(begin_us)
+        self._length_us = (np.stack(end_us) - self._begin_us_VN).min(axis=0)
+
+    def of_view(self, view: int, row: int, rng: np.random.Generator | None) -> Moments:
+        """Return the moments of a row in the video of a view."""
+        first, begin_us = self._chunks.table.times(int(self._first[row])), int(self._begin_us_VN[0, row])
+        end_us = begin_us + int(self._length_us[row])
+        # The rate of the first view, so that rules that count frames choose the same moments for all views.
+        moments = moments_of(begin_us, end_us, self._sampling, fps_num=first.fps_num, fps_den=first.fps_den, rng=rng)
+        shift = (int(self._begin_us_VN[view, row]) - begin_us) * moments.denominator
+        return Moments(tuple(numerator + shift for numerator in moments.numerators), moments.denominator)
+
+
+class ViewReader(ClipReader):
+    """Reader of clips of several views: `video` [V, T, ...], `time_s` [V, T], `colour` [V].
+
+    It is the reader of the first view, which gives the other entries, and knows the readers of the others.
+
+    Args:
+        others: Reader of the clips of each further view, by the same rows.
+        remark: Remark for the log.
+        first: Arguments of the reader of the first view.
+    """
+
+    def __init__(self, others: Sequence[ClipReader], *, remark: str = "", **first: Any) -> None:
+        super().__init__(**first)
+        self._others, self._remark, self._first = others, remark, first
+
+    def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
+        """Read, decode and crop the clips of a group of requests from all views."""
+        return _join(super().load(requests), *(reader.load(requests) for reader in self._others))
+
+    def read(self, requests: Sequence[SampleRequest]) -> Any:
+        """Read the bytes of the clips of a group of requests from all views, for `load_read`."""
+        return [super().read(requests), *(reader.read(requests) for reader in self._others)]
+
+    def load_read(self, read: Any) -> list[Sample | FailedSample]:
+        """Decode and crop clips that were read."""
+        others = zip(self._others, read[1:], strict=True)
+        return _join(super().load_read(read[0]), *(reader.load_read(clips) for reader, clips in others))
+
+    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+        """Return frames of the first view as a model sees them in an evaluation, RGB [H, W, 3]."""
+        return ClipReader(**self._first).pictures(sample, num_frames=num_frames)
+
+    def deviations(self) -> list[str]:
+        """Return deviations from the settings, and the number of omitted moments."""
+        return [*super().deviations(), f"{1 + len(self._others)} views of each moment", self._remark]
+
+
+def _join(*views: Sequence[Any]) -> list[Sample | FailedSample]:
+    """Return the samples of all views, or the failure of the first view that failed."""
+    joined: list[Sample | FailedSample] = []
+    for samples in zip(*views, strict=True):
+        failed = next((sample for sample in samples if isinstance(sample, FailedSample)), None)
+        if failed is None:
+            for name in ("time_s", "is_padded", "colour") if "is_padded" in samples[0] else ("time_s", "colour"):
+                samples[0][name] = [sample[name] for sample in samples]
+            samples[0]["video"] = np.stack([sample["video"] for sample in samples])
+        joined.append(failed or samples[0])
+    return joined

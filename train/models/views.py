@@ -1,0 +1,72 @@
+"""Video towers of several views: cameras that recorded one moment, as clips [B, V, C, T, H, W].
+
+    mean    each view goes through the tower as a clip of its own, and the output is the mean over the views
+    concat  the tokens of all views go through the blocks together, so that views attend to each other; a learned
+            embedding of each view, initially zero, tells them apart
+
+Parameters keep the names that they have in a tower of one view. A clip [B, C, T, H, W] is a single view.
+
+Shape suffixes: B batch, V views, C channels, T frames, H and W pixels, L tokens of a view, D width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipmill.manifests.errors import UserError
+from clipmill.train.config.model import ViewRule
+from clipmill.train.models.transformer import Transformer
+from clipmill.train.models.video_vit import TokenTower
+
+_CLIP_DIMS = 5
+
+
+def take_views(tower: nn.Module, *, num_views: int, rule: ViewRule) -> None:
+    """Make a tower take clips of several views.
+
+    Raises:
+        UserError: The rule is concat, and the blocks of the tower do not attend to a list of tokens.
+    """
+    if rule == "concat":
+        if not isinstance(tower, TokenTower) or not isinstance(tower.transformer, Transformer):
+            raise UserError(
+                f"--towers.views is concat, and {type(tower).__name__} has no blocks that attend to all tokens at once",
+                hint="use --towers.views mean, or --towers.kind clip with joint attention, or videomae",
+                flags=("--towers.views",),
+            )
+        tower.view_embedding = nn.Parameter(torch.zeros(num_views, tower.token_width))
+    # The class is replaced, as FSDP does, so that the tower keeps its methods and the names of its parameters.
+    tower.__class__ = type(f"{type(tower).__name__}OfViews", (_Views, type(tower)), {})
+    assert isinstance(tower, _Views)
+    tower.num_views, tower.view_rule = num_views, rule
+
+
+class _Views(nn.Module):
+    """Methods of a tower that take several views; the next class is the tower."""
+
+    num_views: int
+    view_rule: ViewRule
+    view_embedding: nn.Parameter
+
+    def forward(self, video: Tensor, *more: Any) -> Tensor:
+        return self._over_views(super().forward, video, *more)
+
+    def features(self, video: Tensor) -> Tensor:
+        return self._over_views(super().features, video)  # type: ignore[misc]
+
+    def tokens(self, video: Tensor) -> Tensor:
+        return self._over_views(super().tokens, video)  # type: ignore[misc]
+
+    def embed(self, video: Tensor, /, *more: Any) -> Tensor:
+        if video.ndim == _CLIP_DIMS:
+            return super().embed(video, *more)  # type: ignore[misc, no-any-return]
+        x_BVLD = super().embed(video.flatten(0, 1), *more).unflatten(0, (-1, self.num_views))  # type: ignore[misc]
+        joined_BLD: Tensor = (x_BVLD + self.view_embedding[:, None].to(x_BVLD.dtype)).flatten(1, 2)
+        return joined_BLD
+
+    def _over_views(self, method: Callable[..., Tensor], video: Tensor, *more: Any) -> Tensor:
+        if video.ndim == _CLIP_DIMS or self.view_rule == "concat":
+            return method(video, *more)
+        return method(video.flatten(0, 1), *more).unflatten(0, (-1, self.num_views)).mean(1)
