@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.formatting import count_noun, duration_text, short_number, size_text
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.store import captions_path
@@ -107,8 +107,12 @@ def measure_sources(variant: Variant) -> ClipCost:
     """
     rows = [(shard, row) for shard in variant.shards() for row in range(shard.num_samples)]
     chosen = Random(0).sample(rows, min(_NUM_CHUNKS, len(rows)))
+    try:
+        chunks = [_source_chunk(shard, row) for shard, row in chosen]
+    except KeyError as error:
+        raise UserError(str(error.args[0]), hint="run `prep index` again") from None
     with Activity("decoding clips from the sources"):
-        return _measure([_source_chunk(shard, row) for shard, row in chosen], clips_per_chunk=_CLIPS_PER_CHUNK)
+        return _measure(chunks, clips_per_chunk=_CLIPS_PER_CHUNK)
 
 
 def _source_chunk(shard: CommittedShard, row: int) -> _Chunk:
@@ -172,7 +176,7 @@ def _measure(chunks: Sequence[_Chunk], *, clips_per_chunk: int) -> ClipCost:
             ):
                 if number in frames:
                     _resize(chunk.upright.frame(frame))
-        except (DamagedPacket, Damaged, OSError, ValueError, av.error.FFmpegError) as error:
+        except (DamagedPacket, Damaged, OSError, Inaccessible, ValueError, av.error.FFmpegError) as error:
             raise UserError(
                 f"a clip of video {chunk.video_id} cannot be read: {error}", hint="run `prep index` again"
             ) from None

@@ -82,3 +82,6 @@ def test_flags_of_disks_are_refused_and_a_changed_source_is_named(prep: Prep, in
     error = prep("advise", "--data", data, status=2).error
     assert "a clip of video a cannot be read" in error and "a.mp4" in error
     video.write_bytes(content)
+    video.rename(video.with_name("c.mp4"))
+    prep("manifest", "folder", video.parent, "--data", data, "--yes")
+    assert "video a is not in the manifest" in prep("advise", "--data", data, status=2).error
