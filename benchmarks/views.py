@@ -47,7 +47,18 @@ AT_LEAST_S = 0.5
 LEROBOT_PYTHON = REPOSITORY / ".venv-lerobot" / "bin" / "python"
 LEROBOT = ("LeRobotDataset, torchcodec", "LeRobotDataset, PyAV")
 _DATA = {"index": ("index",), "balanced": ("chunk",), "fast": ("chunk", "--recipe", "fast")}
-_AS_LEROBOT = ("-vf", f"scale={WIDTH}:{HEIGHT}", "-c:v", "libsvtav1", "-g", "2", "-crf", "30", "-pix_fmt", "yuv420p")
+_AS_LEROBOT = (
+    "-vf",
+    f"scale={WIDTH}:{HEIGHT},setsar=1",
+    "-c:v",
+    "libsvtav1",
+    "-g",
+    "2",
+    "-crf",
+    "30",
+    "-pix_fmt",
+    "yuv420p",
+)
 
 
 def write_dataset(folder: Path, *, program: str) -> list[list[tuple[Path, float]]]:
