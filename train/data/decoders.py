@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
+    from clipmill.shards.timeline.pictures import Upright
+
 
 DecodeRule = Literal["packets", "filter", "plain"]
 
@@ -238,13 +240,7 @@ class ChunkDecoder:
 
         missing = set(content.frames)
 
-        upright = None
-        if content.timeline:
-            from clipmill.shards.timeline.model import Timeline
-            from clipmill.shards.timeline.pictures import Upright
-
-            timeline = Timeline.from_json(content.timeline)
-            upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])
+        upright = self._upright(content.timeline) if content.timeline else None
 
         def use_needed(number: int, frame: av.VideoFrame) -> None:
             if number in missing:
@@ -270,6 +266,18 @@ class ChunkDecoder:
             detail = f"{type(error).__name__}: {error}"
             raise SampleFailed(content.key, reason="undecodable", detail=detail) from error
         require_frames(missing, key=content.key)
+
+    def _upright(self, timeline_json: str) -> "Upright":
+        """Return the filter of a source's frames; each thread keeps its last one, because building it is slow."""
+        if getattr(self._local, "timeline", None) != timeline_json:
+            from clipmill.shards.timeline.model import Timeline
+            from clipmill.shards.timeline.pictures import Upright
+
+            timeline = Timeline.from_json(timeline_json)
+            self._local.timeline = timeline_json
+            self._local.upright = Upright(timeline.shape, aspect=timeline.aspects[0][1])
+        upright: Upright = self._local.upright
+        return upright
 
 
 def require_frames(missing: Collection[int], *, key: str) -> None:

@@ -183,10 +183,18 @@ def open_given_moments(
 def _open_view(rows: GivenRows, chunks: ChunkSet, *, offsets_us: Sequence[int]) -> dict[str, Any]:
     """Return the arguments of a `ClipReader` for the rows of one camera."""
     video = rows_of(rows.video_id, chunks.video_ids)
-    _require(video >= 0, rows, "videos that the manifest does not have", hint="see manifest/videos.parquet, video_id")
+    if (video < 0).any():
+        raise UserError(
+            f"{_named_rows(video < 0, rows)} name videos that the manifest does not have",
+            hint="the column video_id of manifest/videos.parquet has the names",
+        )
     search = ChunkSearch(chunks.table)
     first_of, last_of = search.last_of(video - 1) + 1, search.last_of(video)
-    _require(last_of >= first_of, rows, "videos without chunks", hint="leave them out, or see prep status")
+    if (last_of < first_of).any():
+        raise UserError(
+            f"{_named_rows(last_of < first_of, rows)} name videos without chunks",
+            hint="omit these rows, or see prep status",
+        )
     rows = replace(rows, end_us=np.minimum(rows.end_us, search.end_us[last_of]))
     moments = GivenMoments(rows, offsets_us)
     first, last = (
@@ -203,9 +211,9 @@ def _open_view(rows: GivenRows, chunks: ChunkSet, *, offsets_us: Sequence[int]) 
     return {"table": table, "annotations": [moments], "moments": moments.of_row}
 
 
-def _require(is_usable: NDArray[np.bool_], rows: GivenRows, what: str, *, hint: str) -> None:
-    wrong = np.flatnonzero(~is_usable)
-    if len(wrong):
-        first = rows.video_id.take(pa.array(wrong[:_NUM_NAMED])).to_pylist()
-        names = ", ".join(f"row {row}: {name}" for row, name in zip(wrong.tolist(), first, strict=False))
-        raise UserError(f"{len(wrong):,} of {count_noun(len(is_usable), 'row')} name {what} ({names})", hint=hint)
+def _named_rows(is_wrong: NDArray[np.bool_], rows: GivenRows) -> str:
+    """Return the number of wrong rows, and the first few of them with their videos."""
+    wrong = np.flatnonzero(is_wrong)
+    first = rows.video_id.take(pa.array(wrong[:_NUM_NAMED])).to_pylist()
+    names = ", ".join(f"row {row}: {name}" for row, name in zip(wrong.tolist(), first, strict=False))
+    return f"{len(wrong):,} of {count_noun(len(is_wrong), 'row')} ({names})"
