@@ -82,8 +82,9 @@ def kernel_of(call: Call, capability: tuple[int, int]) -> str:
 
 
 def table() -> str:
-    """The table of docs/models.md, with xformers' reasons below it."""
-    rows: dict[tuple[str, ...], list[str]] = {}
+    """The two tables of docs/models.md: the kernels with xformers' reasons, and the presets that make each call."""
+    calls: dict[tuple[str, ...], dict[str, None]] = {}
+    presets: dict[tuple[str, ...], list[str]] = {}
     reasons: dict[str, int] = {}
     for spec in TASKS.values():
         for name in presets_of(spec.settings):
@@ -92,13 +93,21 @@ def table() -> str:
             except UserError:  # a preset of another task, whose names this one has too
                 continue
             for call in calls_of(settings):
-                kernels = [kernel_of(call, capability) for capability in GPUS]
+                # One reason serves all GPUs that are too new: their columns have the capability.
+                kernels = [
+                    kernel_of(call, capability).replace(f"capability {capability}", "a higher one")
+                    for capability in GPUS
+                ]
                 cells = [one if one in NAMES.values() else f"SDPA [{_number(one, reasons)}]" for one in kernels]
-                rows.setdefault((call.what, str(call.width), call.precision, *cells), []).append(f"`{name}`")
-    lines = [f"| attention of | width of a head | `--precision` | {' | '.join(GPUS.values())} | presets |"]
-    lines.append("|---" * (4 + len(GPUS)) + "|")
-    lines += [f"| {' | '.join(cells)} | {', '.join(dict.fromkeys(names))} |" for cells, names in rows.items()]
-    return "\n".join([*lines, "", *(f"[{number}] {reason}" for reason, number in reasons.items())])
+                calls.setdefault((call.precision, *cells), {})[f"{call.what} {call.width}"] = None
+                if call.precision == settings.precision:
+                    presets.setdefault((f"{call.what} {call.width}", call.precision), []).append(f"`{name}`")
+    lines = [f"| `--precision` | {' | '.join(GPUS.values())} | attention of |", "|---" * (2 + len(GPUS)) + "|"]
+    lines += [f"| {' | '.join(cells)} | {', '.join(names)} |" for cells, names in calls.items()]
+    lines += ["", *(f"[{number}] {reason}" for reason, number in reasons.items())]
+    lines += ["", "| attention of | `precision` of the preset | presets |", "|---|---|---|"]
+    lines += [f"| {' | '.join(cells)} | {', '.join(dict.fromkeys(names))} |" for cells, names in presets.items()]
+    return "\n".join(lines)
 
 
 def _number(reason: str, reasons: dict[str, int]) -> int:
