@@ -145,6 +145,8 @@ def read_packets(
         DamagedPacket: A packet lies outside its chunk, or does not match its checksum.
         OSError, DamagedTar: The file cannot be read.
     """
+    if not needed:
+        return []
     begins, sizes = table.offset[needed].tolist(), table.size[needed].tolist()
     payload_offset, payload_size = payload
     ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]

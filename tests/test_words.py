@@ -135,8 +135,8 @@ PACKAGES = ("manifests", "shards", "train", "prep")
 IDEAS = {
     "manifests": (54, 795, 103, 6.6),
     "shards": (35, 418, 65, 6.8),
-    "train": (214, 2880, 490, 8.0),
-    "prep": (127, 1290, 260, 8.5),
+    "train": (214, 2881, 490, 8.0),
+    "prep": (127, 1292, 260, 8.5),
 }
 # Patterns of a translated sentence; CONTRIBUTING says what to write instead.
 FOREIGN = re.compile(

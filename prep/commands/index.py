@@ -2,10 +2,15 @@
 
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import pyarrow.compute as pc
 from cyclopts import Parameter
 
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.manifests.store import has_manifest, read_videos
 from clipmill.prep.commands.datasets import ADAPTERS
 from clipmill.prep.commands.manifest import ONE_PLACE, Target, read_captioned
 from clipmill.prep.core.make import make_column
@@ -14,7 +19,7 @@ from clipmill.prep.video.column import INDEX, ChunkRequest, IndexRecipe
 if TYPE_CHECKING:
     from clipmill.manifests.storage.urls import Place
 else:
-    from pathlib import Path as Place
+    Place = Path
 
 
 _SETTINGS, _REQUEST = IndexRecipe(), ChunkRequest()
@@ -33,6 +38,7 @@ def index(
 ) -> None:
     """Read a folder into the manifest if there is one, and make the index."""
     if videos is not None:
+        _require_new(request.data, videos)
         into = Target(request.data, "folder", videos, may_remove=False, as_json=False)
         with redirect_stdout(sys.stderr):  # the result of this command is the index
             read_captioned(ADAPTERS["folder"], None, into=into, has_next=False)
@@ -40,3 +46,26 @@ def index(
 
 
 index.__doc__ = INDEX.help
+
+
+def _require_new(data: Path, videos: "Place") -> None:
+    """Refuse a folder whose videos the manifest has with captions, or by another dataset: reading it would lose them.
+
+    Raises:
+        UserError: The manifest has such videos, or the folder is a dataset that has an adapter.
+    """
+    if not is_remote(str(videos)) and (Path(videos) / "meta" / "info.json").is_file():
+        raise UserError(
+            f"{videos} is a LeRobot dataset", hint=f"read it with prep manifest lerobot {videos}, then run prep index"
+        )
+    if not has_manifest(data):
+        return
+    table = read_videos(data, columns=["path", "dataset", "num_captions"])
+    folder = str(videos) if is_remote(str(videos)) else str(Path(videos).resolve())
+    is_inside = pc.starts_with(table["path"], f"{folder.rstrip('/')}/")
+    would_be_lost = pc.or_(pc.greater(table["num_captions"], 0), pc.not_equal(table["dataset"], "folder"))
+    if pc.any(pc.and_(is_inside, would_be_lost)).as_py():
+        raise UserError(
+            f"the manifest of {data} has the videos of {videos} already, with captions or from another dataset",
+            hint="omit the folder: prep index",
+        )

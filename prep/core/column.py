@@ -112,7 +112,8 @@ class ColumnSpec:
         work: Import path `package.module:NAME` of the column's `ChunkWork` (`prep/core/chunk_work.py`), or of its
             `ColumnWork` if the column has another plan (`prep/core/work.py`).
         check_sample: Import path `package.module:function` of a function (index row, members, split) -> `CheckedSample`
-            that compares a sample with its index row. It runs in workers, which load nothing else.
+            that compares a sample with its index row, to which `tar`, the path of the shard, is added. It runs in
+            workers, which load nothing else.
         settings: Frozen dataclass whose fields are flags of `prep NAME` and `prep plan NAME` and, without those that
             are `NOT_STORED`, part of the recipe (`prep/core/recipe.py`). A field `where` selects chunks. No field may
             have a name of `TAKEN_SETTINGS`.

@@ -63,7 +63,7 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.BAD_TIMESTAMPS: ("the timestamps are unusable", "remux it: ffmpeg -i IN -c copy OUT.mp4"),
     FailureCode.NOT_INDEXABLE: (
         "the file cannot be read in place",
-        "re-encode it with ffmpeg, or encode all videos as chunks instead",
+        "remux it (ffmpeg -i IN -c copy OUT.mp4) or re-encode it, or encode all videos as chunks instead",
     ),
     FailureCode.PROBE_FAILED: ("reading the file crashed", "re-encode it with ffmpeg, or remove it"),
     FailureCode.DECODE_ERRORS: (

@@ -249,6 +249,7 @@ def check_deep(task: DeepTask) -> DeepResult:
         with local_copy(path), path.open("rb") as tar:
             for number in range(table.num_rows):
                 row = {name: table[name][number].as_py() for name in table.column_names}
+                row["tar"] = path
                 key, members = row["key"], {}
                 for extension in extensions_of(table):
                     tar.seek(row[f"{extension}_offset"])

@@ -18,16 +18,21 @@ from clipmill.manifests.formatting import clock, count_noun
 from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.publish import parse_json
 from clipmill.manifests.store import has_manifest, read_videos
+from clipmill.prep.core.chunk_content import place_of
 from clipmill.prep.core.column import CheckedSample, DeepCode
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.report import Report
 from clipmill.prep.video.span_task import check_chunk, read_chunk
 from clipmill.shards.columns import SOURCE_MEMBER
+from clipmill.shards.decoding import DamagedPacket, SourceFile, read_packets
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
-from clipmill.shards.opening import DamagedTar
+from clipmill.shards.opening import Damaged, DamagedTar
+from clipmill.shards.packets import PacketTable
 from clipmill.shards.reader import CommittedShard
 
 _MAX_CAPTIONS = 20
+_PACKET_FIELDS = ("offset", "size", "frame", "flags", "crc32")
+_PACKET_KINDS = (np.uint32, np.uint32, np.int32, np.uint8, np.uint32)
 _MAX_PATTERN = 32  # longest GOP in frames that is printed in full
 _MAX_PATTERNS = 4
 
@@ -64,7 +69,7 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
         f"key       {key}",
         f"tar       {shard.tar_path} ({shard.split})",
         *(
-            f"  .{name:<8}bytes {member['offset']} to {member['offset'] + member['size']}"
+            f"  .{name:<8} bytes {member['offset']} to {member['offset'] + member['size']}"
             for name, member in members.items()
         ),
         f"time      {clock(begin_s, decimals=3)} to {clock(end_s, decimals=3)} of video {row['video_id']}",
@@ -127,7 +132,7 @@ def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> C
     """
     in_json = _check_description(row, members, split=split)
     if SOURCE_MEMBER in members:
-        return CheckedSample(in_json, 0)  # `prep index` has read the packets, and each reader compares their checksums
+        return _check_source(row, in_json)
     content = members["mp4"]
     try:
         facts = read_chunk(content, fps=Fraction(row["fps_num"], row["fps_den"]))
@@ -150,6 +155,20 @@ def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> C
     except av.error.FFmpegError as error:
         return CheckedSample([*differences, (DeepCode.DECODE_ERRORS, str(error)), *in_json], 0)
     return CheckedSample([*differences, *([] if difference is None else [difference]), *in_json], num_decoded)
+
+
+def _check_source(row: dict[str, Any], in_json: list[tuple[DeepCode, str]]) -> CheckedSample:
+    """Compare the packets of a chunk in its source file with their checksums; nothing is decoded."""
+    table = PacketTable(
+        *(np.array(row[f"packet_{name}"], kind) for name, kind in zip(_PACKET_FIELDS, _PACKET_KINDS, strict=True))
+    )
+    payload = row["source_offset"], row["source_bytes"] - row["source_offset"]
+    try:
+        place = SourceFile(place_of(row["tar"], row["video_id"]))
+        packets = read_packets(place, payload, table, list(range(len(table.frame))))
+    except (DamagedPacket, Damaged, OSError, KeyError) as error:
+        return CheckedSample([(DeepCode.UNREADABLE, f"the source cannot be read: {error}"), *in_json], 0)
+    return CheckedSample(in_json, len(packets))
 
 
 def _check_description(row: dict[str, Any], members: dict[str, bytes], *, split: str) -> list[tuple[DeepCode, str]]:

@@ -240,7 +240,7 @@ class ChunkDecoder:
 
         missing = set(content.frames)
 
-        upright = self._upright(content.timeline) if content.timeline else None
+        upright = self._shape_filter(content.timeline) if content.timeline else None
 
         def use_needed(number: int, frame: av.VideoFrame) -> None:
             if number in missing:
@@ -267,7 +267,7 @@ class ChunkDecoder:
             raise SampleFailed(content.key, reason="undecodable", detail=detail) from error
         require_frames(missing, key=content.key)
 
-    def _upright(self, timeline_json: str) -> "Upright":
+    def _shape_filter(self, timeline_json: str) -> "Upright":
         """Return the filter of a source's frames; each thread keeps its last one, because building it is slow."""
         if getattr(self._local, "timeline", None) != timeline_json:
             from clipmill.shards.timeline.model import Timeline

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.core.chunk_content import read_chunk
 from clipmill.shards.reader import Variant
@@ -233,3 +234,34 @@ def test_a_source_without_key_frames_is_refused_where_a_chunk_would_need_minutes
     ran = prep_here("index", tmp_path / "videos", "--data", data, "--workers", 1, "--json", status=1)
     assert ran.summary["failures"] == {"not_indexable": 1}
     assert "no key frame" in (next((data / "video").iterdir()) / "failures.jsonl").read_text()
+
+
+def test_calm_videos_are_scored_and_sources_are_verified(tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    for name in ("calm", "lost"):
+        pictures = ("-f", "lavfi", "-i", "color=gray:s=64x64:r=10:d=3")
+        ffmpeg(*pictures, "-c:v", "libx264", "-pix_fmt", "yuv420p", tmp_path / "videos" / f"{name}.mp4")
+    data = tmp_path / "data"
+    prep_here("index", tmp_path / "videos", "--data", data, "--workers", 1)
+    assert prep_here("scores", "--data", data, "--workers", 1, "--json").summary["num_encoded"] == 2
+    deep = ("verify", "--column", "video", "--deep", "--data", data)
+    prep_here(*deep)
+    (tmp_path / "videos" / "lost.mp4").unlink()
+    assert "lost.mp4" in prep_here(*deep, status=1).stdout
+
+
+def test_a_folder_is_not_read_again_over_captions_or_by_another_adapter(indexed: Path, tmp_path: Path) -> None:
+    again = prep_here("index", indexed / "videos", "--data", indexed / "data", status=2)
+    assert "has the videos" in again.error
+    (tmp_path / "robot" / "meta").mkdir(parents=True)
+    (tmp_path / "robot" / "meta" / "info.json").write_text("{}")
+    ran = prep_here("index", tmp_path / "robot", "--data", tmp_path / "data", status=2)
+    assert "LeRobot" in ran.error and "prep manifest lerobot" in ran.stderr
+
+
+def test_an_index_without_any_chunk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    encoded(*X264)(tmp_path / "videos" / "v.ts")
+    prep_here("index", tmp_path / "videos", "--data", tmp_path / "data", "--workers", 1, status=1)
+    with pytest.raises(UserError, match="everything that it would hold has failed"):
+        read_chunks(tmp_path / "data")

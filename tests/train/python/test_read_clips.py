@@ -219,6 +219,11 @@ def test_rows_without_a_chunk_or_outside_of_the_video_fail_by_name(recordings: P
         ({"video_id": ["slow", "x", "y"], "time_s": [0, 0, 0]}, {}, r"2 of 3 rows \(row 1: x, row 2: y\) name"),
         ({"video_id": ["unmade"], "time_s": [0]}, {}, r"1 of 1 row \(row 0: unmade\) name videos without chunks"),
         ({"video_id": ["slow"]}, {}, "the table has the columns video_id"),
+        (
+            {"video_id": ["slow"], "time_s": [0], "begin_s": [2], "end_s": [1]},
+            {},
+            "end_s of row 0 .* not after begin_s",
+        ),
         ({"video_id": [], "time_s": []}, {}, "the table has no rows"),
         ({"video_id": ["slow"], "time_s": [float("nan")]}, {}, "time_s of row 0 of the table is nan"),
         ({"video_id": ["slow"], "time_s": ["soon"]}, {}, "the column time_s"),

@@ -65,16 +65,20 @@ class GivenRows:
             columns = pa.table(named | of_view)
         names = columns.column_names
         if not {"video_id", "key"} & set(names) or "time_s" not in names:
-            raise UserError(f"the table has the columns {', '.join(names) or 'none'}", hint=_COLUMNS)
+            of_camera = f" for the view {view}" if view else ""
+            raise UserError(f"the table has the columns {', '.join(names) or 'none'}{of_camera}", hint=_COLUMNS)
         if not len(columns):
             raise UserError("the table has no rows", hint="give a row for each clip")
         time_us = _times_us(columns, "time_s")
-        return cls(
-            _video_ids(columns),
-            time_us,
-            _times_us(columns, "begin_s") if "begin_s" in names else np.zeros_like(time_us),
-            _times_us(columns, "end_s") if "end_s" in names else np.full_like(time_us, int(_LATEST_S * US_PER_S)),
-        )
+        begin_us = _times_us(columns, "begin_s") if "begin_s" in names else np.zeros_like(time_us)
+        latest_us = np.full_like(time_us, int(_LATEST_S * US_PER_S))
+        end_us = _times_us(columns, "end_s") if "end_s" in names else latest_us
+        if len(reversed_rows := np.flatnonzero(end_us <= begin_us)):
+            raise UserError(
+                f"end_s of row {reversed_rows[0]} of the table is not after begin_s ({len(reversed_rows):,} such rows)",
+                hint="give the begin and the end of the span that offsets must not leave",
+            )
+        return cls(_video_ids(columns), time_us, begin_us, end_us)
 
 
 _COLUMNS = "give an Arrow table or a mapping, with the columns video_id (or key) and time_s, seconds in the video"
@@ -195,7 +199,7 @@ def _open_view(rows: GivenRows, chunks: ChunkSet, *, offsets_us: Sequence[int]) 
             f"{_named_rows(last_of < first_of, rows)} name videos without chunks",
             hint="omit these rows, or see prep status",
         )
-    rows = replace(rows, end_us=np.minimum(rows.end_us, search.end_us[last_of]))
+    rows = replace(rows, begin_us=np.maximum(rows.begin_us, 0), end_us=np.minimum(rows.end_us, search.end_us[last_of]))
     moments = GivenMoments(rows, offsets_us)
     first, last = (
         np.clip(search.last_started(video, moments.shown_us(offset) // 1000), first_of, last_of)
