@@ -224,11 +224,6 @@ class Variant:
         if not self.commits and not self.damaged:
             hint = f"run {how_to_make(self.directory.parent.name, self.directory.parent.parent)}"
             raise UserError(f"{self.directory} has no committed shards", hint=hint)
-        if not self.damaged and not any(commit.files for commit in self.commits.values()):
-            raise UserError(
-                f"{self.directory} has no samples: everything that it would hold has failed",
-                hint="see prep status for the reasons",
-            )
         if self.damaged:
             num_more = len(self.damaged) - 1
             more = f"; {count_noun(num_more, 'more damaged commit record')}" if num_more else ""

@@ -174,7 +174,13 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, froz
     Raises:
         Damaged: A file is not an index of chunks, or the merged table differs from its checksums.
         OSError: A file cannot be read.
+        UserError: The variant has no chunks.
     """
+    if not variant.num_samples:
+        raise UserError(
+            f"{variant.directory} has no chunks: all of its videos have failed",
+            hint="see prep status for the reasons",
+        )
     chunk_rows = read_chunk_rows(variant, columns=("video_id", *CHUNK_COLUMNS))
     entries, codes = chunk_rows.dictionary_codes("video_id")
     arrays = {name: column_of(chunk_rows.table[name]) for name in CHUNK_COLUMNS}

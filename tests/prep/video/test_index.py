@@ -263,5 +263,5 @@ def test_an_index_without_any_chunk_is_named(tmp_path: Path) -> None:
     (tmp_path / "videos").mkdir()
     encoded(*X264)(tmp_path / "videos" / "v.ts")
     prep_here("index", tmp_path / "videos", "--data", tmp_path / "data", "--workers", 1, status=1)
-    with pytest.raises(UserError, match="everything that it would hold has failed"):
+    with pytest.raises(UserError, match="all of its videos have failed"):
         read_chunks(tmp_path / "data")
