@@ -1,6 +1,6 @@
 """A program as in an interpreter of its own, but for what takes seconds to import: `-m tests.fresh PROGRAM WORDS...`.
 
-It is for `tests.forks.Forks.python`: the process has imported torch, and imports clipmill anew.
+It is for `tests.forks.Forks.python`: the process has imported torch, and imports clipmill again.
 """
 
 import os

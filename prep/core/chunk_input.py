@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
 
-# Columns of a `video` index that identify the content of a chunk; an index has those of one kind of member.
+# Columns of a `video` index that identify the content of a chunk; an index has the columns of one member only.
 FINGERPRINT_COLUMNS = [
     "span_fingerprint",
     *(f"{member}_{name}" for member in ("mp4", SOURCE_MEMBER) for name in ("size", "crc32")),

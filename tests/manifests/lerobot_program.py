@@ -1,4 +1,4 @@
-"""What `test_lerobot_reader.py` asks of LeRobot, in an environment of its own (`make lerobot`).
+"""The part of `test_lerobot_reader.py` that needs LeRobot, in a separate environment (`make lerobot`).
 
 write ROOT        write a dataset of two cameras in LeRobot's default encoding
 convert ROOT      convert a dataset of version 2.1 to version 3.0, in place

@@ -1,4 +1,4 @@
-"""Captions whose split differs from that of their video, and names of moments and cameras."""
+"""Captions with another split than their video, and names of moments and cameras."""
 
 from math import inf
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`prep advise` on an index: clips of the sources as they are, beside those of each recipe."""
+"""`prep advise` on an index: clips of unchanged sources beside clips of each recipe."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -32,13 +32,13 @@ X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-pix_fmt", "yuv420p", *QUIET
 Make = Callable[[Path], object]
 
 
-def encoded(*options: object, rate: str = str(FPS)) -> Make:
+def make_with(*options: object, rate: str = str(FPS)) -> Make:
     pictures = (*PICTURES[:3], str(PICTURES[3]).replace(f"r={FPS}", f"r={rate}"))
     return lambda path: ffmpeg(*pictures, *options, path)
 
 
 def with_edit(path: Path) -> None:
-    encoded(*X264, "-bf", 3, "-g", 30)(path)
+    make_with(*X264, "-bf", 3, "-g", 30)(path)
     edit(path, begin_s=1, end_s=5)
 
 
@@ -59,37 +59,37 @@ def with_uneven_frames(path: Path) -> None:
 
 # Name of a file, and how it is made.
 SOURCES: dict[str, Make] = {
-    "plain.mp4": encoded(*X264, "-g", 250),
-    "b_pyramid.mp4": encoded("-c:v", "libx264", "-preset", "medium", "-g", 25, *QUIET),
-    "open_gops.mp4": encoded(*X264, "-bf", 3, "-g", 24, "-x264-params", "open-gop=1"),
-    "ntsc.mov": encoded(*X264, "-bf", 2, rate="30000/1001"),
-    "slow.mkv": encoded(*X264, "-bf", 2, rate="7"),
-    "fast.mp4": encoded(*X264, rate="90"),
-    "open_hevc.mkv": encoded(*X265, "-x265-params", "log-level=error:keyint=20:bframes=3"),
-    "hevc.mp4": encoded(*X265, "-x265-params", "log-level=error:keyint=30:open-gop=0", "-tag:v", "hvc1"),
-    "ten_bits.mp4": encoded("-c:v", "libx265", "-preset", "ultrafast", "-pix_fmt", "yuv420p10le", *QUIET),
-    "vp9.webm": encoded(
+    "plain.mp4": make_with(*X264, "-g", 250),
+    "b_pyramid.mp4": make_with("-c:v", "libx264", "-preset", "medium", "-g", 25, *QUIET),
+    "open_gops.mp4": make_with(*X264, "-bf", 3, "-g", 24, "-x264-params", "open-gop=1"),
+    "ntsc.mov": make_with(*X264, "-bf", 2, rate="30000/1001"),
+    "slow.mkv": make_with(*X264, "-bf", 2, rate="7"),
+    "fast.mp4": make_with(*X264, rate="90"),
+    "open_hevc.mkv": make_with(*X265, "-x265-params", "log-level=error:keyint=20:bframes=3"),
+    "hevc.mp4": make_with(*X265, "-x265-params", "log-level=error:keyint=30:open-gop=0", "-tag:v", "hvc1"),
+    "ten_bits.mp4": make_with("-c:v", "libx265", "-preset", "ultrafast", "-pix_fmt", "yuv420p10le", *QUIET),
+    "vp9.webm": make_with(
         "-c:v", "libvpx-vp9", "-b:v", "200k", "-g", 40, "-deadline", "realtime", "-cpu-used", 8, *QUIET
     ),
-    "av1.mp4": encoded("-c:v", "libsvtav1", "-preset", 12, "-g", 30, *QUIET),
+    "av1.mp4": make_with("-c:v", "libsvtav1", "-preset", 12, "-g", 30, *QUIET),
     "edited.mp4": with_edit,
     "early_sound.mp4": with_early_sound,
     "uneven.mp4": with_uneven_frames,
-    "fragments.mp4": encoded(*X264, "-bf", 2, "-g", 30, "-movflags", "frag_keyframe+empty_moov"),
-    "intra.mp4": encoded(*X264, "-g", 1),
-    "ends.mkv": encoded(*X264, "-g", 17, "-bf", 2, "-t", 4.4),
+    "fragments.mp4": make_with(*X264, "-bf", 2, "-g", 30, "-movflags", "frag_keyframe+empty_moov"),
+    "intra.mp4": make_with(*X264, "-g", 1),
+    "ends.mkv": make_with(*X264, "-g", 17, "-bf", 2, "-t", 4.4),
 }
 REFUSED: dict[str, tuple[Make, str]] = {
-    "mpeg4.mp4": (encoded("-c:v", "mpeg4", *QUIET), "mpeg4"),
-    "stream.ts": (encoded(*X264), "mpegts"),
-    "theirs.avi": (encoded(*X264), "avi"),
-    "refresh.mp4": (encoded(*X264, "-x264-params", "intra-refresh=1:keyint=20"), ""),
+    "mpeg4.mp4": (make_with("-c:v", "mpeg4", *QUIET), "mpeg4"),
+    "stream.ts": (make_with(*X264), "mpegts"),
+    "theirs.avi": (make_with(*X264), "avi"),
+    "refresh.mp4": (make_with(*X264, "-x264-params", "intra-refresh=1:keyint=20"), ""),
 }
 
 
 @pytest.fixture(scope="module")
-def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder of all sources, of which `prep index` can read some."""
+def index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a data folder of all sources; `prep index` refuses some of them."""
     folder = tmp_path_factory.mktemp("index")
     (folder / "videos").mkdir()
     for name, make in [*SOURCES.items(), *((name, make) for name, (make, _) in REFUSED.items())]:
@@ -124,9 +124,9 @@ def chunks_of(chunks: ChunkSet, video_id: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_frames_on_show_are_those_of_a_plain_decode(indexed: Path, name: str) -> None:
-    frames = plain_frames(indexed / "videos" / name)
-    chunks, draw = ChunkSet(indexed / "data", split="train", rule="packets"), random.Random(name)
+def test_frames_on_show_are_those_of_a_plain_decode(index_folder: Path, name: str) -> None:
+    frames = plain_frames(index_folder / "videos" / name)
+    chunks, draw = ChunkSet(index_folder / "data", split="train", rule="packets"), random.Random(name)
     numbers = chunks_of(chunks, Path(name).stem)
     assert len(numbers) >= 2
     for chunk in numbers:
@@ -141,36 +141,38 @@ def test_frames_on_show_are_those_of_a_plain_decode(indexed: Path, name: str) ->
             assert abs(times.frame_begin_us(frame) - begun[-1][0] * 1_000_000) <= 1
 
 
-def test_columns_see_the_frames_of_the_nominal_rate(indexed: Path) -> None:
-    shard, row = Variant.open(indexed / "data").find("open_hevc_000002000")
+def test_columns_see_the_frames_of_the_nominal_rate(index_folder: Path) -> None:
+    shard, row = Variant.open(index_folder / "data").find("open_hevc_000002000")
     content = read_chunk(shard, row)
-    frames = plain_frames(indexed / "videos" / "open_hevc.mkv")
+    frames = plain_frames(index_folder / "videos" / "open_hevc.mkv")
     shown = [np.asarray(frame.reformat(format="gray").to_ndarray()) for frame in content.frames(range(60))]
     middles = [2 + Fraction(2 * number + 1, 2 * FPS) for number in range(60)]
-    wanted = [[luma for time, luma in frames if time <= middle][-1] for middle in middles]
-    assert len(shown) == 60 and all(map(np.array_equal, shown, wanted))
+    expected = [[luma for time, luma in frames if time <= middle][-1] for middle in middles]
+    assert len(shown) == 60 and all(map(np.array_equal, shown, expected))
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_source_that_cannot_be_read_in_place_is_refused_by_name(indexed: Path, name: str) -> None:
-    lines = (next((indexed / "data" / "video").iterdir()) / "failures.jsonl").read_text().splitlines()
+def test_a_source_that_cannot_be_read_in_place_is_refused_by_name(index_folder: Path, name: str) -> None:
+    lines = (next((index_folder / "data" / "video").iterdir()) / "failures.jsonl").read_text().splitlines()
     failed = {failure["video_id"]: failure for failure in map(json.loads, lines)}
     assert failed[Path(name).stem]["code"] == "not_indexable"
     assert REFUSED[name][1] in failed[Path(name).stem]["message"]
 
 
-def test_clips_show_the_moments_of_their_captions(indexed: Path) -> None:
-    with open_clips(indexed / "data", num_frames=3, size_px=32, batch=len(SOURCES), crop="centre", rgb=False) as clips:
+def test_clips_show_the_moments_of_their_captions(index_folder: Path) -> None:
+    with open_clips(
+        index_folder / "data", num_frames=3, size_px=32, batch=len(SOURCES), crop="centre", rgb=False
+    ) as clips:
         batch = next(iter(clips))
     assert sorted(batch["caption"]) == sorted(Path(name).stem for name in SOURCES)
     assert len({bytes(clip.numpy().tobytes()) for clip in batch["video"]}) > len(SOURCES) - 3
 
 
-def test_a_source_that_has_changed_moved_or_been_cut_is_named(indexed: Path, tmp_path: Path) -> None:
+def test_a_source_that_has_changed_moved_or_been_cut_is_named(index_folder: Path, tmp_path: Path) -> None:
     videos, data = tmp_path / "videos", tmp_path / "data"
     videos.mkdir()
     for name in ("changed", "cut", "moved", "kept"):
-        (videos / f"{name}.mp4").write_bytes((indexed / "videos" / "open_gops.mp4").read_bytes())
+        (videos / f"{name}.mp4").write_bytes((index_folder / "videos" / "open_gops.mp4").read_bytes())
     prep_here("index", videos, "--data", data, "--len", "2s", "--workers", 1)
     content = bytearray((videos / "changed.mp4").read_bytes())
     content[len(content) // 3 : len(content) // 3 * 2] = bytes(len(content) // 3 * 2 - len(content) // 3)
@@ -191,14 +193,14 @@ def test_a_source_that_has_changed_moved_or_been_cut_is_named(indexed: Path, tmp
     assert chunks.decoder.decode(chunks.read(chunks_of(chunks, "moved")[1], {40}))
 
 
-def test_a_second_run_reads_nothing(indexed: Path) -> None:
-    ran = prep_here("index", "--data", indexed / "data", "--len", "2s", "--json", "--max-failures", len(REFUSED))
+def test_a_second_run_reads_nothing(index_folder: Path) -> None:
+    ran = prep_here("index", "--data", index_folder / "data", "--len", "2s", "--json", "--max-failures", len(REFUSED))
     assert ran.summary["num_encoded"] == 0 and ran.summary["num_shards_made"] == 0
 
 
-def test_pictures_are_upright_and_have_square_pixels(indexed: Path, tmp_path: Path) -> None:
+def test_pictures_are_upright_and_have_square_pixels(index_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "videos").mkdir()
-    plain, turned, wide = indexed / "videos" / "plain.mp4", *(tmp_path / "videos" / f"{name}.mp4" for name in "tw")
+    plain, turned, wide = index_folder / "videos" / "plain.mp4", *(tmp_path / "videos" / f"{name}.mp4" for name in "tw")
     ffmpeg("-display_rotation", 90, "-i", plain, "-c", "copy", turned)
     ffmpeg("-i", plain, "-vf", "setsar=4/3", *X264, wide)
     prep_here("index", tmp_path / "videos", "--data", tmp_path / "data", "--workers", 1)
@@ -209,18 +211,18 @@ def test_pictures_are_upright_and_have_square_pixels(indexed: Path, tmp_path: Pa
     assert chunks["w"].shape[1:3] == (120, 214)
 
 
-def test_sources_in_a_bucket_are_read_by_range(indexed: Path, tmp_path: Path, bucket: str) -> None:
+def test_sources_in_a_bucket_are_read_by_range(index_folder: Path, tmp_path: Path, bucket: str) -> None:
     names = ("open_gops.mp4", "vp9.webm")
     objects = open_objects(bucket)
     for name in names:
-        objects.write(f"videos/{name}", indexed / "videos" / name)
+        objects.write(f"videos/{name}", index_folder / "videos" / name)
     prep_here("index", f"{bucket}/videos", "--data", tmp_path / "data", "--len", "2s", "--workers", 1)
-    here, there = (ChunkSet(data, split="train", rule="packets") for data in (indexed / "data", tmp_path / "data"))
+    here, there = (ChunkSet(data, split="train", rule="packets") for data in (index_folder / "data", tmp_path / "data"))
     for name in names:
         chunk, same = chunks_of(there, Path(name).stem)[1], chunks_of(here, Path(name).stem)[1]
         frames = {5, 33}
         read, expected = there.read(chunk, frames), here.read(same, frames)
-        assert read.packets == expected.packets and read.size_bytes < (indexed / "videos" / name).stat().st_size
+        assert read.packets == expected.packets and read.size_bytes < (index_folder / "videos" / name).stat().st_size
     objects.delete("videos/vp9.webm")
     with pytest.raises(SampleFailed, match=r"vp9\.webm"):
         there.read(chunk, frames)
@@ -250,8 +252,8 @@ def test_calm_videos_are_scored_and_sources_are_verified(tmp_path: Path) -> None
     assert "lost.mp4" in prep_here(*deep, status=1).stdout
 
 
-def test_a_folder_is_not_read_again_over_captions_or_by_another_adapter(indexed: Path, tmp_path: Path) -> None:
-    again = prep_here("index", indexed / "videos", "--data", indexed / "data", status=2)
+def test_a_folder_is_not_read_again_over_captions_or_by_another_adapter(index_folder: Path, tmp_path: Path) -> None:
+    again = prep_here("index", index_folder / "videos", "--data", index_folder / "data", status=2)
     assert "has the videos" in again.error
     (tmp_path / "robot" / "meta").mkdir(parents=True)
     (tmp_path / "robot" / "meta" / "info.json").write_text("{}")
@@ -261,7 +263,7 @@ def test_a_folder_is_not_read_again_over_captions_or_by_another_adapter(indexed:
 
 def test_an_index_without_any_chunk_is_named(tmp_path: Path) -> None:
     (tmp_path / "videos").mkdir()
-    encoded(*X264)(tmp_path / "videos" / "v.ts")
+    make_with(*X264)(tmp_path / "videos" / "v.ts")
     prep_here("index", tmp_path / "videos", "--data", tmp_path / "data", "--workers", 1, status=1)
     with pytest.raises(UserError, match="all of its videos have failed"):
         read_chunks(tmp_path / "data")
