@@ -1,13 +1,13 @@
-"""The merged tables of `video`, `latents`, `text`, `captions` and columns of other packages; moments of their chunks.
+"""The merged tables of `video`, `latents`, `text`, `captions` and plug-in columns; positions of chunks as integers.
 
-A table has a part for each folder of shards (clipmill.shards.format): `chunks.arrow` in that folder, made of the
-indexes of its up to 1,000 shards, in the order of shards and rows. A part depends on nothing but the commits of its
-shards, so that a run writes only the parts in which something has changed, and reads only the indexes that are new.
-Where a part is missing or stale, readers take the indexes of its shards.
+A table has a part for each folder of shards (clipmill.shards.format): the file `chunks.arrow` in that folder, made from
+the indexes of its up to 1,000 shards, in the order of shards and rows. A part depends only on the commits of its
+shards, so a run writes only the parts that have changed, and reads only the new indexes. If a part is missing or stale,
+readers use the indexes of its shards.
 
-`Moments` numbers moments, each a row of a list of videos and a time, so that they are sorted and searched as integers.
-The numbers are dense: row times range plus time. 10^9 videos of up to 100 days fit into 64-bit numbers. Moments that do
-not fit are refused, because two of them could have the same number.
+A moment is a row in a list of videos, and a time in that video. `Moments` maps moments to integers (row times range
+plus time), which can be sorted and searched. 10^9 videos of up to 100 days fit into 64 bits. Moments that do not fit
+are rejected, because two of them could have the same integer.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -43,7 +43,7 @@ _OF_MEMBER = {"offset": pa.uint64(), "size": pa.uint64(), "crc32": pa.uint32()}
 _PLACE = {"shard": pa.int32(), "row": pa.int32()}
 _SHARDS_KEY, _INDEXES_KEY, _OPEN_GOPS_KEY = b"shard_ids", b"index_sha256", b"open_gops"
 _MEMBER_KEY, _FORMAT_KEY = b"member", b"clipmill_format"
-_MARK_DIGITS = 16  # of the SHA-256 of each index: enough to tell a shard that was made again
+_MARK_DIGITS = 16  # of each index's SHA-256: enough to recognize an index that was made again
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class ChunkRows:
     """The samples of a variant.
 
     Attributes:
-        table: One row per sample, in the order of shards and rows; one chunk per part. All chunks of `video_id` have
-            the same dictionary, in which an id may occur several times.
+        table: One row per sample, in the order of shards and rows; one Arrow chunk per part. All Arrow chunks of
+            `video_id` have the same dictionary, which may contain an ID several times.
         member: Extension of the member that the columns `offset`, `size` and `crc32` locate.
         open_gops: Shards of `video` whose first chunk cannot be decoded from single packets; None if this is unknown,
             because indexes were read.
@@ -63,14 +63,14 @@ class ChunkRows:
     open_gops: frozenset[int] | None
 
     def dictionary_codes(self, name: str) -> tuple[pa.Array, NDArray[np.int32]]:
-        """Return the dictionary of a column of texts, and the code of each row."""
+        """Return the dictionary of a string column, and each row's code in it."""
         chunks = self.table[name].chunks
         codes = [np.empty(0, np.int32), *(chunk.indices.to_numpy() for chunk in chunks)]
         return chunks[0].dictionary if chunks else pa.array([], _TEXT), np.concatenate(codes)
 
 
 def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None) -> ChunkRows:
-    """Return the samples of a variant from its merged table, verified, and from its indexes where it is not current.
+    """Return the samples of a variant from the verified parts of its merged table, or from the indexes of other parts.
 
     Args:
         columns: Columns of `table`; None for all.
@@ -79,7 +79,7 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
         DamagedTable: A part differs from its checksums.
         DamagedIndex: An index is not the committed one, or is not an index of this column.
         OSError: A file cannot be read.
-        UserError: The package of the column declares fields that its samples lack.
+        UserError: The column's package declares fields that its samples lack.
     """
     tables, members, open_gops = [], set[str](), set[int]()
     is_known = True
@@ -113,10 +113,10 @@ def has_chunk_table(column: str) -> bool:
 
 
 def update_chunk_table(variant: Variant, *, column: str) -> bool:
-    """Write the parts of the merged table of a variant that are not up to date; return True if there were any.
+    """Write the parts of a variant's merged table that are not up to date; return True if any part was written.
 
     Raises:
-        UserError: An index cannot be read. The variant then has a missing part, or one that readers recognise as stale.
+        UserError: An index cannot be read. The variant then has a missing part, or one that readers recognize as stale.
     """
     if not has_chunk_table(column) or variant.damaged:
         return False
@@ -141,7 +141,7 @@ def missing_parts(variant: Variant) -> list[str]:
 
 
 def shards_to_merge(variant: Variant) -> list[CommittedShard]:
-    """Return the shards whose indexes `update_chunk_table` reads, because the table has no rows of these indexes."""
+    """Return the shards whose indexes `update_chunk_table` has to read, because the table lacks their rows."""
     stale = [part for part in _parts(variant) if not part.is_intact()]
     return [variant.shard(shard_id) for part in stale for shard_id in part.changed_shards(part.open_previous())]
 
@@ -152,7 +152,7 @@ def chunk_table_metadata(
     """Return the metadata of the schema of a part.
 
     Args:
-        index_sha256: SHA-256 of the index (hex) of each of its shards, by shard ID.
+        index_sha256: SHA-256 (hex) of each shard's index, by shard ID.
     """
     return {
         _FORMAT_KEY: str(FORMAT_VERSION).encode(),
@@ -164,7 +164,7 @@ def chunk_table_metadata(
 
 
 class _Part:
-    """The part of the table of a variant for the shards of one folder."""
+    """The part of a variant's merged table that covers the shards of one folder."""
 
     def __init__(self, variant: Variant, path: Path, commits: TableCommits) -> None:
         self.path = path
@@ -181,7 +181,10 @@ class _Part:
         return table if self._is_current(table.schema) else None
 
     def is_intact(self) -> bool:
-        """Return True if the file is up to date and undamaged. If it is only in a bucket, only its schema is read."""
+        """Return True if the file is current and undamaged.
+
+        If the file is only in a bucket, only its schema is read.
+        """
         try:
             if is_away(self.path):
                 return self._is_current(read_away_schema(self.path))  # `prep verify` reads the rows
@@ -208,14 +211,14 @@ class _Part:
         return [shard_id for shard_id, mark in current if mark_of.get(shard_id) != mark]
 
     def build(self, *, old: pa.Table | None, finds_open_gops: bool) -> pa.Table:
-        """Return the rows, with the metadata of the schema; rows of unchanged shards are taken from `old`.
+        """Return the rows and the metadata of the schema. Rows of unchanged shards are copied from `old`.
 
         Raises:
             DamagedIndex: An index is not the committed one, or is not an index of this column.
         """
         changed = self.changed_shards(old)
         kept = self.index_sha256.keys() - set(changed)
-        # Texts are plain while the table is made, and get one dictionary at the end.
+        # Strings stay plain while the table is built; a single dictionary is made at the end.
         schema = pa.schema({"video_id": _TEXT, **_merged_fields(self._column), **_OF_MEMBER, **_PLACE})
         tables, open_gops, members = [schema.empty_table()], set[int](), set[str]()
         if old is not None and kept:
@@ -261,7 +264,7 @@ def _parts(variant: Variant) -> list[_Part]:
 
 
 def _merged_fields(column: str) -> Mapping[str, pa.DataType]:
-    """Return the fields of an index that the table has too."""
+    """Return the fields of an index that the merged table also has."""
     if column not in COLUMNS:
         return {"start_ms": pa.int64(), **COLUMN_FIELDS[column].fields}
     types = {field.name: field.type for field in INDEX_FIELDS[column]}
@@ -296,7 +299,7 @@ def _read_rows(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[p
 
 
 def _join_tables(tables: Sequence[pa.Table]) -> pa.Table:
-    """Return the rows of all parts. The ids of videos get one dictionary without being compared."""
+    """Concatenate the rows of all parts. Their dictionaries of video IDs are concatenated without comparing the IDs."""
     if len(tables) < 2:
         return tables[0] if tables else pa.table({})
     joined = pa.concat_tables([table.replace_schema_metadata() for table in tables])
@@ -324,10 +327,10 @@ _MAX = 2**63 - 1
 
 @dataclass(frozen=True)
 class Moments:
-    """The numbering of some moments, which also places any other moment among them.
+    """Mapping from moments to integers in the same order. It also places moments that it was not made from.
 
     Attributes:
-        num_rows: Number of rows up to the last row with a moment.
+        num_rows: Number of rows up to the last row that has a moment.
         low, high: First and last time, in the unit of the times.
     """
 
@@ -337,7 +340,7 @@ class Moments:
 
     @classmethod
     def of(cls, rows: NDArray[np.integer], *times: NDArray[np.integer]) -> "Moments":
-        """Return the numbering of the moments (row, time), for each array of times; row -1 stands for no video.
+        """Build the mapping for some moments (row, time), one pair of arrays each; row -1 means that there is no video.
 
         Raises:
             UserError: The videos are too many, or too long, for 64-bit numbers.
@@ -356,14 +359,14 @@ class Moments:
 
     @property
     def span(self) -> int:
-        """Number of numbers of a row: its times, and one on each side for earlier and later times."""
+        """Number of integers reserved for a row: one for each time, and one on each side for times out of range."""
         return self.high - self.low + 3
 
     def numbers(self, rows: NDArray[np.integer], times: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers of any moments, int64.
+        """Return the integers of any moments, int64.
 
-        A row after the last row, and a time outside the range, have numbers that no moment has, at the right place
-        among the numbers of the moments.
+        A moment that lies outside the range, or in a row after the last one, gets an integer that no moment inside has.
+        The order is preserved.
         """
         row = np.minimum(rows.astype(np.int64), self.num_rows)
         return row * self.span + (np.clip(times, self.low - 1, self.high + 1) - (self.low - 1))

@@ -1,7 +1,7 @@
-"""Fields of the columns of other packages, by which `--where` selects chunks: for `prep`, training and `open_clips`.
+"""Fields of plug-in columns by which `--where` selects chunks, for `prep`, training and `open_clips`.
 
-The column and its fields are declared by two entry points of the same name, since training does not load what makes a
-column (docs/plugins.md).
+A package declares the column and its fields in two entry points of the same name, because training does not load the
+code that makes a column (docs/plugins.md).
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ class ColumnFields:
 
     Attributes:
         name: Name of the column.
-        fields: Columns of its index rows, with their Arrow types: numbers, strings or bools, null where unknown. The
-            name of each field begins with the column's name and `_`. An index row also has `video_id` and `start_ms` of
+        fields: Columns of its index rows, with their Arrow types: numbers, strings or bools, null where unknown. Each
+            field's name begins with the column's name and `_`. An index row also has the `video_id` and `start_ms` of
             its chunk.
     """
 
@@ -51,7 +51,7 @@ COLUMN_FIELDS = Parts(
 
 
 def field_differences(column: str, schema: pa.Schema) -> list[str]:
-    """Return the fields that a package declares for a column and that a schema lacks, or has with another type."""
+    """Return the declared fields of a column that are missing in a schema, or have another type there."""
     types = {field.name: field.type for field in schema}
     declared = {} if column in COLUMNS else COLUMN_FIELDS[column].fields
     return [

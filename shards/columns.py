@@ -1,6 +1,6 @@
-"""The columns that clipmill defines, one row each: the command that makes one, and what its merged table has.
+"""The columns that clipmill defines, one row each: the command that makes a column, and its merged table's fields.
 
-The column of another package has no row: `prep NAME` makes it, and clipmill.shards.column_fields has its fields.
+A plug-in column has no row here: `prep NAME` makes it, and clipmill.shards.column_fields returns its fields.
 """
 
 import re
@@ -17,13 +17,13 @@ _OF_CHUNKS = (*_TIMES, "width", "height")
 
 @dataclass(frozen=True, kw_only=True)
 class StoredColumn:
-    """A column as all programs know it.
+    """Facts about a column that all programs need.
 
     Attributes:
         command: Command of `prep` that makes the column.
         needs: Flags that the command needs, with placeholders for values.
-        members: Possible extensions of the member that the merged table locates; () without such a table.
-        merged: Fields of the index that the merged table has besides `video_id`.
+        members: Possible extensions of the member that the merged table locates; () for a column without such a table.
+        merged: Index fields that the merged table has in addition to `video_id`.
     """
 
     name: str

@@ -1,22 +1,22 @@
 """All commits of a variant in one table, `<variant>/commits.arrow`, so that readers open one file instead of thousands.
 
-An Arrow IPC file of one batch, one row per intact commit, by ascending shard ID (columns: SCHEMA). It is derived from
-the commit records, and only they make a shard exist. `clipmill.shards.lists.finish_run` writes it before contents.json,
-which records its SHA-256. Like the records, its bytes depend on nothing but the commits.
+The table is an Arrow IPC file of one batch, with one row per intact commit, in ascending order of shard ID (columns:
+SCHEMA). It is derived from the commit records; only a record makes a shard exist. `clipmill.shards.lists.finish_run`
+writes the table before contents.json, which records its SHA-256. The table's bytes depend only on the commits.
 
-The table counts if its bytes are the recorded ones. It then stands for the records of each folder of commits whose
-modification time is the one that belongs to the table: a date between 2001 and 2004, computed from its SHA-256. The
-writer of the table gives this date to the folders, and adding, replacing or removing a record changes it. Readers take
-the records of all other folders from their JSON files. No clock is involved. A copy that preserves times (`cp -a`,
-`rsync -a`) is read by its table as well. A copy with new times (`cp -r`) is read record by record, until the next run
-has confirmed the table.
+Readers trust the table if its bytes have the recorded SHA-256. It then replaces the records of each folder of commits
+whose modification time matches the table: a date between 2001 and 2004, computed from the table's SHA-256. The writer
+of the table sets this date on the folders. Adding, replacing or removing a record changes it, and readers then read the
+JSON files of that folder. The method needs no clock. A copy that preserves times (`cp -a`, `rsync -a`) keeps the dates,
+so its table is used. A copy with new times (`cp -r`) is read record by record, until the next run has confirmed the
+table.
 
-A record that is damaged in place, as by a failing disk, leaves its folder as it is, and readers do not need it.
-`prep verify` reads every record, and touches the folder of a damaged one. Plans and status read the records that are
-newer than the table (clipmill.shards.verify).
+A record that is damaged in place, for example by a failing disk, does not change its folder's date, so readers use the
+table, which is correct. `prep verify` reads every record, and changes the date of a folder that has a damaged one.
+Plans and status also read the records that are newer than the table (clipmill.shards.verify).
 
-contents.json lists the committed shards, with checksums of the variant's other small files. A missing commit record
-cannot be noticed from the remaining records; readers compare the records with this list instead.
+contents.json lists the committed shards, with checksums of the variant's other small files. The remaining records
+cannot show that another record is missing, so readers compare them with this list.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ class Contents:
 
 
 def read_contents(variant_dir: Path) -> Contents | None:
-    """Read the contents of a variant; None during its first run.
+    """Read contents.json of a variant; return None during the variant's first run.
 
     Raises:
         DamagedContents: The file is damaged.
@@ -74,7 +74,7 @@ def read_contents(variant_dir: Path) -> Contents | None:
 
 
 def listed_contents(variant_dir: Path) -> Contents:
-    """Read the contents of a variant; they list nothing if they are unknown."""
+    """Read contents.json of a variant; return an empty list of shards if it cannot be known."""
     try:
         contents = read_contents(variant_dir)
     except DamagedContents:
@@ -113,7 +113,7 @@ SCHEMA = pa.schema(
         pa.field("column", pa.string(), nullable=False),
         pa.field("split", pa.string(), nullable=False),
         pa.field("plan_fingerprint", pa.string(), nullable=False),
-        # Of the commit's files; null if every sample failed.
+        # The commit's files; null if every sample failed.
         pa.field("tar", pa.string()),
         pa.field("tar_bytes", pa.int64()),
         pa.field("tar_sha256", pa.string()),
@@ -130,7 +130,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class CommitTable:
-    """The table of a variant, mapped into memory, whose bytes are those recorded in contents.json."""
+    """The memory-mapped commit table of a variant. Its bytes match the checksum in contents.json."""
 
     rows: pa.Table
     sha256: str
@@ -153,7 +153,7 @@ def table_bytes(rows: pa.Table) -> bytes:
 
 
 def open_commit_table(variant_dir: Path, *, sha256: str | None) -> CommitTable | None:
-    """Map the table of a variant and verify its bytes; None if it is missing, damaged, or not the one that is expected.
+    """Map the commit table of a variant and verify its bytes; return None if it is missing, damaged or another one.
 
     Args:
         sha256: Checksum that contents.json records (hex), or None if it records none.
@@ -178,7 +178,7 @@ def open_commit_table(variant_dir: Path, *, sha256: str | None) -> CommitTable |
 
 
 def commit_folders(variant_dir: Path) -> dict[str, int]:
-    """Return the modification time in ns of each folder of commits by its name; the name of `commits/` is empty.
+    """Return the modification time of each folder of commits in ns, by name; the name of `commits/` itself is empty.
 
     Raises:
         FileNotFoundError: The variant has no folder of commits.
@@ -192,32 +192,33 @@ def commit_folders(variant_dir: Path) -> dict[str, int]:
 
 
 def confirm(variant_dir: Path, *, sha256: str, folders: Mapping[str, int], except_for: Collection[str] = ()) -> None:
-    """Declare that the table holds the records of some folders of commits.
+    """Declare that the table replaces the records of some folders of commits.
 
-    In a copy of a variant without its records, as of a remote one, empty folders can be confirmed in the same way.
+    In a copy of a variant that lacks the records, such as a copy of a remote one, empty folders can be confirmed as
+    well.
 
     Args:
-        sha256: SHA-256 of the table (hex), which has been published and recorded.
-        folders: Modification times in ns from before the records were read, by the folders' names. A folder that has
+        sha256: SHA-256 of the table (hex), after the table was published and its checksum recorded.
+        folders: Modification time of each folder in ns by name, taken before its records were read. A folder that has
             changed since is not confirmed.
         except_for: Folders that are not confirmed.
     """
     date_ns = date_of(sha256)
     for name, seen_ns in folders.items():
         folder = variant_dir / COMMITS_FOLDER / name
-        # Without permission, readers take the records.
+        # Without permission to set the date, readers use the records.
         with suppress(OSError):
             if name not in except_for and seen_ns != date_ns and folder.stat().st_mtime_ns == seen_ns:
                 os.utime(folder, ns=(date_ns, date_ns))
 
 
 def date_of(sha256: str) -> int:
-    """Return the modification time, in ns, of the folders for whose records the table with this SHA-256 stands."""
+    """Return the modification time, in ns, of the folders whose records the table with this SHA-256 replaces."""
     return (_FIRST_DATE_S + 2 * (int(sha256[:16], 16) % _NUM_DATES)) * 1_000_000_000
 
 
 def distrust(record: Path) -> None:
-    """Declare that the records in the folder of `record` have to be read, because this one is damaged.
+    """Make readers read all records in the folder of `record`, because this record is damaged.
 
     Raises:
         OSError: The folder belongs to another user, or the disk is read-only.

@@ -1,7 +1,7 @@
 """Commit records: a shard exists only once it has one.
 
-Each is a small JSON file with a checksum of its content, and records neither times nor hosts. The records are read from
-one table as far as it holds them (clipmill.shards.commit_table).
+Each record is a small JSON file with a checksum of its content. It contains neither times nor host names. Where the
+commit table is current, the records are read from it (clipmill.shards.commit_table).
 """
 
 import json
@@ -31,7 +31,7 @@ from clipmill.shards.format import (
 from clipmill.shards.opening import DamagedCommit
 
 if TYPE_CHECKING:
-    from clipmill.shards.commit_table import CommitTable  # loaded by readers of all commits; writers need one
+    from clipmill.shards.commit_table import CommitTable  # only readers of all commits load it
 
 _COMMIT_FILE = re.compile(r"(\d{6,})\.json")
 _MISSING = f"the commit record is missing, although {CONTENTS_FILE} lists it"
@@ -39,7 +39,7 @@ _MISSING = f"the commit record is missing, although {CONTENTS_FILE} lists it"
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The two files that a commit guarantees, by their paths in the variant's folder, and then Energon's index."""
+    """The tar and the index that a commit guarantees, as paths in the variant's folder, and Energon's index."""
 
     tar: str
     tar_bytes: int
@@ -71,7 +71,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Commit:
-    """One shard of one column, produced by the plan with `plan_fingerprint`; `files` is None if every sample failed."""
+    """One shard of one column, made by the plan with `plan_fingerprint`; `files` is None if every sample failed."""
 
     column: str
     shard_id: int
@@ -88,13 +88,13 @@ class Commit:
 
 @dataclass(frozen=True)
 class Records:
-    """All commit records of a variant, and where they were read.
+    """All commit records of a variant, and the place from which each was read.
 
     Attributes:
         commits: Intact commits in ascending order of shard ID.
         damaged: Errors for the damaged and missing records.
-        folders: Modification time in ns of each folder of commits, from before its records were read.
-        table: Table of commits of the variant; None if there is none that counts.
+        folders: Modification time in ns of each folder of commits, taken before its records were read.
+        table: Commit table of the variant; None if it has no usable one.
         from_table: Names of the folders whose records were read from the table.
     """
 
@@ -112,7 +112,7 @@ class Records:
         return len(self.commits) == self.table.rows.num_rows
 
     def seconds(self) -> dict[int, float]:
-        """Return the seconds of video in each shard for which the table knows it, by shard ID."""
+        """Return the seconds of video in each shard by shard ID, for the shards that the table knows."""
         if self.table is None:
             return {}
         rows = self.table.rows.filter(pc.is_valid(self.table.rows["seconds"]))
@@ -120,13 +120,13 @@ class Records:
         seconds_of = {}
         for shard_id, index_sha256, seconds in zip(*columns, strict=True):
             commit = self.commits.get(shard_id)
-            # A shard that was made again since the table was written has another index.
+            # A shard that was made again after the table was written has another index.
             if commit is not None and commit.files is not None and commit.files.index_sha256 == index_sha256:
                 seconds_of[shard_id] = seconds
         return seconds_of
 
     def rows(self, *, seconds: Mapping[int, float]) -> pa.Table:
-        """Return the table of these commits (commit_table.SCHEMA), in one chunk; `seconds` as in `seconds()`."""
+        """Return these commits as a table (commit_table.SCHEMA) in one chunk; for `seconds`, see `seconds()`."""
         from clipmill.shards.commit_table import SCHEMA
 
         files = [commit.files for commit in self.commits.values()]
@@ -210,7 +210,7 @@ def read_commit(path: Path) -> Commit:
 def read_commits(variant_dir: Path) -> Records:
     """Read every commit record of a variant. Files whose names are not commit names are ignored.
 
-    A record that is listed in the variant's contents.json but missing is reported as damaged.
+    If a record is listed in the variant's contents.json but missing, it is reported as damaged.
 
     Raises:
         UserError: A record is intact, but uses another version of the format.
@@ -222,7 +222,7 @@ def read_commits(variant_dir: Path) -> Records:
     known = records.commits.keys() | {damaged.shard_id for damaged in records.damaged}
     missing = contents.shard_ids - known
     if missing:
-        # A run that ends in the meantime removes unwanted shards from contents.json before it deletes their records.
+        # A run that ends meanwhile removes unwanted shards from contents.json before it deletes their records.
         missing &= listed_contents(variant_dir).shard_ids
         lost = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing)
         damaged = sorted((*records.damaged, *lost), key=lambda damaged: damaged.shard_id)
@@ -244,7 +244,7 @@ def read_commits_of(variant_dir: Path, shard_ids: Iterable[int]) -> dict[int, Co
 
 
 def _read_records(variant_dir: Path, *, table_sha256: str | None) -> Records:
-    """Read the records, from the table as far as it holds them, without comparing them with contents.json."""
+    """Read the records, preferably from the table, without comparing them with contents.json."""
     from clipmill.shards.commit_table import commit_folders, date_of, open_commit_table
 
     try:

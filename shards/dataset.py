@@ -1,4 +1,4 @@
-"""The variants of each column on disk, which of them is current, and which one is being made (`dataset.json`)."""
+"""The variants of each column on disk; `dataset.json`, which says which one is current and which is being made."""
 
 import re
 import shlex
@@ -66,7 +66,7 @@ def is_data_folder(place: Path) -> bool:
 
 
 def not_a_data_folder(place: Path) -> UserError:
-    """Return the error for an existing file or folder that is not a data folder; the hint fits what it holds."""
+    """Return the error for an existing file or folder that is not a data folder; the hint depends on its content."""
     message = f"{place} is not a data folder: it has no video shards, and no manifest"
     if not place.is_dir():
         message = f"{place} is a file, not a data folder"
@@ -90,7 +90,7 @@ def not_a_data_folder(place: Path) -> UserError:
 
 
 def _tar_pattern(folder: Path, names: list[str]) -> str:
-    """Return the pattern of tars that training takes: numbers as a range, other names as a list."""
+    """Return a pattern of tars as training takes it: a range of numbers, or a list of other names."""
     if len(names) == 1:
         return f"{folder}/{names[0]}"
     stems = [name.removesuffix(".tar") for name in names]
@@ -113,7 +113,7 @@ def list_variants(data_dir: Path, column: str) -> list[str]:
 
 @contextmanager
 def reading_variants(chosen: Mapping[Path, Mapping[str, str]]) -> Iterator[None]:
-    """Read other variants than the current ones inside the block, in all threads of this process.
+    """Within the block, read other variants in place of the current ones, in all threads of this process.
 
     Args:
         chosen: Names of variants by column, for each data folder.
@@ -142,7 +142,7 @@ def current_variant(data_dir: Path, column: str) -> str | None:
 
 
 def unfinished_variant(data_dir: Path, column: str) -> str | None:
-    """Return the name of the variant that the last run of `column` began beside the current one, and did not finish.
+    """Return the variant that the last run of `column` began beside the current one and did not finish.
 
     Raises:
         UserError: dataset.json is damaged or uses another format.
@@ -161,7 +161,7 @@ def set_current_variant(data_dir: Path, column: str, variant: str) -> None:
 
 
 def begin_variant(data_dir: Path, column: str, variant: str) -> None:
-    """Record that a run makes `variant`; it is the current variant if there is none, or if dataset.json is damaged.
+    """Record that a run makes `variant`. It becomes current if none is current, or if dataset.json is damaged.
 
     Raises:
         UserError: See `set_current_variant`.
@@ -181,7 +181,7 @@ def _record(data_dir: Path, column: str, entry: dict[str, str]) -> None:
         try:
             dataset = _read(data_dir)
         except DamagedDataset:
-            # It can be derived from the folders if each of the other columns has only one variant.
+            # dataset.json can be derived from the folders if each of the other columns has only one variant.
             dataset = {"clipmill_format": FORMAT_VERSION, "columns": {}}
             extensions = (path.parent.parent.name for path in data_dir.glob(f"*/*/{RECIPE_FILE}"))
             for other in dict.fromkeys([*COLUMNS, *sorted(extensions)]):

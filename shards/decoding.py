@@ -1,4 +1,4 @@
-"""Decoding of packets without their container, and of packets that are in a source file."""
+"""Decoding of packets without their container, and of packets that stay in a source file."""
 
 import os
 import zlib
@@ -25,9 +25,9 @@ _DECODERS = {"av1": "libdav1d"}
 
 
 class PacketDecoder:
-    """Decoder of packets of closed GOPs that opens no container. Each thread needs its own.
+    """Decoder for packets of closed GOPs that opens no container. Each thread needs its own decoder.
 
-    The contexts of the last few codecs and extradata are kept: their output depends only on the packets.
+    It keeps the contexts of the last few pairs of codec and extradata: their output depends only on the packets.
     """
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class PacketDecoder:
     ) -> "Iterator[tuple[int, av.VideoFrame]]":
         """Yield (presentation index, frame) of each intact frame in `packets` as soon as the decoder outputs it.
 
-        The frame is then still in the processor's cache. If the caller keeps no frame, the decoder reuses few buffers.
+        The frame is then still in the CPU cache. If the caller keeps no frame, the decoder needs only a few buffers.
 
         Args:
             codec: Name of the codec in libav: h264, hevc, av1, vp9, mjpeg.
             packets: (presentation index, bytes) in decode order, from a key packet on, with all references. RESTART
-                separates runs of packets that are decoded by themselves.
+                separates runs of packets that are decoded independently.
             is_strict: Raise errors that the decoder could conceal. After a recovery point
-                (`PacketTable.has_recovery_points`) a decoder reports missing frames that are not shown.
+                (`PacketTable.has_recovery_points`), a decoder also reports missing frames that are never shown.
 
         Raises:
             av.FFmpegError: The decoder rejects a packet.
@@ -68,7 +68,7 @@ class PacketDecoder:
                     packet.pts = frame_number
                 for frame in context.decode(packet):
                     number = frame.pts or 0
-                    # Decoders output frames in presentation order, which they know from the packets themselves.
+                    # Decoders output frames in presentation order, which the packets contain.
                     if number <= last:
                         raise ValueError(
                             f"the packet table numbers frames {last}, {number} that are shown in this order"
@@ -102,11 +102,11 @@ class PacketDecoder:
         return context
 
 
-RESTART = (0, memoryview(b""))  # between packets: the decoder begins again
+RESTART = (0, memoryview(b""))  # between two packets: reset the decoder
 
 
 class DamagedPacket(ValueError):
-    """Bytes that were read of a chunk differ from its index."""
+    """Bytes read from a chunk do not match its index."""
 
 
 class PacketBytes(Protocol):
@@ -134,7 +134,7 @@ class PacketBytes(Protocol):
 def read_packets(
     place: PacketBytes, payload: tuple[int, int], table: PacketTable, needed: list[int]
 ) -> list[tuple[int, memoryview]]:
-    """Read and verify packets of a chunk: (presentation index, bytes) in decode order.
+    """Read and verify packets of a chunk; return (presentation index, bytes) in decode order.
 
     Args:
         place: File that holds the packets.
@@ -152,7 +152,7 @@ def read_packets(
     ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
     if max(ends) > payload_size:
         raise DamagedPacket(f"a packet ends at byte {max(ends)} of {payload_size}")
-    # Ranges that are close to each other are read as one; `of_packet` has the range of each packet.
+    # Ranges that are close to each other are read as one range; `of_packet` holds the range of each packet.
     ranges: list[tuple[int, int]] = []
     of_packet: list[int] = []
     for begin, end in zip(begins, ends, strict=True):
@@ -177,7 +177,7 @@ def read_packets(
 def read_source_packets(
     place: PacketBytes, source: SourceFrames, table: PacketTable, frames: Collection[int], *, is_closed: bool
 ) -> list[tuple[int, memoryview]]:
-    """Read and verify the packets that frames of a source file need, for `PacketDecoder.decode`.
+    """Read and verify the packets of a source file that `frames` need, for `PacketDecoder.decode`.
 
     Args:
         is_closed: `PacketTable.has_closed_gops`.

@@ -1,7 +1,7 @@
-"""The meter of disks and buckets: `prep advise`, `train doctor`, `train bench` and `train quickstart` measure with it.
+"""Speed of disks and buckets, as `prep advise`, `train doctor`, `train bench` and `train quickstart` measure it.
 
-Reads from the page cache say nothing about a disk, so the pages of a file are dropped first (posix_fadvise). Reads that
-must not block (RWF_NOWAIT) show if that worked.
+Reads from the page cache say nothing about a disk, so the pages of a file are dropped first (posix_fadvise). Reads
+that must not block (RWF_NOWAIT) then show whether the pages are gone.
 """
 
 import math
@@ -21,7 +21,7 @@ _BLOCK, _NUM_BLOCKS = 1 << 22, 12
 _PIECE, _NUM_PIECES = 1 << 16, 64
 _FILE_S, _READING_S, _MOST_BYTES = 2.0, 3.0, 4 << 30
 
-Read = Callable[[], int]  # reads something, and returns its number of bytes
+Read = Callable[[], int]  # reads some bytes, and returns their number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,13 @@ class ReadSpeed:
 def read_speed(
     reads: Sequence[Read], *, num_threads: int = 1, seconds: float = _READING_S, repeats: bool = False
 ) -> ReadSpeed:
-    """Measure the speed of `reads`, taken in order by some threads until `seconds` have passed, but at least one read.
+    """Measure the speed of `reads`. Threads take them in order until `seconds` have passed, but at least one.
 
     Args:
         repeats: Start again after the last read.
 
     Raises:
-        OSError, Damaged: Something cannot be read.
+        OSError, Damaged: A read failed.
     """
     lock, taken_s, sizes = threading.Lock(), list[float](), list[int]()
     num_begun, began_s = 0, time.perf_counter()
@@ -107,7 +107,7 @@ class DiskSpeed:
 
 
 def speed_of_file(file: int) -> DiskSpeed | None:
-    """Measure a disk by reading up to 48 MB of an open file, in at most 4 s; return None if the file is too small.
+    """Measure a disk by reading up to 48 MB of an open file; takes at most 4 s. Return None if the file is too small.
 
     Raises:
         OSError: The file cannot be read.
@@ -127,7 +127,7 @@ def speed_of_file(file: int) -> DiskSpeed | None:
 
 
 def speed_of_folder(folder: Path) -> DiskSpeed:
-    """Measure a disk by a file of up to 48 MB, which is written, flushed, read and removed, in at most 6 s.
+    """Measure a disk with a file of up to 48 MB that is written, flushed, read and removed; takes at most 6 s.
 
     Raises:
         OSError: No file can be written in the folder.

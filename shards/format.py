@@ -1,6 +1,6 @@
-"""The shard set format. This text is the specification that writer, reader, verifier and index implement.
+"""The shard set format. This text is the specification; writer, reader, verifier and index implement it.
 
-    <data>/dataset.json                                    which variant of each column is current, and which unfinished
+    <data>/dataset.json                                    the current variant of each column, and unfinished variants
     <data>/<column>/<variant>/recipe.json                  the settings that made the variant
     <data>/<column>/<variant>/000003-1f2e3d4c.tar          a shard: USTAR, uncompressed, mtime 0, never empty
     <data>/<column>/<variant>/000003-1f2e3d4c.tar.idx      Megatron-Energon's index: u64 offsets of samples, N + 1
@@ -9,7 +9,7 @@
     <data>/<column>/<variant>/012/012345-1f2e3d4c.tar ...  files of shard 12345, and commits/012/012345.json: see below
     <data>/<column>/<variant>/commits.arrow        all commits in one table, derived from them
     <data>/<column>/<variant>/chunks.arrow         samples of shards 0 to 999 in one table, derived from their indexes
-    <data>/<column>/<variant>/012/chunks.arrow     the same of shards 12000 to 12999
+    <data>/<column>/<variant>/012/chunks.arrow     the same table for shards 12000 to 12999
     <data>/<column>/<variant>/shards.txt, shards-<split>.txt   committed tars, one name per line, for other tools
     <data>/<column>/<variant>/contents.json        which shards are committed, checksums of recipe.json and lists
 
@@ -26,64 +26,63 @@ Inside a tar, every sample has the same members in the same order, `<key>.<exten
 member names are at most 100 bytes long. The array of a `.npy` member begins on a 512-byte boundary of the tar (its npy
 header is padded), so that fixed-size records can be gathered from one mmap.
 
-Publish order: every sample verified by the caller -> tar under a temporary name in the same folder -> read again and
-compared by offsets -> fsync -> rename -> both indexes in the same way -> commit record last. A reader relies on commits
-only. A commit without a shard records that all its samples failed. Tars, indexes and commits are pure functions of what
-was written: no times, hosts or paths. A commit contains the SHA-256 of its own canonical JSON, and so do contents.json
-and dataset.json. A run writes contents.json when it finishes: a listed shard without a commit is damage; a commit that
-is not listed yet belongs to a run that was killed. Before a run removes commits that are no longer wanted, it removes
-them from the list. Only a set whose first run has not ended lacks it.
+Publish order: the caller verifies every sample -> tar under a temporary name in the same folder -> read it again and
+compare by offsets -> fsync -> rename -> both indexes in the same way -> commit record last. A reader relies on commits
+only. A commit without a shard records that all its samples failed. Tars, indexes and commits depend only on their
+content: they have no times, host names or paths. A commit contains the SHA-256 of its own canonical JSON, and so do
+contents.json and dataset.json. A run writes contents.json when it finishes: a listed shard without a commit is damage;
+a commit that is not listed yet belongs to a run that was killed. Before a run removes unwanted commits, it removes them
+from the list. Only a set whose first run has not ended lacks contents.json.
 
-A run ends by writing commits.arrow, so that readers open one file instead of one per shard;
-clipmill.shards.commit_table defines it and when it counts. It is derived from the commits and replaces none of them.
+At its end, a run writes commits.arrow, so that readers open one file instead of one per shard.
+clipmill.shards.commit_table defines the file, and when it is valid. It is derived from the commits, which remain.
 
-A run of any column but `scores` also ends by bringing the parts of its merged table up to date: the chunks.arrow
-of each folder of shards, an Arrow IPC file of one batch, uncompressed, one row per sample, ordered by shard and row.
-With commits.arrow, contents.json, recipe.json and the manifest they are all that is needed to open a training set;
-indexes are needed for the packet tables of `video` only when a clip is read. A run of `scores` writes a single
-chunks.arrow, ordered by video (as in the manifest) and start. Columns:
-- all: `video_id` (a dictionary); but for `scores`, `shard` (i32, the shard ID) and `row` (i32, in the shard's index);
-- all but `scores`: `offset`, `size` (u64) and `crc32` (u32) of one member's payload in its tar; the
-  schema's metadata `member` has its extension (`mp4`, `latents.npy` or `latents.npy.zst`, `text.npy`, `caption.json`);
-- `video`, `latents`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `width`, `height`; `latents`: `channels`, `dtype`
-  (a dictionary). The npy header of an array is `size` less the bytes of the array;
+A run of any column but `scores` also updates the parts of its merged table: one chunks.arrow per folder of shards, an
+uncompressed Arrow IPC file of one batch, with one row per sample, ordered by shard and row. These parts,
+commits.arrow, contents.json, recipe.json and the manifest suffice to open a training set. The indexes are needed only
+when a clip is read, for the packet tables of `video`. A run of `scores` writes a single chunks.arrow, ordered by
+video (as in the manifest) and start. Columns:
+- all: `video_id` (a dictionary);
+- all but `scores`: `shard` (i32, the shard ID), `row` (i32, in the shard's index), and `offset`, `size` (u64) and
+  `crc32` (u32) of one member's payload in its tar. The schema's metadata `member` has the extension of that member
+  (`mp4`, `latents.npy` or `latents.npy.zst`, `text.npy`, `caption.json`);
+- `video`, `latents`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `width`, `height`;
+- `latents`: `channels`, `dtype` (a dictionary). `size` minus the size of the data is the size of the npy header;
 - `text`: `num_rows`, `width`, and the lists `row_tokens`, `caption_id` and `caption_row`;
 - `captions`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `caption_text`, `caption_words`;
-- `scores`: in place of shard, row and member the values of its index rows (clipmill.shards.scores).
-The schema's metadata has `commits_sha256`, a digest of the commits that the file, or the part for its shards, was
-made of: a file of other commits is stale, and readers use the indexes of these shards. `shard_ids` and `index_sha256`
-(16 hexadecimal digits each, concatenated) say which indexes the rows of a part are from, so that the next run reads
-only new ones; `open_gops` lists the shards of `video` whose first chunk cannot be decoded from single packets. Each
-column's metadata has the CRC-32 of its values, and `schema_crc32` the checksum of the schema
-(clipmill.shards.merged_table).
-The bytes of a part are a function of the commits of its shards. A part that is missing, stale or damaged is written
-again by the next run of its column, and the others are left as they are. A set without parts belongs to a run that was
-killed.
+- `scores`: the values of its index rows instead of shard, row and member (clipmill.shards.scores).
+The schema's metadata has `commits_sha256`, a digest of the commits that the file or part was made from. If the commits
+differ, the file is stale, and readers use the indexes of its shards. `shard_ids` and `index_sha256` (16 hexadecimal
+digits each, concatenated) identify the indexes that the rows of a part come from, so that the next run reads only new
+indexes. `open_gops` lists the shards of `video` whose first chunk cannot be decoded from single packets. Each column's
+metadata has the CRC-32 of its values, and `schema_crc32` is the checksum of the schema (clipmill.shards.merged_table).
+The bytes of a part are a function of the commits of its shards. The next run of the column rewrites only the parts that
+are missing, stale or damaged. A set without parts belongs to a run that was killed.
 
 Index columns of every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
 `<ext>_size` (u64) and `<ext>_crc32` (u32). Data columns add their own fields (VIDEO_FIELDS for `video`).
 The Arrow schema metadata holds `clipmill_format` and `extensions` (comma-separated, in member order).
 
 Column `video`: key `<video_id>_<start_ms:09d>`, members mp4, json and, if the dataset has captions, txt.
-A variant of `prep index` has the member source.json in place of mp4: the fingerprint and the size of the source file,
-and a checksum of the packets. The packets stay in that file, whose path is in the manifest; the index has the fields of
-SOURCE_FIELDS too, packet offsets count from `source_offset`, and `packet_frame` numbers all packets of the row by
-presentation time. Frame n of the chunk, at its nominal rate, is the source frame on show at n + 1/2 frames.
+A variant of `prep index` has the member source.json in place of mp4, with the fingerprint and size of the source file,
+and a checksum of the packets. The packets stay in the source file, whose path is in the manifest. Its index also has
+the fields of SOURCE_FIELDS. Packet offsets count from `source_offset`, and `packet_frame` numbers all packets of the
+row by presentation time. Frame n of the chunk, at its nominal rate, is the source frame on show at n + 1/2 frames.
 
-Column `latents`: the keys of `video`, in its order and in shards of the same ids and splits; a chunk that could not be
-encoded is absent and listed as a failure in the commit. One member, `latents.npy`: [F, C, h, w], float16, or the bits
-of bfloat16 as uint16; or `latents.npy.zst`, that file as one Zstandard frame. Frame i is the chunk's frame at i / fps
-seconds; recipe.json has the scaling factor.
+Column `latents`: the same keys, order, shard IDs and splits as `video`. A chunk that could not be encoded is missing,
+and is listed as a failure in the commit. One member, `latents.npy`: [F, C, h, w], float16, or the bits of bfloat16 as
+uint16; or `latents.npy.zst`, the same file as one Zstandard frame. Frame i of the latents is the chunk's frame at i /
+fps seconds. recipe.json has the scaling factor.
 
 Column `text`: one sample per video, with the video_id as key. Members: `text.npy`, float16 [R, D], one row of unit
 length per distinct caption text of the video, and `json`, with the text of each row and the row of each caption.
 
-Column `scores`: the keys of `video`, in its order and in shards of the same ids and splits, as in `latents`. One
-member, `scores.json`, with the values of the index row (clipmill.shards.score_fields); a value that is unknown is null,
-never NaN. The hash is written as 16 hexadecimal digits there, since many JSON readers round integers above 2^53.
+Column `scores`: the same keys, order, shard IDs and splits as `video`; failures as in `latents`. One member,
+`scores.json`, with the values of the index row (clipmill.shards.score_fields). Unknown values are null, never NaN. The
+JSON has the hash as 16 hexadecimal digits, because many JSON readers round integers above 2^53.
 
-Column `captions`: the keys of `video`, in its order and in shards of the same ids and splits, as in `latents`. One
-member, `caption.json`, with the values of the index row: the caption of a language model, and what it took.
+Column `captions`: the same keys, order, shard IDs and splits as `video`; failures as in `latents`. One member,
+`caption.json`, with the values of the index row: the caption of a language model, and what it cost.
 """
 
 import os
@@ -110,23 +109,23 @@ _STEM = re.compile(r"(?P<shard_id>\d{6,})-(?P<fingerprint>[0-9a-f]{8})")
 # Flags in the packet table.
 PACKET_KEY = 1  # decoding can start here
 PACKET_REFERENCE = 2  # other frames may reference it; otherwise it can be skipped unless its frame is requested
-PACKET_RECOVERY = 4  # a key packet that is not an IDR picture: other frames keep their order, and may be named later
+PACKET_RECOVERY = 4  # a key packet that is not an IDR picture: later packets may still refer to frames before it
 
 
 def chunk_fields(*fields: pa.Field) -> list[pa.Field]:
     """Return the fields of an index row of a column with one sample for each chunk, in addition to key and member."""
     return [
         pa.field("video_id", pa.string(), nullable=False),
-        pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
+        pa.field("start_ms", pa.int64(), nullable=False),  # start of the chunk in its video
         *fields,
-        pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the content that the sample was made of
+        pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that the sample was made from
     ]
 
 
 # Fields of a `video` index row in addition to key and members.
 VIDEO_FIELDS = [
     pa.field("video_id", pa.string(), nullable=False),
-    pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
+    pa.field("start_ms", pa.int64(), nullable=False),  # start of the chunk in its video
     pa.field("num_frames", pa.int32(), nullable=False),
     pa.field("fps_num", pa.int32(), nullable=False),
     pa.field("fps_den", pa.int32(), nullable=False),
@@ -145,19 +144,20 @@ VIDEO_FIELDS = [
 
 # Fields of a `video` index row of `prep index`, in addition to VIDEO_FIELDS.
 SOURCE_FIELDS = [
-    pa.field("source_offset", pa.uint64(), nullable=False),  # in the source file, from which packet offsets count
+    # Position in the source file from which packet offsets count.
+    pa.field("source_offset", pa.uint64(), nullable=False),
     pa.field("source_bytes", pa.uint64(), nullable=False),  # size of the source file
     pa.field("time_rate", pa.int64(), nullable=False),  # units of frame_time in a second
     # Begin of each frame, by presentation index, from time 0 of the video. A hidden frame has the time of the next
-    # frame that is shown, so that the last frame with a time up to t is on show at t.
+    # frame that is shown, so the frame on show at time t is the last one with a time up to t.
     pa.field("frame_time", pa.list_(pa.int64()), nullable=False),
     pa.field("timeline", pa.string(), nullable=False),  # crop and orientation (clipmill.shards.timeline.model)
 ]
 
 # Fields of a `latents` index row.
 LATENTS_FIELDS = chunk_fields(
-    pa.field("num_frames", pa.int32(), nullable=False),  # F; of a VAE of videos S x T'
-    pa.field("fps_num", pa.int32(), nullable=False),  # of the latents
+    pa.field("num_frames", pa.int32(), nullable=False),  # F; S x T' for a VAE of videos
+    pa.field("fps_num", pa.int32(), nullable=False),  # frame rate of the latents
     pa.field("fps_den", pa.int32(), nullable=False),
     pa.field("channels", pa.int32(), nullable=False),
     pa.field("height", pa.int32(), nullable=False),
@@ -167,7 +167,7 @@ LATENTS_FIELDS = chunk_fields(
     ),  # float16, or bfloat16 (stored as uint16 bits, since npy does not support it)
     # left, top, width and height in pixels of the chunk, concatenated for all segments of the recipe
     pa.field("crops", pa.list_(pa.int32()), nullable=False),
-    # of a VAE of videos, how many frames of the video each of the S segments has; the others repeat the last one
+    # for a VAE of videos: number of real frames in each of the S segments; the rest of a segment repeats its last frame
     pa.field("source_frames", pa.list_(pa.int32()), nullable=False),
 )
 
@@ -176,23 +176,23 @@ TEXT_FIELDS = [
     pa.field("video_id", pa.string(), nullable=False),
     pa.field("num_rows", pa.int32(), nullable=False),  # R, unique texts
     pa.field("width", pa.int32(), nullable=False),  # D
-    # of sequences, the number of tokens of each of the R texts, whose vectors follow one another: [sum, D]
+    # for sequences: number of tokens of each of the R texts. The vectors of all texts are concatenated: [sum, D]
     pa.field("row_tokens", pa.list_(pa.int32()), nullable=False),
     pa.field("text_digest", pa.list_(pa.binary(16)), nullable=False),  # BLAKE2b-128 of the UTF-8 text, one per row
-    # The captions of the video, by ascending ID, and the row of each.
+    # The captions of the video by ascending ID, and the row of each caption's text.
     pa.field("caption_id", pa.list_(pa.int64()), nullable=False),
     pa.field("caption_row", pa.list_(pa.int32()), nullable=False),
 ]
 
 # Fields of a `captions` index row.
 CAPTIONS_FIELDS = chunk_fields(
-    pa.field("num_frames", pa.int32(), nullable=False),  # of the chunk
+    pa.field("num_frames", pa.int32(), nullable=False),  # number of frames of the chunk
     pa.field("fps_num", pa.int32(), nullable=False),
     pa.field("fps_den", pa.int32(), nullable=False),
     pa.field("caption_text", pa.string(), nullable=False),  # one line
     pa.field("caption_words", pa.int32(), nullable=False),
     pa.field("finish_reason", pa.string()),  # why the model ended: stop; null if the server did not say
-    pa.field("tokens_in", pa.int32()),  # of pictures and prompt; null if the server did not say
+    pa.field("tokens_in", pa.int32()),  # tokens of pictures and prompt; null if the server did not say
     pa.field("tokens_out", pa.int32()),
 )
 
@@ -225,7 +225,7 @@ class ShardName:
 
 
 def folder_of(shard_id: int) -> str:
-    """Return the name of the folder for a shard's files and for its commit; empty for the first shards."""
+    """Return the name of the folder for a shard's files and its commit; empty for shards 0 to 999."""
     return f"{shard_id // SHARDS_PER_FOLDER:03d}" if shard_id >= SHARDS_PER_FOLDER else ""
 
 

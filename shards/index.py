@@ -37,7 +37,7 @@ def index_schema(extensions: Sequence[str], *, fields: Sequence[pa.Field]) -> pa
 
 
 class IndexBuilder:
-    """Collects rows as Arrow record batches."""
+    """Builder of an index, which collects rows as Arrow record batches."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
@@ -83,8 +83,8 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
     """Memory-map the index at `path`. Its columns are zero-copy views of the file, with one chunk each.
 
     Args:
-        columns: Columns to open; the others are neither validated nor read from disk, and columns of members that the
-            samples do not have are omitted. None opens all columns.
+        columns: Columns to open; None opens all. Other columns are neither validated nor read from disk. Columns of
+            members that the samples do not have are omitted.
 
     Raises:
         DamagedIndex: The file is not an index of this format, or its structure is broken. Changed values in an
@@ -96,7 +96,7 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, pa.Buffer]:
-    """Return the table of `open_index`, and the content of the file, which the columns are views of."""
+    """Return the table of `open_index`, whose columns are views, and the bytes that they are views of."""
     from clipmill.manifests.mapped_files import map_arrow_file  # writers do not need it
 
     try:
@@ -121,7 +121,7 @@ def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> t
     if version != str(FORMAT_VERSION).encode():
         raise DamagedIndex(path, f"format {version!r}, expected {FORMAT_VERSION}")
     extensions = extensions_of(table)
-    # The column's fields stand behind the key and the three columns of each member.
+    # The column's fields follow the key and the three columns of each member.
     expected = index_schema(extensions, fields=list(table.schema)[1 + 3 * len(extensions) :])
     if not table.schema.equals(expected):
         raise DamagedIndex(path, f"columns {table.schema.names} do not match extensions {','.join(extensions)}")
@@ -158,9 +158,9 @@ def member_columns(table: pa.Table, kind: str) -> np.ndarray:
 
 
 def energon_index_bytes(table: pa.Table) -> bytes:
-    """Return Megatron-Energon's `.tar.idx`: u64 offsets of each sample's first header, and the end of the last sample.
+    """Return Megatron-Energon's `.tar.idx`: u64 offset of each sample's first header, and the end of the last sample.
 
-    Source: Energon's `TarIndexWriter`, which appends tarfile's offset after the last member as the last entry.
+    Source: Energon's `TarIndexWriter`, which also appends tarfile's offset after the last member.
     """
     offsets = member_columns(table, "offset")
     end = padded_size(int(offsets[-1, -1]) + int(member_columns(table, "size")[-1, -1]))

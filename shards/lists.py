@@ -1,6 +1,6 @@
-"""Plain lists of the committed tars, for tools that take tar URLs; updating a variant's records after a run.
+"""Lists of the committed tars, for tools that take tar URLs, and the update of a variant's records after a run.
 
-The records that a run updates are these lists, the table of commits, and contents.json, which has their checksums.
+A run updates these lists, the commit table, and contents.json, which has the checksums of the other files.
 """
 
 import re
@@ -29,7 +29,7 @@ _SPLIT = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def shard_lists(commits: Mapping[int, Commit]) -> dict[str, bytes]:
-    """Return file contents by name: shards.txt and shards-<split>.txt for each split with shards, ordered by shard ID.
+    """Return the content of each list by file name: shards.txt, and shards-<split>.txt for each split, by shard ID.
 
     Raises:
         ValueError: A split's name is not valid in a file name.
@@ -68,8 +68,8 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
 def finish_run(variant_dir: Path, *, dropped: Collection[int], planned: Collection[int]) -> dict[int, Commit]:
     """Finish a run: remove commits that are no longer planned; write shard lists, table of commits and contents.json.
 
-    Being killed between any two steps leaves nothing that looks like damage: a shard is removed from contents.json
-    before its commit is, and a shard list is valid if it is the recorded one or the one derived from the commits.
+    If the process is killed between any two steps, nothing looks damaged: a shard is removed from contents.json before
+    its commit, and a shard list is valid if it is the recorded one or follows from the commits.
 
     Args:
         dropped: Shards whose commits to remove; damaged records of shards that are not in the plan are removed as well.

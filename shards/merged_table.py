@@ -1,10 +1,10 @@
 """Merged tables, `chunks.arrow`: the samples of many shards in one Arrow file that readers map into memory.
 
 The file has a single batch, so that every column is one array and all processes of a machine share its pages. The
-schema's metadata has a digest of the commits that the table was made of, so that a table of other commits is recognised
-as stale. Readers verify the columns that they use: the metadata of each column has the CRC-32 of its values, and the
-metadata of the schema has the CRC-32 of the schema, which covers names, types and these checksums. Tables are derived
-from the indexes: a table that is missing, stale or damaged is made again, and never a reason to lose data.
+schema's metadata has a digest of the commits that the table was made from, so that readers recognise a table of other
+commits as stale. Readers verify the columns that they use: each column's metadata has the CRC-32 of its values, and the
+schema's metadata has the CRC-32 of the schema, which covers names, types and these checksums. Tables are derived from
+the indexes: if a table is missing, stale or damaged, it is made again, and no data are lost.
 
 clipmill.shards.format defines the columns of each table.
 """
@@ -32,7 +32,7 @@ _BLOCK_ROWS = 1 << 20  # checksummed at a time, since serializing a block copies
 
 
 class DamagedTable(Damaged):
-    """A merged table is not readable, or differs from its checksums."""
+    """A merged table is unreadable, or differs from its checksums."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(path, why)
@@ -83,7 +83,7 @@ def open_merged_table(path: Path) -> pa.Table:
 
 
 def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | None = None) -> pa.Table:
-    """Return some columns of a table (None: all) after comparing them with their checksums.
+    """Compare some columns of a table (None: all) with their checksums, and return them.
 
     Raises:
         DamagedTable: The table lacks a column, or a column differs from its checksum.
@@ -103,7 +103,7 @@ def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | No
 
 
 def is_table_of(table: pa.Table | pa.Schema, commits: TableCommits) -> bool:
-    """Return True if a merged table, which may be given by its schema, was made of these commits."""
+    """Return True if a merged table, or a table with its schema, was made from these commits."""
     schema = table if isinstance(table, pa.Schema) else table.schema
     return (schema.metadata or {}).get(_DIGEST_KEY) == commits.digest
 
@@ -130,7 +130,7 @@ def read_away_schema(path: Path) -> pa.Schema:
 
 
 def merged_mark(variant_dir: Path, commits: TableCommits) -> tuple[object, ...]:
-    """Return the identity of all that arrays of a variant depend on: its commits, and the file of its merged table."""
+    """Return the identity of all that a variant's arrays depend on: its commits, and the file of its merged table."""
     try:
         status = (variant_dir / CHUNKS_FILE).stat()
         file: tuple[int, ...] | None = (status.st_size, status.st_mtime_ns, status.st_ino)

@@ -58,7 +58,7 @@ def compress_frame(payload: bytes) -> bytes:
 
 
 def decompress_frame(packed: bytes | memoryview, *, size_bytes: int) -> bytes:
-    """Return the payload that `compress_frame` was given, of `size_bytes` bytes.
+    """Return the payload that was given to `compress_frame`, which has `size_bytes` bytes.
 
     Raises:
         ValueError: The frame is damaged, or its payload has another size.

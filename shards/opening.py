@@ -1,16 +1,15 @@
 """Open untrusted files: damaged files, files on a dead mount, and containers that refer to other files.
 
-On a dead network mount `open` blocks and cannot be interrupted. Each `open` therefore runs in a daemon thread. A thread
-that does not return in time is abandoned, so that neither its caller nor interpreter shutdown waits for it. While it is
-blocked, later calls for its path fail at once, and a folder with `_MAX_BLOCKED` blocked threads fails as a unit. The
-number of abandoned threads is thus bounded by the number of folders.
+On a dead network mount, `open` blocks and cannot be interrupted. Each `open` therefore runs in a daemon thread. If it
+does not return in time, the thread is abandoned: neither the caller nor the shutdown of the interpreter waits for it.
+While it is blocked, later calls for the same path fail at once. Once `_MAX_BLOCKED` threads are blocked in a folder,
+all calls for that folder fail. The number of folders thus limits the number of abandoned threads.
 
 `scan` reads a file once, in constant memory, and returns its SHA-256 and the CRC-32 of some ranges.
 
-libav guesses the format of a video from the first bytes, whatever the file name, and many of its formats open other
+libav guesses the format of a video from its first bytes, whatever the file name. Many of its formats open other
 resources: playlists (HLS, DASH, concat scripts) read local files and URLs, and session descriptions (SDP) wait for
-network packets. Every call that opens a video therefore passes the formats (`CONTAINERS`) and the protocols that it
-allows.
+network packets. Every call that opens a video therefore passes the allowed formats (`CONTAINERS`) and protocols.
 """
 
 import errno
@@ -28,7 +27,7 @@ from clipmill.manifests.errors import ClipmillError
 from clipmill.manifests.publish import require_regular
 from clipmill.manifests.storage.mirrors import mirror_of
 
-# Allowed formats, by libav's names, for its option `format_whitelist`.
+# Allowed formats by libav's names, for libav's option `format_whitelist`.
 CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,ivf,gif,mxf,wtv,rm,dv"
 # Allowed protocols, for libav's option `protocol_whitelist`.
 FILE_PROTOCOLS = "file,pipe"
@@ -116,7 +115,7 @@ def open_regular(path: Path) -> int:
 
 @contextmanager
 def open_lock(lock: threading.Lock, path: Path) -> Iterator[None]:
-    """Hold `lock`, which serializes opening and checking `path`.
+    """Hold `lock`, which ensures that only one thread at a time opens and checks `path`.
 
     Raises:
         TimeoutError: Another thread has held the lock for `OPEN_LIMIT_S` seconds.

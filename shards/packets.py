@@ -57,9 +57,9 @@ class PacketTable:
         return bool((self.flags & PACKET_RECOVERY).any())
 
     def needed_for(self, frames: Iterable[int]) -> list[int]:
-        """Return the packets that `frames` of a chunk with closed GOPs need: ascending positions in decode order.
+        """Return the packets that `frames` need, in a chunk with closed GOPs: ascending positions in decode order.
 
-        A frame needs the packet that contains it, and the reference packets before that one, from its GOP's keyframe.
+        A frame needs its own packet, and the reference packets between its GOP's keyframe and that packet.
 
         Raises:
             ValueError: A frame is not in the table, or no keyframe packet precedes it.
@@ -89,10 +89,10 @@ class PacketTable:
     def needed_runs(self, frames: Iterable[int]) -> list[list[int]]:
         """Return the packets that `frames` need, as `needed_for` does, in a chunk whose GOPs may be open.
 
-        Each run begins at a keyframe and is decoded by itself: a decoder that goes on at a keyframe that is not an IDR
-        picture confuses the order of frames. A frame that follows a keyframe in decode order and is shown before it (a
-        leading frame) may depend on the GOP before. A run omits the leading frames of its keyframe, on which no other
-        frame depends.
+        Each run begins at a keyframe and is decoded independently: a decoder that continues at a keyframe that is not
+        an IDR picture confuses the order of frames. A leading frame follows a keyframe in decode order but is shown
+        before it, and may depend on the previous GOP. A run omits the leading frames of its keyframe, because no other
+        frame depends on them.
 
         Raises:
             ValueError: A frame is not in the table, or the keyframe that it depends on is not.
@@ -104,12 +104,12 @@ class PacketTable:
             raise ValueError(f"frame {min(missing)} is not in the packet table")
         positions = sorted(position_of[frame] for frame in distinct)
         gops = [bisect_right(keys, position) - 1 for position in positions]
-        # The GOPs from which a leading frame is needed: decoding begins at the GOP before.
+        # The GOPs whose leading frames are needed: decoding begins at the GOP before each of them.
         with_leading = {
             gop for position, gop in zip(positions, gops, strict=True) if shown[position] < shown[keys[max(gop, 0)]]
         }
         runs: list[list[int]] = []
-        begin, key_frame = 0, -1  # where decoding goes on, and the frame of the key at which the run begins
+        begin, key_frame = 0, -1  # where decoding continues, and the frame of the run's keyframe
         for position, gop in zip(positions, gops, strict=True):
             start = gop - (gop in with_leading)
             if start < 0:
@@ -133,7 +133,7 @@ class SourceFrames:
         size_bytes: Size of the source file.
         rate: Units of time in a second.
         times: Begin of each frame by presentation index, in units of 1 / `rate` seconds from time 0 of the video,
-            ascending; a hidden frame has the time of the next frame that is shown.
+            ascending. A hidden frame has the time of the next frame that is shown.
         timeline: Crop and orientation of the frames (`clipmill.shards.timeline.model.Timeline.to_json`).
     """
 
@@ -144,7 +144,7 @@ class SourceFrames:
     timeline: str
 
     def frame_at(self, numerator: int, denominator: int) -> int:
-        """Return the frame on show at numerator / denominator microseconds; before the first frame, that one."""
+        """Return the frame on show at numerator / denominator microseconds; for an earlier time, the first frame."""
         return max(0, bisect_right(self.times, numerator * self.rate // (denominator * _US_PER_S)) - 1)
 
     def begin_us(self, frame: int) -> Fraction:
@@ -155,12 +155,12 @@ class SourceFrames:
 class PacketTables:
     """The packet tables of all chunks of one index, with each chunk's decoding parameters.
 
-    Thousands are open at once, so an object holds the bytes of the index, the offsets of its columns, and little else:
-    about 1 kB in place of the 27 kB that Arrow takes for the columns.
+    Thousands of these objects are open at once. Each holds little more than the bytes of the index and the offsets of
+    its columns: about 1 kB, while the columns as Arrow objects take 27 kB.
 
     Args:
         index: Table whose columns are views of `content`.
-        content: Bytes of the index, which are kept.
+        content: Bytes of the index; the object keeps a reference to them.
     """
 
     def __init__(self, index: pa.Table, content: pa.Buffer) -> None:
@@ -176,11 +176,11 @@ class PacketTables:
         if wrong := [column.dtype.str for column, kind in zip(columns, _KINDS, strict=True) if column.dtype != kind]:
             raise ValueError(f"packet tables have columns of the types {', '.join(wrong)}")
         begins = [column.ctypes.data - content.address if len(column) else 0 for column in columns]
-        self._begins = array("q", begins)  # of the columns, in bytes from the beginning of the content
+        self._begins = array("q", begins)  # offset of each column in the content, in bytes
         has_sources = _SOURCE_COLUMNS[0] in index.column_names
         self._sources: pa.Table | None = index.select(_SOURCE_COLUMNS) if has_sources else None
         streams = list(zip(index["codec"].to_pylist(), index["extradata"].to_pylist(), strict=True))
-        # One or two streams: a shard's chunks are encoded with one recipe, which most shards have in common.
+        # One or two streams: one recipe encodes all chunks of a shard, and most shards have the same recipe.
         self._streams = _share_streams(tuple(dict.fromkeys(streams)))
         number_of = {stream: number for number, stream in enumerate(self._streams)}
         numbers = bytes(number_of[stream] for stream in streams) if len(number_of) < 256 else None
@@ -223,10 +223,10 @@ class PacketTables:
 
 
 def _closed_rows(first: NDArray[np.int32], *, flags: NDArray[np.uint8], frame: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return `PacketTable.has_closed_gops` of every chunk, vectorized: one call per chunk would be far slower.
+    """Return `PacketTable.has_closed_gops` for every chunk. It is vectorized: one call per chunk would be far slower.
 
     Args:
-        first: [chunks + 1], first packet of each chunk, and the number of packets.
+        first: First packet of each chunk, then the number of packets; [chunks + 1].
     """
     has_packets = first[1:] > first[:-1]
     row_begins = first[:-1][has_packets]
@@ -242,5 +242,5 @@ def _closed_rows(first: NDArray[np.int32], *, flags: NDArray[np.uint8], frame: N
 
 @lru_cache(maxsize=1024)
 def _share_streams(streams: tuple[tuple[str, bytes], ...]) -> tuple[tuple[str, bytes], ...]:
-    """Return one object for equal streams."""
+    """Replace equal streams by one object."""
     return streams

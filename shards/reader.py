@@ -28,13 +28,16 @@ from clipmill.shards.packets import PacketTables
 from clipmill.shards.table_commits import open_commits
 from clipmill.shards.tars import LocalTars, TarBytes, TarFiles
 
-# Number of opened shards that a variant keeps, 2.5 kB each. The shards that were opened first are dropped first.
+# Maximum number of open shards per variant, 2.5 kB each. The shard that was opened first is dropped first.
 MAX_KEPT_SHARDS = 4096
 _RECIPE_HINT = "run the command that created the variant again with the same settings to rewrite it"
 
 
 class CommittedShard:
-    """One committed shard. Thread-safe. Its index is mapped when needed, and unmapped if too many are (OPEN_MAPS)."""
+    """One committed shard. Thread-safe.
+
+    Its index is mapped on demand, and unmapped if too many are mapped (OPEN_MAPS).
+    """
 
     def __init__(
         self, directory: Path, *, commit: Commit, files: ShardFiles, tars: TarBytes, verified: dict[int, int]
@@ -46,8 +49,8 @@ class CommittedShard:
         self._directory, self._files = directory, files
         self.tar_bytes, self.tar_sha256 = files.tar_bytes, files.tar_sha256
         self._tars = tars
-        # One lock per shard: up to Python 3.11, `cached_property` has one per class, and a shard whose files do not
-        # respond would block all others. `cached_property` is used only where no file is opened.
+        # One lock per shard: up to Python 3.11, `cached_property` has one lock per class, so a shard whose files do
+        # not respond would block all others. `cached_property` is used only where no file is opened.
         self._lock = threading.Lock()
         self._index: pa.Table | None = None
         self._packet_tables: PacketTables | None = None
@@ -105,13 +108,13 @@ class CommittedShard:
         with open_lock(self._lock, self.index_path):
             tables = self._packet_tables
             if tables is None:
-                self.require_committed_index()  # before it is mapped: a damaged copy of a remote one is replaced
+                self.require_committed_index()  # before mapping: this replaces a damaged local copy of a remote index
                 tables = self._packet_tables = PacketTables(*open_index_content(self.index_path))
         OPEN_MAPS.note_use(self)
         return tables
 
     def require_committed_index(self) -> None:
-        """Verify the index file against its commit: read it completely, once as long as it stays the same file.
+        """Verify the index file against its commit. It is read completely, and again only after it has changed.
 
         Raises:
             DamagedIndex: The index is not the committed file.
@@ -150,7 +153,7 @@ class CommittedShard:
 
     @property
     def gap_bytes(self) -> int:
-        """Gaps shorter than this between two ranges are cheaper to read than to skip."""
+        """Length of a gap between two ranges below which reading it is cheaper than skipping it."""
         return self._tars.gap_bytes
 
 
@@ -216,10 +219,10 @@ class Variant:
         return cls(directory, tars=tars)
 
     def require_complete(self) -> "Variant":
-        """Return self if it can be read: it has commits, and none of them is damaged or missing.
+        """Return self if the variant is readable: it has commits, and none is damaged or missing.
 
         Raises:
-            UserError: There are no commits, or the samples of some shard would be dropped silently.
+            UserError: There are no commits, or a shard is unreadable and its samples would be missing without notice.
         """
         if not self.commits and not self.damaged:
             hint = f"run {how_to_make(self.directory.parent.name, self.directory.parent.parent)}"
@@ -316,7 +319,7 @@ class Variant:
         return self._lookup[0][number], row
 
     def iterate(self, split: str | None = None) -> Iterator[dict[str, Any]]:
-        """Iterate over the samples in order, as WebDataset does: dicts with `__key__` and one payload per extension."""
+        """Iterate over the samples in order, as WebDataset does: dicts with `__key__` and a payload per extension."""
         for shard in self.shards(split):
             for row, key in enumerate(shard.index.column("key")):
                 members = {extension: shard.read(row, extension) for extension in shard.extensions}
@@ -336,7 +339,7 @@ class KeyLookup:
             self._first_rows.append(self._first_rows[-1] + index.num_rows)
 
     def find(self, key: str) -> tuple[int, int]:
-        """Find the index (its number) and row of `key` by bisection; raise KeyError if it is missing."""
+        """Find the number of the index that has `key`, and the row, by bisection; raise KeyError if it is missing."""
         low = bisect_left(self._keys, key, key=lambda scalar: str(scalar.as_py()))
         if low == len(self._keys) or self._keys[low].as_py() != key:
             raise KeyError(key)

@@ -1,7 +1,7 @@
 """The scores of a chunk, one row each: type, meaning, and presentation (docs/columns.md).
 
-A score that is added here becomes a field of the index and of the member, a name of `--where`, a section of the page of
-`prep inspect --column scores --html`, and a range that `prep verify --deep` checks. `score_chunk` in
+If you add a score here, it becomes a field of the index and of the member, a name for `--where`, a section of the page
+of `prep inspect --column scores --html`, and a range that `prep verify --deep` checks. `score_chunk` in
 `prep/scores/score.py` computes its value.
 """
 
@@ -15,16 +15,16 @@ from clipmill.shards.format import chunk_fields
 
 @dataclass(frozen=True)
 class Score:
-    """A value that is known of most chunks; null where unknown.
+    """A value known for most chunks; null where unknown.
 
     Attributes:
         name: Name of the field.
-        kind: Type: a number, or a list of numbers, which is a detail that no expression can use.
+        kind: Type: a number, or a list of numbers. Lists are details that expressions cannot use.
         meaning: Meaning of the value, with its unit.
-        title: Heading of its distribution; empty if a distribution would say nothing.
+        title: Heading of the value's distribution; empty if a distribution would be meaningless.
         most: Upper bound; the lower bound of each number is 0.
-        is_brief: Show the value with the other facts of a chunk on its card.
-        order: Name of the order of cards by this value; empty if cards are not sorted by it, and their page does not
+        is_brief: Show the value on a chunk's card, with its other facts.
+        order: Name of the order of cards by this value. If empty, cards are not sorted by it, and their page does not
             show its distribution.
     """
 

@@ -1,22 +1,25 @@
-"""The scores of all chunks in one table, which chunks look alike, and leakage between splits.
+"""One table with the scores of all chunks; the chunks that look alike; leakage between splits.
 
-The table is `<data>/scores/<variant>/chunks.arrow`, which `prep scores` writes at its end: an Arrow IPC file of one
-batch, ordered by video (as in the manifest) and start; readers map it into memory. Columns: SCORES_FIELDS without
-`chunk_fingerprint`, `video_id` as a dictionary whose codes ascend; `duplicate_of`, the row of the first chunk of an
-earlier video that looks alike, or -1; `has_look_alike`, true if any chunk of another video looks alike. A chunk whose
-scores could not be computed has a row of unknown values. clipmill.shards.merged_table defines how readers recognise a
-stale or damaged file.
+The table is `<data>/scores/<variant>/chunks.arrow`. `prep scores` writes it at the end of a run: an Arrow IPC file of
+one batch, ordered by video (as in the manifest) and start, which readers map into memory. Columns: SCORES_FIELDS
+without `chunk_fingerprint`; `video_id` as a dictionary whose codes ascend; `duplicate_of`, the row of the first chunk
+of an earlier video that looks alike, or -1; `has_look_alike`, true if any chunk of another video looks alike. If the
+scores of a chunk could not be computed, its row has unknown values. clipmill.shards.merged_table defines how readers
+recognise a stale or damaged file.
 
-Two chunks look alike if their perceptual hashes differ in few bits. Two 64-bit hashes that differ in at most 4 bits
-agree in at least two of six bands of 10 or 11 bits (pigeonhole). For each of the 15 pairs of bands, hashes are sorted
-by these two bands, and only hashes with equal bands are compared. A picture without content, such as a black frame, one
-color or a gradient, looks like nothing (`is_comparable`). ImageHash's phash compares 64 frequencies with their median,
-so that about half of the bits are set in the hash of a picture with content; without content nearly all frequencies are
-zero, and so are nearly all bits (0 for black, 1 for any other color). Hashes with fewer than 24 or more than 40 bits
-set are omitted. Chunks of one video do not count: neighbors in a static shot look alike, and each has its captions.
+Two chunks look alike if their perceptual hashes differ in few bits. If two 64-bit hashes differ in at most 4 bits, they
+agree in at least two of six bands of 10 or 11 bits (pigeonhole principle). For each of the 15 pairs of bands, the
+hashes are sorted by these two bands, and only hashes with equal bands are compared.
+
+A picture without content, such as a black frame, one color or a gradient, never looks like another (`is_comparable`).
+ImageHash's phash compares 64 frequencies with their median, so about half of the bits are set in the hash of a picture
+with content. Without content, nearly all frequencies are zero, and so are nearly all bits (0 for black, 1 for any other
+color). Hashes with fewer than 24 or more than 40 bits set are omitted. Chunks of the same video are not compared:
+chunks in a static shot look alike, but each has its captions.
 
 Leakage is computed from this table and the splits of the manifest, for the chunks that look like a chunk of another
-video. In a video with captions of several splits, a chunk is in the split of its middle frame, whose hash it has.
+video. If a video has captions of several splits, a chunk belongs to the split of its middle frame, which is also the
+frame that was hashed.
 """
 
 import shlex
@@ -81,7 +84,7 @@ def publish_score_table(variant: Variant) -> Path:
 
 
 def write_score_table(variant: Variant, rows: pa.Table) -> Path:
-    """Write the merged table of these rows, which are in its order and in one chunk; find the near duplicates."""
+    """Find near duplicates, and write the merged table of `rows`, which are in the table's order and in one chunk."""
     phash = rows["phash"]
     comparable = np.flatnonzero(pc.is_valid(phash))
     hashes = pc.fill_null(phash, 0).to_numpy()[comparable]
@@ -209,18 +212,18 @@ _NONE = np.iinfo(np.int64).max
 
 
 def is_comparable(phash: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return bool [N], True for hashes of pictures with content."""
+    """Return bool [N], True for the hash of a picture with content."""
     bits = np.bitwise_count(phash)
     return (bits >= MIN_BITS) & (bits <= MAX_BITS)
 
 
 def pairs_alike(hashes: NDArray[np.uint64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield blocks of pairs (i, j) of distinct hashes within MAX_DISTANCE; a pair may come up to 15 times."""
+    """Yield blocks of pairs (i, j) of distinct hashes within MAX_DISTANCE. A pair may occur up to 15 times."""
     for band, other in combinations(_BANDS, 2):
         key = _bits(hashes, *band) << np.uint32(other[1]) | _bits(hashes, *other)
         order = np.argsort(key, kind="stable")
         key, in_order = key[order], hashes[order]
-        # Number of other hashes in the bucket of each.
+        # Number of the other hashes that share a bucket with each hash.
         is_last = np.append(key[1:] != key[:-1], True)
         ends = np.flatnonzero(is_last)
         num_after = np.repeat(ends, np.diff(ends, prepend=-1)) - np.arange(len(key))
@@ -239,7 +242,7 @@ def _bits(hashes: NDArray[np.uint64], first: int, count: int) -> NDArray[np.uint
 def first_look_alikes(
     phash: NDArray[np.uint64], *, video: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Find the rows of other videos that look like each row.
+    """Find rows of other videos that look like each row.
 
     Args:
         phash: uint64 [N], hashes of comparable pictures.
@@ -251,7 +254,7 @@ def first_look_alikes(
     """
     hashes, first, group = np.unique(phash, return_index=True, return_inverse=True)
     last = np.empty(len(hashes), np.int64)
-    last[group] = np.arange(len(phash))  # the last value written stays
+    last[group] = np.arange(len(phash))  # the last value wins
     nearest_first, nearest_last = first.copy(), last.copy()
     for left, right in pairs_alike(hashes):
         for a, b in ((left, right), (right, left)):
@@ -264,7 +267,7 @@ def first_look_alikes(
 
 
 def first_of_each_part(phash: NDArray[np.uint64], part: NDArray[np.integer], *, num_parts: int) -> NDArray[np.int64]:
-    """Return the first row of each part that looks like each row: int64 [N, num_parts], -1 without any.
+    """Return the first row of each part that looks like each row: int64 [N, num_parts]; -1 if there is none.
 
     Args:
         phash: uint64 [N], hashes of comparable pictures.
@@ -300,10 +303,10 @@ class Leakage:
     """Pairs of chunks of different splits that look alike.
 
     Attributes:
-        counts: (split, other split) -> number of chunks of the first split that look like a chunk of the second;
-            `train` comes second.
-        pairs: First pairs, at most MAX_PAIRS for each entry of `counts`.
-        unknown_because: Reason why no scores can be used, or None.
+        counts: (split, other split) -> number of chunks of the first split that look like a chunk of the other; `train`
+            comes second.
+        pairs: First pairs for each entry of `counts`, at most MAX_PAIRS each.
+        unknown_because: Reason why the scores cannot be used; None if they can.
     """
 
     counts: dict[tuple[str, str], int]
@@ -391,7 +394,7 @@ def _look_alikes(data_dir: Path) -> tuple[pa.Table, NDArray[np.integer], list[st
 
 
 def _middles_us(data_dir: Path, table: pa.Table, *, is_needed: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the middle of some chunks of the current variant of `video`, microseconds; the start of all others."""
+    """Return the middle of each needed chunk of the current variant of `video` in microseconds; the start of others."""
     names = ("start_ms", "num_frames", "fps_num", "fps_den")
     try:
         chunks = read_chunk_rows(Variant.open(data_dir), columns=("video_id", *names)).table

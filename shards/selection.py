@@ -1,10 +1,11 @@
-"""Selection of chunks and captions of a data folder by a `--where`.
+"""Selection of the chunks and captions of a data folder by a `--where` expression.
 
-Labels are columns `label_NAME` of the manifest's captions, compared as texts, or with the values of an expression: as
-numbers or as conditions. A label holds for the times of its
-caption. A caption with labels is selected by its labels. A caption without labels is selected by the labels of every
-labelled caption that covers its times, because the manifest stores labels that captions of the same times repeat only
-once. A chunk is selected by the labels of every labelled caption that it overlaps.
+Labels are the columns `label_NAME` of the manifest's captions. They are compared as strings. If the expression compares
+a label with numbers or conditions, its values are converted. A label is valid for the time span of its caption.
+
+A caption with labels is selected by its labels. A caption without labels is selected by the labels of every labelled
+caption that covers its time span, because the manifest stores labels only once if captions with the same times repeat
+them. A chunk is selected by the labels of every labelled caption that it overlaps.
 """
 
 import shlex
@@ -31,7 +32,7 @@ from clipmill.shards.where import Kind, Where, label_names
 _OF_VIDEOS = ("dataset", "split", "num_captions")
 _OF_CHUNKS = ("duration_s", "width", "height")
 _TIMES = ("num_frames", "fps_num", "fps_den")
-_OF_LABELS = ("begin_s", "end_s")  # of captions; a chunk has a begin_s too
+_OF_LABELS = ("begin_s", "end_s")  # columns of captions; a chunk also has a begin_s
 _OF_CAPTIONS = ("text", "source", "likelihood")
 
 
@@ -47,7 +48,7 @@ def selected_chunks(
         start_ms: [chunks], start of each chunk.
 
     Raises:
-        UserError: `where` uses scores or another column that does not exist, or that lacks some of these chunks.
+        UserError: `where` uses scores or another column that is missing, or that lacks some of these chunks.
     """
     fields = where.columns | ({"duration_s"} if where.labels else set())
     columns = _video_columns(fields, data_dir, video_ids=video_ids, video_row=video_row)
@@ -98,13 +99,13 @@ def _mask_of_pairs(
     part: NDArray[np.int64],
     caption: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Return bool [parts], True where the conditions hold with the labels of any of the part's labelled captions.
+    """Return bool [parts], True if the conditions are true with the labels of at least one of the part's captions.
 
     Args:
         columns: Other fields of each part.
         labelled: Captions with labels as texts.
-        part: int64 [pairs], every part at least once, with or without a labelled caption.
-        caption: int64 [pairs], the row of the caption in `labelled`; -1 for none.
+        part: Part of each pair, int64 [pairs]. Every part occurs at least once, even without a labelled caption.
+        caption: Row of the pair's caption in `labelled`, int64 [pairs]; -1 for none.
     """
     others = pa.table(dict(columns))
     pairs = others.take(pa.array(part))
@@ -115,7 +116,7 @@ def _mask_of_pairs(
 
 
 def stored_rows(data_dir: Path, column: str, names: Collection[str]) -> tuple[pa.Table, frozenset[str]]:
-    """Read `video_id`, `start_ms` and these fields of a column of chunks, and the keys of failed chunks.
+    """Read `video_id`, `start_ms` and the fields `names` of a column of chunks, and the keys of failed chunks.
 
     Raises:
         UserError: The column cannot be read, or was made from another variant of `video`.
@@ -194,7 +195,7 @@ def empty_selection_error(where: Where, *, what: str) -> UserError:
 def _video_columns(
     fields: Collection[str], data_dir: Path, *, video_ids: pa.Array, video_row: NDArray[np.integer]
 ) -> dict[str, pa.Array | pa.ChunkedArray]:
-    """Return the columns of videos among `fields`, one entry per chunk or caption."""
+    """Return the fields of videos, with a value for each chunk or caption."""
     codes = pa.array(video_row, pa.int32())
     columns: dict[str, pa.Array | pa.ChunkedArray] = {"video_id": pa.DictionaryArray.from_arrays(codes, video_ids)}
     if names := [name for name in _OF_VIDEOS if name in fields]:
@@ -240,7 +241,7 @@ def find_chunks(
 
 
 def _take_rows(column: pa.ChunkedArray, rows: NDArray[np.int64]) -> pa.Array | pa.ChunkedArray:
-    # The usual selection asks for all chunks in order, which needs no copy.
+    # Usually all chunks are requested in order, which needs no copy.
     is_complete = len(rows) == len(column) and bool((np.diff(rows) == 1).all())
     return column if is_complete else column.take(pa.array(rows, mask=rows < 0))
 
@@ -249,7 +250,7 @@ _SPAN = ("begin_s", "end_s")
 
 
 class Spans(NamedTuple):
-    """Parts of videos: the row of each part's video, and its times, float64 [N]."""
+    """Parts of videos: each part's video (row) and times, float64 [N]."""
 
     video_row: NDArray[np.integer]
     begin_s: NDArray[np.float64]
@@ -257,13 +258,13 @@ class Spans(NamedTuple):
 
 
 def read_labelled(data_dir: Path, kinds: Mapping[str, Kind] | None = None) -> pa.Table:
-    """Read the captions that have any of some labels: `video_id`, `begin_s`, `end_s` and the labels.
+    """Read the captions that have at least one of some labels: `video_id`, `begin_s`, `end_s` and the labels.
 
     Args:
-        kinds: Names of labels with the kind of their values; None for all labels that are not lists, as texts.
+        kinds: Names of labels with the kind of their values; None for all labels that are not lists, as strings.
 
     Raises:
-        UserError: The captions have no such label, can have several values of it, or have values of another kind.
+        UserError: The captions lack such a label, or have several values of it, or values of another kind.
     """
     with open_captions(data_dir) as file:
         known = label_names(file.schema_arrow)
@@ -291,7 +292,7 @@ _EXPECTED = {"number": "numbers", "condition": "true or false"}
 
 
 def label_values(captions: pa.Table, kinds: Mapping[str, Kind]) -> pa.Table:
-    """Return a table with these labels as values of some kinds; labels that it lacks are unknown.
+    """Convert labels to values of the given kinds, and return them as a table; missing labels are unknown.
 
     Raises:
         UserError: A label has a value that is not of its kind.
@@ -323,7 +324,7 @@ def _is_of_kind(text: str, kind: Kind) -> bool:
 
 
 def has_labels(captions: pa.Table, names: Collection[str]) -> NDArray[np.bool_]:
-    """Return bool [captions], True for each caption that has any of these labels."""
+    """Return bool [captions], True for each caption that has at least one of these labels."""
     has_label = np.zeros(len(captions), bool)
     for name in names:
         has_label |= captions[name].is_valid().to_numpy()
@@ -333,15 +334,15 @@ def has_labels(captions: pa.Table, names: Collection[str]) -> NDArray[np.bool_]:
 def match_labels(
     labelled: pa.Table, spans: Spans, *, video_ids: pa.Array, covering: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the labelled captions that overlap each of some parts of videos.
+    """Find the labelled captions that overlap each part of a video.
 
     Args:
         labelled: Captions (`read_labelled`).
         video_ids: IDs of the videos of `spans`.
-        covering: Take only captions that cover the part completely.
+        covering: Use only captions that cover the complete part.
 
     Returns:
-        part: int64 [M], each part once per labelled caption, and once if it has none.
+        part: int64 [M], each part once per labelled caption, or once if it has none.
         caption: int64 [M], row of the caption in `labelled`; -1 for none.
     """
     video_of_caption = pc.fill_null(pc.index_in(labelled["video_id"].cast(pa.string()), value_set=video_ids), -1)
@@ -366,6 +367,6 @@ def match_labels(
 
 
 def _order_by_video(video_row: NDArray[np.integer], num_videos: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return rows ordered by video, and the first position of each video; rows without a video (-1) are omitted."""
+    """Return the rows ordered by video, and the first position of each video. Rows without a video (-1) are omitted."""
     order = np.argsort(video_row, kind="stable")
     return order, np.searchsorted(video_row[order], np.arange(num_videos + 1))

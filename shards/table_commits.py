@@ -1,9 +1,8 @@
-"""The commits of a variant as rows of a table, each created when it is asked for.
+"""The commits of a variant as rows of a table. `Commit` objects are created on demand.
 
-The table is commits.arrow (clipmill.shards.commit_table), or is made of the records if commits.arrow is not current.
-
-Training opens a few shards at a time: with tens of thousands of them, an object for each commit in every rank would
-take more memory than everything else that opening needs.
+The table is commits.arrow (clipmill.shards.commit_table). If commits.arrow is not current, the table is built from the
+records. Training opens few shards at a time. With tens of thousands of shards, a `Commit` object for each of them in
+every rank would take more memory than everything else that opening needs.
 """
 
 import hashlib
@@ -61,7 +60,7 @@ class TableCommits(Mapping[int, Commit]):
         return {folder_of(first_id) for first_id in first_ids.tolist()}
 
     def with_files(self) -> pa.Table:
-        """Return the rows of the commits that have files, without making commits."""
+        """Return the rows of the commits that have files, without creating `Commit` objects."""
         return self.rows.filter(pc.is_valid(self.rows["tar"]))
 
     @cached_property
@@ -80,12 +79,12 @@ class TableCommits(Mapping[int, Commit]):
         return dict(zip(rows["shard_id"].to_pylist(), rows["index_sha256"].to_pylist(), strict=True))
 
     def seconds(self) -> dict[int, float]:
-        """Return the seconds of video in each shard by its ID, as far as they are known."""
+        """Return the seconds of video in each shard by its ID, for the shards where they are known."""
         rows = self.rows.filter(pc.is_valid(self.rows["seconds"]))
         return dict(zip(rows["shard_id"].to_pylist(), rows["seconds"].to_pylist(), strict=True))
 
     def by_folder(self) -> "Iterator[tuple[str, TableCommits]]":
-        """Yield the commits of the shards of each folder (`folder_of`), in order, with the folder's name."""
+        """Yield each folder's name (`folder_of`) and the commits of its shards, in order."""
         begin = 0
         for folder, of_folder in groupby(self, key=folder_of):
             count = sum(1 for _ in of_folder)
@@ -94,7 +93,7 @@ class TableCommits(Mapping[int, Commit]):
 
 
 def open_commits(variant_dir: Path) -> tuple[TableCommits, tuple[DamagedCommit, ...]]:
-    """Open the commits of a variant by its table, or else by its records, and return the damaged records too.
+    """Open the commits of a variant from its table, or else from its records; also return the damaged records.
 
     Raises:
         UserError: contents.json or a record uses another version of the format.
@@ -107,7 +106,7 @@ def open_commits(variant_dir: Path) -> tuple[TableCommits, tuple[DamagedCommit, 
 
 
 def open_table_commits(variant_dir: Path) -> TableCommits | None:
-    """Open the commits of a variant, if its table holds all that contents.json lists and no record has changed.
+    """Open the commits of a variant from its table. The table must match contents.json, and no record may have changed.
 
     Raises:
         UserError: contents.json uses another version of the format.

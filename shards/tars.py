@@ -27,7 +27,7 @@ class TarBytes(Protocol):
     gap_bytes: int
 
     def name(self, path: Path) -> str:
-        """Return the name of the tar at `path` in messages: its path, or its address."""
+        """Return the name of the tar at `path` for messages: its path, or its address."""
         ...
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
@@ -44,7 +44,7 @@ class TarBytes(Protocol):
         ...
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
-        """Make sure that the index of a tar is at the path `index`, with this size and digest.
+        """Make sure that the file `index` is the index of a tar, with this size and digest.
 
         Raises:
             Inaccessible: The bucket does not provide the index.
@@ -54,7 +54,7 @@ class TarBytes(Protocol):
 
 
 class _OpenTar:
-    """A file descriptor closed with its last user, so that it can be evicted while another thread reads from it."""
+    """A file descriptor that its last user closes, so that it can be evicted while another thread reads from it."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -95,7 +95,7 @@ class LocalTars:
         return [self.read(path, offset, size) for offset, size in ranges]
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
-        """Do nothing: a local index exists, or opening it reports the problem."""
+        """Do nothing: a local index already exists, or opening it reports the problem."""
 
     def _open(self, path: Path) -> _OpenTar:
         with self._lock:
@@ -112,7 +112,7 @@ class LocalTars:
                     self._tars[path] = tar
                     if len(self._tars) > _MAX_OPEN_TARS:
                         self._tars.popitem(last=False)
-                    self._locks.pop(path, None)  # threads that wait for the lock will find the tar open
+                    self._locks.pop(path, None)  # threads that wait for the lock will use the open tar
             return tar
 
     def _find_open(self, path: Path) -> _OpenTar | None:

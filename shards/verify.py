@@ -1,7 +1,7 @@
 """Verification of shards against their commits, and recovery of samples from damaged or outdated shards.
 
-`verify_shard` reads every byte. `quick_problems` checks all shards of a variant by listing its folders; only files that
-have changed are opened. `readable_rows` recovers only samples that are proven to be unchanged.
+`verify_shard` reads every byte. `quick_problems` checks all shards of a variant: it lists the folders, and opens only
+files that have changed. `readable_rows` recovers only samples that are proven to be unchanged.
 """
 
 import os
@@ -60,7 +60,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _File:
-    """The expected state of a file according to its commit, and the codes of its possible problems."""
+    """The state of a file that its commit promises, and the codes for deviations from it."""
 
     name: str
     size_bytes: int
@@ -76,10 +76,10 @@ def damaged_commit(error: DamagedCommit) -> Problem:
 
 
 def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:
-    """Read the complete shard and compare it with its commit. An empty list means that the shard is intact.
+    """Read the complete shard and compare it with its commit; return an empty list if it is intact.
 
-    Damage to payloads and headers is reported by key. Damage that has no key (to padding, or to a tar whose index is
-    damaged too) is reported for the tar.
+    Damage to payloads and headers is reported with the key of the sample. Damage without a key (to padding, or to a tar
+    whose index is damaged too) is reported for the tar.
     """
     if commit.files is None:
         return []
@@ -97,8 +97,8 @@ def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:
 def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
     """Compare existence and sizes with a few system calls, and read a file only if it is newer than the commit.
 
-    If the content of a newer file is correct (common in copied datasets), the commit's modification time is set to the
-    file's, so that the file is read only once.
+    If a newer file has the correct content (common in copied datasets), the commit gets the file's modification time,
+    so that the file is read only once.
     """
     if commit.files is None:
         return []
@@ -289,7 +289,7 @@ def check_record(variant_dir: Path, commit: Commit) -> list[Problem]:
     except DamagedCommit as error:
         return [damaged_commit(error)]
     except FileNotFoundError:
-        return []  # removed by another command, or reported as missing
+        return []  # another command has removed it, or it is reported as missing
     except OSError as error:
         return [Problem(commit.shard_id, None, Code.UNREADABLE, str(error))]
     return [] if is_same else [damaged_commit(DamagedCommit(path, f"it differs from {COMMIT_TABLE_FILE}"))]
@@ -329,7 +329,7 @@ def _states(folder: Path) -> States:
     states: States = {}
     try:
         with os.scandir(folder) as entries:
-            # Disks store the states in the order of the inodes, and list the entries in another order.
+            # Disks store file states in inode order, but list the entries in another order.
             for entry in sorted(entries, key=os.DirEntry.inode):
                 try:
                     state = entry.stat()
@@ -337,7 +337,7 @@ def _states(folder: Path) -> States:
                     continue
                 states[entry.name] = state.st_size, state.st_mtime_ns
     except OSError:
-        pass  # then every file is looked up separately, which names the problem
+        pass  # every file is then looked up separately, which names the problem
     return states
 
 
@@ -347,7 +347,7 @@ RowFilter = tuple[str, Collection[str]]  # a text column of the index, and its v
 
 @dataclass(frozen=True)
 class SalvagedSample:
-    """A sample whose bytes are the committed bytes."""
+    """A sample whose bytes equal the committed bytes."""
 
     key: str
     members: dict[str, bytes]  # extension -> payload, in member order
@@ -357,9 +357,9 @@ class SalvagedSample:
 def readable_rows(variant_dir: Path, commit: Commit, *, rows: RowFilter | None = None) -> Iterator[SalvagedSample]:
     """Yield the intact samples of a shard in order, one in memory at a time.
 
-    If the committed index is available, a sample is intact when the CRC-32 of each of its members matches. Without it,
-    samples are yielded only if the SHA-256 of the tar is the committed one. Damage, missing files and read errors
-    reduce the number of samples and raise no exception.
+    If the committed index is available, a sample is intact if the CRC-32 of each of its members matches. Without the
+    index, samples are yielded only if the tar has the committed SHA-256. Damage, missing files and read errors reduce
+    the number of samples; they raise no exception.
 
     Args:
         rows: Rows to read; all rows if the index is lost.
@@ -379,9 +379,9 @@ def readable_rows(variant_dir: Path, commit: Commit, *, rows: RowFilter | None =
 
 
 def uncommitted_tars(variant_dir: Path, commits: Iterable[Commit]) -> list[Path]:
-    """List the tars of a variant, with an index beside them, that none of its commits names, sorted.
+    """List the tars of a variant that have an index beside them but are in none of its commits, sorted.
 
-    Such tars belong to earlier commits, or to commits that are lost. `prep gc` removes them.
+    Such tars belong to earlier or lost commits. `prep gc` removes them.
     """
     committed = {commit.files.tar for commit in commits if commit.files is not None}
     uncommitted = []
@@ -399,9 +399,9 @@ def index_of(tar: Path) -> Path:
 
 
 def uncommitted_samples(tar: Path, *, rows: RowFilter) -> Iterator[SalvagedSample]:
-    """Yield the samples of a tar of `uncommitted_tars` whose members have the CRC-32 in the index beside the tar.
+    """Yield the samples of a tar from `uncommitted_tars` whose members match the CRC-32 in the index beside the tar.
 
-    No checksum covers the index: only `members` are proven to be unchanged, not the key.
+    No checksum covers the index: this proves only that `members` are unchanged, not the key.
     """
     with suppress(DamagedIndex, OSError):
         yield from _read_indexed_samples(tar, table=open_index(index_of(tar)), rows=rows)

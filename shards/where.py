@@ -1,12 +1,12 @@
-"""`--where`: selection of chunks and captions by an SQL expression on their fields, and the language of it.
+"""`--where`: an SQL expression on the fields of chunks and captions that selects some of them; its language.
 
-An expression is a pure function of the fields of one row: comparisons, `and`, `or`, `not`, `in`, `between`, `is null`,
-`like`, arithmetic, `case`, and the functions in `FUNCTIONS`. DuckDB parses it, and a node of the parse tree that is not
-known to be one of these is an error: the text may come from a file of settings or a checkpoint of someone else.
+An expression is a pure function of the fields of one row. It consists of comparisons, `and`, `or`, `not`, `in`,
+`between`, `is null`, `like`, arithmetic, `case`, and the functions in `FUNCTIONS`. DuckDB parses it. Any other node in
+the parse tree is an error, because the text may come from someone else's settings file or checkpoint.
 
-A condition that is unknown (null) does not hold, and neither does its negation. A comparison with a literal is made in
-the precision of the column: `motion <= 0.2` holds for a stored float32 of 0.2. Arithmetic is in float64; a division by
-zero is unknown. Numbers, texts and conditions are not converted into each other, unlike elsewhere in SQL.
+An unknown (null) condition does not hold, and neither does its negation. A comparison with a literal uses the precision
+of the column: `motion <= 0.2` is true for a stored float32 of 0.2. Arithmetic uses float64; the result of a division by
+zero is unknown. Unlike in other SQL, numbers, strings and conditions are not converted into each other.
 """
 
 import difflib
@@ -54,9 +54,9 @@ _TYPES: dict[Kind, str] = {"number": "double", "text": "varchar", "condition": "
 
 _BEFORE, _AFTER = "select (\n", "\n)"  # on separate lines, so that a comment in the text does not swallow them
 _SHOWN_CHARS = 200
-_MAX_DIGITS = 38  # of DuckDB's decimals
-_WITH_EXPONENT = re.compile(r"[0-9._]+[eE][+-]?[0-9]{1,2}")  # a number that DuckDB reads as a float64
-_Node = dict[str, Any]  # of DuckDB's parse tree, as `json_serialize_sql` returns it
+_MAX_DIGITS = 38  # precision of DuckDB's decimals
+_WITH_EXPONENT = re.compile(r"[0-9._]+[eE][+-]?[0-9]{1,2}")  # literals that DuckDB reads as float64
+_Node = dict[str, Any]  # node of DuckDB's parse tree, as `json_serialize_sql` returns it
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Condition:
     Attributes:
         text: Canonical form, which parses to the same condition.
         sql: Expression to evaluate.
-        names: Fields in it.
-        labels: Labels among them, by the kind of the values that they are compared with.
+        names: Fields that it uses.
+        labels: Labels that it uses, with the kind of the values that each is compared with.
     """
 
     text: str
@@ -86,7 +86,7 @@ def connect() -> "duckdb.DuckDBPyConnection":
 
 @cache
 def _database(process: int) -> "duckdb.DuckDBPyConnection":
-    """Open the database of a process: it takes 10 ms, and its locks must not be shared with forked processes."""
+    """Open a database for a process: this takes 10 ms, and forked processes must not share its locks."""
     import duckdb  # 65 MB, which only a selection needs
 
     return duckdb.connect(
@@ -112,13 +112,14 @@ def parse_conditions(
     labels: Collection[str] = (),
     known_labels: Callable[[], str] = lambda: f"{LABEL_PREFIX}NAME",
 ) -> list[Condition]:
-    """Parse an expression into the conditions that it joins by `and`.
+    """Parse an expression, and split it at its outermost `and` into conditions.
 
     Args:
-        fields: Names that it may use.
-        flag: Flag with the text, for messages.
-        labels: Names of labels among `fields`: they are texts unless they are compared with values of another kind.
-        known_labels: Function that returns the names of existing labels for messages.
+        fields: Allowed names.
+        flag: Flag that has the text, for messages.
+        labels: Names among `fields` that are labels. They are strings unless they are compared with other kinds of
+            values.
+        known_labels: Function that returns the names of existing labels, for messages.
 
     Raises:
         UserError: The text is not a condition; the message has the position, and the nearest name for an unknown name.
@@ -223,7 +224,7 @@ class _Parser:
             )
 
     def _check_kinds(self, root: _Node) -> None:
-        """Reject conversions that SQL would make: of a number to a condition, and of a text to a number."""
+        """Reject implicit conversions of SQL: of a number to a condition, and of a string to a number."""
         conditions, comparisons = _conditions_and_comparisons(root)
         kinds = self._kinds([*conditions, *(operand for operands in comparisons for operand in operands)])
         for node in conditions:
@@ -261,7 +262,7 @@ class _Parser:
         return name if name in self._labels else ""
 
     def _kinds(self, nodes: list[_Node]) -> dict[int, Kind]:
-        """Return the kind of each node by its id, for which DuckDB binds functions to their arguments."""
+        """Return the kind of each node by its ID. DuckDB computes it by binding functions to their arguments."""
         import duckdb
 
         if not nodes:
@@ -276,7 +277,7 @@ class _Parser:
         return {id(node): _KINDS.get(name, "number") for node, name in zip(nodes, types, strict=True)}
 
     def _set_precision(self, node: _Node) -> None:
-        """Let arithmetic use float64, and comparisons with literals the precision of the column."""
+        """Make arithmetic use float64, and comparisons with literals use the precision of the column."""
         if node["class"] == "CONSTANT" and node["literal"]["kind"] == "NUMERIC":
             text = node["literal"]["text"]
             if _WITH_EXPONENT.fullmatch(text) and len(digits := f"{Decimal(text):f}") <= _MAX_DIGITS:
@@ -292,7 +293,7 @@ class _Parser:
         return {**self._plain, "statements": [{**statement, "node": {**statement["node"], "select_list": [*nodes]}}]}
 
     def _sql(self, *nodes: _Node) -> str:
-        """Return nodes in canonical form, in parentheses where they need them."""
+        """Return nodes in canonical form, with parentheses where they are needed."""
         (sql,) = self._row("select json_deserialize_sql(?)", json.dumps(self._select(*nodes)))
         return str(sql).removeprefix("SELECT ")
 
@@ -300,7 +301,7 @@ class _Parser:
         return self._database.execute(query, values).fetchone() or ()
 
     def _fail(self, problem: str, place: int | None = None, *, hint: str | None = None) -> NoReturn:
-        # DuckDB counts bytes, and the nodes that it adds have no position.
+        # DuckDB counts bytes. The nodes that it adds have no position.
         if place is not None and len(_BEFORE) <= place < 1 << 63:
             before = f"{_BEFORE}{self._text}".encode()[:place].decode(errors="ignore")
             number = len(before) - len(_BEFORE)
@@ -311,7 +312,7 @@ class _Parser:
 
 
 def _conditions_and_comparisons(root: _Node) -> tuple[list[_Node], list[list[_Node]]]:
-    """Return the nodes that have to be conditions, and the nodes that are compared with each other."""
+    """Return the nodes that must be conditions, and the groups of nodes that are compared with each other."""
     conditions, comparisons = [root], []
     for node in _nodes(root):
         if node["class"] == "CONJUNCTION" or node["type"] == "OPERATOR_NOT":
@@ -343,14 +344,14 @@ _LABEL = re.compile(rf"\b{LABEL_PREFIX}\w+")
 
 @dataclass(frozen=True)
 class Field:
-    """A name of the language.
+    """A name of the expression language.
 
     Attributes:
         kind: Kind of its values.
-        level: Subject that has the value.
-        column: Column of the table that the values come from.
-        sql: Expression that computes the values; empty if they are the column's.
-        stored_in: Column of the data folder whose rows have it; empty if `prep chunk` makes it.
+        level: Kind of object that the value describes.
+        column: Table column that the values come from.
+        sql: Expression that computes the values; empty if they are stored in the column.
+        stored_in: Column of the data folder that stores the values; empty if `prep chunk` makes them.
     """
 
     kind: Kind
@@ -391,7 +392,7 @@ def known_fields() -> dict[str, Field]:
 
 
 def _fields_of(names: Iterable[str]) -> dict[str, Field]:
-    """Return the fields of these names; the fields of labels depend on the data folder (clipmill.shards.selection)."""
+    """Return the fields with these names. Fields of labels depend on the data folder (clipmill.shards.selection)."""
     known = known_fields()
     return {name: known[name] if name in known else Field("text", "label", name) for name in names}
 
@@ -415,17 +416,17 @@ class Where:
 
     @property
     def columns(self) -> frozenset[str]:
-        """Columns that `mask` needs."""
+        """Table columns that `mask` needs."""
         return frozenset(field.column for field in _fields_of(self.names).values())
 
     @property
     def labels(self) -> dict[str, Kind]:
-        """Labels among the names, with the kind of their values."""
+        """Labels among the names, with the kinds of their values."""
         return {name: kind for condition in self.conditions for name, kind in condition.labels.items()}
 
     @property
     def stored_in(self) -> dict[str, set[str]]:
-        """Columns of the data folder that are needed besides `video`, such as `scores`, with the needed fields."""
+        """Required columns of the data folder besides `video`, such as `scores`, with the required fields of each."""
         fields: dict[str, set[str]] = {}
         for field in _fields_of(sorted(self.names)).values():
             if field.stored_in:
@@ -433,7 +434,7 @@ class Where:
         return fields
 
     def mask(self, table: pa.Table) -> NDArray[np.bool_]:
-        """Return bool [rows], True where all conditions hold; an unknown condition does not hold.
+        """Return bool [rows], True where all conditions are true; an unknown condition counts as false.
 
         Args:
             table: Table with at least `columns`.
@@ -456,10 +457,10 @@ class Where:
         return np.asarray(selected, bool)
 
     def by_level(self, *, labels_of: Level = "caption") -> "tuple[Where | None, Where | None]":
-        """Return the conditions on chunks and videos, and the conditions on captions; None if there are none.
+        """Split into conditions on chunks and videos, and conditions on captions; None for an empty part.
 
         Args:
-            labels_of: Subject of conditions on labels: captions or chunks.
+            labels_of: Objects that conditions on labels apply to: captions or chunks.
 
         Raises:
             UserError: A condition is on both a chunk and a caption, and belongs to neither.

@@ -1,4 +1,4 @@
-"""Check of the value of `--where` when flags are read; `where.py` and DuckDB are loaded only if the flag is given."""
+"""Check of the value of `--where` when flags are parsed. `where.py` and DuckDB are loaded only if the flag is given."""
 
 
 def check_where(where: str | None) -> None:

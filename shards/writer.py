@@ -1,4 +1,4 @@
-"""Writer of a shard: samples stream into a temporary tar, and tar and indexes are published together once complete."""
+"""Writer of a shard. Samples stream into a temporary tar; tar and indexes are published together once complete."""
 
 import errno
 import hashlib
@@ -29,7 +29,7 @@ from clipmill.shards.index import (
 from clipmill.shards.opening import Scan, scan
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
-# Lower case, because WebDataset converts extensions to lower case.
+# Lower case, because WebDataset lowers the case of extensions.
 _EXTENSION = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8,}")
 _WRITE_BUFFER_BYTES = 1 << 20
@@ -91,7 +91,7 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            # Closing flushes, which fails again when the disk is full. The file is removed in any case.
+            # Closing flushes the file, which fails again if the disk is full. The file is removed in any case.
             with suppress(OSError):
                 self._file.close()
         finally:
@@ -196,7 +196,7 @@ class ShardWriter:
                     )
 
     def _read_again(self, table: pa.Table) -> Scan:
-        """Read the tar, and compare the payloads with the checksums from before they were written."""
+        """Read the tar, and compare its payloads with checksums that were taken before writing."""
         offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))
         tar = scan(self._temporary, ranges=zip(offsets, sizes, strict=True))
         expected_crc32s = member_columns(table, "crc32").ravel().tolist()

@@ -1,6 +1,6 @@
 """Figures on pages: pictures and small clips (JPEG, PNG, H.264 in mp4) as data URIs or files, and histograms as SVG.
 
-Pages show evenly spread samples out of many, and evenly spread frames of a clip.
+Pages show evenly spaced samples of a larger number, and evenly spaced frames of a clip.
 """
 
 import base64
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     import av
 
 Item = TypeVar("Item")
-CLIP_FPS = 12  # of small clips, about
-SHORT_SIDE_PX = 240  # of small clips, at most
+CLIP_FPS = 12  # approximate rate of small clips
+SHORT_SIDE_PX = 240  # maximum for small clips
 _ENCODER = {"crf": "29", "preset": "veryfast", "threads": "1"}
 
 
 def evenly_spaced_items(items: Sequence[Item], *, at_most: int) -> list[Item]:
-    """Return evenly spaced items, the first and the last included."""
+    """Return at most `at_most` evenly spaced items, including the first and the last one."""
     last, count = len(items) - 1, min(len(items), at_most)
     return [items[round(number * last / max(1, count - 1))] for number in range(count)]
 
 
 def evenly_within(items: Sequence[Item], *, at_most: int) -> list[Item]:
-    """Return the items in the middles of equal parts of the sequence."""
+    """Divide a sequence into equal parts, and return the middle item of each."""
     count = min(len(items), at_most)
     return [items[(2 * number + 1) * len(items) // (2 * count)] for number in range(count)]
 
@@ -72,7 +72,7 @@ def small_clip(frames: "Iterable[av.VideoFrame]", *, fps: Fraction) -> bytes:
 
 
 def small_frame(frame: "av.VideoFrame") -> "av.VideoFrame":
-    """Return a frame in the size of a small clip."""
+    """Scale a frame down to the size of a small clip."""
     width, height = _small_size(frame)
     return frame.reformat(width=width, height=height, format="yuv420p")
 
@@ -97,8 +97,9 @@ def _encode_picture(
     return b"".join(bytes(packet) for packet in [*encoder.encode(picture), *encoder.encode(None)])
 
 
-NUM_BINS = 32  # at most
-_NUM_LABELS, _NUM_RANGES = 8, 4  # labels of bars that stand for one integer, and for several; at most
+NUM_BINS = 32  # maximum
+# Maximum number of labels, if a bar stands for one integer and if it stands for several.
+_NUM_LABELS, _NUM_RANGES = 8, 4
 _TAIL_SHARE = 0.01  # share of the values that may lie above the end of the histogram of an unbounded quantity,
 _NUM_OUTLIERS = 5  # if there are few values, this number instead, but at most a tenth of them,
 _TAIL_FACTOR = 1.5  # if the highest value is larger than the end by more than this factor
@@ -110,8 +111,8 @@ class Bar:
 
     Attributes:
         left: Position of its left side, in units of the SVG.
-        text: Values and count in words.
-        heights: Heights in percent of the values that are `kept`, and of `all` values if a selection drops some.
+        text: Values of the bar, and their number, in words.
+        heights: Height of all values (`all`), and of the values that a selection keeps (`kept`), in percent.
     """
 
     left: int
@@ -149,7 +150,7 @@ class Histogram:
 
     @property
     def max_count(self) -> int:
-        """Number of values of the highest bar."""
+        """Number of values in the highest bar."""
         return max(int(self.counts.max()), 1)
 
     def span_text(self, unit: str) -> str:
@@ -158,7 +159,7 @@ class Histogram:
         return f"{count_noun(int(self.counts.sum()), 'value')} {span}"
 
     def bars(self, unit: str) -> list[Bar]:
-        """Return the bars of bins that are not empty."""
+        """Return a bar for each bin that is not empty."""
         bars = []
         for number, count in enumerate(self.counts.tolist()):
             if not count:
@@ -173,7 +174,7 @@ class Histogram:
         return bars
 
     def ticks(self, unit: str) -> list[str]:
-        """Return the labels of the axis, for integers below the middle of their bars, for other values at the borders.
+        """Return the labels of the axis: integers are below the middle of their bars, other values at the borders.
 
         Bars of integers without a label have an empty label.
         """
@@ -198,13 +199,13 @@ def histogram(
     is_count: bool = False,
     is_kept: NDArray[np.bool_] | None = None,
 ) -> Histogram:
-    """Return the histogram of one or more known values.
+    """Return the histogram of some known values, at least one.
 
     Args:
-        bounds: Range of the values. None if there is no upper bound: then the histogram begins at 0 and omits a long
-            tail, so that single large values do not squeeze all others into one bin.
+        bounds: Range of the values. None if there is no upper bound: the histogram then begins at 0 and omits a long
+            tail, so that a few large values do not squeeze all others into one bin.
         is_count: True if the values are integers; all bins then hold the same number of integers.
-        is_kept: True for values of samples that a selection keeps, bool [values].
+        is_kept: True for each value that belongs to a sample that a selection keeps, bool [values].
     """
     highest, num_bins = float(values.max()), NUM_BINS
     if is_count:

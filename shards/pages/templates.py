@@ -1,7 +1,7 @@
-"""Templates of the pages of both programs, their head, and the policy by which they load nothing.
+"""Templates of the HTML pages of both programs, the head of a page, and its content security policy.
 
-A page extends `page.html.j2`. Text from outside never becomes markup: values are escaped, and hidden characters in them
-become visible.
+A page extends `page.html.j2`. Text from users and files never becomes markup: values are escaped, and hidden characters
+in them become visible.
 """
 
 import base64
@@ -52,15 +52,15 @@ def require_page_path(path: Path, *, flag: str) -> None:
 
 
 def load_template(path: Path) -> "Template":
-    """Return a jinja2 template, which may use the templates of this folder too."""
+    """Return a jinja2 template. It can also use the templates in this folder."""
     return _environment(path.parent).get_template(path.name)
 
 
 def policy(scripts: Sequence[str], media: str = "data:") -> str:
-    """Return the content security policy of a page: it loads nothing but clips, and runs only these scripts.
+    """Return the content security policy of a page: the page loads only clips, and runs only these scripts.
 
     Args:
-        media: Sources of clips.
+        media: Allowed sources of clips.
     """
     allowed = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; media-src {media}"
     allowed += "; base-uri 'none'; form-action 'none'"
@@ -71,7 +71,7 @@ def policy(scripts: Sequence[str], media: str = "data:") -> str:
 
 @cache
 def _environment(folder: Path) -> "Environment":
-    """Return the templates of a folder; each is compiled once per process."""
+    """Return the templates of a folder. A process compiles each template once."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

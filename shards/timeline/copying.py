@@ -35,9 +35,9 @@ def write_continuous(
     with_sound: bool,
     on_packet: Callable[[], None] = lambda: None,
 ) -> Timeline:
-    """Copy the packets of a source into a file whose timestamps are its timeline; return the timeline of that file.
+    """Copy a source into a file whose timestamps are the timeline, packet by packet; return the timeline of that file.
 
-    Nothing is encoded again. The first audio stream keeps its distance to the pictures of its part.
+    Nothing is encoded again. The first audio stream keeps its offset to the pictures of the same part.
 
     Args:
         on_packet: Called for every packet that is read.
@@ -69,11 +69,11 @@ def write_continuous(
 
 
 class _VideoWriter:
-    """Writer of the packets of the video track, with the times of the timeline.
+    """Writer of the video track's packets, with the times of the timeline.
 
     Attributes:
         start: Timestamp of time 0 in the file that is written, in seconds.
-        offsets: Time in seconds that is added to the timestamps of each part.
+        offsets: Time in seconds to add to the timestamps of each part.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class _VideoWriter:
         self._output, self._unit = output, track.time_base or ONE
         self._stream, self._filter = _add_stream(output, track)
         ordered = np.sort(packets.times)
-        # Decoding times have to ascend, and must not be later than the presentation time.
+        # Decoding times must ascend, and must not be later than presentation times.
         ordered = np.maximum.accumulate(ordered - np.arange(len(ordered))) + np.arange(len(ordered))
         delay = int((ordered - packets.times).max(initial=0))
         shift = delay + round((1 - start) / self._unit)  # sound may begin a little earlier
@@ -102,7 +102,7 @@ class _VideoWriter:
         """Write the next packet."""
         packet.pts, packet.dts = int(self._times[self._number]), int(self._decoding_times[self._number])
         self._number += 1
-        # The muxer aborts the process if its index of key frames goes back in time.
+        # The muxer aborts the process if key frames are not in ascending order of time.
         packet.is_keyframe = packet.is_keyframe and packet.pts > self._last_key
         self._last_key = max(self._last_key, packet.pts if packet.is_keyframe else NO_TIME)
         for copy in self._filter(packet):
@@ -113,8 +113,9 @@ class _VideoWriter:
 class _SoundWriter:
     """Writer of the packets of a sound track.
 
-    Sound and pictures are not in step where timestamps start again: a part of the sound begins where the timestamps of
-    the sound start again, or at the latest a second after the pictures. Sound that overlaps the part before is omitted.
+    Where timestamps start again, sound and pictures are not synchronous: a part of the sound begins where the
+    timestamps of the sound start again, at the latest a second after the pictures. Sound that overlaps the previous
+    part is omitted.
     """
 
     def __init__(self, output: "OutputContainer", sound: "Stream", pictures: _VideoWriter) -> None:
@@ -145,7 +146,7 @@ class _SoundWriter:
 
 
 def _add_stream(output: "OutputContainer", stream: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
-    """Add a stream like another one to a file; return it and the conversion of its packets.
+    """Add a stream to `output` with the parameters of `stream`; return it, and the filter that converts its packets.
 
     Parameter sets travel within the packets, because parameter sets in a header could not change.
     """

@@ -27,7 +27,7 @@ Filter = tuple[str, dict[str, str]]  # name and options of a filter of libavfilt
 
 
 class TimelineError(ValueError):
-    """A source cannot be shown on one timeline.
+    """A source whose frames cannot be placed on one timeline.
 
     Attributes:
         code: Kind of the problem, a failure code of `prep`.
@@ -44,7 +44,7 @@ class Shape:
 
     Attributes:
         crop: Pixels that the container cuts off: left, top, right, bottom.
-        matrix: The display matrix without its shift: a, b, c, d, where (x, y) is shown at (a x + c y, b x + d y).
+        matrix: The display matrix without its shift: a, b, c, d. The point (x, y) is shown at (a x + c y, b x + d y).
     """
 
     crop: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -105,20 +105,20 @@ class Timeline:
     Attributes:
         track: Index of the video stream in the container.
         start: Timestamp of time 0 in seconds.
-        seek_start: Timestamp from which libav counts when it seeks, if that is not `start`.
+        seek_start: Timestamp from which libav counts when it seeks, if it differs from `start`.
         end: End of the last frame in seconds from time 0.
         last: Time of the last frame in seconds.
         rate: Frames per second, the average if it varies; 0 if unknown.
-        missing: Seconds that the header promises beyond the last packet, if they are more than containers round.
+        missing: Seconds that the header promises beyond the last packet, if they exceed the rounding of containers.
         cut: Description of the missing end of a truncated file; empty if it is complete.
         is_continuous: True if the timestamps of the file, minus `start`, are the timeline.
-        is_blind: True if a seek may land between two key frames, and inside a frame of the sound.
-        key_gap: Longest time between two key frames in seconds; 0 if a seek lands on a key frame.
+        is_blind: True if a seek may land between two key frames, and in the middle of an audio frame.
+        key_gap: Longest time between two key frames in seconds; 0 if every seek lands on a key frame.
         shape: Crop and orientation of the pictures.
-        aspects: Width of a pixel divided by its height, with the times in seconds from which it holds; the first is 0.
+        aspects: Pixel aspect ratio (width / height), with the time in seconds from which it is valid; the first is 0.
         transfer: Transfer characteristics of the first frame (ISO/IEC 23091-2), 2 if unknown.
         primaries: Color primaries of the first frame (ISO/IEC 23091-2), 2 if unknown.
-        notes: Surprising properties of the pictures, a sentence each.
+        notes: Unusual properties of the pictures, one sentence each.
     """
 
     track: int = 0
@@ -139,7 +139,7 @@ class Timeline:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return the fields that a reader of frames needs as JSON text; empty for an ordinary source."""
+        """Return the fields that a reader of frames needs, as JSON text; an empty text for an ordinary source."""
         ordinary = Timeline()
         values: dict[str, Any] = {
             name: getattr(self, name)
@@ -192,10 +192,10 @@ class TrackPackets:
     """The packets of the video track in the order of the file; times in units of the stream.
 
     Attributes:
-        times: Presentation times, int64 [packets]: the timestamps of the file, or for a source that is not continuous
-            the timestamps that it should have.
+        times: Presentation times, int64 [packets]: the timestamps of the file, or, if the source is not continuous, the
+            corrected timestamps.
         durations: Durations, 0 where unknown, int64 [packets].
-        is_shown: True if the packet is shown: edit lists hide packets that others need for decoding, bool [packets].
+        is_shown: True if the packet is shown, bool [packets]. Edit lists hide packets that only others need to decode.
         restarts: First packet of each part, and the offset that is added to the timestamps of the part.
     """
 
@@ -222,7 +222,7 @@ def open_container(file: "str | IO[bytes]", *, formats: str = DEMUXERS) -> "Inpu
 
 
 def video_tracks(container: "InputContainer") -> "list[VideoStream]":
-    """Return the video streams that may be the video, the best one first.
+    """Return the video streams that may be the main video, the best one first.
 
     Cover pictures and thumbnails are omitted. As in players, a stream that the container marks as default comes first,
     and a stream with a single frame comes last.
@@ -258,7 +258,7 @@ def track_of(container: "InputContainer", index: int) -> "VideoStream":
 
 
 def aspect_of(stream: "VideoStream") -> Fraction:
-    """Return the width of a pixel divided by its height; the container counts before the stream, as in players."""
+    """Return the pixel aspect ratio (width / height). The container's value takes precedence, as in players."""
     aspect = stream.sample_aspect_ratio or ONE
     return aspect if aspect > 0 else ONE
 
@@ -273,8 +273,8 @@ def frame_times(
 ) -> NDArray[np.float64]:
     """Return the times in seconds of the frames of a continuous source that begin from about `begin` to `end`.
 
-    They are the times of its packets, in ascending order: nothing is decoded. Very small packets are omitted: in some
-    codecs they mean that a frame is skipped, and the decoder shows no frame.
+    The times are the sorted timestamps of the packets: nothing is decoded. Very small packets are omitted: in some
+    codecs they mean that a frame is skipped, and the decoder outputs no frame.
 
     Raises:
         av.FFmpegError: A packet cannot be read.

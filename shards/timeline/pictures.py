@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-_MAX_ASPECT = 64  # beyond it, a few rows in a damaged header would become a picture of gigabytes
+_MAX_ASPECT = 64  # above it, a damaged header with a few rows would give a picture of gigabytes
 _TRANSFERS = {16: "PQ", 18: "HLG"}
 
 
@@ -32,7 +32,7 @@ class Picture:
 
 
 def first_picture(container: "InputContainer", stream: "VideoStream") -> Picture:
-    """Decode the first frame of a container just opened.
+    """Decode the first frame of a container that was just opened.
 
     Raises:
         TimelineError: There is no decoder, no frame, or the frame's shape is implausible.
@@ -82,7 +82,8 @@ def _display_matrix(frame: "av.VideoFrame") -> tuple[float, float, float, float]
 def _container_crop(container: "InputContainer", stream: "VideoStream") -> tuple[int, int, int, int]:
     """Return the crop in the header of a container: left, top, right, bottom, in pixels.
 
-    PyAV does not expose it. libav writes it into the header of a Matroska file, as four elements with fixed names.
+    PyAV does not expose the crop. libav writes it into the header of a Matroska file, as four elements with fixed
+    names.
     """
     import av
 
@@ -101,7 +102,7 @@ def _container_crop(container: "InputContainer", stream: "VideoStream") -> tuple
         element, header_bytes, length = _ebml_element(content[position : position + 12])
         if path and element == path[0]:
             path.pop(0)
-            position += header_bytes  # descend
+            position += header_bytes  # enter the element
             continue
         if not path and element in crop:
             begin = position + header_bytes
@@ -125,7 +126,7 @@ def _ebml_element(head: bytes) -> tuple[int, int, int]:
 def shown_frames(
     container: "InputContainer", timeline: Timeline, packets: TrackPackets | None, *, skips_damage: bool = False
 ) -> "Iterator[tuple[Fraction, av.VideoFrame]]":
-    """Yield the frames of a source, upright and cropped, with their times in seconds from time 0, as they are decoded.
+    """Decode a source; yield its frames, upright and cropped, with their times in seconds from time 0.
 
     Args:
         container: A container just opened.
@@ -158,10 +159,10 @@ def shown_frames(
 
 
 class Upright:
-    """Filter that crops frames and turns them upright; its graph is built again if their size or format changes.
+    """Filter that crops frames and turns them upright. It rebuilds its graph if their size or format changes.
 
     Args:
-        aspect: Width of a pixel divided by its height, as the stream states it; frames get square pixels.
+        aspect: Pixel aspect ratio (width / height) that the stream states; output frames have square pixels.
     """
 
     def __init__(self, shape: Shape, *, aspect: Fraction = ONE) -> None:

@@ -1,6 +1,6 @@
-"""Timelines from the packets of a source, or from the index of an MP4. Only single key frames are decoded.
+"""Timelines from the packets of a source, or from the index of an MP4. Only a few key frames are decoded.
 
-Some containers omit times or have wrong ones: such times are repaired here.
+Some containers omit times or contain wrong ones; this module repairs them.
 """
 
 import io
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 
-RESTART_S = Fraction(1, 5)  # decoding times that go back by less are rounded by a muxer
+RESTART_S = Fraction(1, 5)  # if decoding times go back by less, a muxer has rounded them
 _GAP_S, _GAP_FRAMES = 5.0, 50  # longer pauses between two frames are noted
 MPEG_VIDEO = frozenset({"mpeg1video", "mpeg2video"})
 _MAX_GUESS_FRAMES = 4  # largest error of libav's guess of a missing timestamp, in frames or fields
-_ROUNDING = 0.25  # of a frame
+_ROUNDING = 0.25  # in frames
 
-LONGEST_FRAME_S = 3600  # a later timestamp is damaged, or the first of another part
+LONGEST_FRAME_S = 3600  # a timestamp further away is damaged, or begins another part
 
 
 def times_in_display_order(
     times: NDArray[np.int64], durations: NDArray[np.int64], is_b: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the presentation times of MPEG-1 or MPEG-2 pictures in a program stream, and the same in display order.
+    """Return the presentation times of MPEG-1 or MPEG-2 pictures in a program stream, and the times in display order.
 
-    Such a stream has a timestamp for every few pictures only, and libav guesses the others, at times wrongly. In
-    display order, B pictures come before the reference picture that precedes them in the file, and each picture begins
-    when the previous one ends. A timestamp of the file counts if it is very near to that time, because sums of
-    durations are rounded, or if it is further away than a few pictures: then there is a gap, or time starts again. As
-    many pictures are displayed before it as there are in the file, so that times go back at the same picture in both
-    orders.
+    Such a stream has a timestamp only for every few pictures. libav guesses the others, sometimes wrongly. In display
+    order, B pictures come before the reference picture that precedes them in the file, and each picture begins when the
+    previous one ends. A timestamp of the file is accepted in two cases: if it is very close to the expected time,
+    because sums of durations are rounded; or if it is further away than a few pictures, because there is a gap, or
+    timestamps start again. The number of pictures before it is the same in display order and in the file, so that times
+    go back at the same picture in both orders.
     """
     display: list[int] = []
     reference = None
@@ -74,7 +74,7 @@ def times_in_display_order(
 
 
 def key_steps(times: NDArray[np.int64], is_key: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return times that go back only where timestamps start again, for a container without decoding times.
+    """Return times that decrease only where timestamps start again, for a container without decoding times.
 
     A key frame is shown after all frames before it.
     """
@@ -93,7 +93,7 @@ def find_restarts(
     unit: Fraction,
     may_wrap: bool,
 ) -> tuple[tuple[int, int], ...]:
-    """Return where timestamps start again: the first packet of each part, and the offset to add to its timestamps.
+    """Find where timestamps start again; return the first packet of each part, and the offset to add to its timestamps.
 
     Args:
         steps_s: Seconds from each packet to the next in decoding order.

@@ -1,7 +1,7 @@
-"""Truncated files: what the structure of a container promises beyond the end of the file.
+"""Detection of truncated files: whether the structure of a container extends beyond the end of the file.
 
-Only the sizes in headers are followed, from one element to the next, so that hours of video cost a few kilobytes of
-reading.
+The code reads only the sizes in headers, and jumps from one element to the next, so that checking hours of video reads
+only a few kilobytes.
 """
 
 import io
@@ -16,10 +16,10 @@ _BOX_TYPES_OF_MEDIA = frozenset({b"mdat", b"moof", b"moov"})
 
 
 def truncation(file: "IO[bytes]", *, size_bytes: int, format_name: str) -> str | None:
-    """Return a description of what a truncated file lacks; empty if it is complete, None if its structure cannot tell.
+    """Return a description of what a truncated file lacks; empty if it is complete, None if this is unknown.
 
-    MPEG-TS, MPEG-PS and raw streams contain no sizes. Live recordings, Ogg and FLV state the size of their parts, but
-    not where they end: if such a file ends between two parts, the result is None.
+    MPEG-TS, MPEG-PS and raw streams contain no sizes. Live recordings, Ogg and FLV state the size of each part, but not
+    the number of parts: if such a file ends between two parts, the result is None.
 
     Args:
         format_name: Libav's name of the demuxer.
@@ -36,7 +36,7 @@ def truncation(file: "IO[bytes]", *, size_bytes: int, format_name: str) -> str |
 def require_complete(content: bytes, *, format_name: str) -> None:
     """Raise ValueError for a truncated file in memory, and for a file that does not state where it ends.
 
-    libav would show the part that is left, as if it were a shorter video.
+    libav would show the rest as if it were a complete, shorter video.
     """
     problem = truncation(io.BytesIO(content), size_bytes=len(content), format_name=format_name)
     if problem is None:
@@ -47,7 +47,7 @@ def require_complete(content: bytes, *, format_name: str) -> None:
 
 
 def missing_index(file: "IO[bytes]", *, size_bytes: int) -> str | None:
-    """Return what an MP4 file lacks that libav cannot open because it ends before its index, or None.
+    """Return what an MP4 file lacks that ends before its index, so that libav cannot open it; None for other files.
 
     Raises:
         OSError: The file cannot be read.
@@ -169,7 +169,7 @@ def _mp4(file: "IO[bytes]", size_bytes: int) -> str | None:
         if position + length > size_bytes and kind in _BOX_TYPES_OF_MEDIA:
             return _cut(f"box {kind.decode()}", position + length, size_bytes)
         has_media |= kind == b"mdat"
-        has_end |= kind == b"mfra"  # index at the end of a fragmented file
+        has_end |= kind == b"mfra"  # the index at the end of a fragmented file
         if kind == b"sidx" and not last_fragment:  # index in front of all fragments, or of the first one
             file.seek(position)
             fragments_end = position + length + _indexed_bytes(file.read(min(length, size_bytes)))
@@ -233,7 +233,7 @@ def _gif(file: "IO[bytes]", size_bytes: int) -> str | None:
             return None
         position += 2 if head[:1] == b"!" else 11 + _color_table_bytes(head[9:10])
         length = 1
-        while length and position < size_bytes:  # a sub-block of no bytes is the last one
+        while length and position < size_bytes:  # an empty sub-block is the last one
             file.seek(position)
             length = file.read(1)[0]
             position += 1 + length
