@@ -11,6 +11,7 @@ from pathlib import Path
 COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 VIDEO, LATENTS, TEXT, SCORES, CAPTIONS = "video", "latents", "text", "scores", "captions"
 SOURCE_MEMBER = "source.json"  # of chunks whose packets stay in the source file
+INDEXED = "source"  # codec of such chunks in a recipe; names of variants of `video` begin with the codec
 _TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
 _OF_CHUNKS = (*_TIMES, "width", "height")
 
@@ -63,17 +64,24 @@ COLUMNS = {
 }
 
 
-def command_for(column: str) -> str:
-    """Return the command of `prep` that makes `column`."""
+def command_for(column: str, variant: str = "") -> str:
+    """Return the command of `prep` that makes `column`, or the variant of that name."""
+    if column == VIDEO and is_indexed(variant):
+        return "index"
     return COLUMNS[column].command if column in COLUMNS else column
 
 
-def how_to_make(column: str, data_dir: Path | str) -> str:
+def is_indexed(variant: str | None) -> bool:
+    """Return True if the packets of a variant of `video` are in the source files."""
+    return variant is not None and variant.startswith(INDEXED)
+
+
+def how_to_make(column: str, data_dir: Path | str, variant: str = "") -> str:
     """Return the command line, without `run`, that makes a column of a data folder (a path or an address)."""
     needs = f"{COLUMNS[column].needs} " if column in COLUMNS and COLUMNS[column].needs else ""
-    return f"prep {command_for(column)} {needs}--data {shlex.quote(str(data_dir))}"
+    return f"prep {command_for(column, variant)} {needs}--data {shlex.quote(str(data_dir))}"
 
 
-def how_to_repair(column: str, *, what: str = "that shard") -> str:
+def how_to_repair(what: str = "that shard") -> str:
     """Return the hint for a shard, or a table made of shards, that cannot be read."""
-    return f"see prep verify; prep {command_for(column)} makes {what} again"
+    return f"prep verify prints the command that makes {what} again"

@@ -12,7 +12,7 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.locks import folder_lock
 from clipmill.manifests.publish import publish_checked_json, read_checked_json
 from clipmill.manifests.store import manifest_dir
-from clipmill.shards.columns import COLUMNS, VIDEO, command_for, how_to_make
+from clipmill.shards.columns import COLUMNS, INDEXED, VIDEO, command_for, how_to_make
 from clipmill.shards.format import DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
 
 _COMPRESSED = re.compile(r"\.(tgz|tar\.\w+)$")
@@ -28,7 +28,8 @@ class DamagedDataset(UserError):
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(
             f"{path} is damaged: {why}",
-            hint=f"run the prep command of each column again (first prep {command_for(VIDEO)}) to rewrite it; "
+            hint=f"run the prep command of each column again (first prep {command_for(VIDEO)}, or prep "
+            f"{command_for(VIDEO, INDEXED)}) to rewrite it; "
             "if a command fails, remove the file first",
         )
 
@@ -53,9 +54,10 @@ def no_shards(data_dir: Path, column: str) -> UserError:
         return not_a_data_folder(data_dir)
     known, path = list_variants(data_dir, column), data_dir / DATASET_FILE
     if known and not path.exists():
+        commands = " or ".join(sorted({f"prep {command_for(column, name)}" for name in known}))
         return UserError(
             f"{path} is missing, and with it the name of the current variant of {column}",
-            hint=f"run prep {command_for(column)} with the settings of one of them again: {', '.join(known)}",
+            hint=f"run {commands} with the settings of one of them again: {', '.join(known)}",
         )
     return UserError(f"{data_dir} has no {column} shards", hint=f"run {how_to_make(column, data_dir)}")
 

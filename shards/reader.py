@@ -206,10 +206,10 @@ class Variant:
         Raises:
             UserError: The variant does not exist.
         """
-        hint = f"run {how_to_make(column, data_dir)}"
         name = variant or current_variant(data_dir, column)
         if name is None:
             raise no_shards(data_dir, column)
+        hint = f"run {how_to_make(column, data_dir, name)}"
         directory = variant_dir(data_dir, column, name)
         if not directory.is_dir():
             known = ", ".join(list_variants(data_dir, column)) or "none"
@@ -225,7 +225,8 @@ class Variant:
             UserError: There are no commits, or a shard is unreadable and its samples would be missing without notice.
         """
         if not self.commits and not self.damaged:
-            hint = f"run {how_to_make(self.directory.parent.name, self.directory.parent.parent)}"
+            folder = self.directory.parent
+            hint = f"run {how_to_make(folder.name, folder.parent, self.directory.name)}"
             raise UserError(f"{self.directory} has no committed shards", hint=hint)
         if self.damaged:
             num_more = len(self.damaged) - 1
@@ -238,8 +239,9 @@ class Variant:
     def _repair_hint(self) -> str:
         data_dir, column = self.directory.parent.parent, self.directory.parent.name
         verify = f"prep verify --column {column} --data {shlex.quote(str(data_dir))}"
+        command = command_for(column, self.directory.name)
         settings = f"with the settings of {self.directory.name}"
-        return f"to repair it, run `prep {command_for(column)}` {settings}; `{verify}` prints the command"
+        return f"to repair it, run `prep {command}` {settings}; `{verify}` prints the command"
 
     @cached_property
     def recipe(self) -> dict[str, Any]:

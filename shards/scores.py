@@ -174,7 +174,7 @@ def _read_rows(variant: Variant) -> pa.Table:
         try:
             table = shard.index.select(_ROWS.names).cast(_ROWS)
         except (Damaged, OSError, KeyError, pa.ArrowException) as error:
-            hint = how_to_repair(SCORES)
+            hint = how_to_repair()
             raise UserError(f"{shard.index_path}: {error}", hint=hint) from error
         for field in _ROWS:
             if pa.types.is_floating(field.type) and pc.any(pc.is_nan(table[field.name])).as_py():
@@ -399,7 +399,7 @@ def _middles_us(data_dir: Path, table: pa.Table, *, is_needed: NDArray[np.bool_]
     try:
         chunks = read_chunk_rows(Variant.open(data_dir), columns=("video_id", *names)).table
     except (Damaged, OSError) as error:
-        raise UserError(str(error), hint=how_to_repair(VIDEO)) from error
+        raise UserError(str(error), hint=how_to_repair()) from error
     needed = pc.unique(table["video_id"].filter(pa.array(is_needed)).cast(pa.string()))
     chunks = chunks.filter(pc.is_in(chunks["video_id"].cast(pa.string()), value_set=needed))
     length_s = {

@@ -210,11 +210,10 @@ def _video_columns(
 
 def _read_rows(variant: Variant, names: Collection[str]) -> pa.Table:
     """Read `video_id` (a dictionary), `start_ms` and these fields of the chunks of a variant."""
-    column = variant.directory.parent.name
     try:
         rows = read_chunk_rows(variant, columns=["video_id", "start_ms", *names])
     except (Damaged, OSError) as error:
-        hint = how_to_repair(column, what="the table or the shard")
+        hint = how_to_repair("the table or the shard")
         raise UserError(str(error), hint=hint) from error
     entries, codes = rows.dictionary_codes("video_id")
     coded = pa.DictionaryArray.from_arrays(pa.array(codes), entries)

@@ -50,6 +50,9 @@ def status(*, data: Data = Path("data"), json: Json = False) -> None:
         count = "1 shard is" if state.num_problems == 1 else f"{state.num_problems} shards are"
         messages = (why for column in state.columns.values() for _, _, why in column.problems)
         raise FailedWork(f"{count} missing or damaged; {repair_text(repair_command(state), messages)}")
+    if state.videos is not None and state.videos.is_indexed and state.videos.lost:
+        count = count_noun(sum(state.videos.lost.values()), "source")
+        raise FailedWork(f"{count} of the index, listed as lost, cannot be read as prep index has read them")
 
 
 def verify(

@@ -36,7 +36,7 @@ from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, WantedShard, plan_shards, stored_shards
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.variants import WHERE
-from clipmill.shards.columns import VIDEO, command_for, how_to_make
+from clipmill.shards.columns import VIDEO, how_to_make
 from clipmill.shards.commits import Commit, Failure, read_commits
 from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.index import open_index
@@ -45,7 +45,7 @@ from clipmill.shards.selection import empty_selection_error, selected_chunks
 from clipmill.shards.where import Where, parse_where
 
 # Why a column that is made of chunks had nothing to do.
-NO_CHUNKS = f"there are no committed chunks yet; run it again after `prep {command_for(VIDEO)}`"
+NO_CHUNKS = "there are no committed chunks yet; `prep status` shows the command that makes them"
 _COLUMNS = [*FINGERPRINT_COLUMNS, "key", "video_id", "num_frames", "fps_num", "fps_den"]
 
 

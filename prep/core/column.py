@@ -174,8 +174,8 @@ class ColumnSpec:
 
     @property
     def command(self) -> str:
-        """Name of the command that makes the column."""
-        return command_for(self.name)
+        """Name of the command that makes the column with settings of this kind."""
+        return getattr(self.settings, "command", None) or command_for(self.name)
 
     @property
     def request_type(self) -> type:

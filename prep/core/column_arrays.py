@@ -94,9 +94,9 @@ class ColumnArrays:
         try:
             payload = shard.read_range(row["offset"], row["size"])
         except DamagedTar as error:
-            raise UserError(str(error), hint=how_to_repair(self.name)) from None
+            raise UserError(str(error), hint=how_to_repair()) from None
         except FileNotFoundError:
-            raise UserError(f"{shard.tar_path} is missing", hint=how_to_repair(self.name)) from None
+            raise UserError(f"{shard.tar_path} is missing", hint=how_to_repair()) from None
         array = None
         if zlib.crc32(payload) == row["crc32"]:
             if self.rows.member.endswith(".zst"):
@@ -106,7 +106,7 @@ class ColumnArrays:
         if array is None:
             raise UserError(
                 f"{shard.tar_name}: the array in row {row['row']} differs from its checksum",
-                hint=how_to_repair(self.name),
+                hint=how_to_repair(),
             )
         return array
 

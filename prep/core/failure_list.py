@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.formatting import on_one_line
+from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.manifests.publish import publish_bytes, read_record, remove
-from clipmill.prep.core.failures import WORDS
+from clipmill.prep.core.failures import SOURCE_AWAY, WORDS, FailureCode
 from clipmill.shards.commits import Failure
 
 FAILURES_FILE = "failures.jsonl"
@@ -83,6 +83,21 @@ def failure_lines(
         lines.append(f"failed   {count} x {code}{': ' if meaning else ''}{meaning}")
         lines += [f"         hint: {advice.format(retry=shlex.join(retry))}"] if advice else []
     return [*lines, *named_lines(first_failures(failures), num_all=len(failures), listed=listed, indent=" " * 9)]
+
+
+def lost_source_lines(codes: Mapping[str, int], *, is_indexed: bool) -> list[str]:
+    """Return a line for each code of sources that were readable before.
+
+    Args:
+        is_indexed: True if chunks have their packets in the sources, and not in tars.
+    """
+    effect = "their chunks cannot be read" if is_indexed else "existing chunks are kept"
+    lines = []
+    for code, count in codes.items():
+        state = "have changed" if code == FailureCode.SOURCE_CHANGED else "can no longer be read"
+        advice = f"; {WORDS[code][1]}" if is_indexed and code in SOURCE_AWAY else ""
+        lines.append(f"{count_noun(count, 'source')} that {state} ({code}); {effect}{advice}")
+    return lines
 
 
 def failure_values(failures: Sequence[Failure], *, listed: Path) -> dict[str, Any]:

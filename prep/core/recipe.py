@@ -104,9 +104,10 @@ def settings_from(stored: Mapping[str, Any], kind: type[Settings], *, column: st
 def require_schema(stored: Mapping[str, Any], *, column: str, schema: int) -> None:
     """Raise a UserError if another column or another version of the recipe schema has written a recipe."""
     if stored.get("schema") != schema or stored.get("column", VIDEO) != column:
+        command = command_for(column, str(stored.get("codec")))
         raise UserError(
             f"the recipe has schema {stored.get('schema')!r}, but this version supports {schema}",
-            hint=f"run `prep {command_for(column)}` with the desired settings to create a new variant",
+            hint=f"run `prep {command}` with the desired settings to create a new variant",
         )
 
 

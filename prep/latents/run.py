@@ -199,7 +199,7 @@ def require_segments(plan: ChunksPlan, request: Request) -> None:
     (longest_s, has_next), fps, step = max(lengths), settings.fps_exact, encoding.vae.frames_step
     # Without a next chunk, there is no frame at the end of the last segment.
     most = (int(longest_s * fps) - (not has_next)) // step * step + 1
-    longer = f"make longer chunks: prep {command_for(VIDEO)} --len"
+    longer = f"make longer chunks: prep {command_for(VIDEO, plan.recipe.values[VIDEO])} --len"
     raise UserError(
         f"--segment {settings.segment} at {settings.fps} fps has {count_noun(encoding.segment_frames, 'frame')} in"
         f" {float(encoding.segment_step / fps):g} s and the frame after it, and the longest chunk has"

@@ -323,13 +323,32 @@ def num_to_read(probes: pa.Table) -> int:
     Files on this machine are checked again; sources in buckets are not, since that would cost requests.
     """
     passing = failed_sources(probes, only_passing=True)
-    failed = np.setdiff1d(failed_sources(probes, only_passing=False), passing)
-    failed = failed[~np.asarray(pc.match_substring(probes["path"], "://"))[failed]]
-    lasting = probes.take(pa.array(failed))
-    states = stat_files(lasting["path"], num_threads=1)
-    is_changed = states.size_bytes != np.asarray(lasting["size_bytes"])
-    is_changed |= states.mtime_ns != np.asarray(lasting["mtime_ns"])
-    return len(passing) + int(is_changed.sum())
+    lasting = np.setdiff1d(failed_sources(probes, only_passing=False), passing)
+    return len(passing) + len(_changed_files(probes, lasting, num_threads=1))
+
+
+def with_changed_files(probes: pa.Table, *, num_threads: int) -> pa.Table:
+    """Return probes with a failure for each readable file that is missing or has changed since; see `num_to_read`."""
+    changed = _changed_files(probes, np.flatnonzero(pc.is_null(probes["code"])), num_threads=num_threads)
+    if not changed:
+        return probes
+    for name in ("code", "message"):
+        values = probes[name].to_pylist()
+        for row, failure in changed.items():
+            values[row] = str(getattr(failure, name))
+        probes = probes.set_column(probes.column_names.index(name), name, pa.array(values, pa.string()))
+    return probes
+
+
+def _changed_files(probes: pa.Table, rows: np.ndarray, *, num_threads: int) -> dict[int, SourceFailure]:
+    """Return why files on this machine are not as they were when they were probed, by row."""
+    rows = rows[~np.asarray(pc.match_substring(probes["path"], "://"))[rows]]
+    files = probes.select(["path", "size_bytes", "mtime_ns"]).take(pa.array(rows))
+    states = stat_files(files["path"], num_threads=num_threads)
+    is_changed = states.size_bytes != np.asarray(files["size_bytes"])
+    is_changed |= states.mtime_ns != np.asarray(files["mtime_ns"])
+    changed = SourceFailure(FailureCode.SOURCE_CHANGED, "its size or time has changed since it was read")
+    return {int(rows[number]): states.failures.get(int(number), changed) for number in np.flatnonzero(is_changed)}
 
 
 class _Fresh:

@@ -26,21 +26,23 @@ from clipmill.prep.core.failure_list import (
     FailureEntry,
     first_failures,
     first_few,
+    lost_source_lines,
     named_lines,
     named_values,
     note_lines,
 )
 from clipmill.prep.core.failures import TRANSIENT
 from clipmill.prep.core.other_splits import LostTime, lost_lines, stored_lost_times
-from clipmill.prep.core.plan import folder_bytes, problems_of
+from clipmill.prep.core.plan import NUM_CHECK_THREADS, folder_bytes, problems_of
 from clipmill.prep.core.shard_result import ShardProgress, running_shards
 from clipmill.prep.core.tables import DamagedLayout, variants_of
 from clipmill.prep.core.variants import WHERE, lost_samples, read_selection, stored_request
 from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import column_named, columns
-from clipmill.prep.sources.table import num_to_read, probes_of, read_probes
+from clipmill.prep.sources.table import num_to_read, probes_of, read_probes, with_changed_files
 from clipmill.prep.upkeep.caption_sources import CaptionSource, captions_beyond, read_caption_sources
 from clipmill.prep.upkeep.garbage import late_files
+from clipmill.shards.columns import VIDEO, command_for, is_indexed
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import current_variant, unfinished_variant, variant_dir
 from clipmill.shards.reader import Variant
@@ -143,6 +145,7 @@ class VideosStatus:
         first_unusable: First few unusable videos.
         lost: Code -> number of videos that were usable before and cannot be read now; their samples are kept.
         first_lost: First few lost videos.
+        is_indexed: True if the current chunks need the sources, whose size and time were therefore compared now.
         num_to_read: Number of failed sources that a plan reads again: their failure may pass, or the file has changed.
         num_with_audio: Number of usable videos whose source has audio.
         num_noted: Number of videos with surprising properties, such as HDR or several video tracks.
@@ -163,6 +166,7 @@ class VideosStatus:
     lost: dict[str, int]
     first_lost: list[FailureEntry]
     caption_sources: list[CaptionSource] | None
+    is_indexed: bool = False
     num_to_read: int = 0
     num_with_audio: int = 0
     num_noted: int = 0
@@ -276,6 +280,8 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
     mine, is_known = probes_of(videos["path"], probes)
     ids = videos["video_id"] if is_known.all() else videos["video_id"].filter(pa.array(is_known))
     mine = mine.append_column("video_id", ids)
+    if reads_sources := is_indexed(current_variant(data_dir, VIDEO)):
+        mine = with_changed_files(mine, num_threads=NUM_CHECK_THREADS)
     ends_s = np.full(len(videos), np.inf)
     ends_s[is_known] = pc.fill_null(mine["end_s"], np.inf).to_numpy()
     is_usable = pc.is_valid(mine["end_s"])  # fingerprints tell the same, but ten million of them take a gigabyte
@@ -303,6 +309,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
         first_lost=_first_sources(lost),
         caption_sources=sources,
+        is_indexed=reads_sources,
         num_to_read=num_to_read(mine),
         num_with_audio=pc.sum(pc.greater(mine["num_audio"], 0)).as_py() or 0,
         num_noted=len(noted),
@@ -394,7 +401,8 @@ def _command_of(column: ColumnStatus, data_dir: Path) -> str:
     spec = column_named(column.column)
     variant = column.current_status or next(iter(column.variants), None)
     if column.current_status is None and (deleted := current_variant(data_dir, column.column)) is not None:
-        return f"prep {spec.command} with the settings of {deleted} (its folder is missing)"
+        command = command_for(spec.name, deleted)
+        return f"prep {command} with the settings of {deleted} (its folder is missing)"
     if variant is None:
         length = " --len 15s" if spec.is_first else ""
         return f"prep {spec.command}{length} --data {shlex.quote(str(data_dir))}"
@@ -407,9 +415,8 @@ def _command_of_variant(column: str, variant: str, data_dir: Path) -> str:
         stored = stored_request(Variant(variant_dir(data_dir, column, variant)))
         return spec.command_line(stored, data_dir=data_dir)
     except UserError:
-        return (
-            f"prep {spec.command} with the settings of {variant} (its recipe.json is unreadable, or of another version)"
-        )
+        command = command_for(column, variant)
+        return f"prep {command} with the settings of {variant} (its recipe.json is unreadable, or of another version)"
 
 
 def _videos_lines(videos: VideosStatus) -> list[str]:
@@ -446,10 +453,7 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
         if len(sources) > _MAX_LISTED:
             lines.append(f"{_INDENT}... and {count_noun(len(sources) - _MAX_LISTED, 'more source')}")
     lines += note_lines(videos.first_notes, num_all=videos.num_noted, indent=len(_INDENT))
-    for code, count in videos.lost.items():
-        lines.append(
-            f"lost      {count_noun(count, 'source')} that can no longer be read ({code}); existing chunks are kept"
-        )
+    lines += [f"lost      {line}" for line in lost_source_lines(videos.lost, is_indexed=videos.is_indexed)]
     return [*lines, *named_lines(videos.first_lost, num_all=sum(videos.lost.values()), listed=None, indent=_INDENT)]
 
 
@@ -515,6 +519,8 @@ def _next_step(status: Status) -> str | None:
     videos = status.videos
     if videos is not None and (videos.num_not_probed or videos.num_to_read):
         return _command_of(first, status.data_dir)
+    if videos is not None and videos.is_indexed and videos.lost:
+        return None  # no command brings them back
     for column in statuses:
         failures = column.current_status.failures if column.current_status is not None else {}
         is_incomplete = column.problems or column.stale_because or column.to_make or column.file_problems

@@ -283,7 +283,7 @@ def check_folder_records(data_dir: Path) -> list[RecordFinding]:
 def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Path) -> list[RecordFinding]:
     """Check the records of one variant: its recipe, its list of commits, its lists of shards and its bank."""
     folder = variant.directory
-    again = f"prep {column.command} with the settings of {folder.name}"
+    again = f"prep {command_for(column.name, folder.name)} with the settings of {folder.name}"
     problems = []
     try:
         recipe = variant.recipe
@@ -371,7 +371,8 @@ def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
                 message = "commits of a late run, written after the variant had been removed"
                 yield RecordFinding(str(folder), message, f"prep gc --data {shlex.quote(str(data_dir))}")
     if missing:
-        commands = ", ".join(f"prep {column.command}" for column in missing)
+        made_by = (_command_of(data_dir, column, lambda stored: True) or f"prep {column.command}" for column in missing)
+        commands = ", ".join(made_by)
         names = ", ".join(column.name for column in missing)
         lost = f"no variant is current, but there are variants of {names}"
         what = lost if path.exists() else "the file is missing, but variants exist"
@@ -464,7 +465,7 @@ def failure_text(verified: Verified, variant: Variant, *, column: ColumnSpec, da
         try:
             command = column.command_line(stored_request(variant), data_dir=data_dir)
         except UserError:
-            command = f"prep {column.command} with the settings of the variant"
+            command = f"prep {command_for(column.name, name)} with the settings of the variant"
         parts.append(repair_text(command, (finding.message for finding in verified.findings)))
     # A run does not notice the damage of these shards: their commits have to be removed by hand.
     by_hand = sorted({*verified.unseen, *(finding.shard_id for finding in verified.deep_findings)})

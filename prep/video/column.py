@@ -23,7 +23,6 @@ from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments,
 from clipmill.prep.video.settings import (
     RECIPE_SCHEMA,
     SHOT_SETTINGS,
-    SOURCE,
     SPAN_CHUNKS,
     Audio,
     ChunkSettings,
@@ -35,7 +34,7 @@ from clipmill.prep.video.settings import (
     Tail,
     canonical_length,
 )
-from clipmill.shards.columns import VIDEO
+from clipmill.shards.columns import INDEXED, VIDEO
 
 ENCODING = Parameter(group=Group("Encoding", sort_key=1))
 CUTTING = Parameter(group=Group("Cutting", sort_key=2))
@@ -202,7 +201,7 @@ class IndexRecipe(Checked):
         values = {
             "schema": RECIPE_SCHEMA,
             "span_chunks": SPAN_CHUNKS,
-            "codec": SOURCE,
+            "codec": INDEXED,
             "len": settings.len,
             "fps": settings.fps,
             "tail": settings.tail,
@@ -265,7 +264,7 @@ class ChunkPlanRequest(PlanRequest):
 
 def read_recipe(stored: Mapping[str, Any], _weights: str | None = None) -> Recipe | IndexRecipe:
     """Return the settings in a stored recipe, of `prep chunk` or of `prep index`."""
-    if stored.get("codec") == SOURCE:
+    if stored.get("codec") == INDEXED:
         return IndexRecipe(len=stored["len"], fps=stored["fps"])
     return Recipe(**{name: stored[name] for name in _STORED if name in stored})
 
@@ -346,4 +345,4 @@ INDEX = replace(
 
 def column_of(recipe: ResolvedRecipe) -> ColumnSpec:
     """Return the spec of the command that makes a variant."""
-    return INDEX if recipe.settings.codec == SOURCE else COLUMN
+    return INDEX if recipe.settings.codec == INDEXED else COLUMN

@@ -93,6 +93,29 @@ class Span:
 
 
 @dataclass(frozen=True)
+class PacketFacts:
+    """Properties of a chunk, by the names of its index fields. The packet lists are in decoding order.
+
+    Attributes:
+        packet_offset: Byte offset of each packet in the file, or after the begin of the chunk in a source file.
+        packet_size: Size of each packet in bytes.
+        packet_frame: Presentation index of each packet; 0 is the first frame shown.
+        packet_flags: PACKET_KEY and PACKET_REFERENCE of clipmill.shards.format.
+        packet_crc32: CRC-32 of each packet's bytes.
+    """
+
+    codec: str
+    width: int
+    height: int
+    extradata: bytes
+    packet_offset: list[int]
+    packet_size: list[int]
+    packet_frame: list[int]
+    packet_flags: list[int]
+    packet_crc32: list[int]
+
+
+@dataclass(frozen=True)
 class SpanPlan:
     """One span of a plan: its video, its chunks, and the fingerprint of its encoder pass."""
 

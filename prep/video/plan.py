@@ -53,6 +53,7 @@ from clipmill.prep.video.spans import (
     shards_of_moved_videos,
     wanted_rows,
 )
+from clipmill.shards.columns import is_indexed
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.index import extensions_of, open_index
 from clipmill.shards.opening import Damaged
@@ -538,7 +539,8 @@ def stored_spans(
 ) -> dict[StoredTar, StoredSpans]:
     """Return the spans in the tars of some shards, and in tars that no commit names; omit unreadable indexes.
 
-    In a bucket, tars without a commit are not used, because looking for them costs requests and time.
+    In a bucket, tars without a commit are not used, because looking for them costs requests and time. Neither are they
+    if packets are in the sources: only the commit proves the index, which says where.
 
     Args:
         commits: Commits of the variant, by shard ID.
@@ -546,7 +548,7 @@ def stored_spans(
     """
     chosen = [commits[shard_id] for shard_id in compared if shard_id in commits]
     tars = [StoredTar(commit.files.tar, commit) for commit in chosen if commit.files is not None]
-    if mirror_of(variant_dir) is None and variant_dir.is_dir():
+    if mirror_of(variant_dir) is None and variant_dir.is_dir() and not is_indexed(variant_dir.name):
         others = uncommitted_tars(variant_dir, commits.values())
         tars += [StoredTar(tar.relative_to(variant_dir).as_posix(), None) for tar in others]
     if not tars:

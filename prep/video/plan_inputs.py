@@ -34,7 +34,7 @@ from clipmill.prep.core.tables import (
 from clipmill.prep.core.variants import make_variant, stored_recipe
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.sources.table import failed_sources, probe_sources, probes_of, read_probes
-from clipmill.prep.video.column import COLUMN, column_of
+from clipmill.prep.video.column import COLUMN, INDEX, column_of
 from clipmill.prep.video.plan import Plan, ShardChange, Videos, with_changes
 from clipmill.prep.video.settings import ResolvedRecipe
 from clipmill.prep.video.spans import (
@@ -288,6 +288,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
     from clipmill.prep.core.run import Job
     from clipmill.prep.video.worker import ShardTask, make_shard
 
+    column = column_of(planned.plan.recipe)
     plan, version = planned.plan, planned.plan.recipe.values.get("ffmpeg")  # none of a source that is indexed
     write_layout(layout_path(planned.data_dir, plan.recipe.settings), plan.layout)
     has_work = any(shard.has_work for shard in plan.shards)
@@ -312,7 +313,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
         )
 
     return Job(
-        column=column_of(plan.recipe),
+        column=column,
         data_dir=planned.data_dir,
         variant_dir=planned.variant_dir,
         recipe=dict(plan.recipe.values),
@@ -320,7 +321,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
         make=make_shard,
         task=task,
         video_ids=lambda shard: [span.video_id for span in plan.spans(shard.rows)],
-        failed_before=list(plan.failed_sources()),
+        failed_before=[*plan.failed_sources(), *(plan.lost_sources() if column is INDEX else ())],
         read_again=planned.read_again,
         chunk_s=plan.mean_chunk_s,
         needs=None if version is None else ("clipmill.prep.video.ffmpeg:version_mismatch", version),

@@ -32,6 +32,7 @@ from clipmill.prep.core.failure_list import (
     codes_line,
     failure_lines,
     first_failures,
+    lost_source_lines,
     named_lines,
     note_lines,
 )
@@ -47,16 +48,16 @@ from clipmill.prep.core.report import (
 )
 from clipmill.prep.engines.choice import num_cores as count_cores
 from clipmill.prep.video.codecs import codec_named
-from clipmill.prep.video.column import COLUMN, column_of
+from clipmill.prep.video.column import COLUMN, INDEX, column_of
 from clipmill.prep.video.encode import Span, SpanPlan, encode_span
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Plan, Workload
 from clipmill.prep.video.plan_inputs import Planned, left_out_values, named_videos
-from clipmill.prep.video.settings import SOURCE, ChunkSettings
+from clipmill.prep.video.settings import ChunkSettings
 from clipmill.prep.video.span_task import StagedSources
 from clipmill.prep.video.spans import EvenCutting
 from clipmill.prep.video.work import audio_lines, left_out_report, settings_against_current
-from clipmill.shards.columns import VIDEO
+from clipmill.shards.columns import INDEXED, VIDEO
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.index import open_index
@@ -279,7 +280,7 @@ def estimate_of(planned: Planned) -> Estimate:
     """
     plan, rows = planned.plan, planned.rows_to_encode()
     num_shards = sum(shard.has_work for shard in plan.shards)
-    if plan.recipe.settings.codec == SOURCE:
+    if plan.recipe.settings.codec == INDEXED:
         cost = _index_estimate(plan, rows)
         return with_wall_time(cost, num_cores=count_cores(), num_shards=num_shards, load=0) if len(rows) else cost
     work, load = plan.workload(rows), os.getloadavg()[0]  # before the trials add to it
@@ -388,18 +389,16 @@ def plan_report(planned: Planned) -> Report:
         for shard in plan.shards
         if shard.shard_id in moved and shard.state in (ShardState.NEW, ShardState.ORPHANED)
     }
-    lines += states_lines(plan.shards, reasons=reasons, verb=column_of(plan.recipe).verb)
+    lines += states_lines(plan.shards, reasons=reasons, verb=(column := column_of(plan.recipe)).verb)
     lines += failure_lines(list(plan.failed_sources()), listed=None, retry=retry_words(COLUMN, data=planned.data_dir))
     lost = plan.lost_sources()
-    lines += [
-        f"lost     {count_noun(count, 'source')} that can no longer be read ({code}); existing chunks are kept"
-        for code, count in Counter(failure.code for failure in lost).most_common()
-    ]
+    codes = dict(Counter(failure.code for failure in lost).most_common())
+    lines += [f"lost     {line}" for line in lost_source_lines(codes, is_indexed=column is INDEX)]
     lines += named_lines(first_failures(lost), num_all=len(lost), listed=None, indent=" " * 9)
     failed = [
         failure for shard in plan.shards if shard.num_failed for failure in planned.commits[shard.shard_id].failures
     ]
-    lines += retry_lines(failed, data_dir=planned.data_dir)
+    lines += retry_lines(failed, planned)
     has_work = any(shard.has_work for shard in plan.shards)
     shots, tails, others = _undetected_shots(plan), _short_tails(plan), _of_other_splits(planned)
     num_noted, notes = plan.notes(max_videos=MAX_NAMED)
@@ -436,7 +435,8 @@ def plan_report(planned: Planned) -> Report:
         command = shlex.join(retry_words(COLUMN, data=planned.data_dir))
         lines.append(next_line(command))
     else:
-        lines.append(NOTHING_TO_DO if not failed else f"{NOTHING_TO_DO} until the sources can be read again")
+        is_lacking = failed or (lost and column is INDEX)
+        lines.append(f"{NOTHING_TO_DO} until the sources can be read again" if is_lacking else NOTHING_TO_DO)
     values = {
         "variant": plan.recipe.variant,
         "changed_settings": against,
@@ -444,7 +444,7 @@ def plan_report(planned: Planned) -> Report:
         "num_chunks": plan.num_chunks,
         **states_values(plan.shards),
         "unusable_videos": dict(plan.unusable),
-        "lost_sources": dict(Counter(failure.code for failure in lost)),
+        "lost_sources": codes,
         "failures": dict(Counter(failure.code for failure in failed)),
         "estimate": asdict(cost),
         "disk": disk.values(),
@@ -463,15 +463,15 @@ def can_be_retried(failed: Sequence[Failure]) -> bool:
     return any(failure.code not in SOURCE_AWAY | TRANSIENT for failure in failed)
 
 
-def retry_lines(failed: Sequence[Failure], *, data_dir: Path) -> list[str]:
+def retry_lines(failed: Sequence[Failure], planned: Planned) -> list[str]:
     """Return lines on the failures of earlier runs for which chunks are missing, and the command that retries them."""
     if not failed:
         return []
-    codes = {failure.code for failure in failed}
-    ways = ["`prep chunk` tries them again"] if codes & TRANSIENT else []
-    ways += ["`prep chunk` tries them again as soon as the source can be read"] if codes & SOURCE_AWAY else []
+    codes, command = {failure.code for failure in failed}, column_of(planned.plan.recipe).command
+    ways = [f"`prep {command}` tries them again"] if codes & TRANSIENT else []
+    ways += [f"`prep {command}` tries them again as soon as the source can be read"] if codes & SOURCE_AWAY else []
     if can_be_retried(failed):
-        ways.append(f"`{shlex.join(retry_words(COLUMN, data=data_dir))}` tries them again")
+        ways.append(f"`{shlex.join(retry_words(COLUMN, data=planned.data_dir))}` tries them again")
     lines = [f"missing  chunks, because of {count_noun(len(failed), 'earlier failure')}: {codes_line(failed)}"]
     lines += named_lines(first_failures(failed), num_all=len(failed), listed=None, indent=" " * 9)
     return [*lines, f"         {'; '.join(ways)}"]
@@ -590,7 +590,7 @@ def explanation(planned: Planned, name: str) -> Report:
         is_partial = shard.state == ShardState.CURRENT and missing
         reason = "chunks of the video are missing" if is_partial else shard.reason
         lines.append(f"shard {shard.shard_id:06d}  {shard.state}: {reason}")
-    lines += retry_lines(missing, data_dir=planned.data_dir)
+    lines += retry_lines(missing, planned)
     lines += [*(f"unusable {failure.code}: {failure.message}" for failure in failed), *(f"note     {n}" for n in notes)]
     if shots is not None and not failed:
         lines += [

@@ -14,6 +14,7 @@ from clipmill.manifests.formatting import parse_bitrate, parse_length
 from clipmill.manifests.settings import Checked, Range, errors_of
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
+from clipmill.shards.columns import INDEXED
 
 if TYPE_CHECKING:
     from clipmill.prep.sources.detector import Detector
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 RECIPE_SCHEMA = 4  # incremented when the same settings begin to produce different bytes
 SPAN_CHUNKS = 20  # chunks per encoder pass: five minutes of video at 15 s per chunk
 
-SOURCE = "source"  # in place of a codec: packets stay in the source files
 
 Gop = Literal["comb", "star", "closed", "intra"]
 Tail = Literal["keep", "drop", "merge"]
@@ -194,7 +194,7 @@ class IndexSettings(Cutting, Checked):
 
     len: str
     fps: str
-    codec: ClassVar[str] = SOURCE
+    codec: ClassVar[str] = INDEXED
     cut: ClassVar[Cut] = "even"
     tail: ClassVar[Tail] = "keep"
     audio: ClassVar[Audio] = "keep"

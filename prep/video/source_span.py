@@ -6,7 +6,7 @@ needs, so that packets at the borders belong to two chunks.
 
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import lcm
@@ -22,7 +22,7 @@ from clipmill.manifests.formatting import duration_text
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.access import as_failure
 from clipmill.prep.video.codecs import is_idr, is_reference, slice_reader
-from clipmill.prep.video.encode import SpanPlan
+from clipmill.prep.video.encode import PacketFacts, SpanPlan
 from clipmill.prep.video.settings import ChunkSettings
 from clipmill.shards.columns import SOURCE_MEMBER
 from clipmill.shards.decoding import PacketDecoder
@@ -32,6 +32,8 @@ from clipmill.shards.timeline.reading import read_timeline
 
 if TYPE_CHECKING:
     from av.packet import Packet
+
+    from clipmill.shards.verify import SalvagedSample
 
 _CONTAINERS = ("mp4", "matroska")  # names of libav's demuxers contain them
 _CODECS = ("h264", "hevc", "vp9", "av1")
@@ -43,19 +45,10 @@ _NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
-class SourceFacts:
-    """Properties of an indexed chunk, by the names of its index fields; packet lists are in decoding order."""
+class SourceFacts(PacketFacts):
+    """Properties of an indexed chunk, by the names of its index fields."""
 
     num_frames: int
-    codec: str
-    width: int
-    height: int
-    extradata: bytes
-    packet_offset: list[int]
-    packet_size: list[int]
-    packet_frame: list[int]
-    packet_flags: list[int]
-    packet_crc32: list[int]
     source_offset: int
     source_bytes: int
     time_rate: int
@@ -81,6 +74,14 @@ class SourceChunk:
     def content(self) -> tuple[str, bytes]:
         """Extension and content of the member that stands for the frames."""
         return SOURCE_MEMBER, self.source
+
+    @classmethod
+    def of_sample(cls, sample: "SalvagedSample", *, num_source_frames: int) -> "SourceChunk | None":
+        """Return the chunk of a stored sample; None if its index row, which has the packets, is lost."""
+        if sample.fields is None:
+            return None
+        facts = SourceFacts(**{field.name: sample.fields[field.name] for field in fields(SourceFacts)})
+        return cls(facts, num_source_frames, sample.members[SOURCE_MEMBER])
 
 
 @dataclass(frozen=True)

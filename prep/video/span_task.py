@@ -22,8 +22,9 @@ from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.prep.core.failures import TRANSIENT, FailureCode, SourceFailure
 from clipmill.prep.sources.access import SourceFacts, as_failure, current_fingerprint
 from clipmill.prep.video.codecs import codec_named, is_reference, slice_reader
-from clipmill.prep.video.encode import EncodedSpan, SpanPlan, encode_span, output_size, start_ms
-from clipmill.prep.video.settings import SOURCE, ResolvedRecipe
+from clipmill.prep.video.encode import EncodedSpan, PacketFacts, SpanPlan, encode_span, output_size, start_ms
+from clipmill.prep.video.settings import ResolvedRecipe
+from clipmill.shards.columns import INDEXED, SOURCE_MEMBER
 from clipmill.shards.commits import Commit
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.timeline.model import CONTINUOUS_FORMAT, Timeline
@@ -121,27 +122,8 @@ class StagedSources:
         self._copy = None
 
 
-@dataclass(frozen=True)
-class ChunkFacts:
-    """Properties of a demuxed chunk. The packet lists are in decoding order.
-
-    Attributes:
-        packet_offset: Byte offset of each packet in the file.
-        packet_size: Size of each packet in bytes.
-        packet_frame: Presentation index of each packet; 0 is the first frame shown.
-        packet_flags: PACKET_KEY and PACKET_REFERENCE of clipmill.shards.format.
-        packet_crc32: CRC-32 of each packet's bytes.
-    """
-
-    codec: str
-    width: int
-    height: int
-    extradata: bytes
-    packet_offset: list[int]
-    packet_size: list[int]
-    packet_frame: list[int]
-    packet_flags: list[int]
-    packet_crc32: list[int]
+class ChunkFacts(PacketFacts):
+    """Properties of a demuxed chunk."""
 
     @property
     def num_frames(self) -> int:
@@ -198,7 +180,7 @@ def make_span(
                 sources.release(is_damaged=True)
                 message = f"{plan.path}: the file has changed since the run was planned"
                 raise SourceFailure(FailureCode.SOURCE_CHANGED, message)
-            if recipe.settings.codec == SOURCE:
+            if recipe.settings.codec == INDEXED:
                 from clipmill.prep.video.source_span import index_span
 
                 return index_span(original, plan, settings=recipe.settings)
@@ -313,8 +295,8 @@ class OldChunks:
     ) -> None:
         """Unpack the stored chunks of the spans in `plans`, identified by fingerprint, into `folder`."""
         self._folder = folder
-        # fingerprint of a span -> start of a chunk in ms -> its file and its JSON member
-        self._stored: dict[str, dict[int, tuple[Path, dict[str, Any]]]] = {}
+        # fingerprint of a span -> start of a chunk in ms -> its file, or its packets in the source; its JSON member
+        self._stored: dict[str, dict[int, tuple[Path | SourceChunk, dict[str, Any]]]] = {}
         fingerprints = {plan.fingerprint for plan in plans}
         if commit is not None:
             self._unpack(StoredTar("", commit).rows(variant_dir, fingerprints), fingerprints)
@@ -333,6 +315,13 @@ class OldChunks:
             fingerprint = description["span_fingerprint"]
             chunks = self._stored.setdefault(fingerprint, {})
             if fingerprint in fingerprints and (begin_ms := split_key(description["key"])[1]) not in chunks:
+                if SOURCE_MEMBER in sample.members:
+                    from clipmill.prep.video.source_span import SourceChunk
+
+                    source = SourceChunk.of_sample(sample, num_source_frames=description["num_source_frames"])
+                    if source is not None:
+                        chunks[begin_ms] = source, description
+                    continue
                 path = self._folder / f"{description['key']}.mp4"
                 path.write_bytes(sample.members["mp4"])
                 chunks[begin_ms] = path, description
@@ -340,15 +329,19 @@ class OldChunks:
     def span(self, plan: SpanPlan, *, recipe: ResolvedRecipe) -> SpanChunks:
         """Return the intact chunks of one span, each read back and compared with the plan."""
         stored = self._stored.get(plan.fingerprint, {})
-        chunks, num_chunks = {}, len(plan.span.chunk_frames)
+        chunks: dict[int, ReadyChunk | SourceChunk] = {}
+        num_chunks = len(plan.span.chunk_frames)
         for number, first_frame in enumerate(plan.span.chunk_starts()):
-            path, description = stored.get(start_ms(first_frame, fps=recipe.settings.fps_exact), (None, {}))
-            if path is None:
+            content, description = stored.get(start_ms(first_frame, fps=recipe.settings.fps_exact), (None, {}))
+            if content is None:
                 continue
             num_chunks = description["span_chunks"]
+            if not isinstance(content, Path):  # its row of the index is as committed
+                chunks[number] = content
+                continue
             try:
                 chunks[number] = checked_chunk(
-                    path,
+                    content,
                     num_frames=description["num_frames"],
                     num_source_frames=description["num_source_frames"],
                     plan=plan,

@@ -32,10 +32,9 @@ from clipmill.prep.video.plan_inputs import (
     pending_chunks,
     with_shots,
 )
-from clipmill.prep.video.settings import SOURCE
 from clipmill.prep.video.spans import layout_file
 from clipmill.prep.video.worker import remove_abandoned
-from clipmill.shards.columns import VIDEO
+from clipmill.shards.columns import INDEXED, VIDEO
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 
@@ -48,7 +47,7 @@ def _require(recipe: Recipe | IndexRecipe) -> None:
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     codec = recipe.settings().codec
-    if codec == SOURCE:
+    if codec == INDEXED:
         return
     ffmpeg = find_ffmpeg()
     if ffmpeg.passed_over:

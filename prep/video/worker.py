@@ -44,9 +44,9 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.shard_result import ShardResult, begin_shard, stop_result, system_errors_as_results
 from clipmill.prep.video.encode import SpanPlan, start_ms
 from clipmill.prep.video.ffmpeg import find_ffmpeg
-from clipmill.prep.video.settings import SOURCE, ChunkSettings, ResolvedRecipe
+from clipmill.prep.video.settings import ChunkSettings, ResolvedRecipe
 from clipmill.prep.video.span_task import OldChunks, ReadyChunk, SpanChunks, StagedSources, StoredTar, make_span
-from clipmill.shards.columns import SOURCE_MEMBER, VIDEO
+from clipmill.shards.columns import INDEXED, SOURCE_MEMBER, VIDEO
 from clipmill.shards.commits import Commit, Failure
 from clipmill.shards.format import SOURCE_FIELDS, VIDEO_FIELDS
 from clipmill.shards.writer import Sample
@@ -101,7 +101,7 @@ class ShardTask:
 
 def make_shard(task: ShardTask) -> ShardResult:
     """Make, publish and commit one shard; a second run writes the same bytes under the same names."""
-    if task.recipe.settings.codec == SOURCE:
+    if task.recipe.settings.codec == INDEXED:
         return system_errors_as_results(_make, task)
     try:
         version = find_ffmpeg().version
@@ -114,7 +114,7 @@ def make_shard(task: ShardTask) -> ShardResult:
 
 
 def _make(task: ShardTask) -> ShardResult:
-    is_source = task.recipe.settings.codec == SOURCE
+    is_source = task.recipe.settings.codec == INDEXED
     program, captions, fps = "" if is_source else find_ffmpeg().path, None, task.recipe.settings.fps_exact
     if task.captions_file is not None:
         video_ids = [plan.video_id for plan in task.spans]
@@ -134,9 +134,7 @@ def _make(task: ShardTask) -> ShardResult:
             folder=scratch, limit_bytes=task.scratch_bytes, on_wait=lambda: shard.show(shard.num_samples)
         ) as sources,
     ):
-        # Reading a source again costs no more than reading the packet tables of old shards.
-        plans = () if is_source else task.spans
-        old = OldChunks(task.variant_dir, task.old_commit, others=task.others, plans=plans, folder=scratch)
+        old = OldChunks(task.variant_dir, task.old_commit, others=task.others, plans=task.spans, folder=scratch)
         for plan in task.spans:
             done, starts = shard.num_samples, plan.span.chunk_starts()
 

@@ -19,7 +19,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key, split_key
 from clipmill.manifests.store import read_captions, read_videos
-from clipmill.shards.columns import VIDEO, how_to_repair
+from clipmill.shards.columns import how_to_repair
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
@@ -191,7 +191,7 @@ def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
     try:
         chunks, _ = chunk_table(Variant.open(data_dir, tars=folder.tars).require_complete(), video_ids)
     except (Damaged, OSError) as error:
-        raise UserError(str(error), hint=how_to_repair(VIDEO)) from error
+        raise UserError(str(error), hint=how_to_repair()) from error
     ids = video_ids.take(pa.array(chunks.video_row))
     starts_ms = chunks.start_ms.tolist()
     columns = {

@@ -77,7 +77,7 @@ def _open_chunks(variant: Variant, data_dir: Path, *, split: str | None) -> _Ope
     try:
         table, open_gops = chunk_table(variant, video_ids)
     except (Damaged, OSError) as error:
-        raise UserError(str(error), hint=how_to_repair(VIDEO, what="the table or shard")) from error
+        raise UserError(str(error), hint=how_to_repair("the table or shard")) from error
     return _OpenedChunks(video_ids, table, divided, None if open_gops is None else len(open_gops))
 
 

@@ -94,7 +94,10 @@ class RemoteFiles:
         if variant is None:
             address = self.objects.address
             raise UserError(f"{address} has no {column} shards", hint=f"run {how_to_make(column, address)}")
-        with self._errors(missing=f"run prep {command_for(column)}"), self._once(f"{column}-{variant}") as is_due:
+        with (
+            self._errors(missing=f"run prep {command_for(column, variant)}"),
+            self._once(f"{column}-{variant}") as is_due,
+        ):
             if is_due:
                 self._copy_variant(f"{column}/{variant}")
 

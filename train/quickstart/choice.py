@@ -96,7 +96,7 @@ def survey(address: str) -> Survey:
         folder.tars.files.copy_column(VIDEO)
     if VIDEO not in columns or not variant_dir(folder.path, VIDEO, columns[VIDEO]).is_dir():
         others = [name for name in columns if name != VIDEO]
-        hint = f"make them: {how_to_make(VIDEO, address)}"
+        hint = f"make them: {how_to_make(VIDEO, address, columns.get(VIDEO, ''))}"
         if LATENTS in columns:
             hint += f"; or train on the latents: {_on_latents(address, folder.path, has_text=TEXT in columns)}"
         raise UserError(
@@ -106,11 +106,11 @@ def survey(address: str) -> Survey:
     try:
         table, _ = chunk_table(Variant.open(folder.path, tars=folder.tars).require_complete(), video_ids)
     except (Damaged, OSError) as error:
-        raise UserError(str(error), hint=how_to_repair(VIDEO)) from error
+        raise UserError(str(error), hint=how_to_repair()) from error
     if not len(table):
         raise UserError(
             f"no chunk of {address} is of a video of its manifest",
-            hint=f"make them: {how_to_make(VIDEO, address)}",
+            hint=f"make them: {how_to_make(VIDEO, address, columns[VIDEO])}",
         )
     divided = read_divided_videos(folder.path)
     names = list(dict.fromkeys([*pc.unique(videos["split"]).to_pylist(), *(divided.splits if divided else ())]))

@@ -23,7 +23,6 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun, duration_text, size_text
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import TEMPORARY_PREFIX
-from clipmill.shards.columns import VIDEO, command_for
 from clipmill.train.bench.steps import Opened, Steps, Taken, open_to_measure, take_steps
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import in_steps
@@ -148,7 +147,7 @@ def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, 
     if batch > num_samples:
         raise UserError(
             f"the training set has {count_noun(num_samples, 'sample')}, too few for a batch of {batch}",
-            hint=f"add videos or captions, and run prep {command_for(VIDEO)} again",
+            hint="add videos or captions, and run the command that prep status then shows",
         )
     return opened
 

@@ -188,6 +188,7 @@ def _how_to_make_again(
 ) -> str:
     """Return the command that makes a variant again, and its settings, as far as the current variant has others."""
     recipe, usual = dict(variant.get("recipe", {})), {}
+    make = how_to_make(column, address, str(variant["name"]))
     if current is not None:
         # The small files of a bucket's current variant are copied.
         usual = _recipe(open_data_folder(address, cache=cache, column=column).path, column, current)
@@ -197,9 +198,9 @@ def _how_to_make_again(
         for name in names
     )
     if not (recipe and settings):
-        return f"{how_to_make(column, address)} with its settings"
+        return f"{make} with its settings"
     others = "the settings of the current variant, but for " if usual else ""
-    return f"{how_to_make(column, address)} with {others}{settings}"
+    return f"{make} with {others}{settings}"
 
 
 def _value_text(value: object) -> str:

@@ -34,8 +34,7 @@ from clipmill.manifests.keys import safe_video_id
 from clipmill.manifests.publish import make_folder, publish_bytes, remove_temporaries
 from clipmill.prep.core.chunk_content import ChunkContent, read_chunk
 from clipmill.prep.core.failures import SourceFailure
-from clipmill.prep.video.settings import SOURCE
-from clipmill.shards.columns import SOURCE_MEMBER
+from clipmill.shards.columns import INDEXED, SOURCE_MEMBER
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.opening import Damaged
 from clipmill.shards.pages.figures import CLIP_FPS, data_uri, evenly_within, small_clip
@@ -149,7 +148,7 @@ def plan_clips(codec: str, *, total_bytes: int) -> ClipPlan:
         names = {
             "mjpeg": "browsers do not play MJPEG in MP4",
             "hevc": "only some browsers play HEVC",
-            SOURCE: "the packets of the chunks are in the source files",
+            INDEXED: "the packets of the chunks are in the source files",
         }
         return ClipPlan(True, False, names.get(codec, f"browsers may not play {codec}"))
     if total_bytes > COPIED_BYTES:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import av
+import cv2
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -16,11 +17,13 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.core.chunk_content import read_chunk
-from clipmill.shards.reader import Variant
+from clipmill.shards.format import SOURCE_FIELDS, VIDEO_FIELDS
+from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.train.data.chunk_reader import read_chunks
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.interface import open_clips
 from clipmill.train.data.outcomes import SampleFailed
+from tests.prep.captions.server import MODEL, served
 from tests.prep.irregular import edit, ffmpeg, numbered, with_sound
 from tests.prep.running import manifest, prep_here
 
@@ -29,6 +32,7 @@ QUIET = ("-threads", 1, "-t", SECONDS)
 PICTURES = ("-f", "lavfi", "-i", f"testsrc2=s=160x120:r={FPS}:d={SECONDS}")
 X264 = ("-c:v", "libx264", "-preset", "ultrafast", "-pix_fmt", "yuv420p", *QUIET)
 X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-pix_fmt", "yuv420p", *QUIET)
+QUIET_GRAY = ("-f", "lavfi", "-i", "color=gray:s=64x64:r=10:d=3", "-c:v", "libx264", "-pix_fmt", "yuv420p")
 Make = Callable[[Path], object]
 
 
@@ -241,8 +245,7 @@ def test_a_source_without_key_frames_is_refused_where_a_chunk_would_need_minutes
 def test_calm_videos_are_scored_and_sources_are_verified(tmp_path: Path) -> None:
     (tmp_path / "videos").mkdir()
     for name in ("calm", "lost"):
-        pictures = ("-f", "lavfi", "-i", "color=gray:s=64x64:r=10:d=3")
-        ffmpeg(*pictures, "-c:v", "libx264", "-pix_fmt", "yuv420p", tmp_path / "videos" / f"{name}.mp4")
+        ffmpeg(*QUIET_GRAY, tmp_path / "videos" / f"{name}.mp4")
     data = tmp_path / "data"
     prep_here("index", tmp_path / "videos", "--data", data, "--workers", 1)
     assert prep_here("scores", "--data", data, "--workers", 1, "--json").summary["num_encoded"] == 2
@@ -250,6 +253,28 @@ def test_calm_videos_are_scored_and_sources_are_verified(tmp_path: Path) -> None
     prep_here(*deep)
     (tmp_path / "videos" / "lost.mp4").unlink()
     assert "lost.mp4" in prep_here(*deep, status=1).stdout
+
+
+def test_a_server_captions_an_index(index_folder: Path) -> None:
+    data = index_folder / "data"
+    with served() as server:
+        flags = ("--endpoint", server.address, "--model", MODEL, "--frames", 2, "--size", 160, "--engine", "processes")
+        flags = (*flags, "--where", "video = 'open_gops'", "--data", data, "--workers", 1, "--json")
+        ran = prep_here("captions", *flags).summary
+        # What the server saw are the frames of the source in the middle of each half, by JPEG.
+        frames = plain_frames(index_folder / "videos" / "open_gops.mp4")
+        assert ran["num_encoded"] == len(server.log) == 3 and ran["failures"] == {}
+        assert prep_here("captions", *flags).summary["num_encoded"] == 0 and len(server.log) == 3
+    for number, request in enumerate(sorted(server.log, key=lambda request: nearest(frames, request.pictures[0]))):
+        for half, picture in enumerate(request.pictures):
+            assert abs(nearest(frames, picture) - (60 * number + 15 + 30 * half)) <= 1
+    assert "3 captions (3 new)" in prep_here(*ran["next"].split()[1:]).stdout
+
+
+def nearest(frames: list[tuple[Fraction, NDArray[Any]]], picture: NDArray[Any]) -> int:
+    """The frame that a picture in BGR shows."""
+    luma = cv2.cvtColor(picture, cv2.COLOR_BGR2GRAY).astype(int)
+    return int(np.argmin([np.abs(luma - frame).mean() for _, frame in frames]))
 
 
 def test_a_folder_is_not_read_again_over_captions_or_by_another_adapter(index_folder: Path, tmp_path: Path) -> None:
@@ -267,3 +292,64 @@ def test_an_index_without_any_chunk_is_named(tmp_path: Path) -> None:
     prep_here("index", tmp_path / "videos", "--data", tmp_path / "data", "--workers", 1, status=1)
     with pytest.raises(UserError, match="all of its videos have failed"):
         read_chunks(tmp_path / "data")
+
+
+def test_missing_and_changed_sources_are_named_by_status_and_by_the_next_run(tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    for name in ("gone", "grown", "kept"):
+        ffmpeg(*QUIET_GRAY, tmp_path / "videos" / f"{name}.mp4")
+    data, videos = tmp_path / "data", tmp_path / "videos"
+    run = ("index", "--data", data, "--workers", 1)
+    prep_here(*run[:1], videos, *run[1:])
+    assert "lost" not in prep_here("status", "--data", data).stdout
+    (videos / "gone.mp4").rename(tmp_path / "gone.mp4")
+    with (videos / "grown.mp4").open("ab") as file:
+        file.write(bytes(8))
+    status = prep_here("status", "--data", data, status=1)
+    for name, code in (("gone", "source_missing"), ("grown", "source_changed")):
+        assert f"({code}); their chunks cannot be read" in status.stdout and f"{name}: {code}" in status.stdout
+    assert "2 sources" in status.stderr and f"next      prep index --len 15s --data {data}" not in status.stdout
+    # A run reads what has changed, and fails for what is missing, which no command makes.
+    ran = prep_here(*run, "--json", status=1).summary
+    assert ran["failures"] == {"source_missing": 1} and (ran["num_encoded"], ran["num_reused"]) == (1, 2)
+    assert prep_here("plan", "index", "--data", data, "--json").summary["lost_sources"] == {"source_missing": 1}
+    recorded = prep_here("status", "--data", data, "--json", status=1).summary["videos"]
+    assert recorded["lost"] == {"source_missing": 1} and recorded["is_indexed"]
+    (tmp_path / "gone.mp4").rename(videos / "gone.mp4")
+    prep_here(*run)
+    assert "next      train" in prep_here("status", "--data", data).stdout
+
+
+def test_chunks_of_other_videos_are_copied_when_one_is_removed_or_renamed(tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    for name in ("first", "second", "third"):
+        ffmpeg(*PICTURES, *X264, "-g", 30, "-crf", 20 + len(name), tmp_path / "videos" / f"{name}.mp4")
+    data, videos = tmp_path / "data", tmp_path / "videos"
+    prep_here("index", videos, "--data", data, "--len", "2s", "--workers", 1)
+    before = {shard.index["key"][row].as_py(): shard.index.slice(row, 1) for shard, row in rows_of(data)}
+    (videos / "first.mp4").unlink()
+    (videos / "second.mp4").rename(videos / "renamed.mp4")
+    manifest(data, videos)
+    ran = prep_here("index", "--data", data, "--len", "2s", "--workers", 1, "--json").summary
+    assert (ran["num_encoded"], ran["num_reused"], ran["failures"]) == (0, 6, {})
+    copied = {shard.index["key"][row].as_py(): shard.index.slice(row, 1) for shard, row in rows_of(data)}
+    assert sorted(copied) == [f"{name}_{ms:09d}" for name in ("renamed", "third") for ms in (0, 2000, 4000)]
+    for key, row in copied.items():
+        old = before[key.replace("renamed", "second")]
+        names = [field.name for field in (*VIDEO_FIELDS[2:], *SOURCE_FIELDS)]
+        assert row.select(names).to_pylist() == old.select(names).to_pylist()
+    chunks = ChunkSet(data, split="train", rule="packets")
+    assert chunks.decoder.decode(chunks.read(chunks_of(chunks, "renamed")[1], {0, 40}))
+    # The bytes are the bytes of an index that is made of the same manifest for the first time.
+    prep_here("index", videos, "--data", tmp_path / "again", "--len", "2s", "--workers", 1)
+    fresh = {shard.index["key"][row].as_py(): shard.index.slice(row, 1) for shard, row in rows_of(tmp_path / "again")}
+    assert {key: row.drop_columns(OFFSETS).to_pylist() for key, row in copied.items()} == {
+        key: row.drop_columns(OFFSETS).to_pylist() for key, row in fresh.items()
+    }
+
+
+OFFSETS = ["source.json_offset", "json_offset"]
+
+
+def rows_of(data: Path) -> list[tuple[CommittedShard, int]]:
+    return [(shard, row) for shard in Variant.open(data).shards() for row in range(shard.num_samples)]
