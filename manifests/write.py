@@ -352,7 +352,10 @@ def write_further_captions(
 
     ids = _publish(data_dir, old, captions, rejected, records=records, replaced=replaced)
     is_new = ids >= old.next_caption_id
-    num_captions, num_added = (_count_by_source(captions.filter(pa.array(mask))) for mask in (ids >= 0, is_new))
+    counts = (pc.value_counts(captions["source"].filter(pa.array(mask))).to_pylist() for mask in (ids >= 0, is_new))
+    num_captions, num_added = (
+        dict(sorted((entry["values"], entry["counts"]) for entry in entries)) for entries in counts
+    )
     return FurtherResult(
         folder=manifest_dir(data_dir),
         num_captions=num_captions,
@@ -450,8 +453,3 @@ def _counts(captions_path: Path | None) -> dict[str, int]:
         return {}
     with pq.ParquetFile(captions_path, read_dictionary=["source"], pre_buffer=False) as file:
         return source_counts(file)
-
-
-def _count_by_source(captions: pa.Table) -> dict[str, int]:
-    entries = pc.value_counts(captions["source"]).to_pylist()
-    return dict(sorted((entry["values"], entry["counts"]) for entry in entries))

@@ -152,6 +152,14 @@ def csv_rows(lines: Iterable[str], *, path: Path, separator: str = ",") -> Itera
             yield cells
 
 
+def header_cells(line: str, *, separator: str = ",") -> list[str]:
+    """Return the cells of a line that may be the header of a CSV file; empty if one is longer than csv allows."""
+    try:
+        return next(csv.reader([line], delimiter=separator), [])
+    except csv.Error:
+        return []
+
+
 def require_once(columns: Sequence[str], *, path: Path) -> None:
     """Raise UserError if two columns of a table have the same name, which would be ambiguous."""
     twice = [name for name, count in Counter(columns).items() if count > 1]

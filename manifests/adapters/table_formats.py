@@ -25,6 +25,7 @@ from typing import Any
 from clipmill.manifests.adapters.annotations import (
     Row,
     csv_rows,
+    header_cells,
     json_rows,
     not_utf8,
     open_annotations,
@@ -106,7 +107,7 @@ def _require_columns(header_line: str, separator: str, *, is_named: bool, requir
     Args:
         is_named: True if a line above the header names the separator.
     """
-    names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
+    names = columns_of(header_cells(header_line, separator=separator))
     if lacking := missing_columns(names.values(), required):
         header = on_one_line(header_line.strip())
         content = f"its first line is: {header}" if header else "the file is empty"
@@ -127,7 +128,7 @@ def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
     """Return the separator that gives the header the most required columns, then the most known columns."""
 
     def score(separator: str) -> tuple[int, int]:
-        names = columns_of(next(csv.reader([header_line], delimiter=separator), []))
+        names = columns_of(header_cells(header_line, separator=separator))
         return -len(missing_columns(names.values(), required)), len(names)
 
     return max(_SEPARATORS, key=score)

@@ -112,6 +112,17 @@ def test_a_cell_between_quotation_marks_may_have_lines(make_videos: VideoMaker, 
     assert [text for *_, text in captions(reading)] == ['a sign\nsays "stop"', 'he said "so"', r"a \"q\" b"]
 
 
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_a_header_may_be_longer_than_a_cell_of_csv(make_videos: VideoMaker, tmp_path: Path, separator: str) -> None:
+    header, row = separator.join(["c"] * 200_000), separator.join(["x"] * 200_000)
+    (tmp_path / "c.csv").write_text(f"video{separator}text{separator}{header}\na{separator}one{separator}{row}\n")
+    with pytest.raises(UserError, match="two columns named c"):
+        read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")
+    (tmp_path / "c.csv").write_text(f"{'c' * 200_000}\na{separator}one\n")
+    with pytest.raises(UserError, match="no column for video and text; its first line is: ccc"):
+        read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")
+
+
 @pytest.mark.parametrize("first", ["sep=;\r\n", "\nSEP=;\n", '"sep=;"\n', "\ufeffsep=;\n"])
 def test_a_line_that_names_the_separator_for_excel_is_no_header(
     make_videos: VideoMaker, tmp_path: Path, first: str

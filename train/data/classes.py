@@ -7,7 +7,6 @@ strings: "0:10" comes before "0:2". Other classes are sorted as numbers if all a
 Suffixes: R rows of the captions, L labels.
 """
 
-import csv
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.adapters.annotations import read_csv, text_lines
+from clipmill.manifests.adapters.annotations import header_cells, read_csv, text_lines
 from clipmill.manifests.divided_videos import is_of_splits
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, on_one_line
@@ -226,7 +225,7 @@ def read_class_file(path: Path) -> Names:
         UserError: The file cannot be read, is empty, is a table with other columns, or has a name twice.
     """
     lines = [line.strip() for line in text_lines(path) if line.strip()]
-    header = next(csv.reader(lines[:1]), [])
+    header = header_cells(lines[0]) if lines else []
     words = [cell.strip().lower() for cell in header]
     is_header = len(words) > 1 and all(map(_WORD.fullmatch, words)) and not _OF_HEADERS.isdisjoint(words)
     if set(_TABLE) <= set(header) <= {*_TABLE, *_UNUSED}:
