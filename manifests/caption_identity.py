@@ -1,9 +1,9 @@
-"""Stable caption IDs: matching new captions with old captions. Unlikely and duplicate captions of a table.
+"""Stable caption IDs: new captions are matched with old captions. Unlikely and duplicate captions of a table.
 
-A caption is identified by (video_id, begin_s, end_s, text, source); the n-th of several equal captions is matched
-with the n-th. Rows are compared by a 128-bit hash, so that millions of captions are matched by sorting integers
-and the old texts need not stay in memory. The hash is multilinear with random weights (Carter & Wegman 1979, two
-independent 64-bit lanes); it is valid for one run and never stored.
+A caption is identified by (video_id, begin_s, end_s, text, source). If several captions are equal, the n-th new one is
+matched with the n-th old one. Rows are compared by a 128-bit hash, so that millions of captions are matched by sorting
+integers, and the old texts need not stay in memory. The hash is multilinear with random weights (Carter & Wegman 1979,
+two independent 64-bit lanes); it is valid for one run and never stored.
 """
 
 import numpy as np
@@ -44,14 +44,14 @@ def caption_hashes(captions: pa.Table) -> np.ndarray:
 def assign_ids(
     hashes: np.ndarray, *, old_hashes: np.ndarray, old_ids: np.ndarray, next_id: int
 ) -> tuple[np.ndarray, int]:
-    """Assign IDs to the captions with `hashes`: the ID of the matching old caption, or the next free ID in row order.
+    """Assign an ID to each caption in `hashes`: the ID of the matching old caption, or the next free ID in row order.
 
     Returns:
         IDs int64[N], and the next free ID after them.
     """
     ids = np.full(len(hashes), -1, np.int64)
     if len(old_ids):
-        # In parts, so that sorting needs only a fraction of the memory.
+        # Processed in parts, so that sorting needs only a fraction of the memory.
         part, old_part = _parts(hashes), _parts(old_hashes)
         for number in range(_PARTS):
             rows, old_rows = np.flatnonzero(part == number), np.flatnonzero(old_part == number)
@@ -67,7 +67,7 @@ def _parts(hashes: np.ndarray) -> np.ndarray:
 
 
 def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row indices of equal captions, in the first and in the second array."""
+    """Return the row indices of equal captions in both arrays."""
     if not len(old_hashes):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     keys, old_keys = _rank_keys(hashes), _rank_keys(old_hashes)
@@ -140,7 +140,7 @@ _SPACE = r"[\s\p{Z}]+"
 
 def is_unlikely(captions: pa.Table, *, min_likelihood: float) -> np.ndarray:
     """Return True for captions with a likelihood below `min_likelihood`, bool[N]; False without a likelihood."""
-    # As float32, like the column: otherwise a caption with exactly this likelihood could be below it.
+    # Compared as float32, like the column: otherwise a caption with exactly this likelihood could be below it.
     unlikely = pc.less(captions["likelihood"], pa.scalar(min_likelihood, pa.float32()))
     return np.asarray(unlikely.fill_null(False).to_numpy())
 
@@ -148,8 +148,8 @@ def is_unlikely(captions: pa.Table, *, min_likelihood: float) -> np.ndarray:
 def is_duplicate(captions: pa.Table) -> np.ndarray:
     """Return True for captions that repeat another caption of the same clip and source, bool[N].
 
-    Texts are compared without regard to case and whitespace. The most likely of equal captions is not a duplicate;
-    among equally likely captions, the first is not.
+    Texts are compared without regard to case and whitespace. Of several equal captions, the most likely one is not a
+    duplicate, or the first of the most likely ones.
     """
     if not captions.num_rows:
         return np.zeros(0, bool)

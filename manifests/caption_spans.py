@@ -1,14 +1,14 @@
-"""The captions of a manifest in the order in which training opens them, in files that are mapped into memory.
+"""The captions of a manifest in the order in which training opens them, in memory-mapped files.
 
-    caption_spans.arrow   one row per span (video, begin_s, end_s), ordered by these, with its captions: a list of
-                          (source, row, caption_id), ordered by source and row. Complete videos in each batch.
+    caption_spans.arrow   one row per span (video, begin_s, end_s), in this order, with its captions: a list of
+                          (source, row, caption_id), ordered by source and row; all spans of a video are in one batch
     caption_texts.arrow   the texts in the order of captions.parquet, uncompressed
 
-If captions have splits (schema.OPTIONAL_CAPTIONS), each caption also has the number of its split, -1 for the split of
-its video. `video` and `row` are rows of videos.parquet and captions.parquet; `source` is a number in the order of
-`source_order`.
-Every write of the manifest derives both from its tables, and publishes them together (clipmill.manifests.write).
-Labels and likelihoods are only in captions.parquet. Every rank maps the files; the rank that computes verifies them.
+If captions have splits (schema.OPTIONAL_CAPTIONS), each caption also has the number of its split, or -1 for the split
+of its video. `video` and `row` are row numbers in videos.parquet and captions.parquet; `source` is a number in the
+order of `source_order`. Every write of the manifest derives both files from its tables, and publishes them together
+(clipmill.manifests.write). Labels and likelihoods are only in captions.parquet. Every rank maps the files; only the
+rank that computes the sample table verifies them.
 """
 
 import json
@@ -40,10 +40,10 @@ from clipmill.manifests.store import (
     table_path,
 )
 
-_METADATA_KEY = b"clipmill_captions"  # of the spans: names of the sources, digest of the texts
-_BATCH = 1 << 20  # captions in a batch, or more if a video has more
-_READ = 1 << 21  # captions read at a time: for each of these blocks, the ids of all videos are hashed
-_TEXTS = 1 << 18  # texts in a batch
+_METADATA_KEY = b"clipmill_captions"  # metadata of the spans: names of the sources, digest of the texts
+_BATCH = 1 << 20  # captions per batch; more only if a single video has more
+_READ = 1 << 21  # captions read at a time; each block costs hashing the IDs of all videos
+_TEXTS = 1 << 18  # texts per batch
 _NewArray = Callable[[int, Any], NDArray[Any]]
 
 
@@ -55,8 +55,8 @@ class SpanBlock:
         video: int32 [S], row of the video, in ascending order.
         begin_s, end_s: float64 [S].
         counts: int32 [S], number of captions of each span.
-        source: int16 [C]; row: int32 [C], of captions.parquet; caption_id: int64 [C]; span by span.
-        split: int8 [C], number in `CaptionSpans.splits`, -1 for the split of the video; None if no caption has a split.
+        source: int16 [C]. row: int32 [C], row in captions.parquet. caption_id: int64 [C]. All are ordered span by span.
+        split: int8 [C], number in `CaptionSpans.splits`, -1 for the split of the video. None if no caption has a split.
     """
 
     video: NDArray[np.int32]
@@ -69,7 +69,7 @@ class SpanBlock:
     split: NDArray[np.int8] | None = None
 
     def of_videos(self, videos: "SplitVideos") -> "SpanBlock | None":
-        """Return the captions of a split, with the rows of its videos; None if the block has none of them."""
+        """Return the captions of a split, with row numbers among its videos; None if the block has none."""
         video, counts = videos.row[self.video], self.counts
         is_kept = video >= 0
         if is_kept.all() and videos.is_of_split is None:
@@ -90,20 +90,20 @@ class SpanBlock:
         return SpanBlock(video[is_kept], self.begin_s[is_kept], self.end_s[is_kept], counts[is_kept], **captions)
 
     def each_caption(self) -> "SpanBlock":
-        """Return the captions with a separate span for each."""
+        """Return the captions with a separate span for each caption."""
         spans = {name: np.repeat(getattr(self, name), self.counts) for name in ("video", "begin_s", "end_s")}
         return replace(self, **spans, counts=np.ones(len(self.source), np.int32))
 
 
 @dataclass(frozen=True)
 class SplitVideos:
-    """The videos of a split, and which captions of theirs are of the split.
+    """The videos of a split, and which of their captions belong to the split.
 
     Attributes:
         row: int32 [videos of the manifest], row of each video among the videos of the split; -1 for other videos.
-        is_of_split: bool [videos of the manifest], True for each video that is in the split, and with it its captions
-            without a split; None if no caption has a split.
-        number: Number of the split in `CaptionSpans.splits`; -2 if no caption has it.
+        is_of_split: bool [videos of the manifest], True for a video that belongs to the split, and so do its captions
+            without a split. None if no caption has a split.
+        number: Number of the split in `CaptionSpans.splits`; -2 if no caption has this split.
     """
 
     row: NDArray[np.int32]
@@ -115,10 +115,10 @@ class CaptionSpans:
     """The captions of a table, or of the files stored with a manifest.
 
     Args:
-        spans, texts: Content of the two files.
+        spans, texts: Contents of the two files.
 
     Attributes:
-        mark: Identity of the files, which arrays of these captions depend on.
+        mark: Identity of the files. Arrays computed from these captions depend on it.
     """
 
     mark: tuple[object, ...] = ()
@@ -148,7 +148,7 @@ class CaptionSpans:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Names of the splits of captions by number; empty if all captions are in the splits of their videos."""
+        """Names of the captions' splits by number; empty if every caption belongs to the split of its video."""
         return tuple(self._facts.get("splits", ()))
 
     @property
@@ -165,7 +165,7 @@ class CaptionSpans:
         """Yield the spans in order.
 
         Args:
-            videos: Split whose captions are yielded; None keeps all captions, and the videos as they are.
+            videos: Split whose captions are yielded. None yields all captions, with row numbers among all videos.
         """
         reader = pa.ipc.open_file(self._spans)
         for number in range(reader.num_record_batches):
@@ -181,12 +181,12 @@ class CaptionSpans:
 
 
 def is_of_model(source: str) -> bool:
-    """Return True for captions of a model, such as `captioner@1f2e3d4c`; training uses them only on request."""
+    """Return True if a model wrote the captions, as for `captioner@1f2e3d4c`; training uses them only on request."""
     return "@" in source
 
 
 def source_order(name: str) -> tuple[bool, str]:
-    """Return the sort key of a source: by name, models last."""
+    """Return the sort key of a source: by name, with models last."""
     return is_of_model(name), name
 
 
@@ -202,11 +202,12 @@ def write_caption_spans(
     """Write both files of a table of captions.
 
     Args:
-        captions: Table, or a file that reads video_id and source as dictionaries.
+        captions: Table, or a file that gives video_id and source as dictionaries.
         video_ids: IDs of videos.parquet.
         spans, texts: Path or Arrow stream of each file.
         metadata: Metadata of their schemas.
-        scratch_folder: Folder for files without a name, since the columns take 30 bytes per caption; None for memory.
+        scratch_folder: Folder for unnamed temporary files, because the columns take 30 bytes per caption; None for
+            memory.
 
     Raises:
         ValueError: A caption refers to a video that is not in `video_ids`.
@@ -216,7 +217,7 @@ def write_caption_spans(
         if scratch_folder is None:
             return np.empty(count, kind)
         with TemporaryFile(dir=scratch_folder) as file:
-            # Reserved, because writing to a mapped file on a full disk would kill the process.
+            # Space is reserved, because writing to a mapped file on a full disk would kill the process.
             os.posix_fallocate(file.fileno(), 0, max(count, 1) * np.dtype(kind).itemsize)
             return np.frombuffer(mmap.mmap(file.fileno(), 0), kind, count=count)
 
@@ -262,7 +263,7 @@ def _write_spans(sink: Any, columns: dict[str, NDArray[Any]], *, num_videos: int
 def _read_columns(
     captions: pa.Table | pq.ParquetFile, video_ids: pa.Array, *, new_array: _NewArray
 ) -> tuple[dict[str, NDArray[Any]], dict[str, list[str]]]:
-    """Read the columns that the spans are made of, by row, and the names of the sources and of splits of captions."""
+    """Read the columns that the spans are made from, by row; the names of sources, and of captions' splits."""
     is_table = isinstance(captions, pa.Table)
     num_rows = captions.num_rows if is_table else captions.metadata.num_rows
     kinds = {"video": np.int32, "begin_s": np.float64, "end_s": np.float64, "caption_id": np.int64, "source": np.int16}
@@ -299,7 +300,7 @@ def _read_columns(
 
 
 def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArray[np.int32]]:
-    """Yield the captions of consecutive videos, about `_BATCH` at a time, each ascending."""
+    """Yield the captions of consecutive videos, about `_BATCH` at a time, as ascending rows."""
     counts = np.zeros(num_videos, np.int64)
     parts = [slice(begin, begin + _READ) for begin in range(0, len(video), _READ)]
     for part in parts:
@@ -321,10 +322,10 @@ def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[N
 
 
 class StoredCaptions(CaptionSpans):
-    """The captions of a manifest as it was when they were opened; only `verify` verifies their files.
+    """The captions of a manifest as they were when opened. Only `verify` checks their files.
 
     Args:
-        paths: Paths of MAPPED_FILES.
+        paths: Paths of the files MAPPED_FILES.
         recorded: Entry of each file in manifest.json.
     """
 
@@ -347,7 +348,7 @@ class StoredCaptions(CaptionSpans):
 
 
 def open_stored_captions(data_dir: Path) -> StoredCaptions:
-    """Map the captions of the current manifest; they do not change if another manifest is written.
+    """Map the captions of the current manifest. They do not change if another manifest is written later.
 
     Raises:
         UserError: There is no manifest, or a file is missing or has another length.
@@ -362,18 +363,19 @@ def open_stored_captions(data_dir: Path) -> StoredCaptions:
 
 
 def split_videos(captions: CaptionSpans, data_dir: Path, split: str, *, video_ids: pa.Array) -> SplitVideos:
-    """Return the videos of a split, and which of the captions are of the split.
+    """Return the videos of a split, and which of the captions belong to it.
 
     Args:
         video_ids: Videos of the split (clipmill.manifests.divided_videos.find_split_videos).
 
     Raises:
-        UserError: These are not the videos of the split: another manifest was written in the meantime.
+        UserError: `video_ids` are not the videos of the split, because another manifest was written in the meantime.
     """
     videos = read_videos(data_dir, columns=["video_id", "split"])
     is_of_split, given = pc.equal(videos["split"], split), pa.chunked_array([video_ids])
     is_member = is_of_split
-    if not (is_alike := videos["video_id"].filter(is_member).equals(given)):  # other videos have captions of the split
+    # Captions of other videos belong to the split.
+    if not (is_alike := videos["video_id"].filter(is_member).equals(given)):
         is_member = pc.or_(is_of_split, pc.is_in(videos["video_id"], value_set=video_ids))
         if not videos["video_id"].filter(is_member).equals(given):
             raise UserError(f"the manifest of {data_dir} was replaced while it was read", hint="run the command again")

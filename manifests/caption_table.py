@@ -1,12 +1,12 @@
-"""Caption tables: the streaming writer of captions.parquet, digests of captions, and tables of model-written captions.
+"""Caption tables: the streaming writer of captions.parquet, digests of captions, and tables of captions by models.
 
-The writer merges the captions of one dataset with the captions of the other datasets by ID. A digest for each video
-lets a plan detect changed captions.
+The writer merges the captions of one dataset with the captions of the other datasets, in the order of their IDs. Each
+video has a digest of its captions, which lets a plan detect changed captions.
 
 `train caption-chunks` and `prep captions` write pseudo-captions to a Parquet file, which `prep manifest captions` reads
-as a source of captions. The schema metadata of the file stores a JSON object under METADATA_KEY: `kind`, `weights`,
+as a source of captions. The schema metadata of the file has a JSON object under METADATA_KEY: `kind`, `weights`,
 `weights_sha256` (null if unknown), `video_variant`, `settings`, and other keys that depend on the writer. The source of
-a caption is `<name>@<8 hexadecimal digits>`; captions with the same name and different digits replace it.
+a caption is `<name>@<8 hexadecimal digits>`. Captions with the same name and other digits replace it.
 """
 
 import hashlib
@@ -29,20 +29,20 @@ LABEL_PREFIX = "label_"
 _PLAIN_COLUMNS = frozenset({"caption_id", "begin_s", "end_s", "text", "likelihood"})  # not dictionary-encoded
 # Row groups have a fixed size, so that equal tables give equal bytes.
 ROWS_PER_GROUP = 131_072
-# Function that takes the columns caption_id, video_id and source (dictionary-encoded) and returns a bool mask of rows.
+# Function of the columns caption_id, video_id and source (dictionary-encoded) that returns a bool mask of rows.
 Selection = Callable[[pa.Table], np.ndarray]
 
 
 @dataclass(frozen=True)
 class CaptionChange:
-    """The change that a write makes to the captions of a manifest.
+    """The change that a write makes to a manifest's captions.
 
     Attributes:
         added: New captions, in the format that `write_manifest` takes.
         ids: IDs of `added`, int64[N].
         next_id: First ID that was never used.
-        keep: Selection of the previous captions to keep; None to keep none.
-        keep_labels: True to keep the label columns of the previous captions.
+        keep: Function that selects the previous captions to keep; None to keep none.
+        keep_labels: Keep the label columns of the previous captions.
     """
 
     added: pa.Table
@@ -89,8 +89,8 @@ def write_caption_table(
 def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
     """Take rows (int64[N], N >= 1) of a table in the given order, and return them as one chunk.
 
-    Arrow's own `take` concatenates all chunks of a string column on each call; this concatenates only the chunks that
-    contain the rows.
+    Arrow's own `take` concatenates all chunks of a string column on each call. This function concatenates only the
+    chunks that contain the rows.
     """
     first, last = int(rows.min()), int(rows.max())
     part = table.slice(first, last + 1 - first).combine_chunks()
@@ -133,13 +133,13 @@ def caption_blocks(captions: pa.Table | pq.ParquetFile, columns: Sequence[str], 
 
 
 def _optional_columns(captions: pa.Table) -> set[str]:
-    """Return the names in OPTIONAL_CAPTIONS that any caption has a value of."""
+    """Return the names in OPTIONAL_CAPTIONS for which at least one caption has a value."""
     names = set(OPTIONAL_CAPTIONS.names).intersection(captions.column_names)
     return {name for name in names if captions[name].null_count < captions.num_rows}
 
 
 def _stored_schema(old_path: Path | None, new: pa.Schema, *, optional: Collection[str]) -> pa.Schema:
-    """Return the schema of the output file: CAPTIONS, the columns `optional`, and all labels, without dictionaries.
+    """Return the schema of the output file: CAPTIONS, the columns `optional` and all labels, without dictionaries.
 
     Args:
         old_path: Previous table, if its labels are kept.
@@ -166,7 +166,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 def _merge_rows(
     kept: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, schema: pa.Schema
 ) -> Iterator[pa.Table]:
-    """Merge the kept and the new captions by ID, and yield them in tables with the given schema."""
+    """Merge the kept and the new captions by ID; yield tables with the given schema."""
     order = np.argsort(ids)
     ids_in_order = ids[order]
     done = 0
@@ -221,7 +221,7 @@ def captions_sha256(
 ) -> list[str]:
     """Compute a digest of each video's captions (IDs, times, texts, sources, labels), sorted by begin, end and ID.
 
-    Columns of OPTIONAL_CAPTIONS are included for videos that have a value. Other digests do not depend on them.
+    Columns of OPTIONAL_CAPTIONS are included only for videos that have a value; other digests do not depend on them.
 
     Args:
         captions: All caption columns except caption_id, N rows.
@@ -259,7 +259,10 @@ def captions_sha256(
 
 
 class TextDigest:
-    """SHA-256 of a sequence of texts, independent of its division into blocks; distinct sequences differ in digest."""
+    """SHA-256 of a sequence of texts.
+
+    It does not depend on the division into blocks; different sequences differ in it.
+    """
 
     def __init__(self) -> None:
         self._lengths, self._bytes = hashlib.sha256(), hashlib.sha256()
@@ -290,7 +293,10 @@ def _windows(bounds: np.ndarray) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Stream:
-    """Bytes of rows, in order. Rows a to b are data[offsets[a]:offsets[b]], or each row has `row_bytes` bytes."""
+    """Bytes of rows, in order.
+
+    Rows a to b are data[offsets[a]:offsets[b]]; without offsets, a row has `row_bytes` bytes.
+    """
 
     data: memoryview
     offsets: np.ndarray | None = None
@@ -308,7 +314,7 @@ class _Stream:
 
 
 def _streams(array: pa.Array) -> list[_Stream]:
-    """Return a column as streams, lengths before bytes, so that different columns have different streams."""
+    """Return a column as streams. Lengths precede bytes, so that different columns give different streams."""
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
     streams = []
@@ -332,9 +338,9 @@ def _streams(array: pa.Array) -> list[_Stream]:
 
 
 def _optional_streams(name: str, array: pa.Array) -> tuple[bytes, np.ndarray, list[_Stream]]:
-    """Return the mark of an optional column in digests, where it has values, bool [rows], and its streams."""
+    """Return the mark of an optional column in digests, where it has values (bool [rows]), and its streams."""
     has_value = array.is_valid().to_numpy(zero_copy_only=False)
-    mark = b"" if name == "likelihood" else name.encode()  # likelihoods were in digests before columns had marks
+    mark = b"" if name == "likelihood" else name.encode()  # likelihoods were part of digests before columns had marks
     filled = array.fill_null("" if pa.types.is_string(array.type) else 0)
     return mark, has_value, [_Stream.of_numbers(has_value), *_streams(filled)]
 

@@ -1,10 +1,10 @@
 """Videos with captions of different splits: which split each second of them belongs to.
 
-A caption may have another split than its video (schema.OPTIONAL_CAPTIONS). Each second of such a video belongs to one
-split: the split of the captions that show it; where captions of several splits overlap, the split that is held out
-(`test`, else `val`); and where no caption is, the split of the video. What is trained without captions leaves out the
-seconds of other splits, and a caption is left out if it shows any of them. Captions of further sources, such as models,
-do not divide a video: they cover all of it.
+A caption may belong to another split than its video (schema.OPTIONAL_CAPTIONS). Each second of such a video belongs to
+exactly one split. Where captions show it, this is their split; where captions of several splits overlap, it is the
+held-out one (`test`, else `val`). Elsewhere it is the split of the video. Training without captions omits the seconds
+of other splits. A caption is omitted if it shows any second of another split. Captions of further sources, such as
+models, do not divide a video, because they cover all of it.
 """
 
 from collections.abc import Collection
@@ -20,9 +20,9 @@ from clipmill.manifests.caption_spans import SpanBlock, StoredCaptions, open_sto
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_manifest, read_videos
 
-_HELD_OUT = ("val", "test")  # a second of captions of several splits belongs to the last of them, after all others
+_HELD_OUT = ("val", "test")  # where captions overlap, later splits in this tuple win, and all other splits lose
 _US_PER_S = 1_000_000
-MIN_PART_US = _US_PER_S  # of a chunk; less is too little to train on
+MIN_PART_US = _US_PER_S  # minimum part of a chunk; less is too short for training
 _LAST_S = 1e9  # later than any time of a video
 # Times of neighbouring captions are rounded separately, and starts of chunks are stored in milliseconds.
 _ROUNDING_US = 1000
@@ -30,7 +30,7 @@ _ROUNDING_US = 1000
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of spans that belong to a split: the span of each, int64 [P], ascending, and its times in microseconds."""
+    """The parts of spans that belong to a split: each part's span, int64 [P], ascending; its times in microseconds."""
 
     span: NDArray[np.int64]
     begin_us: NDArray[np.int64]
@@ -39,12 +39,12 @@ class Parts:
 
 @dataclass(frozen=True)
 class DividedVideos:
-    """The seconds of divided videos, without gaps; one entry of each array for consecutive seconds of one split.
+    """The seconds of divided videos, without gaps. An array entry stands for consecutive seconds of one split.
 
     Attributes:
         splits: Names of splits.
         video: int32 [N], row of the video, ascending.
-        begin_us, end_us: int64 [N]; the first seconds of a video begin at 0, and the last ones end after any time.
+        begin_us, end_us: int64 [N]. The first entry of a video begins at 0, and its last entry ends after any time.
         split: int8 [N], number in `splits`.
     """
 
@@ -55,24 +55,24 @@ class DividedVideos:
     split: NDArray[np.int8]
 
     def of_videos(self, row: NDArray[np.int32]) -> "DividedVideos":
-        """Return some of the videos: `row` is the new row of each video, in ascending order, -1 for others."""
+        """Select videos: `row` is the new row of each video, in ascending order; -1 removes the video."""
         video = row[self.video]
         is_kept = video >= 0
         begin_us, end_us = self.begin_us[is_kept], self.end_us[is_kept]
         return DividedVideos(self.splits, video[is_kept], begin_us, end_us, self.split[is_kept])
 
     def videos_with(self, split: str) -> NDArray[np.int32]:
-        """Return the rows of the videos with seconds of a split, ascending."""
+        """Return the rows of the videos that have seconds of a split, ascending."""
         return np.unique(self.video[self._is_of(split)])
 
     def numbers_at(self, *, video: NDArray[np.integer], at_us: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of the split at each (video, time); -1 for other videos."""
+        """Return the number of the split at each (video, time); -1 for videos that are not divided."""
         return np.where(np.isin(video, self.video), self.split[self._places(video, at_us)], -1).astype(np.int64)
 
     def shows_only(
         self, split: str, *, video: NDArray[np.integer], begin_us: NDArray[np.int64], end_us: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Return bool [spans], True for each span that has no second of another split; also in other videos."""
+        """Return bool [spans], True if a span has no second of another split. Spans of undivided videos are allowed."""
         middle_us = (begin_us + end_us) // 2
         begin_us = np.minimum(begin_us + _ROUNDING_US, middle_us)
         end_us = np.maximum(end_us - _ROUNDING_US, middle_us)
@@ -83,7 +83,7 @@ class DividedVideos:
     def parts_of(
         self, split: str, *, video: NDArray[np.integer], begin_us: NDArray[np.int64], end_us: NDArray[np.int64]
     ) -> Parts:
-        """Return the parts of spans that belong to a split, in order; spans of other videos are returned whole.
+        """Return the parts of spans that belong to a split, in order. Spans of undivided videos are returned complete.
 
         A part shorter than MIN_PART_US is omitted, unless it is a complete span.
         """
@@ -105,8 +105,8 @@ class DividedVideos:
         return self.split == (self.splits.index(split) if split in self.splits else -1)
 
     def _places(self, video: NDArray[np.integer], at_us: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the entry of each (video, time), and any entry for other videos."""
-        # Video and time as one number: the last time that is compared with is the begin of an entry.
+        """Return the entry that contains each (video, time); an arbitrary entry for videos that are not divided."""
+        # Video and time are combined into one number. All times are clipped to the range of the entries' begins.
         step = int(self.begin_us.max(initial=0)) + 1
         rows = np.unique(self.video)
         keys = np.searchsorted(rows, self.video) * np.int64(step) + self.begin_us
@@ -115,9 +115,9 @@ class DividedVideos:
 
 
 def read_divided_videos(data_dir: Path) -> DividedVideos | None:
-    """Return the videos with captions of different splits, by their rows in videos.parquet; None if there are none.
+    """Return the videos with captions of different splits, by row in videos.parquet; None if there are none.
 
-    The captions are read only if any of them has another split than its video.
+    The captions are read only if the manifest records that some of them differ from their video in the split.
 
     Raises:
         UserError: There is no manifest, or it is damaged.
@@ -125,7 +125,7 @@ def read_divided_videos(data_dir: Path) -> DividedVideos | None:
     stored = open_stored_captions(data_dir)
     if not stored.splits:
         return None
-    from clipmill.manifests.previous import FURTHER_KEY  # many modules
+    from clipmill.manifests.previous import FURTHER_KEY  # imports many modules
 
     stored.verify()
     of_videos = read_videos(data_dir, columns=["split"])["split"].combine_chunks().dictionary_encode()
@@ -153,7 +153,10 @@ def _divide_block(
     *,
     num_splits: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int8]]:
-    """Return video, begin, end and split of the seconds of each divided video among the complete videos of a block."""
+    """Return video, begin, end and split of each entry, for the divided videos in a block.
+
+    The block has complete videos.
+    """
     assert block.split is not None
     spans = block.each_caption()
     has_split = block.split >= 0
@@ -165,7 +168,7 @@ def _divide_block(
         for times_s in (spans.begin_s, spans.end_s)
     )
     split = np.where(has_split, of_caption[block.split], of_video[spans.video])[is_divided]
-    # Between two neighbouring times, the captions that show a video do not change.
+    # The set of captions that show a video does not change between two neighbouring times.
     at_video = np.concatenate([video, video, videos, videos])
     last_us = round(_LAST_S * _US_PER_S)
     at_us = np.concatenate([begin_us, end_us, np.zeros(len(videos), np.int64), np.full(len(videos), last_us)])
@@ -181,7 +184,7 @@ def _divide_block(
         mine = split == code
         change = np.bincount(begins[mine], minlength=len(owner)) - np.bincount(ends[mine], minlength=len(owner))
         owner[np.cumsum(change) > 0] = code
-    # The last time of a video begins nothing; equal neighbours are one entry.
+    # Nothing begins at the last time of a video. Neighbours of the same split become one entry.
     is_first = np.r_[True, (at_video[1:] != at_video[:-1]) | (owner[1:] != owner[:-1])][: len(owner)]
     is_first &= at_us < last_us
     next_us = np.r_[at_us[is_first][1:], last_us][: int(is_first.sum())]
@@ -190,10 +193,10 @@ def _divide_block(
 
 
 def find_split_videos(data_dir: Path, split: str) -> tuple[pa.Array, DividedVideos | None]:
-    """Return the ids of the videos of a split, or with seconds of it; and the divided ones of them, None without any.
+    """Return the IDs of the videos that have seconds of a split, and the divided videos among them (None if none).
 
     Raises:
-        UserError: There are no such videos.
+        UserError: No video has seconds of this split.
     """
     videos, divided = read_videos(data_dir, columns=["video_id", "split"]), read_divided_videos(data_dir)
     is_member = members_of(split, videos, divided)
@@ -219,15 +222,15 @@ def members_of(split: str, videos: pa.Table, divided: DividedVideos | None) -> N
 
 
 def names_of_splits(videos: pa.Table, divided: DividedVideos | None) -> set[str]:
-    """Return the names of the splits of videos (schema.VIDEOS) and of their captions."""
+    """Return the names of all splits of videos (schema.VIDEOS) and of their captions."""
     return {*pc.unique(videos["split"]).to_pylist(), *(() if divided is None else divided.splits)}
 
 
 def is_of_splits(captions: pa.Table, videos: pa.Table, splits: Collection[str]) -> NDArray[np.bool_]:
-    """Return bool [captions], True for each caption of one of some splits.
+    """Return bool [captions], True for each caption that belongs to one of the given splits.
 
     Args:
-        captions: Captions as `read_captions` returns them.
+        captions: Captions as returned by `read_captions`.
         videos: schema.VIDEOS.
     """
     names = pa.array(list(splits), pa.string())
@@ -244,6 +247,6 @@ def is_of_splits(captions: pa.Table, videos: pa.Table, splits: Collection[str]) 
 
 
 def select_split(captions: pa.Table, data_dir: Path, split: str) -> pa.Table:
-    """Return the captions of a split among all captions of a manifest; raises UserError if it has no videos."""
+    """Select the captions of a split from all captions of a manifest; raise UserError if the split has no videos."""
     find_split_videos(data_dir, split)
     return captions.filter(pa.array(is_of_splits(captions, read_videos(data_dir), [split])))

@@ -7,9 +7,9 @@
     ├── FailedWork     some of the work failed                        exit 1, a summary and the path of the list
     └── Stopped        stopped by SIGTERM after saving the work       exit 143, how to continue
 
-An OSError is always reported with its path: missing permissions are a user error, while a full or failing disk is
-failed work, and so is running out of memory. A package of an extra that is not installed is a user error (`extras.py`).
-Any other exception at top level is a bug and keeps its traceback.
+An OSError is always reported with its path. Missing permissions are a user error. A full or failing disk is failed
+work, and so is a lack of memory. If a package of an extra is not installed, this is a user error (`extras.py`). Any
+other exception at top level is a bug and keeps its traceback.
 """
 
 import errno
@@ -25,9 +25,9 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 143
 
-_MAX_CHARS, _NUM_FIRST_CHARS = 200, 60  # of a line of a library
+_MAX_CHARS, _NUM_FIRST_CHARS = 200, 60  # limits for a line from a library
 _PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
-# Errors of a full or failing disk: neither an invalid request nor a bug.
+# Errors of a full or failing disk. They are neither invalid requests nor bugs.
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 FOLDER_IN_PLACE = "there is a folder in place of this file; remove it or move it away"
 
@@ -42,8 +42,8 @@ class UserError(ClipmillError):
     Args:
         message: Description of the mistake, with the offending value.
         hint: Way to fix it, printed on a separate line.
-        flags: Flags that the mistake is about, the wrong one first. Code that has to know them reads them here, never
-            from the message.
+        flags: Flags that the mistake is about, the wrong flag first. Code that needs to know them reads this attribute,
+            never the message.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, flags: Iterable[str] = ()) -> None:
@@ -53,17 +53,17 @@ class UserError(ClipmillError):
 
     @property
     def errors(self) -> "tuple[UserError, ...]":
-        """Single mistakes."""
+        """The mistakes as single errors."""
         return (self,)
 
     def add_hint(self, *hints: str) -> None:
-        """Append to the hint, in place, so that cause and traceback stay."""
+        """Append to the hint in place, so that cause and traceback are kept."""
         self._set_hint("; ".join([*filter(None, [self.hint]), *hints]) or None)
 
     def rename_flags(self, rename: Callable[[str], str]) -> None:
         """Replace the names of the flags in message and hint, in place."""
         names = {flag: rename(flag) for flag in self.flags}
-        # The longest name first: --loss is also a prefix of --loss.temperature.
+        # Longer names come first: --loss is a prefix of --loss.temperature.
         longest_first = "|".join(re.escape(flag) for flag in sorted(names, key=len, reverse=True))
         flags = re.compile(rf"(?:{longest_first})(?![\w-]|\.\w)" if names else r"(?!)")
         self.flags = tuple(names.values())
@@ -76,7 +76,7 @@ class UserError(ClipmillError):
 
 
 class UserErrors(UserError):
-    """Several mistakes in one request. Messages and hints have one line for each; `errors` holds them individually."""
+    """Several mistakes in one request. Message and hint have one line per mistake; `errors` has them individually."""
 
     def __init__(self, errors: Iterable[UserError]) -> None:
         self._errors = tuple(errors)
@@ -86,7 +86,7 @@ class UserErrors(UserError):
 
     @property
     def errors(self) -> tuple[UserError, ...]:
-        """Single mistakes."""
+        """The mistakes as single errors."""
         return self._errors
 
     def rename_flags(self, rename: Callable[[str], str]) -> None:
@@ -97,9 +97,9 @@ class UserErrors(UserError):
 
 
 class Inaccessible(ClipmillError):
-    """A file in a bucket cannot be read now, which says nothing about its content.
+    """A file in a bucket cannot be read now. This says nothing about its content.
 
-    It is not an OSError, so that code that takes an OSError for a damaged or missing file does not catch it.
+    It is not an OSError, so that code that interprets an OSError as a damaged or missing file does not catch it.
 
     Attributes:
         cause: Error of the storage.
@@ -115,20 +115,20 @@ class Inaccessible(ClipmillError):
 
 
 class FailedWork(ClipmillError):
-    """Some of the work failed; the message says how much, and names the list of failures."""
+    """Some of the work failed. The message says how much, and names the list of failures."""
 
 
 class Stopped(ClipmillError):
-    """The program was stopped and has saved its work; the message says how to continue."""
+    """The program was stopped, and has saved its work. The message says how to continue."""
 
 
 def run_command(command: Callable[[], object], *, program: str = "", has_daemons: bool = False) -> NoReturn:
     """Run `command` and exit with the code for its outcome.
 
     Args:
-        program: Name of the program, and of the extra with the packages that it needs.
-        has_daemons: Exit without interpreter shutdown if interrupted, because threads in the middle of an operation
-            could block it for ever.
+        program: Name of the program, and of the extra that has its packages.
+        has_daemons: If interrupted, exit without interpreter shutdown, because threads in the middle of an operation
+            could block the shutdown for ever.
     """
     _open_closed_streams()
     try:
@@ -147,7 +147,7 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
         print(f"stopped: {stop}", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
     except KeyboardInterrupt as interrupt:
-        # Python's own message is empty; a command may have added how to continue.
+        # Python's own message is empty. A command may have added a note about how to continue.
         how = f"; {interrupt}" if interrupt.args else ""
         print(f"interrupted; finished work is kept{how}", file=sys.stderr, flush=True)
         if has_daemons:
@@ -155,7 +155,7 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
             os._exit(EXIT_INTERRUPTED)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output (`| head`) has exited; Python would report the broken pipe again when flushing.
+        # The reader of our output (`| head`) has exited. Flushing again would make Python report the broken pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except MemoryError as error:
@@ -167,7 +167,7 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
 
 
 def _call(command: Callable[[], object], *, program: str) -> None:
-    """Call `command`; raise the cause of an Inaccessible, and a UserError for a missing package of an extra."""
+    """Call `command`; raise the cause of an Inaccessible, and a UserError if a package of an extra is missing."""
     try:
         command()
     except Inaccessible as error:
@@ -185,15 +185,18 @@ def _call(command: Callable[[], object], *, program: str) -> None:
 
 
 def folder_in_place(path: Path) -> IsADirectoryError:
-    """Return the error for a folder where a file belongs, which commands neither read nor replace."""
+    """Return the error for a folder that has the name of a required file.
+
+    Commands neither read nor replace the folder.
+    """
     return IsADirectoryError(errno.EISDIR, FOLDER_IN_PLACE, os.fspath(path))
 
 
 def _open_closed_streams() -> None:
     """Redirect standard streams that were closed at startup (`>&-`) to the null device.
 
-    Python sets such a stream to None. Its descriptor is then free: without this, the first file that a command opens
-    would get it, and receive whatever a library or another process prints to the stream.
+    Python sets such a stream to None. Its descriptor is then free: the first file that a command opens would get this
+    descriptor, and receive whatever a library or another process prints to the stream.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -203,8 +206,8 @@ def _open_closed_streams() -> None:
 
 
 def _exit_for(error: OSError) -> NoReturn:
-    """Report the path and the remedy for an OSError, and exit."""
-    # For a rename, the target: the source has a temporary name.
+    """Report the path and the remedy of an OSError, and exit."""
+    # For a rename, report the target, because the source has a temporary name.
     path = error.filename2 or error.filename
     where = f"{os.fsdecode(path)}: " if isinstance(path, str | bytes) else ""
     reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
@@ -237,7 +240,7 @@ def _exit_for(error: OSError) -> NoReturn:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's type if the message is empty.
 
-    A long line loses its middle: libraries put what they did first, and the cause last.
+    The middle of a long line is removed: libraries put what they did first, and the cause last.
     """
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if len(line) <= _MAX_CHARS:

@@ -1,9 +1,9 @@
-"""The extras of the distribution: the extra that installs a missing module."""
+"""The extra of the distribution that installs a missing module."""
 
 import re
 from importlib.metadata import PackageNotFoundError, requires
 
-# Modules whose distribution has another name, besides `-` in place of `_`.
+# Modules whose distribution has another name; replacing `-` by `_` is not such a difference.
 _DISTRIBUTIONS = {
     "cv2": "opencv-python-headless",
     "ffmpeg": "ffmpeg-python",
@@ -20,7 +20,7 @@ def extra_with(module: str, *, program: str) -> str | None:
 
     Args:
         module: Full name of the module, as in `ModuleNotFoundError.name`.
-        program: Name of the program; the extra of the same name comes first.
+        program: Name of the program; the extra with the same name is preferred.
     """
     package = module.partition(".")[0]
     distribution = _DISTRIBUTIONS.get(package, package.replace("_", "-"))

@@ -1,4 +1,4 @@
-"""Formatting of values in messages (sizes, durations, rates, counts, untrusted text), and parsing of sizes in flags."""
+"""Formatting of values for messages (sizes, durations, rates, counts, untrusted text); parsing of sizes in flags."""
 
 import math
 import re
@@ -37,7 +37,7 @@ def duration_text(seconds: float) -> str:
 
 
 def range_text(low: str, high: str) -> str:
-    """Format a range of two formatted values, with a shared unit only once: 2 to 3 s, 50 s to 2.0 min."""
+    """Format a range of two formatted values; a shared unit appears once: 2 to 3 s, 50 s to 2.0 min."""
     if low == high:
         return low
     number, unit = low.split(" ")
@@ -86,7 +86,7 @@ def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
     """Parse a length such as 15s or 500ms to exact seconds.
 
     Args:
-        also: Other values that the flag accepts, appended to the hint, such as ", or 81f for frames".
+        also: Other accepted values, which are appended to the hint, such as ", or 81f for frames".
 
     Raises:
         UserError: The text is not a length above 0 with a unit.
@@ -138,7 +138,7 @@ _HIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u
 
 
 def count_noun(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun in the right form: 1 chunk, 1,000 chunks."""
+    """Return a number with the singular or plural of a noun: 1 chunk, 1,000 chunks."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 

@@ -1,8 +1,8 @@
 """Further sources of captions, which `prep manifest captions` adds to videos of any dataset.
 
-A source has a record in manifest.json: the kind of its table, the number of its captions, and the metadata of the
-models that wrote them. The datasets of the manifest never use the name of a further source. The source of a caption
-therefore shows whether it belongs to a dataset or to a further source.
+Each source has a record in manifest.json: the kind of its table, the number of its captions, and the metadata of the
+models that wrote them. A dataset never uses the name of a further source, so the source of a caption shows whether it
+belongs to a dataset or to a further source.
 """
 
 import hashlib
@@ -23,25 +23,25 @@ from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.previous import PreviousManifest, rows_of
 from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS, OWN_DIGEST
 
-# Characters allowed in source names: the syntax of `--captions.sources` uses `=`, `,` and shell patterns.
+# Allowed characters of source names: the syntax of `--captions.sources` uses `=`, `,` and shell patterns.
 SOURCE_CHARS = "letters, digits, '.', '-' and '_'"
 _NAME = re.compile(r"[\w.-]+")
 _VERSION = re.compile(r"(?P<name>.+)@[0-9a-f]{8}", re.DOTALL)
 
 
 def source_name(source: str) -> str:
-    """Return a source without the version of its model: `narrator` for `narrator@1f2e3d4c`."""
+    """Return the name of a source without the version of its model: `narrator` for `narrator@1f2e3d4c`."""
     match = _VERSION.fullmatch(source)
     return match["name"] if match else source
 
 
 def is_source_name(source: str) -> bool:
-    """Return True if captions can be added under this name. A name with a model version is not allowed."""
+    """Return True if captions can be added under this name. Names with a model version are not allowed."""
     return _NAME.fullmatch(source) is not None
 
 
 def source_fault(source: str) -> str | None:
-    """Return the reason why a source is invalid, with or without a model version; None if it is valid."""
+    """Return the reason why a source, with or without a model version, is invalid; None if it is valid."""
     if is_source_name(source_name(source)):
         return None
     return f"source is {quote_value(source)}, expected {SOURCE_CHARS}"
@@ -63,7 +63,7 @@ def source_counts(file: pq.ParquetFile) -> dict[str, int]:
 
 
 def require_own_sources(captions: pa.Table, further: Mapping[str, Any], *, dataset: str) -> None:
-    """Raise UserError if a dataset has captions with the name of a further source."""
+    """Raise UserError if captions of a dataset have the name of a further source."""
     names = pc.unique(captions["source"]).to_pylist() if further else []
     for name in names:
         if name in further:
@@ -107,32 +107,32 @@ class FurtherCaptions:
         return self._select_rows(rows_of(self.captions["video_id"], video_ids) >= 0)
 
     def without(self, sources: Iterable[str]) -> "FurtherCaptions":
-        """Return these captions without the captions of `sources`."""
+        """Return these captions except the captions of `sources`."""
         return self._select_rows(~of_sources(sources)(self.captions)) if len(self) else self
 
     def with_source(self, captions: pa.Table, *, ids: np.ndarray, records: Mapping[str, Any]) -> "FurtherCaptions":
-        """Return these captions with new captions appended; `ids` has the IDs of the new captions."""
+        """Return these captions with new captions appended; `ids` are the IDs of the new captions."""
         fresh = _in_schema(captions.append_column("caption_id", pa.array(ids)))
         joined = pa.concat_tables([self.captions, fresh]).unify_dictionaries()
         return FurtherCaptions(joined, {**self.records, **records})
 
     def stored_records(self) -> dict[str, Any]:
-        """Return the manifest.json records of the sources that have captions, with the number of captions of each."""
+        """Return the records for manifest.json: sources with captions, and their number of captions."""
         counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(self.captions["source"]).to_pylist()}
         return {
             name: {**record, "num_captions": counts[name]} for name, record in self.records.items() if name in counts
         }
 
     def select(self, table: pa.Table) -> np.ndarray:
-        """Return a mask of the rows of `table` that have an ID of these captions, which must not be empty."""
+        """Return a mask of the rows of `table` whose ID belongs to these captions, which must not be empty."""
         ids, table_ids = self.captions["caption_id"].to_numpy(), table["caption_id"].to_numpy()
         return np.asarray(ids[np.minimum(np.searchsorted(ids, table_ids), len(ids) - 1)] == table_ids)
 
     def added_to(self, videos: pa.Table) -> pa.Table:
-        """Return `videos` with these captions included in its counts and digests.
+        """Add these captions to the counts and digests of `videos`, and return the new table.
 
         Args:
-            videos: Table of schema.VIDEOS and schema.OWN_DIGEST whose counts include only the captions of datasets.
+            videos: Table of schema.VIDEOS and schema.OWN_DIGEST whose counts include only captions of datasets.
         """
         if not len(self):
             return videos

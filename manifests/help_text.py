@@ -1,7 +1,7 @@
-"""The command lines of both programs: help texts in 80 columns, `--install-completion`, and checks of flag values.
+"""Command lines of both programs: help texts in 80 columns, `--install-completion`, and checks of flag values.
 
-`--help` shows the flags of a first run, `--help-all` shows all. A command without `FIRST_RUN` flags, or with few flags,
-shows all of them in both, except `RARE` ones.
+`--help` shows the flags for a first run, `--help-all` shows all flags. If a command has few flags, or no `FIRST_RUN`
+flags, both show all flags except `RARE` ones.
 """
 
 import inspect
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 OPTIONS = Group("Options", sort_key=9)  # for flags without another group
 HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
-FIRST_RUN = "a flag that a first run needs"  # in the annotation of a flag
-RARE = "a flag that --help never shows"  # in the annotation of a flag
-Metadata = tuple[Any, ...]  # the annotation of a flag, without its type
+FIRST_RUN = "a flag that a first run needs"  # marks a flag's annotation
+RARE = "a flag that --help never shows"  # marks a flag's annotation
+Metadata = tuple[Any, ...]  # annotation of a flag, without its type
 Tables = Mapping[str, Sequence[tuple[str, str]]]  # title -> rows
 
 _WIDTH = 80
@@ -40,7 +40,7 @@ _FIRST_SENTENCE = re.compile(r"(.+?)(?:\.(?=\s)|\.?$)")
 
 
 def wants_help(app: "App", words: Sequence[str]) -> bool:
-    """Return True if the words of a command line ask for help, or name no command."""
+    """Return True if a command line asks for help, or names no command."""
     if not HELP.isdisjoint(words) or HELP_ALL in words:
         return True
     _, apps, rest = app.parse_commands(words)
@@ -54,12 +54,12 @@ def help_text(
     range_of: Callable[[Metadata], str] = lambda metadata: "",
     tables_of: Callable[["ArgumentCollection"], Tables] = lambda arguments: {},
 ) -> str:
-    """Return the help of the command that the words of a command line name.
+    """Return the help of the command that a command line names.
 
     Args:
-        range_of: Function that returns the range in the annotation of a flag for `--help-all`, such as `1 to 64`;
-            empty if there is none.
-        tables_of: Function that returns tables to show after the flags of a command.
+        range_of: Function that returns the range in a flag's annotation for `--help-all`, such as `1 to 64`; empty if
+            there is none.
+        tables_of: Function that returns tables to show after a command's flags.
     """
     commands, apps, _ = app.parse_commands([word for word in words if word not in HELP | {HELP_ALL}])
     command, name = apps[-1], " ".join([app.name[0], *commands])
@@ -88,10 +88,10 @@ class CommandHelp:
 
     Attributes:
         usage: Usage line.
-        paragraphs: Summary, then text; examples are indented.
+        paragraphs: Summary, then text. Examples are indented.
         tables: Title -> rows of a flag and its description.
-        is_short: True if the tables contain only the flags of a first run.
-        num_all: Number of all flags if some are omitted, else None.
+        is_short: True if the tables contain only the flags for a first run.
+        num_all: Number of all flags if some are omitted; otherwise None.
     """
 
     usage: str
@@ -109,10 +109,10 @@ def command_help(
     range_of: Callable[[Metadata], str] = lambda metadata: "",
     tables_of: Callable[["ArgumentCollection"], Tables] = lambda arguments: {},
 ) -> CommandHelp:
-    """Return the help of a command; see `help_text`.
+    """Return the help of a command. `help_text` describes the arguments.
 
     Args:
-        name: Command with its program.
+        name: Command, including its program.
         everything: Include the flags that a first run does not need.
     """
     collection = command.assemble_argument_collection(parse_docstring=True)
@@ -133,7 +133,7 @@ def command_help(
             rows[group.name] = [_row(argument, is_short=is_short, range_of=range_of) for argument in members]
     rows.update(tables_of(collection))
 
-    # The usage line names required arguments, and arguments without a flag.
+    # The usage line names required arguments and positional arguments.
     usage = ["Usage:", name]
     for argument in arguments:
         entry = _entry(argument)
@@ -146,7 +146,7 @@ def command_help(
 
 
 def _commands(group: "App") -> list[tuple[str, str]]:
-    """Return the names of a group's commands and their summaries. A command with a given summary is not loaded."""
+    """Return the commands of a group with their summaries. A command whose summary is given is not loaded."""
     from cyclopts.group_extractors import groups_from_app
 
     rows = [row for _, rows in groups_from_app(group) for row in rows]
@@ -170,7 +170,7 @@ def _paragraph_lines(paragraphs: Sequence[str]) -> Iterator[str]:
 
 
 def _paragraphs(command: "App") -> list[str]:
-    """Return the description of a command: a summary first, then text, and examples, which are indented."""
+    """Return the description of a command: a summary first, then text and indented examples."""
     doc = inspect.cleandoc(command.help if command.default_command is None else command.default_command.__doc__ or "")
     text = re.split(r"\n\nParameters\n-+\n", doc)[0]
     parts = text.split("\n\n")
@@ -215,7 +215,7 @@ def _entry(argument: "Argument") -> "HelpEntry":
 
 
 def _flag_label(entry: "HelpEntry") -> str:
-    """Return a flag with its value: `--steps INT`, or `--towers.[no-]packed-text`."""
+    """Return a flag with its placeholder: `--steps INT`, or `--towers.[no-]packed-text`."""
     name = ", ".join(entry.positive_names)
     if entry.negative_names:
         head, _, last = name.rpartition(".")
@@ -242,7 +242,7 @@ def _width(labels: Sequence[str], *, is_short: bool = False) -> int:
 
 
 def _table(rows: Sequence[tuple[str, str]], *, width: int) -> Iterator[str]:
-    """Yield the lines of a table of two columns; a label that is wider than its column has a separate line."""
+    """Yield the lines of a table with two columns. A label that is wider than its column gets a separate line."""
     for label, words in rows:
         lines = textwrap.wrap(words, _WIDTH - width - 4, break_long_words=False, break_on_hyphens=False) or [""]
         lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
@@ -287,19 +287,19 @@ def register_completion(app: "App") -> None:
 
 
 def check_values(_app: Any, _names: tuple[str, ...], arguments: Iterable[Any]) -> None:
-    """Reject values that conversion would change silently (a cyclopts `config`).
+    """Reject values that would be changed silently by conversion (a cyclopts `config`).
 
     Args:
-        arguments: Argument collection of cyclopts, with values from flags and configuration files.
+        arguments: Argument collection of cyclopts, which has the values from flags and configuration files.
 
     Raises:
-        UserError: An integer flag has a fraction, which would be rounded; a flag for local paths has an address, which
-            `Path` would turn into a local folder such as `s3:`; or the name of a group has a value, which the group's
-            first flag would take.
+        UserError: The value of an integer flag has a fraction, which would be rounded; the value of a flag for local
+            paths is an address, which `Path` would turn into a local folder such as `s3:`; or the name of a group has a
+            value, which the group's first flag would take.
     """
     for argument in arguments:
         values = [str(token.value) for token in argument.tokens]
-        # A file whose group is empty gives it an empty value.
+        # If a group is empty in a file, its value is empty.
         if argument.children and any(values):
             raise UserError(
                 f"{argument.name} is {values[0]}, but it is a group of flags and takes no value",

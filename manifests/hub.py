@@ -1,7 +1,7 @@
-"""Downloads from the Hugging Face Hub without a network: only the cache is used, without retries.
+"""Downloads from the Hugging Face Hub. Without a network, only the cache is used, and no request is retried.
 
-Without this, the packages that download spend 25 s per file on a host that does not exist. They may be missing, so
-that none of them is imported here.
+Otherwise, the downloading packages would spend 25 s per file on an unreachable host. These packages are optional, so
+this module does not import them.
 """
 
 import os
@@ -12,20 +12,20 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-_OFFLINE = "HF_HUB_OFFLINE"  # of huggingface_hub, which reads it when it is imported
+_OFFLINE = "HF_HUB_OFFLINE"  # huggingface_hub reads it when it is imported
 _ENDPOINT = "https://huggingface.co"
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 @contextmanager
 def hub_if_reachable() -> Iterator[None]:
-    """Context manager of a download: if the name of the Hub cannot be resolved, only its cache is used.
+    """Context manager around a download: if the host name of the Hub cannot be resolved, only the cache is used.
 
     Raises:
         ConnectionError: The name cannot be resolved, and the cache does not have the files.
     """
     host = urlsplit(os.environ.get("HF_ENDPOINT") or _ENDPOINT).hostname or ""
-    # If there is a proxy, it resolves the names.
+    # A proxy would resolve the host names.
     has_proxy = any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
     if _OFFLINE in os.environ or has_proxy or _is_known(host):
         yield

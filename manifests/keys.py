@@ -1,8 +1,8 @@
 """Names that are safe in tar archives: video IDs and chunk keys.
 
-A key is `<video_id>_<start_ms:09d>`. WebDataset splits a member's name at its first dot, and USTAR limits it to 100
-bytes. A safe ID therefore consists of at most 64 characters of `[A-Za-z0-9_-]`: with the nine digits, the underscore
-and the longest extension (`.latents.npy`), a member name stays under 90 bytes.
+A key is `<video_id>_<start_ms:09d>`. WebDataset splits a member's name at its first dot, and USTAR limits the name to
+100 bytes. Therefore a safe ID has at most 64 characters of `[A-Za-z0-9_-]`: with the underscore, the nine digits and
+the longest extension (`.latents.npy`), a member name stays under 90 bytes.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ _KEY = re.compile(r"(?P<video_id>[A-Za-z0-9_-]{1,64})_(?P<start_ms>\d{9,})")
 
 
 def safe_video_id(source_id: str) -> str:
-    """Map an ID of a dataset to an ID that is valid in a key.
+    """Map a dataset's ID to an ID that is valid in a key.
 
     A safe ID is returned unchanged. Any other ID keeps its readable characters, followed by the first ten hex digits of
     its SHA-256, so that different IDs never collide (`a.b` and `a/b` stay distinct).

@@ -1,11 +1,11 @@
-"""Locks between processes: the kernel's `flock`, which ends with its holder, even if the holder is killed.
+"""Locks between processes, by the kernel's `flock`. A lock ends with its holder, even if the holder is killed.
 
-A lock belongs to an open file or folder: it lasts until its descriptor and all mappings of it are closed. It reaches
-other nodes where the file system's `flock` does: NFS and Lustre have mount options that restrict it to a node, and
-options that turn locks off. In a bucket, locks are leases (`clipmill.manifests.storage.leases`).
+A lock belongs to an open file or folder, and lasts until its descriptor and all its mappings are closed. It also
+excludes processes on other nodes if the file system supports this: NFS and Lustre have mount options that restrict
+`flock` to a node, and options that turn locks off. In a bucket, locks are leases (`clipmill.manifests.storage.leases`).
 
-Below $TMPDIR, locks are held on folders that only their user can read (`open_private`): local copies of buckets and
-sources, and scratch space.
+Below $TMPDIR, locks are held on folders that only their user can read (`open_private`). These folders contain local
+copies of buckets and sources, and scratch data.
 """
 
 import errno
@@ -21,14 +21,14 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import naming
 from clipmill.manifests.storage.mirrors import mirror_of
 
-_NUM_TRIES, _TRY_INTERVAL_S = 20, 0.1  # before a message says that a command waits
+_NUM_TRIES, _TRY_INTERVAL_S = 20, 0.1  # tries before a message says that the command waits
 
 
 def lock(descriptor: int, *, is_shared: bool = False, waits: bool = True) -> bool:
-    """Lock an open file or folder; return False if another process holds it and this one does not wait.
+    """Lock an open file or folder; return False if another process holds the lock and `waits` is False.
 
     Args:
-        is_shared: Let others hold the lock too, if they share it.
+        is_shared: Allow other holders that also share the lock.
     """
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     try:
@@ -52,10 +52,10 @@ def try_lock(path: Path, *, is_shared: bool = False) -> int | None:
 
 @contextmanager
 def hold_lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
-    """Hold the lock of a lock file, which is created if it is missing; yield True if the lock is held.
+    """Hold the lock of a lock file, which is created if missing; yield True if the lock is held.
 
     Args:
-        waits: Wait for other processes and threads; otherwise the block may run without the lock.
+        waits: Wait for other processes and threads. Otherwise the block may run without the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -66,7 +66,7 @@ def hold_lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the exclusive lock of a folder, waiting for other processes."""
+    """Wait for the exclusive lock of a folder, and hold it."""
     mirror = mirror_of(folder)
     if mirror is not None and mirror.folder == folder:
         with mirror.folder_lock():
@@ -91,7 +91,7 @@ class FileLock:
         """Return the lock, or None if another process holds it.
 
         Args:
-            is_shared: Let others hold the lock too, if they share it.
+            is_shared: Allow other holders that also share the lock.
 
         Raises:
             UserError: The folder is not writable, or its file system has no locks.
@@ -101,7 +101,7 @@ class FileLock:
 
     @classmethod
     def wait(cls, path: Path, *, on_wait: Callable[[], object]) -> "FileLock":
-        """Return the lock as soon as it is free; `on_wait` is called if that takes long.
+        """Wait until the lock is free, and return it; call `on_wait` if that takes long.
 
         Raises:
             UserError: See `take`.
@@ -144,13 +144,13 @@ class FileLock:
         return is_held
 
     def note(self, holder: str) -> None:
-        """Record the holder of the lock."""
+        """Write a note about the holder into the file."""
         with naming(self.path):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, holder.encode(), 0)
 
     def touch(self) -> None:
-        """Set the time of the file's last change to now."""
+        """Set the modification time of the file to now."""
         os.utime(self._descriptor)
 
     def release(self) -> None:
@@ -159,7 +159,7 @@ class FileLock:
 
 
 def holder_of(path: Path) -> str:
-    """Return the note in the file of a lock; empty if there is none."""
+    """Return the note about the holder in a lock file; empty if there is none."""
     try:
         return path.read_bytes()[:4000].decode("utf-8", "replace").strip()
     except OSError:
@@ -167,21 +167,21 @@ def holder_of(path: Path) -> str:
 
 
 def this_process() -> str:
-    """Return the note of this process: its id and its node."""
+    """Return the note about this process: its process ID and node."""
     return f"process {os.getpid()} on {os.uname().nodename}"
 
 
 def private_root(purpose: str) -> Path:
-    """Return the path of this user's folder for a purpose; it may not exist."""
+    """Return the path of this user's folder for `purpose`, which may not exist."""
     # If $TMPDIR is unusable, gettempdir() silently returns another folder.
     return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"{purpose}-clipmill-{os.geteuid()}"
 
 
 def open_private(folder: Path) -> int:
-    """Create a private folder if it is missing, and return a descriptor of it, which can be locked.
+    """Create a private folder if it is missing, and return a descriptor that can be locked.
 
     Raises:
-        PermissionError: The path is a link or a file, or others have rights in the folder.
+        PermissionError: The path is a link or a file, or others have permissions for the folder.
         OSError: The folder cannot be created.
     """
     while True:
@@ -203,7 +203,7 @@ def open_private(folder: Path) -> int:
 
 
 def is_still_at(folder: Path, descriptor: int) -> bool:
-    """Return True if an open folder still has this name; False if it was removed, even if a new folder has the name."""
+    """Return True if the path still leads to an open folder; False if the folder was removed or replaced."""
     try:
         return os.path.samestat(folder.lstat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,16 +1,16 @@
-"""Mapped files: a process that loses pages of a mapped file ends with the name of the file, and maps are limited.
+"""Memory-mapped files: a report of pages that can no longer be read, and a limit for the number of maps.
 
-A mapped file that another program truncates, or whose disk fails, has pages that cannot be read. The kernel then sends
+If another program truncates a mapped file, or its disk fails, some of its pages cannot be read. The kernel then sends
 SIGBUS to the thread that accesses such a page, which would end the process without a message. A handler of this signal
-finds the file by the address, reports it, and exits. It costs nothing until then; reading with `preadv` instead, which
-returns an error, takes up to 3.9 times as long for latents (benchmarks/README.md). `read_ahead` is for bytes that are
-read for the first time: there an error of the disk is an error of the call.
+finds the file by the address, reports its name, and exits. The handler costs nothing until then. Reading with `preadv`
+instead would return an error, but takes up to 3.9 times as long for latents (benchmarks/README.md). `read_ahead` reads
+bytes for the first time, and reports an error of the disk as an exception.
 
-The handler runs Python code in the middle of the access, in the thread that made it. This is possible because only
-that access causes the signal, and an access to mapped data holds none of the interpreter's locks.
+The handler runs Python code in the middle of the access, in the thread that made the access. This is possible because
+only that access causes the signal, and an access to mapped data holds none of the interpreter's locks.
 
-The kernel allows a process 65,530 maps (`vm.max_map_count`), and a dataset may have more shards. `OPEN_MAPS` closes the
-least recently used maps beyond a limit; their owners map them again when needed.
+The kernel allows a process 65,530 maps (`vm.max_map_count`), and a dataset may have more shards than that. `OPEN_MAPS`
+closes the least recently used maps beyond a limit. Their owners map the files again when needed.
 """
 
 import ctypes
@@ -32,9 +32,9 @@ from clipmill.manifests.errors import EXIT_FAILED_WORK
 from clipmill.manifests.formatting import on_one_line
 
 _SA_SIGINFO = 4
-_ADDRESS_AT = 16  # of si_addr in siginfo_t
+_ADDRESS_AT = 16  # offset of si_addr in siginfo_t
 _MAX_PATH_CHARS = 4096
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
+_POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
@@ -60,7 +60,7 @@ _before: _Action | None = None
 
 
 def map_arrow_file(path: Path) -> Any:
-    """Map an Arrow file read-only; an access to a lost page ends the process with the name of the file.
+    """Map an Arrow file read-only. An access to a lost page ends the process with the name of the file.
 
     Raises:
         OSError: The file cannot be mapped.
@@ -70,10 +70,10 @@ def map_arrow_file(path: Path) -> Any:
 
 
 def map_descriptor(descriptor: int, size: int) -> memoryview:
-    """Map `size` bytes of an open file read-only, for as long as the view or a part of it is in use.
+    """Map `size` bytes of an open file read-only, for as long as the view or a part of the view is in use.
 
-    The descriptor may be closed: `mmap.mmap` would keep a descriptor for each file (until Python 3.13), and a dataset
-    may have more files than a process may have open. A lock of the open file is kept by the map.
+    The descriptor may be closed: `mmap.mmap` would keep one descriptor per file (until Python 3.13), and a dataset may
+    have more files than a process may open. If the open file has a lock, the map keeps it.
 
     Raises:
         OSError: The file cannot be mapped.
@@ -92,7 +92,7 @@ def read_ahead(content: memoryview) -> None:
     """Read a part of a map into memory, without the interpreter lock.
 
     Raises:
-        OSError: The disk fails, or the file ends earlier. Kernels before Linux 5.14 do not report it.
+        OSError: The disk fails, or the file is too short. Kernels before Linux 5.14 do not report this.
     """
     address = int(np.frombuffer(content, np.uint8).ctypes.data)
     begin = address - address % mmap.PAGESIZE
@@ -103,7 +103,7 @@ def read_ahead(content: memoryview) -> None:
 
 
 def report_lost_pages() -> None:
-    """Install the handler that reports the file when a page of a mapped file cannot be read."""
+    """Install the handler that reports the name of a mapped file if one of its pages cannot be read."""
     global _before
     with _lock:
         if _before is None:
@@ -120,7 +120,7 @@ def _on_bus_error(_number: int, info: int, _context: int) -> None:
         path = _file_at(ctypes.c_uint64.from_address(info + _ADDRESS_AT).value)
     finally:
         if path is None and _before is not None:
-            # The signal is not about a file, or another process sent it: let the previous handler act.
+            # The signal is not about a file, or was sent by another process: call the previous handler.
             _libc.sigaction(signal.SIGBUS, ctypes.byref(_before), None)
             signal.raise_signal(signal.SIGBUS)
     if path is None:
@@ -146,13 +146,13 @@ def _file_at(address: int) -> str | None:
     return None
 
 
-# Limit of the process, for all variants together. The rest is for maps that are in use (a few thousand per loader of
-# latents), copies of remote tars (clipmill.train.data.mapped_tars) and libraries.
+# Limit of the process for all variants together. The rest of the kernel's limit is for maps in use (a few thousand per
+# loader of latents), copies of remote tars (clipmill.train.data.mapped_tars) and libraries.
 MAX_OPEN_MAPS = 24_576
 
 
 class MapOwner(Protocol):
-    """Owner of a map that can be closed."""
+    """Owner of a map, which it can close."""
 
     def close(self) -> bool:
         """Close the map; return False if it is in use. Must not wait for a lock."""
@@ -160,19 +160,19 @@ class MapOwner(Protocol):
 
 
 class OpenMaps:
-    """The open maps of a process, in the order of their last use. Thread-safe; owners are not kept alive."""
+    """The open maps of a process, ordered by their last use. Thread-safe. Owners are referenced weakly."""
 
     def __init__(self, limit: int = MAX_OPEN_MAPS) -> None:
         self.limit = limit
         self._owners: OrderedDict[int, weakref.ref[MapOwner]] = OrderedDict()
-        # Reentrant, because an owner may be collected while the lock is held.
+        # Reentrant, because an owner may be garbage-collected while the lock is held.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._owners)
 
     def note_use(self, owner: MapOwner) -> None:
-        """Note that `owner` has a map and uses it now; close other maps if there are too many."""
+        """Note that `owner` uses its map now; close other maps if there are too many."""
         key = id(owner)
         with self._lock:
             if key in self._owners:

@@ -1,12 +1,13 @@
-"""`Parts`: the parts of one kind by name, of clipmill and of other installed packages; objects by their import paths.
+"""`Parts`: named parts of one kind, from clipmill and other installed packages. Objects by their import paths.
 
-A package adds a part by an entry point in its `pyproject.toml` with the name of the part (docs/plugins.md):
+A package adds a part by an entry point in its `pyproject.toml`. The entry point has the name of the part
+(docs/plugins.md):
 
     [project.entry-points."clipmill.losses"]
     decoupled = "clipmill_example.decoupled:DECOUPLED"
 
-All names are known without importing a package; a part is imported when it is looked up. A part that cannot be used
-stops only the work that needs it: lists of parts omit it, with one warning on standard error.
+All names are known without importing a package; a part is imported when it is looked up. If a part is unusable, only
+the work that needs it stops: lists of parts omit it, and a single warning is written to standard error.
 """
 
 import re
@@ -24,20 +25,20 @@ Part = TypeVar("Part")
 
 
 class UnusablePart(UserError):
-    """A part that an installed package declares cannot be used."""
+    """A part that an installed package declares is unusable."""
 
 
 class Parts(Mapping[str, Part], Generic[Part]):
-    """The parts of one kind by name, clipmill's own parts first.
+    """The parts of one kind by name; clipmill's own parts come first.
 
     Args:
         noun: Name of the kind in messages.
-        group: Group of the entry points.
-        kind: Class of the parts, whose `name` equals the name of the entry point.
+        group: Entry-point group.
+        kind: Class of the parts. A part's `name` must equal the name of its entry point.
         builtin: Parts of clipmill, or their import paths `package.module:NAME`.
-        taken: Additional names that no part can have, such as other commands.
-        form: Pattern of names, by default words of lower-case letters and digits that are joined by `-`.
-        fault: Function that returns the fault of a part of another package; empty if it has none.
+        taken: Additional names that are forbidden for parts, such as other commands.
+        form: Pattern of names; by default, words of lower-case letters and digits that are joined by `-`.
+        fault: Function that describes what is wrong with a part of another package; empty if nothing is.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
         return self._loaded[entry]
 
     def list_usable(self) -> list[Part]:
-        """Return all usable parts; the others are named on standard error."""
+        """Return all usable parts; name the unusable ones on standard error."""
         parts = []
         for entry in _entries(self._group):
             if entry.name in self._taken:
@@ -95,19 +96,19 @@ class Parts(Mapping[str, Part], Generic[Part]):
         return parts
 
     def find_usable(self, name: str) -> Part | None:
-        """Return the part with a name; None if it does not exist, or cannot be used."""
+        """Return the part with this name; None if it does not exist or is unusable."""
         try:
             return self.get(name)
         except UnusablePart:
             return None
 
     def package_of(self, name: str) -> str | None:
-        """Return name and version of the package that declares a part; None for a part of clipmill."""
+        """Return name and version of the package that declares a part; None if clipmill does."""
         entry = self._added_entries().get(name)
         return None if entry is None else _package(entry)
 
     def unknown_name_error(self, name: str, *, where: str) -> UserError:
-        """Return the error for a name that no part has; `where` is the place of the name, such as a flag."""
+        """Return the error for an unknown name; `where` is the place of the name, such as a flag."""
         return UserError(f"{where} is {name}", hint=f"{where} must be one of: {', '.join(self)}", flags=(where,))
 
     def _added_entries(self) -> dict[str, EntryPoint]:
@@ -151,7 +152,7 @@ def _package(entry: EntryPoint) -> str:
     return "unknown" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
 
 
-_all_entries = cache(entry_points)  # the files of all installed packages are read once per process
+_all_entries = cache(entry_points)  # a process reads the files of all installed packages only once
 
 
 @cache
@@ -168,7 +169,7 @@ def _warning(error: UnusablePart) -> str:
     return f"warning: {error}\nhint: {error.hint}\n"
 
 
-@cache  # by the text: each lookup raises a new error
+@cache  # cached by the text, because each lookup raises a new error
 def _say_once(warning: str) -> None:
     sys.stderr.write(warning)
 
@@ -180,7 +181,7 @@ def import_object(path: str) -> Any:
 
 
 def import_late(path: str) -> Callable[..., Any]:
-    """Return a function that calls the function at `package.module:NAME`, which the first call imports."""
+    """Return a function that calls the function at `package.module:NAME`; the first call imports it."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         return import_object(path)(*arguments, **named)

@@ -1,7 +1,7 @@
-"""The manifest before a write: order of videos, other datasets, caption IDs, and merging a dataset with it.
+"""The manifest before a write: order of videos, other datasets and caption IDs; merging a dataset with it.
 
-Only a complete manifest is used. If its files are damaged, a write may only restore exactly the same tables: different
-caption IDs would silently change the meaning of every shard that refers to them.
+Only a complete manifest is used. If its files are damaged, a write may only restore exactly the same tables: other
+caption IDs would silently change the meaning of every shard that refers to captions.
 """
 
 import hashlib
@@ -30,19 +30,19 @@ from clipmill.manifests.store import (
     table_path,
 )
 
-FURTHER_KEY = "further_sources"  # in manifest.json; absent if there are none
+FURTHER_KEY = "further_sources"  # key of manifest.json; missing if there are none
 
 
 @dataclass(frozen=True)
 class PreviousManifest:
-    """The state that a write starts from.
+    """The state before a write.
 
     Attributes:
         videos: Table of schema.VIDEOS and schema.OWN_DIGEST.
         captions_path: Valid caption table, or None if there is none.
         further: Name -> record of each further source of captions (clipmill.manifests.further_sources).
         damage: Reason why the tables of an existing manifest cannot be read; all other fields are then empty.
-        fingerprint: Fingerprint of that manifest, if known.
+        fingerprint: Fingerprint of the damaged manifest, if known.
     """
 
     videos: pa.Table = field(default_factory=VIDEOS.append(OWN_DIGEST).empty_table)
@@ -111,10 +111,10 @@ def read_previous(
 def stable_ids(
     previous: PreviousManifest, captions: pa.Table, *, is_replaced: Selection | None
 ) -> tuple[np.ndarray, int]:
-    """Return IDs int64[N] of `captions`, and the next free ID. A caption that equals a replaced caption gets its ID.
+    """Return IDs int64[N] for `captions`, and the next free ID. A caption that equals a replaced caption gets its ID.
 
     Args:
-        is_replaced: Selection of the captions that are replaced; None if there are none.
+        is_replaced: Function that selects the captions to be replaced; None if there are none.
     """
     hashes = caption_hashes(captions)
     old_hashes, old_ids = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
@@ -146,7 +146,10 @@ def _common_fingerprint(folder: Path) -> str | None:
 def without_taken_ids(
     dataset: str, videos: pa.Table, captions: pa.Table, rejected: pa.Table, *, taken_ids: pa.ChunkedArray
 ) -> tuple[pa.Table, pa.Table, pa.Table]:
-    """Return (videos, captions, rejected) without the videos in `taken_ids`, which become rejected rows."""
+    """Remove the videos whose IDs are in `taken_ids`; they become rejected rows.
+
+    Return (videos, captions, rejected).
+    """
     is_taken = pc.is_in(videos["video_id"], value_set=taken_ids.combine_chunks())
     if not pc.any(is_taken).as_py():
         return videos, captions, rejected
@@ -168,7 +171,7 @@ def without_taken_ids(
 
 
 def rows_of(column: pa.ChunkedArray, values: pa.ChunkedArray) -> np.ndarray:
-    """Return the row in `values` of each element of a dictionary-encoded column, int32[N]; -1 if it is missing."""
+    """Return the row in `values` for each element of a dictionary-encoded column, int32[N]; -1 if it is missing."""
     column = column.unify_dictionaries()
     if column.num_chunks == 0:
         return np.empty(0, np.int32)
@@ -188,7 +191,7 @@ def video_table(dataset: str, videos: pa.Table, *, num_captions: np.ndarray, dig
 
 
 def num_other_splits(old: pa.Table, new: pa.Table) -> int:
-    """Return the number of videos that both tables have, in different splits."""
+    """Return the number of videos that are in both tables, with different splits."""
     rows = pc.index_in(new["video_id"].combine_chunks(), value_set=old["video_id"].combine_chunks())
     is_known = pc.is_valid(rows)
     before = old["split"].combine_chunks().take(rows.filter(is_known))
@@ -206,7 +209,7 @@ def replace_dataset(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
 
 
 def tables_fingerprint(*tables: pa.Table) -> str:
-    """Hash tables of strings and integers; the result identifies the files of one write."""
+    """Hash tables of strings and integers. The result identifies the files of one write."""
     sha256 = hashlib.sha256()
     for table in tables:
         for batch in table.to_batches(max_chunksize=65_536):

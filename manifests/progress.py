@@ -1,10 +1,11 @@
 """Progress of long work on standard error, from the first second.
 
-A terminal has one line, which rich draws again several times a second and erases at the end. A log gets a line as soon
-as the work has lasted half a second, then a line every ten seconds, and a line a minute after two minutes. Each begins
-with the time since the program began, in brackets: `[0:10] encoding: 12 of 24 chunks, 2.3x real time, 0:10 left`.
+A terminal shows one line. rich redraws it several times a second, and erases it at the end. A log gets a line as soon
+as the work has lasted half a second, then a line every ten seconds, and after two minutes a line every minute. Each
+line begins with the time since the program began, in brackets: `[0:10] encoding: 12 of 24 chunks, 2.3x real time, 0:10
+left`.
 
-Only the first process of a launch, by the RANK that its launcher sets, shows progress.
+If several processes are launched together, only the first one, by its launcher's RANK, shows progress.
 """
 
 import os
@@ -27,14 +28,14 @@ _REDRAW_S = 0.25
 _INTERVAL_S, _LATER_INTERVAL_S, _LATER_S = 10.0, 60.0, 120.0
 _BAR_WIDTH = 16
 _MIN_WINDOW_S, _NUM_SEEN = 60.0, 100
-_PROGRAM_BEGIN_S = time.monotonic()  # both programs import this module at once
+_PROGRAM_BEGIN_S = time.monotonic()  # both programs import this module first
 _lock = RLock()
-_shown: list["Activity"] = []  # the innermost is the last
+_shown: list["Activity"] = []  # the innermost activity is the last
 _close: Callable[[], object]  # ends the display
 
 
 class Activity:
-    """Context manager that shows the current work until its block ends; an inner activity hides an outer one.
+    """Context manager that shows the current work until its block ends. An inner activity hides an outer one.
 
     Args:
         what: Description of the work, such as "looking at 1,000 videos".
@@ -45,7 +46,7 @@ class Activity:
         self._details: str | Callable[[], str] = ""
         self._share: float | None = None
         self._begin_s = time.monotonic()
-        self._line_s: float | None = None  # time of its last line in a log
+        self._line_s: float | None = None  # time of the last line in a log
 
     def __enter__(self) -> Self:
         global _close
@@ -65,20 +66,20 @@ class Activity:
                 _close()
 
     def say(self, details: str | Callable[[], str], *, what: str | None = None, share: float | None = None) -> None:
-        """Set the details that are shown after the colon.
+        """Set the details to show after the colon.
 
         Args:
-            details: Text, or a function that returns it when it is shown.
+            details: Text, or a function that returns the text when it is shown.
             what: New description of the work.
             share: Share of the work that is done, from 0 to 1, for the bar; None if unknown.
         """
         self._what, self._details, self._share = what or self._what, details, share
 
     def counter(self, what: str, *, unit: str = "") -> Callable[[int, int | None], None]:
-        """Return a function of (number done, total or None) that shows them, with the rate and the time left.
+        """Return a function of (number done, total or None) that shows both, with the rate and the time left.
 
         Args:
-            what: Text in place of the description of the work until all are done.
+            what: Text to show in place of the description until all units are done.
             unit: Singular noun for the units.
         """
         outer, pace = self._what, ProgressRate()
@@ -98,7 +99,7 @@ class Activity:
         return show
 
     def adder(self, total: int | None, *, unit: str) -> Callable[[int], None]:
-        """Return a function that takes the number of newly finished units, and shows the total as `counter` does."""
+        """Return a function of the number of newly finished units, which shows the total as `counter` does."""
         show, num_done = self.counter(self._what, unit=unit), 0
 
         def add(count: int) -> None:
@@ -114,7 +115,7 @@ class Activity:
         return f"{self._what}: {details}" if details else self._what
 
     def render(self) -> "RenderableType":
-        """Return the line for a terminal."""
+        """Return the line to show on a terminal."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -127,7 +128,7 @@ class Activity:
         return line
 
     def log(self) -> None:
-        """Write a line into a log if one is due."""
+        """Write a line into a log if it is due."""
         now_s = time.monotonic()
         elapsed_s = now_s - self._begin_s
         if elapsed_s < _FIRST_LINE_S if self._line_s is None else now_s - self._line_s < log_interval(elapsed_s):
@@ -148,7 +149,7 @@ def log_interval(elapsed_s: float) -> float:
 
 
 def join_parts(*parts: str) -> str:
-    """Join the parts that are not empty by commas."""
+    """Join the non-empty parts with commas."""
     return ", ".join(filter(None, parts))
 
 
@@ -160,12 +161,12 @@ def amount_text(done: float, total: int | None, unit: str) -> str:
 
 
 class ProgressRate:
-    """The speed of work over the second half of the time so far, at least the last minute.
+    """The speed of work over the second half of the time so far, or the last minute if that is longer.
 
-    The first half includes work that happens once, such as starting workers and loading a model.
+    The first half includes work that happens only once, such as starting workers and loading a model.
 
     Args:
-        done: Amount that was done before.
+        done: Amount of work done before.
     """
 
     def __init__(self, done: float = 0.0) -> None:
@@ -173,7 +174,7 @@ class ProgressRate:
         self._seen = deque([(self._begin_s, done)])
 
     def add(self, done: float) -> None:
-        """Note the amount that is done now, in any unit."""
+        """Record the amount that is done now, in any unit."""
         now_s = time.monotonic()
         window_s = max(_MIN_WINDOW_S, (now_s - self._begin_s) / 2)
         if len(self._seen) > 1 and now_s - self._seen[-2][0] < window_s / _NUM_SEEN:
@@ -184,16 +185,16 @@ class ProgressRate:
 
     @property
     def per_s(self) -> float:
-        """Amount done per second; 0 while it is unknown."""
+        """Amount done per second; 0 if unknown."""
         (begin_s, before), (end_s, done) = self._seen[0], self._seen[-1]
         return (done - before) / (end_s - begin_s) if end_s - begin_s >= 1 else 0.0
 
     def rate(self) -> str:
-        """Return a text such as `12/s`; empty while it is unknown."""
+        """Return a text such as `12/s`; empty if unknown."""
         return rate_text(self.per_s) if self.per_s > 0 else ""
 
     def time_left(self, total: float | None) -> str:
-        """Return a text such as `0:42 left`; empty while it is unknown."""
+        """Return a text such as `0:42 left`; empty if unknown."""
         end_s, done = self._seen[-1]
         if total is None or self.per_s <= 0 or done >= total:
             return ""
@@ -205,7 +206,7 @@ def _program_clock() -> str:
 
 
 def _show() -> Callable[[], object]:
-    """Start to show the innermost activity; return the function that ends the display."""
+    """Start to display the innermost activity; return the function that ends the display."""
     if os.environ.get("RANK", "0") != "0":
         return lambda: None
     return _show_on_terminal() if is_terminal(sys.stderr) else _show_in_log()

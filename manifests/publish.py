@@ -1,11 +1,11 @@
-"""Atomic file writes: a reader sees either the old file or the complete new one. JSON records with a checksum.
+"""Atomic file writes: a reader sees either the old file or the complete new file. JSON records with a checksum.
 
 Every durable file of the project is written under a temporary name in the same folder, flushed to disk, and renamed. A
-temporary name is `.tmp-<12 hex>-<name>`. If a process is killed, the name tells which file was being written, and the
-next process that holds the lock for that file removes it.
+temporary name is `.tmp-<12 hex>-<name>`. If a process is killed, the temporary name shows which file was being written.
+The next process that holds the lock for that file removes the temporary file.
 
-In a data folder in a bucket, the object is written before the file appears, and deleted before the file is removed
-(`clipmill.manifests.storage.mirrors`).
+If a data folder is in a bucket, the object is written before the local file appears, and deleted before the local file
+is removed (`clipmill.manifests.storage.mirrors`).
 """
 
 import errno
@@ -37,7 +37,7 @@ def publish_atomically(path: Path) -> Iterator[Path]:
             sync(temporary)
             replace(temporary, path)
     except OSError as error:
-        if error.filename == os.fspath(temporary):  # a temporary name means nothing to the user
+        if error.filename == os.fspath(temporary):  # the user does not know the temporary name
             error.filename = os.fspath(path)
         raise
     finally:
@@ -72,10 +72,10 @@ def remove(path: Path) -> None:
 
 
 def remove_all(paths: Sequence[Path]) -> None:
-    """Remove files of one folder or of its subfolders, if they exist, in any order; in a bucket with few requests.
+    """Remove files of a folder and its subfolders, in any order, with few requests to a bucket. Files may be missing.
 
     Raises:
-        OSError: A file cannot be removed; then others may be left.
+        OSError: A file cannot be removed. Other files may then also be left.
     """
     if paths and (mirror := mirror_of(paths[0])) is not None:
         mirror.remove(*paths)
@@ -96,7 +96,7 @@ def publish_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context manager that adds the name `path` to an OSError without one: read, write and flush errors have none."""
+    """Context manager that adds `path` to an OSError without a path: errors of reads, writes and flushes have none."""
     try:
         yield
     except OSError as error:
@@ -116,7 +116,7 @@ def read_record(path: Path) -> bytes:
 
 
 def require_regular(file: Path | int, *, path: Path) -> None:
-    """Raise an OSError naming `path` if a file or descriptor is a folder, a pipe, a socket or a device."""
+    """Raise an OSError that names `path` if a file or descriptor is a folder, a pipe, a socket or a device."""
     mode = os.stat(file).st_mode  # noqa: PTH116 - of a descriptor too
     if stat.S_ISDIR(mode):
         raise folder_in_place(path)
@@ -140,17 +140,17 @@ def temporary_path(path: Path) -> Path:
 
 
 def target_of(name: str) -> str | None:
-    """Return the final name of a file with the temporary name `name`; None if it is not a temporary name."""
+    """Return the final name of a temporary file; None if `name` is not a temporary name."""
     match = _TEMPORARY.fullmatch(name)
-    # An object is fetched to a temporary file of the temporary file that becomes a copy in a cache.
+    # A fetched object is written to a temporary file, whose name contains the temporary name of the cached copy.
     return (target_of(match[1]) or match[1]) if match else None
 
 
 def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda target: True) -> None:
-    """Remove the temporary files in `folder`. The caller must hold the lock of their writers.
+    """Remove temporary files in `folder`. The caller must hold the lock of their writers.
 
     Args:
-        of: Predicate on the final name that selects the files of these writers.
+        of: Predicate on the final name; only files for which it is true are removed.
 
     Raises:
         OSError: A file cannot be removed.
@@ -178,7 +178,7 @@ def temporaries_in(folder: Path, *, of: Callable[[str], bool] = lambda target: T
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to disk; an OSError names it."""
+    """Flush a file's content, or a folder's entries, to disk. An OSError has the path."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -188,13 +188,13 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder `path`, and flush its entry to disk, unless it exists; its parent must exist."""
+    """Create the folder `path` if it is missing, and flush its entry to disk. Its parent must exist."""
     if not path.is_dir():
         path.mkdir(exist_ok=True)
         sync(path.parent)
 
 
-CHECKSUM_KEY = "sha256"  # of a checked record: the SHA-256 of its other content
+CHECKSUM_KEY = "sha256"  # key in a checked record: the SHA-256 of its other content
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -1,19 +1,19 @@
 """The tables in `<data>/manifest/`: the videos and captions to process. This module is their only definition.
 
-    videos.parquet     one row per video; the order of rows never changes, new videos are appended
+    videos.parquet     one row per video; the order of rows never changes, and new videos are appended
     captions.parquet   one row per caption, ordered by caption_id; IDs are dense from 0 and never reassigned
-    rejected.parquet   one row for each unusable input row, with the reason; rejected.csv has them in a human-readable
-                       form, and its `entry` counts from 1
+    rejected.parquet   one row for each unusable input row, with the reason; rejected.csv has the same rows for humans,
+                       and its `entry` counts from 1
     caption_spans*     derived from large tables (clipmill.manifests.caption_spans)
-    manifest.json      format version, size and SHA-256 of each table, and its own; counts, and rejected rows by
-                       reason, for each dataset in the manifest; further sources of captions
+    manifest.json      format version, size and SHA-256 of each table, and its own SHA-256; for each dataset, counts and
+                       rejected rows by reason; further sources of captions
 
-A further source consists of captions that `prep manifest captions` adds to videos of any dataset; they stay when a
-dataset is read again. manifest.json has the model that wrote them.
+A further source has captions that `prep manifest captions` adds to videos of any dataset. They are kept when a dataset
+is read again. manifest.json names the model that wrote them.
 
-Times are seconds from the start of the video as a player shows it; an end_s of +inf is the end of the video,
-whose duration is not in the manifest. Datasets with labels add columns whose names begin with `label_` to the
-captions table.
+Times are seconds from the start of the video as a player shows it. An end_s of +inf is the end of the video, whose
+duration is not in the manifest. If a dataset has labels, the captions table has additional columns whose names begin
+with `label_`.
 """
 
 import pyarrow as pa
@@ -24,12 +24,12 @@ MANIFEST_FORMAT = 1
 VIDEOS = pa.schema(
     [
         pa.field("video_id", pa.string(), nullable=False),  # safe in keys, unique (clipmill.manifests.keys)
-        pa.field("source_id", pa.string(), nullable=False),  # id in the dataset
+        pa.field("source_id", pa.string(), nullable=False),  # ID in the dataset
         pa.field("path", pa.string(), nullable=False),  # absolute path or URL of the source file
         pa.field("split", pa.string(), nullable=False),  # train, val or test
         pa.field("dataset", pa.string(), nullable=False),
         pa.field("num_captions", pa.int32(), nullable=False),
-        # SHA-256 over this video's captions: lets a plan detect changed captions without reading any.
+        # SHA-256 over this video's captions. It lets a plan detect changed captions without reading them.
         pa.field("captions_sha256", pa.string(), nullable=False),
     ]
 )
@@ -41,11 +41,12 @@ CAPTIONS = pa.schema(
         pa.field("begin_s", pa.float64(), nullable=False),
         pa.field("end_s", pa.float64(), nullable=False),
         pa.field("text", pa.string(), nullable=False),
-        pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),  # its origin: narrator, human, ...
+        # Origin of the caption: narrator, human, .
+        pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),
     ]
 )
 
-# Optional columns, absent if they would be null throughout, so that manifests without such captions do not have them.
+# Optional columns. A column is omitted if it would contain only nulls, so that manifests without such captions lack it.
 OPTIONAL_CAPTIONS = pa.schema(
     [
         pa.field("likelihood", pa.float32()),  # mean log-probability per token (natural logarithm), if a model wrote it
@@ -54,7 +55,7 @@ OPTIONAL_CAPTIONS = pa.schema(
         pa.field("view", pa.string()),  # name of the camera that recorded this span
     ]
 )
-# Of videos with captions of further sources: the digest of the other captions.
+# For videos with captions of further sources: the digest of the other captions.
 OWN_DIGEST = pa.field("own_captions_sha256", pa.string())
 
 REJECTED = pa.schema(

@@ -1,12 +1,12 @@
-"""Settings of a command: frozen dataclasses whose annotations declare the valid values, and one check of all fields.
+"""Settings of a command: frozen dataclasses whose annotations declare the valid values. One function checks all fields.
 
     batch: Annotated[int, Range(1, 10**6)] = 64
     \"\"\"Batch size, over all processes.\"\"\"
     stride: Annotated[int, Range(1, 10**6), GoesWith("sampling", ("stride",))] = 4
 
-A class of settings has `Checked` as its base. Rules about several fields are in its generator `rules`. Constructing
-invalid settings raises a UserError with all mistakes. A command line that builds groups before the settings that
-contain them defers the checks, and makes them once for the complete tree.
+A settings class is derived from `Checked`. Rules about several fields are in its generator `rules`. The construction of
+invalid settings raises a UserError with all mistakes. A command line builds groups before the settings that contain
+them; it defers the checks, and makes them once for the complete tree.
 """
 
 import math
@@ -24,12 +24,12 @@ _checks_are_deferred: ContextVar[bool] = ContextVar("checks_are_deferred", defau
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a number may have, or each number of a tuple; None is always allowed.
+    """The allowed values of a number, or of each number in a tuple. None is always allowed.
 
     Attributes:
-        least, most: Bounds that belong to the range.
-        above, below: Bounds that do not belong to the range.
-        hint: Remedy for another value, if the bounds do not make it clear.
+        least, most: Inclusive bounds.
+        above, below: Exclusive bounds.
+        hint: Remedy for a value outside, if the bounds do not make it clear.
     """
 
     least: float = -math.inf
@@ -39,13 +39,13 @@ class Range:
     hint: str = ""
 
     def holds(self, value: Any) -> bool:
-        """Return True if `value` is in the range; NaN and infinity never are."""
+        """Return True if `value` is in the range. NaN and infinity never are."""
         if value is None or isinstance(value, tuple):
             return all(map(self.holds, value or ()))
         return bool(self.least <= value <= self.most and self.above < value < self.below)
 
     def mistakes(self, flag: str, value: Any) -> Iterator[UserError]:
-        """Yield the mistake of giving a flag a value that is not in the range."""
+        """Yield the mistake if the value of a flag is not in the range."""
         if not self.holds(value):
             yield UserError(f"{flag} is {value}", hint=self.hint or f"{flag} must be {self}", flags=(flag,))
 
@@ -69,12 +69,12 @@ PROBABILITY = Range(0, 1)
 
 @dataclass(frozen=True)
 class GoesWith:
-    """The setting of the same group without which the annotated setting has no effect.
+    """Dependency on a setting of the same group: without it, the annotated setting has no effect.
 
     Attributes:
-        name: Name of its field.
-        values: Values with which the annotated setting has an effect; if empty, any value but 0.
-        use: Text of the hint in place of these values.
+        name: Name of the other setting's field.
+        values: Values of the other setting that give the annotated setting an effect; if empty, any value but 0 does.
+        use: Text of the hint that replaces these values.
     """
 
     name: str
@@ -82,16 +82,16 @@ class GoesWith:
     use: str = ""
 
     def holds(self, value: object) -> bool:
-        """Return True if a setting that goes with `value` has an effect."""
+        """Return True if the annotated setting has an effect when the other setting has this value."""
         return value in self.values if self.values else bool(value)
 
 
 class Needs(GoesWith):
-    """The setting of the same group without which the annotated setting is a mistake, wherever it was given."""
+    """Dependency on a setting of the same group: without it, giving the annotated setting anywhere is a mistake."""
 
 
 class Checked:
-    """Base of frozen dataclasses of settings: `prefix` of the flags, checks of single fields, rules about several."""
+    """Base class of settings (frozen dataclasses): `prefix` of the flags, checks of fields, rules about several."""
 
     prefix: ClassVar[str] = ""
 
@@ -104,7 +104,7 @@ class Checked:
         return iter(())
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors for flags that were typed and have no effect, except for flags that `GoesWith` finds."""
+        """Yield errors for typed flags that have no effect, except those that `GoesWith` detects."""
         return iter(())
 
     @classmethod
@@ -114,7 +114,7 @@ class Checked:
 
 
 class Annotations(NamedTuple):
-    """The annotations of a field; of nested annotations, the outermost counts."""
+    """The annotations of a field. If annotations are nested, the outermost one counts."""
 
     name: str
     default: Any
@@ -124,7 +124,7 @@ class Annotations(NamedTuple):
 
 
 def annotations_of(settings: Checked) -> tuple[Annotations, ...]:
-    """Return the annotations of the fields of settings, in their order."""
+    """Return the annotations of all fields of a settings class, in order."""
     kind: Any = type(settings)
     return _annotations_of(kind)
 
@@ -146,7 +146,7 @@ def _annotations_of(kind: Any) -> tuple[Annotations, ...]:
 
 
 def mistakes(settings: Checked) -> list[UserError]:
-    """Return all mistakes in the settings and their groups."""
+    """Return all mistakes in the settings and in their groups."""
     return _examine(settings)[0]
 
 
@@ -183,13 +183,13 @@ def _examine(settings: Checked) -> tuple[list[UserError], Any]:
 
 
 def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterator[UserError]:
-    """Yield errors for flags that were typed and have no effect with the other settings.
+    """Yield errors for typed flags that have no effect with the other settings.
 
-    Settings from files are accepted: flags may leave some values of a preset or of a run without effect. Flags that
-    give the default are accepted too.
+    Settings from files are accepted: flags may leave some values of a preset or of a run without effect. A flag is also
+    accepted if its value is the default.
 
     Args:
-        typed: Flags of the command line with their values.
+        typed: Flags of the command line, with their values.
     """
     for field in annotations_of(settings):
         value, flag, goes_with = getattr(settings, field.name), settings.flag(field.name), field.goes_with
@@ -206,7 +206,7 @@ def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterato
 
 
 def without_effect(flag: str, typed: Mapping[str, str], why: str, *, use: str) -> UserError:
-    """Return the error for a flag that was typed and has no effect."""
+    """Return the error for a typed flag that has no effect."""
     return UserError(
         f"{flag} is {typed[flag]}, which has no effect: {why}", hint=f"omit it, or use {use}", flags=(flag,)
     )
@@ -214,7 +214,7 @@ def without_effect(flag: str, typed: Mapping[str, str], why: str, *, use: str) -
 
 @contextmanager
 def deferred_checks() -> Iterator[None]:
-    """Context in which settings are constructed without checks; the caller checks them later."""
+    """Context in which settings are constructed without checks. The caller checks them later."""
     token = _checks_are_deferred.set(True)
     try:
         yield
@@ -223,7 +223,7 @@ def deferred_checks() -> Iterator[None]:
 
 
 def errors_of(check: Callable[..., object], *arguments: Any, **more: Any) -> Iterator[UserError]:
-    """Yield the errors that a check raises, for rules of settings."""
+    """Yield the errors that a check raises. Rules of settings use it."""
     try:
         check(*arguments, **more)
     except UserError as error:
@@ -231,7 +231,7 @@ def errors_of(check: Callable[..., object], *arguments: Any, **more: Any) -> Ite
 
 
 def refuse(errors: Iterable[UserError]) -> None:
-    """Raise all mistakes at once, if there are any: the first one of each flag."""
+    """Raise all mistakes at once, if there are any; of several mistakes about one flag, only the first."""
     by_flag: dict[str, UserError] = {}
     for error in errors:
         by_flag.setdefault(next(iter(error.flags), str(error)), error)

@@ -1,9 +1,9 @@
-"""Manifest reader for a data folder: it finds the current table files and verifies their checksums.
+"""Reader of the manifest in a data folder: it finds the current table files and verifies their checksums.
 
 clipmill.manifests.schema defines the tables, and clipmill.manifests.write writes them. A write replaces one dataset and
-keeps the others. The result depends only on the given rows and the last complete manifest: files left by an interrupted
-write are never read. The new tables are staged beside the old ones; publishing manifest.json makes them valid. Each
-table stores the fingerprint of the manifest.
+keeps the others. The result depends only on the given rows and the last complete manifest: files of an interrupted
+write are never read. The new tables are staged beside the old ones, and become valid when manifest.json is published.
+Each table stores the fingerprint of the manifest.
 """
 
 import errno
@@ -57,7 +57,7 @@ def read_videos(data_dir: Path, *, columns: Sequence[str] = VIDEOS.names) -> pa.
 
 
 def read_captions(data_dir: Path) -> pa.Table:
-    """Read the captions table: schema.CAPTIONS, the fields of schema.OPTIONAL_CAPTIONS that it has, label_ columns.
+    """Read the captions table: schema.CAPTIONS, existing fields of schema.OPTIONAL_CAPTIONS, and label_ columns.
 
     Dictionaries are unified across chunks.
 
@@ -70,7 +70,7 @@ def read_captions(data_dir: Path) -> pa.Table:
 def open_captions(data_dir: Path, *, coded: Sequence[str] = ()) -> pq.ParquetFile:
     """Open the captions for reading by row group. The caller closes the file.
 
-    The open table does not change if a new manifest is written in the meantime.
+    The open table does not change if a new manifest is written later.
 
     Args:
         coded: Columns to read as dictionaries.
@@ -87,7 +87,7 @@ def open_videos(data_dir: Path) -> pq.ParquetFile:
 
 
 def captions_path(data_dir: Path) -> Path:
-    """Return the path of the captions after verifying the checksum. The path is valid until the next manifest write.
+    """Verify the captions file, and return its path, which is valid until the manifest is written again.
 
     Raises:
         UserError: See `read_videos`.
@@ -137,7 +137,7 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
 
 
 def num_captions_of(data_dir: Path) -> int:
-    """Return the number of dataset captions recorded in the manifest, excluding the captions of further sources."""
+    """Return the number of captions of datasets recorded in the manifest, without captions of further sources."""
     return sum(int(entry.get("num_captions", 0)) for entry in read_manifest(data_dir).get("datasets", {}).values())
 
 
@@ -160,7 +160,7 @@ def _read(
     coded: Sequence[str] = (),
     columns: Sequence[str] | None = None,
 ) -> pa.Table:
-    """Read a table completely, without its metadata."""
+    """Read a complete table, without its metadata."""
 
     def read(manifest: dict[str, Any]) -> pa.Table:
         with _open(data_dir, name, schema, manifest, coded) as file:
@@ -191,7 +191,7 @@ def _open(
 
 
 def read_consistently(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """Call `read` on the content of manifest.json; retry in case a new manifest was published in the meantime."""
+    """Call `read` on the content of manifest.json; retry if a new manifest was published in the meantime."""
     for is_last in (False, False, True):
         manifest = read_manifest(data_dir)
         try:
@@ -212,7 +212,7 @@ REJECTED_LIST = "rejected.csv"  # human-readable copy of the rejected rows; no c
 TABLE_FILES = (CAPTIONS_FILE, REJECTED_FILE, VIDEOS_FILE)
 SPANS_FILE, TEXTS_FILE = "caption_spans.arrow", "caption_texts.arrow"
 MAPPED_FILES = (SPANS_FILE, TEXTS_FILE)  # derived from the tables (clipmill.manifests.caption_spans)
-FINGERPRINT_KEY = b"clipmill_manifest"  # in the metadata of each table: the fingerprint of the write that created it
+FINGERPRINT_KEY = b"clipmill_manifest"  # metadata key of each table: the fingerprint of the write that created it
 _STAGED = re.compile(r"(captions|rejected|videos)-[0-9a-f]{16}\.parquet|caption_(spans|texts)-[0-9a-f]{16}\.arrow")
 _TOO_LARGE = "split the videos across several data folders, and pass all of them to `train`: --shards A --shards B"
 MAX_ROWS = MAX_TEXT_BYTES = 2**31 - 1  # rows per table, text bytes per column: row numbers and offsets are 32-bit
@@ -236,7 +236,7 @@ def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None
     """Reject a table that is too large for 32-bit row numbers and offsets.
 
     Args:
-        videos: Videos table, if `path` is that table. Its text columns are also checked, as each becomes one array.
+        videos: Videos table, if `path` is that table. Its text columns are also checked: each becomes one array.
 
     Raises:
         UserError: The table has too many rows, or a text column has too many bytes.
@@ -254,7 +254,7 @@ def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None
 
 
 def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:
-    """Return the staged path of table `name`, which the write `fingerprint` later renames to its final name."""
+    """Return the path at which the write `fingerprint` stages table `name` before it renames it to its final name."""
     path = folder / name
     return path.with_name(f"{path.stem}-{fingerprint[:16]}{path.suffix}")
 
@@ -263,7 +263,7 @@ def describe(path: Path) -> dict[str, Any]:
     """Return the entry of a table's file in manifest.json.
 
     Mapped files use CRC-32, which costs a third of SHA-256: it is computed whenever the captions are opened, and there
-    may be tens of millions of them.
+    may be tens of millions of captions.
     """
     size_bytes = path.stat().st_size
     if path.suffix == ".arrow":
@@ -283,7 +283,7 @@ def promote(folder: Path, *, fingerprint: str) -> None:
 
 
 def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_checksum: bool = True) -> Path:
-    """Return the path of the valid table `name`, after verifying its size and checksum against manifest.json.
+    """Verify the size and checksum of table `name` against manifest.json, and return the path of its file.
 
     Args:
         manifest: Content of manifest.json.
@@ -293,7 +293,7 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_chec
         DamagedManifest: The file is missing, or is not the file that `manifest` records.
         OSError: The file cannot be read.
     """
-    # Check the staged name first: a file is renamed from it to the plain name, never back.
+    # Check the staged name first, because files are renamed from the staged name to the plain name, never back.
     staged = staged_path(folder, name, fingerprint=manifest["fingerprint"])
     path = staged if staged.exists() else folder / name
     recorded = manifest.get("tables", {}).get(name)
@@ -353,7 +353,7 @@ def resolved_folder(folder: Path) -> Path:
     """Resolve symbolic links in `folder`, which need not exist, and verify that it is accessible.
 
     Raises:
-        UserError: It is not accessible: a symbolic link loop, a name that is too long, or a parent without permission.
+        UserError: The folder is not accessible: a loop of links, a very long name, or a parent without permission.
     """
     try:
         with suppress(FileNotFoundError, NotADirectoryError):

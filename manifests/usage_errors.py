@@ -1,4 +1,4 @@
-"""Errors for mistakes in command lines and files of settings: cyclopts' errors as user errors, for both programs."""
+"""Conversion of cyclopts' errors about command lines and settings files into user errors, for both programs."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _VALUES_ONLY = "--"
 _SIZES = ("short-side", "size-px", "size")
-# Name of a setting in other programs -> its flags here; the first flag that the command has is suggested.
+# Name of a setting in other programs -> its flags in clipmill. The first flag that the command has is suggested.
 _CALLED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "accum-freq": ("microbatch",),
     "batch-size": ("batch",),
@@ -51,26 +51,26 @@ _CALLED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "wd": ("weight-decay",),
     "width": _SIZES,
 }
-_CUTOFF = 0.7  # of difflib's ratio; at its default of 0.6, --resolution resembles --threshold
+_CUTOFF = 0.7  # minimum of difflib's ratio; at its default of 0.6, --resolution resembles --threshold
 _UNITS = {
     "microbatch": "--microbatch is the number of samples that a process computes at once; --batch stays the same",
     "steps": "--steps is a number of optimizer steps: epochs x samples / --batch",
 }
-_KEY_PART = re.compile(r"\[([^\[\]]*)\]")  # a key of a file is [loss][kind]
+_KEY_PART = re.compile(r"\[([^\[\]]*)\]")  # a key in a file has the form [loss][kind]
 
 
 def usage_error(error: "CycloptsError", app: "App", words: Sequence[str]) -> UserError:
-    """Return the error for a command line that cyclopts refuses; the hint names the help of its command.
+    """Return the error for a command line that cyclopts rejects; the hint names the command's help.
 
     Args:
         words: Words of the command line.
     """
     commands, apps, _ = app.parse_commands(words)
     command = " ".join([app.name[0], *commands])
-    misspelled = getattr(error, "unused_tokens", None) or [""]  # perhaps the name of a command
+    misspelled = getattr(error, "unused_tokens", None) or [""]  # may be the name of a command
     near = get_close_matches(misspelled[0], list(apps[-1]), n=1, cutoff=_CUTOFF)
     message = re.sub(r"(?<!\.)\.$", "", usage_message(error))
-    if near and "Did you mean" not in message:  # cyclopts suggests a command by itself
+    if near and "Did you mean" not in message:  # cyclopts may already suggest a command
         message += f". Did you mean {near[0]}?"
     return UserError(message, hint="; ".join([*_hints(error, command, words), f"see {command} --help"]))
 
@@ -98,7 +98,7 @@ def usage_message(error: "CycloptsError") -> str:
 
 
 def _called_here(error: "UnknownOptionError") -> str | None:
-    """Return the flag, without dashes, for the setting that other programs call by the unknown name; None if none."""
+    """Return the flag, without dashes, for a setting that has the unknown name in other programs; None if none."""
     flags = _flags(error)
     return next((flag for flag in _CALLED_ELSEWHERE.get(_flag_word(error), ()) if flag in flags), None)
 
@@ -119,7 +119,7 @@ def _word(error: "UnknownOptionError") -> str:
 
 
 def _hints(error: "CycloptsError", command: str, words: Sequence[str]) -> Iterator[str]:
-    """Yield hints about units of flags, values that begin with a dash, and patterns that the shell has replaced."""
+    """Yield hints about units of flags, values that begin with a dash, and patterns that the shell has expanded."""
     from cyclopts import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
     if isinstance(error, UnknownOptionError) and error.token.source == "cli":

@@ -1,4 +1,4 @@
-"""Writes of the manifest: a dataset, or captions of further sources, in place of their previous rows.
+"""Writes of the manifest. A write replaces the rows of a dataset, or the captions of further sources.
 
 Every write ends with `publish_manifest`, which publishes all tables at once.
 """
@@ -58,8 +58,8 @@ from clipmill.manifests.store import (
     staged_path,
 )
 
-FURTHER = "further captions"  # in the column `dataset` of rejected rows; the rows of the last command are kept
-_MAX_REMOVED = 1 / 3  # share of the videos of a dataset; a larger share is probably a mistake
+FURTHER = "further captions"  # value of the column `dataset` of rejected rows; only rows of the last command are kept
+_MAX_REMOVED = 1 / 3  # share of a dataset's videos; removing more is probably a mistake
 _MAX_NAMED = 3
 
 
@@ -70,10 +70,10 @@ class WriteResult:
     Attributes:
         num_captions_lost: Captions without a video.
         num_rejected: Number of rejected files and rows by reason.
-        num_files_rejected: Number of files among them; the others are rows of files.
-        num_captions_removed: Captions of the dataset that were in the manifest before and no longer are.
-        num_videos_removed: Videos of the dataset that were in the manifest before and no longer are.
-        num_splits_changed: Videos of the dataset that were in the manifest before in another split.
+        num_files_rejected: Number of rejected files; the other rejections are rows of files.
+        num_captions_removed: Captions of the dataset that left the manifest.
+        num_videos_removed: Videos of the dataset that left the manifest.
+        num_splits_changed: Videos of the dataset that had another split in the manifest.
         num_further_kept: Captions of further sources in the manifest.
         num_further_removed: Captions of further sources that were removed with their videos.
         splits: Number of videos and of captions of the dataset, by split.
@@ -108,8 +108,9 @@ def write_manifest(
 ) -> WriteResult:
     """Replace the rows of `dataset` in the manifest; other datasets are unchanged.
 
-    Known videos keep their rows, new ones are appended. Known captions keep their IDs. Captions of further sources stay
-    as long as their videos. A video whose ID already belongs to another dataset is rejected together with its captions.
+    Known videos keep their rows, and new videos are appended. Known captions keep their IDs. Captions of further
+    sources are kept as long as their videos. If the ID of a video belongs to another dataset, the video is rejected with
+    its captions.
 
     Args:
         videos: Columns video_id, source_id, path, split, one row per video (the other columns are computed here).
@@ -182,7 +183,7 @@ def write_manifest(
             further=further.stored_records(),
         ),
     )
-    # Number of videos and of captions by split.
+    # Number of videos, and number of captions, by split.
     coded = videos["split"].combine_chunks().dictionary_encode()
     codes, names = coded.indices.to_numpy(), coded.dictionary.to_pylist()
     of_captions = codes[video_rows]
@@ -229,7 +230,7 @@ def _removal_error(removed: list[str], num_before: int, dataset: str, *, num_fur
 
 
 def previous_manifest(data_dir: Path) -> PreviousManifest:
-    """Return the state that a write to a data folder starts from."""
+    """Return the state of a data folder's manifest before a write."""
     folder = manifest_dir(data_dir)
     if not (folder / MANIFEST_FILE).exists():
         return read_previous(folder, None)
@@ -241,12 +242,12 @@ def previous_manifest(data_dir: Path) -> PreviousManifest:
 
 @dataclass(frozen=True)
 class NewManifest:
-    """A manifest that takes the place of the previous one.
+    """A manifest that replaces the previous one.
 
     Attributes:
         videos: Table of schema.VIDEOS and schema.OWN_DIGEST.
         rejected: Table of schema.REJECTED.
-        captions: Captions of the previous manifest that stay, and captions that are added.
+        captions: Captions of the previous manifest that are kept, and captions that are added.
         datasets, further: Records of the datasets and of the further sources, by name.
     """
 
@@ -307,10 +308,10 @@ class FurtherResult:
 
     Attributes:
         folder: Folder of the manifest.
-        num_captions: Source -> number of its captions.
+        num_captions: Source -> number of captions.
         num_added: Source -> number of captions that were not in the manifest.
-        num_removed: Source -> number of its earlier captions that are not in the tables.
-        num_stale: Earlier version of a source -> number of its captions, which were replaced.
+        num_removed: Source -> number of earlier captions that are not in the tables.
+        num_stale: Earlier version of a source -> number of captions that were replaced.
     """
 
     folder: Path
@@ -323,7 +324,7 @@ class FurtherResult:
 def write_further_captions(
     data_dir: Path, captions: pa.Table, rejected: pa.Table, *, records: Mapping[str, Mapping[str, Any]]
 ) -> FurtherResult:
-    """Add captions to videos in the manifest, in place of captions of the same sources and of their earlier versions.
+    """Add captions to videos in the manifest. They replace captions of the same sources and their earlier versions.
 
     Captions that were in the manifest keep their IDs; all other captions of the manifest are unchanged.
 
@@ -368,7 +369,7 @@ def write_further_captions(
 
 
 def remove_further_sources(data_dir: Path, names: Collection[str]) -> dict[str, int]:
-    """Remove the captions of further sources; return source -> number of its captions.
+    """Remove the captions of further sources; return source -> number of removed captions.
 
     All other captions of the manifest are unchanged. If the tables are added again, the captions get new IDs.
 

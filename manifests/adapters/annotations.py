@@ -1,6 +1,6 @@
-"""Annotation files: opening, numbered rows of CSV and JSON Lines, values of cells, names of splits, rejected rows.
+"""Annotation files: opening them, numbered rows of CSV and JSON Lines, values of cells, names of splits, rejected rows.
 
-Errors of reading name the file. Malformed rows are yielded as faults, never skipped.
+Read errors name the file. Malformed rows are yielded as faults, never skipped.
 """
 
 import codecs
@@ -21,7 +21,7 @@ from typing import IO, Any
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import on_one_line, quote_value
 
-_MAX_PART_BYTES = 1 << 20  # of a line, which may be as long as the file
+_MAX_PART_BYTES = 1 << 20  # a line may be as long as the file
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def open_annotations(path: Path, mode: str = "r", **options: Any) -> Iterator[IO
 
 
 def require_file(path: Path) -> None:
-    """Raise UserError unless `path` is a regular file, or missing, which opening it reports."""
+    """Raise UserError if `path` exists and is not a regular file. Opening it reports that a file is missing."""
     with reading(path):
         try:
             kind = stat_kind(path.stat().st_mode)
@@ -54,7 +54,7 @@ def require_file(path: Path) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context manager that converts an OSError into a UserError naming `path`."""
+    """Context manager that converts an OSError into a UserError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -81,7 +81,7 @@ def stat_kind(mode: int) -> str | None:
 
 
 LONGEST_S = 1e7  # 115 days; a later time is a mistake, such as another unit
-# Lines are read completely, so a file without line ends, such as a sparse file of zeros, must not exhaust the memory.
+# Lines are read as a unit, so a file without line ends, such as a sparse file of zeros, must not exhaust the memory.
 _MAX_LINE_CHARS = 1 << 26
 _UTF8 = "utf-8-sig"
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
@@ -127,8 +127,8 @@ def csv_rows(lines: Iterable[str], *, path: Path, separator: str = ",") -> Itera
     """Iterate over the cells of each row of a CSV file, without blank lines.
 
     Raises:
-        UserError: A cell is longer than csv allows; or text follows its closing quotation mark; or that mark is
-            missing in its line, so that the cell would include later rows.
+        UserError: A cell is longer than csv allows; text follows its closing quotation mark; or the quotation mark is
+            missing at the end of the line, so that the cell would include later rows.
     """
     reader = csv.reader(lines, delimiter=separator, strict=True)
     while True:
@@ -195,11 +195,11 @@ def json_rows(path: Path, *, encoding: str = _UTF8) -> Iterator[Row]:
 
 
 class RepeatedKey(ValueError):
-    """A JSON object has a key twice."""
+    """A JSON object contains the same key twice."""
 
 
 def require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, as `object_pairs_hook` of the parser; raise RepeatedKey if it has a key twice."""
+    """`object_pairs_hook` of the JSON parser: return the object; raise RepeatedKey if it contains a key twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -232,10 +232,10 @@ def text_lines(path: Path, *, encoding: str = _UTF8) -> Iterator[str]:
 def seconds(value: object, *, default: float) -> float:
     """Convert a cell to seconds, a finite number; an empty cell gives `default`.
 
-    A time may also have the format of a clock: 00:01:02.5, or 1:02 for a minute and two seconds.
+    A time may also be written like a clock: 00:01:02.5, or 1:02 for a minute and two seconds.
 
     Raises:
-        ValueError: The value is neither, infinite, or not representable as a float.
+        ValueError: The value has neither form, is infinite, or cannot be represented as a float.
     """
     if value is None or value == "":
         return default
@@ -257,7 +257,7 @@ def seconds(value: object, *, default: float) -> float:
 
 
 def interval_fault(begin_s: float, end_s: float) -> str | None:
-    """Describe the fault of a caption's times, or return None. An end of +inf means the end of the video."""
+    """Describe what is wrong with a caption's times; None if they are valid. An end of +inf is the end of the video."""
     if not isfinite(begin_s) or begin_s < 0:
         return f"begin_s is {begin_s}, expected a number of seconds, 0 or more"
     if not end_s > begin_s:
@@ -272,7 +272,7 @@ def log_probability(value: object) -> float | None:
     """Convert a cell to the logarithm of a probability; an empty cell gives None.
 
     Raises:
-        ValueError: The value is not a number, or more than 0; the message begins with the value.
+        ValueError: The value is not a number, or is above 0; the message begins with the value.
     """
     if value is None or value == "":
         return None
@@ -297,18 +297,18 @@ _WORD = re.compile(r"[a-z]+")
 
 
 def find_split(name: str) -> str | None:
-    """Return the split that a dataset calls `name` (`validation` is `val`); None if unknown."""
+    """Return the split for which a dataset uses `name` (`validation` is `val`); None if the name is unknown."""
     return _NAMES.get(name.strip().lower())
 
 
 def split_in_file_name(file_name: str) -> str:
-    """Return the split that occurs as a separate word in a file name (`EPIC_100_validation.csv`); train by default."""
+    """Return the split that is a separate word of a file name (`EPIC_100_validation.csv`); train by default."""
     words = _WORD.findall(file_name.lower())
     return next((_NAMES[word] for word in words if word in _NAMES), TRAIN)
 
 
 def split_of_list(path: Path, *, example: str) -> str:
-    """Return the split in the name of a list of test or training videos.
+    """Return the split in the name of a list that has test or training videos.
 
     Args:
         example: Published name of such a list.
@@ -325,21 +325,21 @@ def split_of_list(path: Path, *, example: str) -> str:
 
 
 def split_of_folders(relative_path: str) -> str:
-    """Return the split that the innermost matching folder is named after (`val/a/b.mp4`); train by default."""
+    """Return the split in the name of the innermost folder that has one (`val/a/b.mp4`); train by default."""
     folders = relative_path.split("/")[:-1]
     return next((_NAMES[folder.lower()] for folder in reversed(folders) if folder.lower() in _NAMES), TRAIN)
 
 
 class Reason(StrEnum):
-    """Codes of the reasons for rejecting a row, in rejected.parquet and manifest.json; docs describe them likewise."""
+    """Codes for the reasons why a row was rejected, in rejected.parquet and manifest.json. The docs explain them."""
 
-    MISSING_FILE = "missing_file"  # annotated, but there is no such video; one row per video, with the lost captions
+    MISSING_FILE = "missing_file"  # annotated, but there is no such video; one row per video, with its lost captions
     MISSING_CHUNK = "missing_chunk"  # a model's caption of a chunk that no longer exists
     AMBIGUOUS_VIDEO = "ambiguous_video"  # the name matches several files
     DUPLICATE_ID = "duplicate_id"  # another video or narration already has this ID
     BAD_NAME = "bad_name"  # the file name is not valid Unicode, or an object with such a name cannot be read
     EMPTY_FILE = "empty_file"  # a video of zero bytes
-    NOT_A_FILE = "not_a_file"  # has the name of a video, but is a folder, a pipe, a socket or a device
+    NOT_A_FILE = "not_a_file"  # named like a video, but it is a folder, a pipe, a socket or a device
     UNREADABLE = "unreadable"  # the file or folder is inaccessible: a broken or circular link, or no permission
     EMPTY_ID = "empty_id"  # the row names no video
     EMPTY_CAPTION = "empty_caption"
@@ -347,11 +347,11 @@ class Reason(StrEnum):
     BAD_FPS = "bad_fps"  # times are in frames, and fps is not the frame rate of the video
     BAD_LIKELIHOOD = "bad_likelihood"  # not a number, or more than 0: it is the logarithm of a probability
     BAD_SOURCE = "bad_source"  # a source with other characters than letters, digits, ".", "-" and "_"
-    BAD_SPLIT = "bad_split"  # not train, val or test; or a complete video in two splits
+    BAD_SPLIT = "bad_split"  # not train, val or test; or the same complete video in two splits
     BAD_LABEL = "bad_label"
     NO_INTERVAL = "no_interval"  # a timestamp that the interval rule cannot expand
     UNSURE = "unsure"  # the annotator marked it as unsure
-    LEFT_OUT = "left_out"  # a list omits the video; one row per video, with the lost captions
+    LEFT_OUT = "left_out"  # excluded by a list; one row per video, with its lost captions
     REDACTED = "redacted"  # withheld by the dataset
     MALFORMED_ROW = "malformed_row"  # not in the format documented by the dataset
 

@@ -1,12 +1,12 @@
-"""The columns of caption tables, found by the names that are common for them.
+"""The columns of caption tables, which are found by their common names.
 
-Names count in English, German, French and Spanish and in any case: `Video`, `file name` and `Datei` are all `video`.
-docs/datasets.md lists them. Every difference from the documented form is reported, and a table is rejected if it seems
-to have times that are not understood.
+Names may be English, German, French or Spanish, in any case: `Video`, `file name` and `Datei` all mean `video`.
+docs/datasets.md lists them. Every difference from the documented form is reported. If a table seems to have times that
+cannot be interpreted, it is rejected.
 
-Times are in seconds, milliseconds or frames, with an end or a duration. A time in seconds is preferred to the same time
-in milliseconds, and milliseconds are preferred to frames. Frames count from 0 and need a column `fps`, since the videos
-are not opened when a table is read.
+Times are in seconds, milliseconds or frames, with an end or a duration. If a time is given in several units, seconds
+take precedence over milliseconds, and milliseconds over frames. Frames count from 0, and need a column `fps`, because
+the videos are not opened when a table is read.
 """
 
 import re
@@ -21,7 +21,7 @@ from clipmill.manifests.caption_table import LABEL_PREFIX
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import on_one_line, quote_value
 
-# Tolerance between an end, and a start plus a duration: tables have rounded times.
+# Tolerance for a difference between an end, and a start plus a duration: the values in tables are rounded.
 _ROUNDING_S = 0.1
 _EDGES: Mapping[str, Sequence[str]] = {
     "begin": ("start", "begintime", "starttime"),
@@ -34,13 +34,13 @@ _UNITS: Mapping[str, Sequence[str]] = {
 }
 _RATIO = re.compile(r"(\d{1,9}) ?/ ?(\d{1,9})")
 _WORDS = {"ms": "milliseconds", "frame": "frames"}
-# Words in the names of columns that say when a caption begins, ends, or both.
+# Words in column names that mean the begin of a caption, its end, or both.
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _BEGIN_WORDS = frozenset({"begin", "begins", "beginning", "start", "starts", "starting", "tmin"})
 _END_WORDS = frozenset({"end", "ends", "ending", "stop", "stops", "finish", "tmax"})
 _BOTH_WORDS = frozenset({"timestamp", "timestamps", "timecode", "timecodes", "timespan", "interval", "span", "offset"})
 _BOTH_NAMES = frozenset({"time", "times", "in", "out", "frame", "frames"})
-# Column -> its names, compared like `NAMES`.
+# Column -> its names, which are compared like `NAMES`.
 OTHER_TIMES: Mapping[str, Sequence[str]] = {
     **{
         f"{edge}_{unit}": tuple(name + ending for name in (edge, *names) for ending in endings)
@@ -54,8 +54,8 @@ OTHER_TIMES: Mapping[str, Sequence[str]] = {
 def superfluous_columns(names: Collection[str]) -> set[str]:
     """Return the columns that are not needed.
 
-    A column is not needed if the same time exists in a preferred unit, if it is the frame rate and no time is in
-    frames, or if it is a duration without a start, which is the duration of the video.
+    A column is not needed in three cases: the same time is given in a preferred unit; it is the frame rate, but no time
+    is in frames; it is a duration without a start, which is the duration of the video.
     """
     unneeded: set[str] = set()
     for edge in _EDGES:
@@ -66,12 +66,12 @@ def superfluous_columns(names: Collection[str]) -> set[str]:
 
 
 def require_known_times(ignored: Sequence[str], *, columns: Collection[str], path: Path) -> None:
-    """Raise UserError if an ignored column seems to have the times that the other columns lack.
+    """Raise UserError if an ignored column seems to contain the times that the known columns lack.
 
-    Without them, the captions would apply to complete videos, or extend to the ends of the videos.
+    Without these times, the captions would apply to complete videos, or extend to the ends of the videos.
 
     Args:
-        ignored: Names in the header that are not columns.
+        ignored: Names in the header that are not known columns.
     """
     edges = {name.partition("_")[0] for name in columns}
     has_begin, has_end = "begin" in edges, not edges.isdisjoint(("end", "duration"))
@@ -99,10 +99,10 @@ def column_meaning(name: str) -> str:
 
 
 def times_of(values: Mapping[str, Any]) -> tuple[float, float]:
-    """Return start and end of a row in seconds; a row without times applies to a complete video, from 0 to +inf.
+    """Return a row's start and end in seconds. A row without times applies to the complete video, from 0 to +inf.
 
     Raises:
-        Unusable: A time cannot be converted, end and duration differ, or a frame rate is not a positive number.
+        Unusable: A time cannot be converted, end and duration disagree, or a frame rate is not a positive number.
     """
     begin_s, end_s, duration_s = (_time_s(values, edge) for edge in _EDGES)
     begin_s = 0.0 if begin_s is None else begin_s
@@ -176,8 +176,8 @@ NAMES: Mapping[str, Sequence[str]] = {
     "view": ("camera",),
     CLASS: ("label", "class"),
 }
-# Names that count only if a table has no other name for the column: German, French and Spanish names, and names of
-# instructions in datasets of robots.
+# Names that are used only if a table has no other name for the column: German, French and Spanish names, and names of
+# instructions in robot datasets.
 SECONDARY_NAMES: Mapping[str, Sequence[str]] = {
     "video": ("datei", "dateiname", "dateipfad", "pfad", "fichier", "nomdufichier", "chemin", "archivo", "ruta"),
     "text": (
@@ -191,13 +191,13 @@ SECONDARY_NAMES: Mapping[str, Sequence[str]] = {
 _DURATIONS = frozenset(("durations", *NAMES["duration_s"], *SECONDARY_NAMES["duration_s"]))
 NUMBERS = ("begin_s", "end_s", "duration_s", "likelihood", *OTHER_TIMES)
 _LABEL = re.compile(r"label[\W_]+(?=\w)(.+)", re.IGNORECASE)
-_ELAN_FORMAT = re.compile(r" - (?:hh:mm:ss\.ms|ss\.msec)$")  # of a time, in the headers that ELAN exports
+_ELAN_FORMAT = re.compile(r" - (?:hh:mm:ss\.ms|ss\.msec)$")  # format of times, in headers exported by ELAN
 
 
 def columns_of(header: Sequence[str]) -> dict[str, str]:
-    """Return the name in the header -> the documented column, one of `OTHER_TIMES` or a label, for known columns.
+    """Return header name -> documented column, item of `OTHER_TIMES` or label, for the known columns.
 
-    Times are omitted if the same time exists in a preferred unit.
+    A time is omitted if the same time is given in a preferred unit.
     """
     plain = {cell: _strip_name(cell) for cell in header}
     names = {**NAMES, **OTHER_TIMES}
@@ -222,8 +222,8 @@ def take_columns(header: Sequence[str], *, path: Path, note: Callable[[str], Non
     """Return `columns_of(header)`, and note differences from the documented names.
 
     Raises:
-        UserError: Two columns have the same name, or the same meaning; times are in frames without a frame rate, or in
-            columns that are not understood.
+        UserError: Two columns have the same name or meaning; times are in frames, but there is no frame rate; or
+            columns seem to have times that cannot be interpreted.
     """
     require_once([cell for cell in header if cell], path=path)
     columns = columns_of(header)

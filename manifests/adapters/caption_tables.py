@@ -1,8 +1,8 @@
-"""Tables of captions of any kind: text with a header and separated cells, JSON, or Parquet.
+"""Caption tables of any kind: text with a header and separators, JSON, or Parquet.
 
-All of them have the same columns (`caption_columns`), and each row is checked and converted to a `CaptionRow`. A cell
-may have several captions: a list in JSON or Parquet, or a list as Python, NumPy or JSON write it in a cell of text,
-such as ['a dog runs', "it's a cat"]. The schema metadata of a Parquet file may have the model that wrote the captions
+All kinds have the same columns (`caption_columns`). Each row is checked and converted to a `CaptionRow`. A cell may
+hold several captions: a list in JSON or Parquet, or a list in a text cell as Python, NumPy or JSON print it, such as
+['a dog runs', "it's a cat"]. The schema metadata of a Parquet file may name the model that wrote the captions
 (clipmill.manifests.caption_table).
 """
 
@@ -42,7 +42,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import on_one_line, quote_value
 from clipmill.manifests.publish import parse_json
 
-CLASS_SOURCE = "class"  # source of captions that are the names of classes
+CLASS_SOURCE = "class"  # source of captions that are class names
 _STRING = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 # Items are separated by commas, or by whitespace as NumPy writes arrays.
 _LIST = re.compile(rf"\[\s*{_STRING}(?:[\s,]+{_STRING})*[\s,]*\]", re.DOTALL)
@@ -56,13 +56,13 @@ class CaptionRow(NamedTuple):
 
     Attributes:
         number: Row number, 0-based, without the header.
-        video: Name of the video as it is written; None if it is missing or not a text.
+        video: Name of the video as written in the row; None if it is missing or not a string.
         texts: Captions; None for a missing caption.
         source: Source; None if the row has none.
-        split: Value of the column.
+        split: Value of the column `split`.
         group, view: Name of the moment, and of the camera that recorded it; None if the row has none.
         labels: label_ column -> class, for the labels that the row has.
-        fault: Reason why the row cannot be used; all fields but number and video are then empty.
+        fault: Reason why the row is unusable; all fields but number and video are then empty.
     """
 
     number: int
@@ -80,7 +80,7 @@ class CaptionRow(NamedTuple):
 
 
 def caption_row(row: Row) -> CaptionRow:
-    """Convert a row with the documented names of the columns."""
+    """Convert a row whose columns have the documented names."""
     values = row.values
     video = values.get("video")
     name = video if isinstance(video, str) else None
@@ -119,7 +119,7 @@ def texts_of(value: object) -> tuple[str | None, ...]:
     """Return the captions of a cell.
 
     Raises:
-        Unusable: The value is neither a text nor a list of texts, or begins like such a list but is not one.
+        Unusable: The value is neither a string nor a list of strings, or it begins like such a list but is not one.
     """
     if isinstance(value, str) and _LIST_BEGIN.match(stripped := value.strip()):
         value = _parse_list(stripped)
@@ -137,7 +137,7 @@ def texts_of(value: object) -> tuple[str | None, ...]:
 
 
 def is_in_brackets(text: str | None) -> bool:
-    """Return True if a caption may be a list whose items have no quotation marks: [one, two]."""
+    """Return True if a caption may be a list of items without quotation marks: [one, two]."""
     return text is not None and text.startswith("[") and _IN_BRACKETS.fullmatch(text.strip()) is not None
 
 
@@ -158,10 +158,10 @@ def _parse_list(cell: str) -> list[Any]:
 def _labels(values: Mapping[str, Any]) -> dict[str, str]:
     labels: dict[str, str] = {}
     for name, value in values.items():
-        if not name.startswith(LABEL_PREFIX) or value is None or value != value:  # NaN, of pandas
+        if not name.startswith(LABEL_PREFIX) or value is None or value != value:  # NaN, as pandas writes it
             continue
         if isinstance(value, float) and value.is_integer():
-            value = int(value)  # a column of integers with gaps, as pandas writes it
+            value = int(value)  # pandas writes integers as floats if the column has gaps
         if not isinstance(value, str | int | float) or not is_encodable(str(value)):
             raise Unusable(Reason.BAD_LABEL, f"{name} is {quote_value(value)}, expected one class, a name or a number")
         label = str(value).strip()
@@ -172,11 +172,11 @@ def _labels(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _name(values: Mapping[str, Any], name: str) -> str | None:
-    """Return a name, which may be written as an integer."""
+    """Return a name, which may be stored as an integer."""
     value = values.get(name)
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # a column of integers with gaps, as pandas writes it
-    elif value != value:  # NaN, of pandas
+        value = int(value)  # pandas writes integers as floats if the column has gaps
+    elif value != value:  # NaN, as pandas writes it
         return None
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return (_string({name: str(value) if is_number else value}, name) or "").strip() or None
@@ -217,8 +217,8 @@ class Batch:
 
     Attributes:
         numbers: Row number of each caption, int64[N], 0-based, excluding a header.
-        rows: Table of COLUMNS; video, text, source and likelihood may be null, and values have not been validated.
-        faults: Rows that have no captions.
+        rows: Table of COLUMNS. Video, text, source and likelihood may be null; values have not been validated.
+        faults: Rows without usable captions.
     """
 
     numbers: np.ndarray
@@ -232,8 +232,8 @@ class OpenTable:
 
     Attributes:
         path: Path of the table.
-        model: Metadata of the model that wrote it; None if it has none.
-        batches: Iterator over its captions.
+        model: Metadata of the model that wrote the table; None if it has none.
+        batches: Iterator over the captions.
     """
 
     path: Path
@@ -247,12 +247,12 @@ def read_caption_rows(
     """Iterate over the rows of a table of captions.
 
     Args:
-        note: Function that is called for each difference from the documented form.
+        note: Function to call for each difference from the documented form.
         required: Columns that a table with a header must have; a label can replace the text.
 
     Raises:
-        UserError: The file is not such a table, lacks a column, has two columns with the same meaning, or times that
-            are not understood.
+        UserError: The file is not such a table, lacks a column, has two columns with the same meaning, or has times
+            that cannot be interpreted.
     """
     is_noted = False
     for row in map(caption_row, _named_rows(path, note=note, required=required)):
@@ -282,26 +282,28 @@ def label_columns(path: Path, *, required: Sequence[str]) -> list[str]:
 def open_caption_table(path: Path, *, note: Callable[[str], None], source: str | None = None) -> OpenTable:
     """Open a table of captions; its rows are read while `batches` is iterated over.
 
-    Labels, splits, groups and views belong to a dataset: they are not read, which is noted.
+    Labels, splits, groups and views belong to a dataset. They are not read, and `note` is called about that.
 
     Args:
         note: As in `read_caption_rows`.
-        source: Source of all captions, in place of the column. Captions without a source have the name of the file.
+        source: Source of all captions, which replaces the column. By default, captions without a source get the file
+            name.
 
     Raises:
-        UserError: The file cannot be read, has another format, or lacks a column; `batches` raises it as well.
+        UserError: The file cannot be read, has another format, or lacks a column. Iterating over `batches` raises it
+            too.
     """
     require_file(path)
     model = _model(path) if path.suffix.lower() == _PARQUET_SUFFIX else None
-    # A table that a model wrote has one column more than is read, which is not worth a note.
+    # A table that a model wrote has one unread column more, which needs no note.
     return OpenTable(path, model, _batches(path, note=note if model is None else lambda _: None, source=source))
 
 
 def source_of_file(path: Path) -> str:
-    """Return the source of captions whose table has none: the name of the file, without its extension.
+    """Return the source of captions whose table has none: the file name without its extension.
 
     Raises:
-        UserError: The name has no character that a source can have.
+        UserError: The name has no character that is allowed in a source.
     """
     name = re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")
     if not name:
@@ -310,7 +312,7 @@ def source_of_file(path: Path) -> str:
 
 
 def _named_rows(path: Path, *, note: Callable[[str], None], required: Sequence[str]) -> Iterator[Row]:
-    """Iterate over the rows of a table, with the documented names of the columns."""
+    """Iterate over the rows of a table, and rename their columns to the documented names."""
     require_file(path)
     suffix = path.suffix.lower()
     if suffix in TEXT_SUFFIXES:

@@ -1,22 +1,22 @@
 """Short clips with several captions each: MSR-VTT and VATEX.
 
-*MSR-VTT* (Xu et al. 2016) has clips of 10 to 30 s, each with about twenty captions for the complete clip and one
+*MSR-VTT* (Xu et al. 2016) has clips of 10 to 30 s. Each clip has about twenty captions for the complete clip, and one
 category. The official files (train_val_videodatainfo.json, test_videodatainfo.json; MSRVTT_data.json has the same form)
-hold
+contain
 
     {"videos": [{"video_id": "video0", "category": 9, "split": "train", ...}, ...],
      "sentences": [{"video_id": "video0", "caption": "..."}, ...]}
 
-and the videos are files `<video_id>.<extension>`. They are already cut: `start time` and `end time` refer to the videos
-that they were cut from.
+The videos are files `<video_id>.<extension>`. They are already cut: `start time` and `end time` refer to the original
+videos.
 
-CSVs replace these splits. MSRVTT_JSFUSION_test.csv (Yu et al. 2018), with the columns video_id and sentence, holds the
-1,000 test videos of the split 1k-A, each with its only caption. MSRVTT_train.9k.csv and MSRVTT_train.7k.csv, with the
-column video_id, list the training videos, whose captions are in the JSON file. The split is derived from the name of
-the CSV, which must contain a split. Captions and videos that the CSVs omit are not read.
+CSV files replace these splits. MSRVTT_JSFUSION_test.csv (Yu et al. 2018), with the columns video_id and sentence, has
+the 1,000 test videos of the split 1k-A, each with its only caption. MSRVTT_train.9k.csv and MSRVTT_train.7k.csv, with
+the column video_id, list the training videos, whose captions are in the JSON file. The split is derived from the name
+of the CSV file, which must contain one. Captions and videos that are not in the CSV files are not read.
 
 *VATEX* (Wang et al. 2019) has clips of 10 s, each with ten English captions for the complete clip. An annotation file
-is a list of {"videoID": "<id>_<begin>_<end>", "enCap": [...], "chCap": [...]}; the videos are files
+is a list of {"videoID": "<id>_<begin>_<end>", "enCap": [...], "chCap": [...]}. The videos are files
 `<videoID>.<extension>`. Only the English captions are read. The split is derived from the name of the annotation file.
 """
 
@@ -42,7 +42,7 @@ _MAX_CATEGORY = 2**31 - 1
 
 @dataclass(frozen=True)
 class _Video:
-    """An entry of `videos`. Its captions are lost if there is a reason."""
+    """An entry of `videos`. If it has a reason, its captions are lost."""
 
     split: str = ""
     category: int | None = None
@@ -68,8 +68,8 @@ def read_msrvtt(
     """Read MSR-VTT with its official splits, or with the splits of CSVs.
 
     Raises:
-        UserError: No videos are found, an annotation file cannot be read or has another form, the name of a CSV has no
-            split, or a CSV lists videos without the JSON file that has their captions, or the reverse.
+        UserError: There are no videos; an annotation file cannot be read or has another form; the name of a CSV has
+            no split; or CSV files list videos without the JSON file that has their captions, or the reverse.
     """
     builder, videos = begin_reading(dataset, directory, skip=skip, labels=LABELS)
     for path in annotations:
@@ -129,7 +129,7 @@ def _video_of(entry: dict[str, Any]) -> _Video:
 def _add_tables(
     builder: ReadingBuilder, videos: WantedVideos, tables: Sequence[Path], *, categories: dict[str, int | None]
 ) -> dict[str, tuple[Path, int]]:
-    """Add the captions in the CSVs; return file and row of the videos that are listed without a caption."""
+    """Add the captions in the CSV files; return file and row of each video that is listed without a caption."""
     listed: dict[str, tuple[Path, int]] = {}
     paired = set()
     for path in tables:

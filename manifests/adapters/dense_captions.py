@@ -1,26 +1,27 @@
 """Sentences with times in longer videos: ActivityNet Captions and DiDeMo.
 
-*ActivityNet Captions* (Krishna et al. 2017) has sentences with times that together tell the content of a video.
-train.json, val_1.json and val_2.json hold {"v_<id>": {"duration": 82.73, "timestamps": [[0.83, 19.86], ...],
-"sentences": ["...", ...]}, ...}. Each sentence becomes one caption with its times; their order in the file is the order
-of their caption IDs, so that the paragraph can be put together again. The videos are files `v_<id>.<extension>` or
-`<id>.<extension>`. The split is derived from the file name.
+*ActivityNet Captions* (Krishna et al. 2017) has timed sentences that together describe a video. train.json, val_1.json
+and val_2.json contain {"v_<id>": {"duration": 82.73, "timestamps": [[0.83, 19.86], ...], "sentences": ["...", ...]},
+...}. Each sentence becomes a caption with its times. Caption IDs have the order of the file, so that the paragraph can
+be put together again. The videos are files `v_<id>.<extension>` or `<id>.<extension>`. The split is derived from the
+file name.
 
-val_1.json and val_2.json caption the same videos, by different annotators: their sources are `human` and `human-2`. A
-sentence whose interval begins after the video's end is rejected; a sentence that only ends later is kept as it is.
+val_1.json and val_2.json caption the same videos, with different annotators: their sources are `human` and `human-2`.
+If the interval of a sentence begins after the end of the video, the sentence is rejected. If only the end is later, the
+sentence is kept unchanged.
 
 *DiDeMo* (Hendricks et al. 2017) has captions of moments in the first 30 s of videos. train_data.json, val_data.json and
 test_data.json are lists of {"video": "<name>.mov", "description": "...", "num_segments": 6, "times": [[1, 1], [1, 2],
-...]}. A video has five or six segments of 5 s, and `times` are the first and last segment of the moment as each
-annotator marked it. The caption has the interval that most annotators marked; if several are equally frequent, the
-first in the list. Every moment was marked by four annotators or more. An interval that ends with the last segment ends
-there, or with the video if that is shorter.
+...]}. A video has five or six segments of 5 s. Each item of `times` has the first and last segment of the moment, as
+one annotator marked it; there are at least four annotators. The caption gets the interval that most annotators marked,
+or the first of several equally frequent ones. If the interval includes the last segment, it ends with that segment, or
+with the video if the video is shorter.
 
-Some videos (3 % of val and test) are annotated under two names that differ in the extension only. Both are the same
-video, so its ID is the name without the extension. The file is `<name>.mov`, `<name>.mov.mp4` (as the official download
-script names it), or `<name>` with any extension. Text files (train_list.txt, val_list.txt, test_list.txt of retrieval
-code) list the names, with the extension, of the videos to read; a split without such a list is read completely. The
-split is derived from the name of the file.
+Some videos (3 % of val and test) are annotated under two names that differ only in the extension. Both names mean the
+same video, so its ID is the name without the extension. The file is `<name>.mov`, `<name>.mov.mp4` (as the official
+download script names it), or `<name>` with any extension. Text files (train_list.txt, val_list.txt, test_list.txt of
+retrieval code) list the videos to read, by name with extension. Without such a list, all videos of a split are read.
+The split is derived from the name of the file.
 """
 
 from collections import Counter

@@ -3,23 +3,23 @@
 `narration.json` lists the narrations of a video by pass (`narration_pass_1`: `narration_text`, `timestamp_sec`).
 `all_narrations_redacted.json` (version 2) has one list for each video (`narrations`: `text`, `time`). There,
 `_annotation_uid` identifies the pass of one annotator, and passes are numbered in the order in which they first occur.
-Both files give every narration a single timestamp. EgoVLP's
-rule (Lin et al. 2022, section 3) expands it to an interval: [t - beta_i / (2 alpha), t + beta_i / (2 alpha)], where
-beta_i is the mean gap between consecutive narrations of video i and alpha is the mean of beta_i over all videos of the
-file. Gaps are measured within one annotator's pass. All videos of the file are counted, whether they have been
-downloaded or not, so that captions do not shift when more of the dataset is downloaded. Negative begin times become 0.
+Both files give every narration a single timestamp. EgoVLP's rule (Lin et al. 2022, section 3) expands it to an
+interval: [t - beta_i / (2 alpha), t + beta_i / (2 alpha)]. Here beta_i is the mean gap between consecutive narrations
+of video i, and alpha is the mean of beta_i over all videos of the file. Gaps are measured within one annotator's pass.
+Videos of the file count even if they have not been downloaded, so that captions do not shift when more of the dataset
+is downloaded. Negative begin times become 0.
 
 As in EgoVLP, narrations tagged #unsure are rejected, and all other tags stay in the text (`#C C opens the door`).
 
-The narration files have no splits. Their videos belong to train unless `ego4d.json`, the metadata of the videos, is
-also given: it has a split for each group of benchmarks (`split_em`, `split_av`, ...). A video in a test split
-belongs to test, a video in a validation split or in several splits (`multi`) to val. No training video is therefore
-used in the evaluation of a benchmark, as in EgoVLP's selection.
+The narration files have no splits. Their videos belong to train, unless `ego4d.json`, the metadata of the videos, is
+also given. It has a split for each group of benchmarks (`split_em`, `split_av`, ...). A video in a test split belongs
+to test; a video in a validation split or in several splits (`multi`) belongs to val. Thus, as in EgoVLP's selection, no
+benchmark evaluates on a training video.
 
 A pickled list holds (video, begin in seconds, end in seconds, narration or list of narrations), with exact intervals.
-Lists of LaViLa's narrator append the scores of the narrations, which are ignored. Split and source come from the file
-name: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, and their captions with the same interval
-belong to the same clip.
+Lists of LaViLa's narrator also have scores of the narrations, which are ignored. Split and source are derived from the
+file name: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, and their captions with the same
+interval belong to the same clip.
 
 EgoVLP's `egoclip.csv` is tab-separated. Each row is a clip-text pair: `video_uid`, `clip_start` and `clip_end` in
 seconds, and `clip_text`. The pairs belong to train with the source `egoclip`, and a negative start time becomes 0.
@@ -135,8 +135,7 @@ def _splits(path: Path) -> dict[str, str]:
 
 
 def _add_narrations(builder: ReadingBuilder, videos: WantedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
-    # The file is read twice, because alpha is known only at its end and keeping the narrations in memory would cost
-    # more.
+    # The file is read twice: alpha is known only at its end, and keeping all narrations in memory would cost more.
     alpha_s = _mean_beta_s(path)
     seen: set[str] = set()
     for source_id, entry in _videos(path):
@@ -209,7 +208,7 @@ def _passes(entry: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _field(row: Any, *names: str) -> Any:
-    """Return the value of the first field in `names` that a narration contains; None if it contains no such field."""
+    """Return the value of the first field in `names` that a narration has; None if it has none of them."""
     return next((row[name] for name in names if name in row), None) if isinstance(row, dict) else None
 
 
@@ -221,7 +220,7 @@ def _times(rows: list[Any]) -> np.ndarray:
 
 
 def _mean_gap_s(narrations: dict[str, list[Any]]) -> float | None:
-    """Return beta_i, the mean gap between consecutive narrations over all passes of a video; None if it has no gaps."""
+    """Return beta_i, the mean gap between consecutive narrations in all passes of a video; None without gaps."""
     times = [_times(rows) for rows in narrations.values()]
     gaps = np.concatenate([np.empty(0), *(np.diff(np.sort(times_s[np.isfinite(times_s)])) for times_s in times)])
     return float(gaps.mean()) if gaps.any() else None
@@ -235,7 +234,7 @@ def _keep_usable(
     half_s: float | None,
     where: tuple[Path, str, str],
 ) -> list[int]:
-    """Return the indices of the usable narrations of a pass; the others become rejected rows."""
+    """Return the indices of the usable narrations of a pass. The other narrations become rejected rows."""
     path, source_id, name = where
     kept = []
     for row, (narration, time_s) in enumerate(zip(rows, times_s.tolist(), strict=True)):

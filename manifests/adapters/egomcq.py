@@ -1,13 +1,13 @@
 """Questions of EgoMCQ (Lin et al. 2022, section 4.1): which of five clips does a narration describe?
 
-`egomcq.json` has a question for each key: a text (`query`), five clips (`choices`), and the key of the clip that it was
-written for (`answer`):
+`egomcq.json` has one entry per question: a text (`query`), five clips (`choices`), and the key of the clip that the
+text was written for (`answer`):
 
     {"0": {"query": {"clip_text": ...}, "answer": 3, "types": 1,
            "choices": {"0": {"video_uid": ..., "clip_start": ..., "clip_end": ..., "clip_text": ...}, ...}}, ...}
 
-A question is of the kind intra if all its clips belong to one video, else inter. `types` is not read: in the public
-code, the comment on it and its metric have opposite meanings.
+A question is of the kind `intra` if all its clips belong to one video, otherwise `inter`. `types` is not read: in the
+public code, the comment about it contradicts the metric.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from clipmill.manifests.adapters.annotations import interval_fault, seconds
 from clipmill.manifests.adapters.json_stream import object_items
 from clipmill.manifests.formatting import quote_value
 
-EGOMCQ = "egomcq"  # source of its clips in a manifest
+EGOMCQ = "egomcq"  # source of EgoMCQ's clips in a manifest
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Question:
 
 
 def has_questions(path: Path) -> bool:
-    """Return True if a JSON file is a file of EgoMCQ, by its first entry."""
+    """Return True if the first entry of a JSON file is a question of EgoMCQ."""
     first = next(object_items(path), ("", None))[1]
     return isinstance(first, dict) and "choices" in first and "query" in first
 
 
 def read_questions(path: Path) -> Iterator[Question | str]:
-    """Yield the questions in the order of the file; for a malformed question, a description of its fault.
+    """Yield the questions in the order of the file. A malformed question yields a description of its fault.
 
     Raises:
         UserError: The file cannot be read, or is not a JSON object.

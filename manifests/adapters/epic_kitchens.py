@@ -1,11 +1,11 @@
 """EPIC-KITCHENS-100 (Damen et al. 2022): narrated actions with times, verb and noun classes.
 
-The annotation files are the published CSVs (EPIC_100_train.csv, EPIC_100_validation.csv, the retrieval ones).
-Only time columns are used; frame columns refer to another frame extraction. The split is derived from the file name,
-which must have one. The videos are `<video_id>.<extension>`, anywhere under the folder.
+The annotation files are the published CSV files (EPIC_100_train.csv, EPIC_100_validation.csv, and the retrieval files).
+Only the columns with times are read, because the columns with frames refer to another frame extraction. The split is
+derived from the file name, which must contain one. The videos are `<video_id>.<extension>`, anywhere under the folder.
 
-The lists overlap: the retrieval lists repeat narrations of the others under the same narration_id. A repeated narration
-is read once; another narration with the same narration_id is rejected.
+The files overlap: the retrieval files repeat narrations of the other files under the same narration_id. A repeated
+narration is read once; a different narration with the same narration_id is rejected.
 """
 
 import re
@@ -73,7 +73,7 @@ def seconds_of_timestamp(text: str) -> float:
 
 
 class _Narrations:
-    """The narrations read so far, by narration_id, which a list need not have."""
+    """The narrations read so far by narration_id; a list may lack this column."""
 
     def __init__(self, builder: ReadingBuilder) -> None:
         self._builder = builder
@@ -81,10 +81,10 @@ class _Narrations:
         self.num_repeated = 0
 
     def is_new(self, row: Row, *, path: Path, split: str) -> bool:
-        """Return False if the narration was read before, in which case it has been counted or rejected.
+        """Return False if the narration was read before; it was then counted or rejected.
 
-        A narration that two lists have in different splits is new: the split of its video decides which row is
-        rejected.
+        If two lists have a narration in different splits, the second one is new: the split of its video decides which
+        row is rejected.
         """
         narration_id = row.values.get("narration_id")
         if not narration_id:

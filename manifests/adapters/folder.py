@@ -1,22 +1,22 @@
 """A folder of videos, with an optional table of captions (text, JSON or Parquet; see `caption_tables`).
 
-Every video file is a video; its ID is the relative path without the extension, or with it if files differ only in their
-extension (`file_ids`). The table has these columns:
+Every video file becomes a video. Its ID is the relative path without the extension; if several files differ only in
+their extension, the ID includes it (`file_ids`). The table has these columns:
 
-- `video`: relative path, file name, or either without the extension. A name without extension that matches several
-  files refers to the file with this ID; a name without a match may differ from a file's name in separators and case.
+- `video`: relative path or file name, with or without the extension. If a name without extension matches several files,
+  it refers to the file with this ID. If nothing matches, separators and case are ignored.
 - `text`. A row with labels may have no text: its caption is then the name of its class, with the source `class`.
-- Optionally `begin_s`, `end_s` or `duration_s` (without times a caption applies to the complete video: 0 to +inf),
-  `source`, `likelihood`, `split`, `group` (the moment, which rows of other cameras share), `view` (the camera), and
-  labels, of the video or of the times.
+- Optionally `begin_s`, `end_s` or `duration_s` (without times, a caption applies to the complete video: 0 to +inf),
+  `source`, `likelihood`, `split`, `group` (the moment; rows of other cameras have the same value), `view` (the camera),
+  and labels for the video or for the time span.
 
-A video has the split of its first row with a split, else the split in the name of a parent folder, otherwise train.
-Other rows of the video may have another split. Subtitles and the output
-of speech recognition beside the videos are read on request (`subtitles`).
+The split of a video is the first split in its rows, else the split in the name of a parent folder, else train. Other
+rows of the video may have another split. Subtitles and the output of speech recognition beside the videos are read on
+request (`subtitles`).
 
-The folder may be in a bucket (`s3://bucket/videos`). The files of a web server cannot be listed: the table names its
-videos, by URLs or by paths below the URL of the folder. The same holds without a folder. Such a table may also have
-rows without a text, for videos without captions.
+The folder may be in a bucket (`s3://bucket/videos`). The files of a web server cannot be listed, so the table must name
+the videos, by URLs or by paths below the URL of the folder. A table with URLs needs no folder. Such a table may also
+have rows without a text, for videos without captions.
 """
 
 from collections import Counter
@@ -63,7 +63,7 @@ def read_folder(
         captions: Table of captions.
         subtitles: Read the subtitles beside the videos.
         skip: Subfolder to ignore (the data folder).
-        known: Source ID -> file name of this dataset's videos in the manifest, which keep their IDs.
+        known: Source ID -> file name for the videos of this dataset in the manifest. They keep their IDs.
 
     Raises:
         UserError: No videos are found, the files cannot be listed, or the caption table cannot be read.
@@ -79,7 +79,7 @@ def read_folder(
         if base is not None:
             split_url(base)  # raises UserError if it cannot be served
         assert captions is not None
-        # The table is read again for its captions, with the same notes.
+        # The table is read a second time for its captions, and gives the same notes.
         rows = read_caption_rows(captions, required=required, note=lambda _: None)
         names = distinct_names(row.video for row in rows)
         scan = builder.use_scan(named_videos(names, base=base))
@@ -107,7 +107,7 @@ def read_folder(
 
 
 class _Videos:
-    """Lookup of the videos that the rows of a table name.
+    """Lookup of the videos that are named in the rows of a table.
 
     Args:
         owners: ID -> file with this ID, for IDs without an extension.
@@ -121,8 +121,8 @@ class _Videos:
         self._lookup, self._loose = VideoLookup(list(files)), LooseLookup([] if is_named else files)
         self._owners, self._base, self._is_named = owners, base, is_named
         self._names = NearestName(files)
-        self._nearest: dict[str, str] = {}  # name in the table -> part of a message
-        self.inexact: dict[str, str] = {}  # name in the table -> file that it refers to, with another spelling
+        self._nearest: dict[str, str] = {}  # name in the table -> hint with the nearest name
+        self.inexact: dict[str, str] = {}  # name in the table -> file with another spelling that it refers to
 
     def find(self, name: str) -> VideoFile | None:
         """Return the file that a row refers to by `name`; None if there is none.
@@ -144,7 +144,7 @@ class _Videos:
         return file
 
     def why_missing(self, name: str) -> str:
-        """Return the message that no file has this name, with the nearest name."""
+        """Return the message that no file has this name, with a suggestion of the nearest name."""
         if name not in self._nearest:
             nearest = self._names.find(name)
             self._nearest[name] = "" if nearest is None else f", the nearest is {nearest}"
@@ -164,7 +164,7 @@ def _add_captions(
     """Add the captions of a table.
 
     Args:
-        required: Columns that it must have; without `text`, it names the videos, and a row needs no text.
+        required: Columns that the table must have. Without `text`, the table names the videos, and a row needs no text.
         base: URL of the folder on a web server, or None.
     """
     builder.begin_annotations(table)
@@ -231,7 +231,7 @@ def _add_row(
     split: str | None,
     labelled: set[tuple[object, ...]],
 ) -> None:
-    """Add the captions of a row. Labels of the same times count once, for the first caption."""
+    """Add the captions of a row. If several captions have the same times, only the first one gets the labels."""
     for text in row.texts:
         key = (video, row.begin_s, row.end_s, split, *sorted(row.labels.items()))
         labels = {} if key in labelled else row.labels
@@ -263,7 +263,7 @@ def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, 
 
 
 def _split_of_row(value: object) -> str | None:
-    """Return the split that a row gives, None if it gives none; Unusable if it is not valid."""
+    """Return the split in a row; None if the row has none. Raise Unusable if it is not valid."""
     if value is None or value == "":
         return None
     split = find_split(value) if isinstance(value, str) else None
@@ -276,11 +276,11 @@ def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[st
     """Assign a unique source ID to each of `files`, in their order.
 
     The ID of `a.mp4` is `a`. If several files differ only in their extension, each ID includes it (`a.mkv`, `a.mp4`). A
-    file with a known ID keeps it: `a.mp4` stays `a` when `a.mkv` is added, and `a.mkv` stays `a.mkv` when `a.mp4` is
-    removed. An ID is therefore never transferred to another existing file, and does not depend on the order of files.
+    file with a known ID keeps it: `a.mp4` remains `a` when `a.mkv` is added, and `a.mkv` remains `a.mkv` when `a.mp4`
+    is removed. Therefore an ID never moves to another existing file, and does not depend on the order of the files.
 
     Args:
-        known: Source ID -> file name, without folders, of this dataset's videos in the manifest.
+        known: Source ID -> file name without folders, for the videos of this dataset in the manifest.
     """
     ids: list[str | None] = []
     for file in files:

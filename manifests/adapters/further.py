@@ -1,6 +1,6 @@
-"""Captions from tables for videos that are in the manifest already.
+"""Caption tables for videos that are already in the manifest.
 
-A table names a video by its video_id, or like a caption table of `folder`: by the dataset's ID, the path or the file
+A table names a video by its video_id, or as a caption table of `folder` does: by the dataset's ID, the path or the file
 name.
 """
 
@@ -26,8 +26,8 @@ from clipmill.manifests.further_sources import source_fault
 from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS
 from clipmill.manifests.storage.urls import Place, place_name, place_of
 
-TABLE = "table"  # kind of the records of tables without a model
-# From rows of videos, begin_s and end_s to booleans: arrays of the same length.
+TABLE = "table"  # `kind` in the records of tables without a model
+# Function of videos (rows), begin_s and end_s that returns booleans; all arrays have the same length.
 HasChunk = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 _LIKELIHOOD = OPTIONAL_CAPTIONS.field("likelihood")
 _SCHEMA = pa.schema([field for field in CAPTIONS if field.name != "caption_id"]).append(_LIKELIHOOD)
@@ -51,9 +51,9 @@ class Limits:
     """Limits for the times of captions.
 
     Attributes:
-        ends_s: End of each video in seconds, +inf if unknown; captions that begin later are rejected.
-        has_chunk: Function that returns True where a chunk exists at some times. Captions that a model wrote belong to
-            chunks, and are rejected without a chunk. None if unknown.
+        ends_s: End of each video in seconds, +inf if unknown. Captions that begin later are rejected.
+        has_chunk: Function that returns True if a chunk exists at the given times; None if the chunks are unknown. A
+            caption written by a model belongs to a chunk, and is rejected if the chunk does not exist.
     """
 
     ends_s: np.ndarray
@@ -82,12 +82,12 @@ def read_caption_tables(
 
 
 def _require_different(tables: Sequence[Path]) -> None:
-    """Raise UserError if two tables have the same content: every caption would count twice."""
+    """Raise UserError if two tables have the same content, because every caption would count twice."""
     paths_of_size: dict[int, list[Path]] = {}
     for path in tables:
         with reading(path):
             status = path.stat()
-        if stat_kind(status.st_mode) is None:  # others are rejected when they are opened
+        if stat_kind(status.st_mode) is None:  # other kinds of files are rejected when they are opened
             paths_of_size.setdefault(status.st_size, []).append(path)
     for paths in paths_of_size.values():
         first: dict[bytes, Path] = {}
@@ -110,8 +110,8 @@ class _Videos:
         self._videos = videos
         self._lookups: tuple[VideoLookup, ...] = ()
         self._row_of_path: dict[Place, int] = {}
-        self._path_of_row: dict[int, str] = {}  # as it is in the tables
-        self.moved: dict[str, str] = {}  # path in the tables that does not exist -> path of the video
+        self._path_of_row: dict[int, str] = {}  # path as written in the tables
+        self.moved: dict[str, str] = {}  # missing path in the tables -> path of the video in the manifest
 
     def rows(self, names: pa.Array) -> np.ndarray:
         """Return the row of each video_id, int64[N]; -1 if there is none."""
@@ -119,13 +119,13 @@ class _Videos:
         return np.asarray(rows.to_numpy(zero_copy_only=False), np.int64)
 
     def row_named(self, name: str) -> int:
-        """Return the row of the video with another name; -1 if there is none.
+        """Return the row of the video with a name other than its video_id; -1 if there is none.
 
-        An absolute path that does not exist stands for the video with this file name.
+        If an absolute path does not exist, it matches the video with the same file name.
 
         Raises:
             Ambiguous: Several videos match.
-            UserError: Several such paths match one video.
+            UserError: Several missing paths match one video.
         """
         if not self._lookups:
             paths = [place_of(path) for path in self._videos["path"].to_pylist()]
@@ -141,8 +141,8 @@ class _Videos:
                 for relative in (names, [place_name(path).name for path in paths])
             )
         file = self._find(name)
-        # A table from another machine has absolute paths of files that do not exist. Path.exists raises an error for a
-        # name that is too long.
+        # A table from another machine has absolute paths of files that do not exist here. Path.exists raises an error
+        # if a name is too long.
         is_missing = PurePosixPath(name).is_absolute() and not os.path.exists(name)  # noqa: PTH110
         if file is None and is_missing and (file := self._find(PurePosixPath(name).name)) is not None:
             self.moved[name] = str(file.path)
@@ -207,7 +207,7 @@ class _Reader:
         return FurtherReading(further_reading, self._records)
 
     def _usable_rows(self, table: OpenTable, batch: Batch) -> tuple[np.ndarray, pa.Table]:
-        """Return the rows of the videos of usable captions, int64[N], and the captions; reject the others."""
+        """Return the video rows (int64[N]) of usable captions, and these captions; reject all other captions."""
         rows = batch.rows.combine_chunks()
         begin_s, end_s = rows["begin_s"].to_numpy(), rows["end_s"].to_numpy()
         likelihood = rows["likelihood"].fill_null(0.0).to_numpy()
@@ -259,7 +259,7 @@ class _Reader:
         return videos[kept], rows.take(pa.array(kept))
 
     def _find_others(self, table: OpenTable, batch: Batch, videos: np.ndarray, unknown: np.ndarray) -> None:
-        """Look up the rows `unknown` by other names, and set their elements of `videos`."""
+        """Look up the elements `unknown` by other names, and write the results into `videos`."""
         video_of_name: dict[str, int | Ambiguous] = {}
         for index in unknown.tolist():
             name = batch.rows["video"][index].as_py()

@@ -13,7 +13,7 @@ from clipmill.manifests.adapters.annotations import not_utf8, open_annotations
 from clipmill.manifests.errors import UserError
 
 _WINDOW_CHARS = 1 << 22
-# An error this close to the end of the window may only be due to truncation; an error further away is a syntax error.
+# An error this close to the end of the window may be due to truncation; an error further away is a syntax error.
 _NEAR_END_CHARS = 64
 ObjectHook = Callable[[list[tuple[str, Any]]], Any]
 
@@ -36,10 +36,10 @@ def array_items(path: Path, *, hook: ObjectHook | None = None) -> Iterator[Any]:
 
 
 def object_items(path: Path, *, inside: str | None = None, hook: ObjectHook | None = None) -> Iterator[tuple[str, Any]]:
-    """Iterate over the (key, value) pairs of a JSON object; iterate over the value of the key `inside` as well.
+    """Iterate over the (key, value) pairs of a JSON object, and over the value of the key `inside`.
 
-    A file `{"version": 1, "videos": {"a": ..., "b": ...}}`, read with inside="videos", yields the keys version, a and
-    b; with a list in place of the object, it yields version, and videos for each item.
+    For example, `{"version": 1, "videos": {"a": ..., "b": ...}}` with inside="videos" yields the keys version, a and b.
+    If the value is a list in place of an object, the key videos is yielded with each item.
 
     Args:
         hook: As in `array_items`.
@@ -128,8 +128,8 @@ class _Window:
                     raise self._error(error.msg) from error
             except RecursionError as error:
                 raise self._error("nested too deeply") from error
-            # Raised for an integer with more digits than Python converts.
             except ValueError as error:
+                # Python raises this for an integer with too many digits.
                 raise self._error(str(error)) from error
             else:
                 # A number at the end of the window may continue after it.

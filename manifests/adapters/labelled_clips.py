@@ -1,28 +1,28 @@
 """Clips with one class each: Kinetics (Kay et al. 2017) and similar lists, and Something-Something v2.
 
-*Kinetics.* A list is the published CSV with the columns label, youtube_id, time_start, time_end, split. Its videos are
-`<youtube_id>_<start as 6 digits>_<end as 6 digits>.<extension>` (trimmed: the label applies to the complete file) or
-`<youtube_id>.<extension>` (untrimmed: it applies from time_start to time_end). A list without a header has lines such
-as
+*Kinetics.* A list is the published CSV file with the columns label, youtube_id, time_start, time_end, split. Its videos
+are `<youtube_id>_<start as 6 digits>_<end as 6 digits>.<extension>` (trimmed: the label applies to the complete file)
+or `<youtube_id>.<extension>` (untrimmed: the label applies from time_start to time_end). A list without a header has
+lines such as
 
     path label               or `path,label`: VideoMAE's lists
     path num_frames label    AVION's lists; num_frames is ignored, since it refers to another copy of the video
     path 0 -1                VideoMAE V2's lists for pre-training: a video without a label
     path start num_frames    in a list with lines of the previous form: a folder of extracted frames, which is rejected
 
-and the split is derived from the file name of the list. A path may contain spaces and commas, or be quoted: the first
-interpretation of a line whose file exists is used. Published lists begin paths with a folder to be filled in,
-`your_path/` (VideoMAE V2) or `dataset_root/` (AVION): it is removed, with as many of the folders after it as are not
-found. The class is also the text of the caption. It is taken from the list unchanged, as a name or a number, so a
-dataset should not mix lists of numbers with lists of names.
+In such a list, the split is derived from the file name of the list. A path may contain spaces and commas, or be quoted:
+the reader uses the first interpretation of a line for which the file exists. In published lists, paths begin with a
+placeholder folder, `your_path/` (VideoMAE V2) or `dataset_root/` (AVION). The placeholder is removed, with as many of
+the folders after it as do not exist. The class is also the text of the caption. It is taken from the list unchanged, as
+a name or a number, so one dataset should not mix lists with numbers and lists with names.
 
 *Something-Something v2* (Goyal et al. 2017) has clips of one of 174 actions with objects. train.json and
 validation.json are lists of {"id": "78687", "label": "holding a cup next to a box", "template": "Holding [something]
-next to [something]", "placeholders": ["a cup", "a box"]}, with or without the prefix `something-something-v2-` in the
-file name. The caption is `label`; the class is the template without its brackets, as in labels.json. The videos are
-files `<id>.webm`. The split is derived from the file name. test.json lists videos without labels; test-answers.csv has
-their classes in lines `<id>;<class>`, which are also their captions, with the source `class`. If labels.json is given,
-other classes than its keys are rejected.
+next to [something]", "placeholders": ["a cup", "a box"]}. The file names may have the prefix `something-something-v2-`.
+The caption is `label`. The class is the template without its brackets, as in labels.json. The videos are files
+`<id>.webm`. The split is derived from the file name. test.json lists videos without labels. Their classes are in
+test-answers.csv, in lines `<id>;<class>`; each class is also the caption, with the source `class`. If labels.json is
+given, classes that are not among its keys are rejected.
 """
 
 import re
@@ -63,7 +63,7 @@ _COLUMNS = ["label", "youtube_id"]
 _TWO_NUMBERS = re.compile(r"(?P<count>\d{1,9})[ ,\t]+(?P<label>-?\d{1,9})")
 _NUMBERS_LAST = re.compile(rf"(?P<name>.*[^ ,\t])[ ,\t]+(?P<numbers>{_TWO_NUMBERS.pattern})")
 _NO_LABEL = "-1"
-# Folders to be filled in, with which the published lists of VideoMAE V2 and AVION begin their paths.
+# Placeholder folders at the beginning of the paths in the published lists of VideoMAE V2 and AVION.
 _PLACEHOLDERS = ("your_path/", "dataset_root/")
 
 
@@ -126,7 +126,7 @@ def _add_row(builder: ReadingBuilder, clips: WantedVideos, row: Row, *, lookup: 
 
 
 def _file_id(youtube_id: str, *, begin_s: float, end_s: float, lookup: VideoLookup) -> tuple[str, bool]:
-    """Return the name of a clip's file, and True if the file is trimmed to the clip."""
+    """Return the name of a clip's file. The second value is True if the file is trimmed to the clip."""
     if not youtube_id.strip() or end_s == inf:
         return youtube_id, False
     if not (isfinite(begin_s) and isfinite(end_s)):
@@ -150,7 +150,7 @@ def _add_plain_list(builder: ReadingBuilder, clips: WantedVideos, *, lookup: Vid
             detail = f"expected `path label` or `path,label`, found {line:.80}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
             continue
-        # The interpretation whose file exists, else the first one with the name of a video file.
+        # The interpretation whose file exists; otherwise the first one with the name of a video file.
         existing = (reading for reading in readings if _exists(reading.name, lookup))
         plausible = (reading for reading in readings if PurePosixPath(reading.name).suffix.lower() in VIDEO_SUFFIXES)
         reading = next(existing, None) or next(plausible, readings[0])
@@ -168,7 +168,7 @@ def _add_plain_list(builder: ReadingBuilder, clips: WantedVideos, *, lookup: Vid
 
 
 def _readings(line: str, *, lookup: VideoLookup, is_pretraining: bool) -> list[_Line]:
-    """Return the ways to split a line into path and label, the most likely first."""
+    """Return the possible splits of a line into path and label, the most likely first."""
     pairs = []
     if line.startswith('"'):
         pairs.append(line[1:].partition('"')[::2])
@@ -195,7 +195,7 @@ def _without_placeholder(name: str, lookup: VideoLookup) -> str:
 
 
 def _read(name: str, label: str, *, is_pretraining: bool) -> _Line:
-    """Parse the text after the path of a line: a class, or two numbers."""
+    """Parse the rest of a line after the path: a class, or two numbers."""
     numbers = _TWO_NUMBERS.fullmatch(label)
     if numbers is None:
         return _Line(name, label)
@@ -205,7 +205,7 @@ def _read(name: str, label: str, *, is_pretraining: bool) -> _Line:
     if label.startswith("-"):
         return _Line(name, None, f"label is {label}, expected a class, or -1 for no label")
     if count < 2 or is_pretraining:
-        # No video has 0 or 1 frames, and these are the numbers that folders of extracted frames start at.
+        # No video has 0 or 1 frames. Extracted frames are numbered from 0 or 1.
         fault = f"a folder of extracted frames (`folder start total`: {count} {label}), expected a video file"
         return _Line(name, None, fault)
     return _Line(name, label)

@@ -1,4 +1,4 @@
-"""LeRobot datasets of the versions 3 and 2: episodes of a robot, recorded by one or more cameras.
+"""LeRobot datasets, versions 3 and 2: episodes of a robot, recorded by one or more cameras.
 
     meta/info.json          version, frames per second, features (a camera has the dtype `video`), splits as ranges of
                             episodes, templates of paths
@@ -6,11 +6,12 @@
                             the span [from_timestamp, to_timestamp) in it; statistics of the episode's frames
     meta/episodes.jsonl     version 2: a line for each episode; each camera has a file for each episode
     meta/tasks.*            the tasks by number
-    data/                   states, actions, times and tasks of single frames: they stay where they are
+    data/                   states, actions, times and tasks of single frames, which are not copied
 
-A caption is a span of an episode, seen by one camera. Its text is the task, its group the name of the episode, and its
-view the short name of the camera. Other columns of the episodes are labels. An episode with several tasks is divided
-where its frames change their task. An episode without a task has its name as caption, so that it keeps its split.
+A caption describes a span of an episode, as one camera recorded it. Its text is the task, its group is the name of the
+episode, and its view is the short name of the camera. Other columns of the episodes become labels. If an episode has
+several tasks, it is divided where the frames change their task. If it has no task, its name becomes the caption, so
+that the episode keeps its split.
 """
 
 import re
@@ -44,7 +45,7 @@ from clipmill.manifests.storage.urls import Place, mask_secrets
 
 DATASET = "lerobot"
 SOURCE = "task"
-NAME_SOURCE = "episode"  # source of captions that are the names of episodes
+NAME_SOURCE = "episode"  # source of captions that are names of episodes
 _FRAME_COLUMNS = ("episode_index", "timestamp", "task_index")
 _NOT_LABELS = re.compile(r"episode_index|tasks|task_index|length|dataset_(from|to)_index|(data|videos|meta|stats)/.*")
 _FIELD = re.compile(r"\{(video_key|chunk_index|file_index|episode_chunk|episode_index)(?::0?(\d)d)?\}")
@@ -67,10 +68,10 @@ class _Episode:
 
     Attributes:
         row: Row of its metadata.
-        split: None if no split contains it.
-        tasks: Its tasks, without empty ones.
+        split: Split that contains the episode; None if there is none.
+        tasks: Tasks of the episode, except empty ones.
         data_file: File of its states and actions, relative to the folder of the dataset.
-        spans: Camera -> span; without cameras whose file or times are missing.
+        spans: Camera -> span, except for cameras whose file or times are missing.
         labels: Column -> value.
     """
 
@@ -93,7 +94,7 @@ class _Dataset:
 
     Attributes:
         views: Camera (name of a feature) -> short name.
-        successes: Features of frames that say whether the robot succeeded.
+        successes: Frame features that say whether the robot succeeded.
         splits: Ranges of episodes with their splits, held-out splits first.
         video_path, data_path: Templates of paths relative to `root`.
         num_per_folder: Number of episodes in a folder (version 2).
@@ -119,8 +120,8 @@ def read_lerobot(directory: Place, *, dataset: str = DATASET) -> Reading:
     """Read a LeRobot dataset.
 
     Raises:
-        UserError: The folder is in a bucket, is not a LeRobot dataset of the versions 2 and 3, has no camera with
-            videos, or has metadata that cannot be read.
+        UserError: The folder is in a bucket; it is not a LeRobot dataset of version 2 or 3; it has no camera with
+            videos; or its metadata cannot be read.
     """
     notes: list[str] = []
     info = _open_dataset(directory, notes)
@@ -144,7 +145,7 @@ def read_lerobot(directory: Place, *, dataset: str = DATASET) -> Reading:
     builder.begin_annotations(info.annotations)
     for row, why in faults:
         builder.reject(why.reason, file=str(info.annotations), row=row, detail=why.detail)
-    # Datasets in the same data folder have the same names of cameras and episodes.
+    # Several datasets in one data folder may have cameras and episodes with the same names.
     prefix = "" if dataset == DATASET else f"{dataset}_"
     for camera in info.views:
         by_file: dict[str, list[_Episode]] = {}
@@ -172,8 +173,8 @@ def _add_file(
     """Add a video file of a camera, and the captions of the episodes in it.
 
     Args:
-        tasks: Episode -> its tasks, each with the seconds from the start of the episode.
-        prefix: Beginning of names that other datasets have too.
+        tasks: Episode -> its tasks, each with its start in seconds from the start of the episode.
+        prefix: Beginning of names that also occur in other datasets.
     """
     path, name, origin_file = info.root / file, PurePosixPath(file), info.annotations
     source_id = f"{prefix}{info.views[camera]}_{f'{name.parent.name}_' if info.is_v3 else ''}{name.stem}"
@@ -208,9 +209,10 @@ def _add_file(
 
 
 def _find_overlaps(info: _Dataset, episodes: Sequence[_Episode], *, camera: str) -> dict[int, str]:
-    """Return the episodes of a file that share more than half a frame with another one, which is named.
+    """Return the episodes of a file that overlap another episode by more than half a frame, with the name of the other.
 
-    It is the later one of the two, but not a held-out one beside one of training: its frames would be trained on.
+    Usually the later episode is returned. If one is held out and the other is for training, the training episode is
+    returned, because training would use held-out frames.
     """
     overlaps: dict[int, str] = {}
     last: _Episode | None = None
@@ -346,7 +348,7 @@ def _metadata_rows(info: _Dataset) -> Iterator[tuple[dict[str, Any], str | None]
 
 
 def _dig(value: object, *names: str) -> Any:
-    """Return a value inside nested objects of JSON; None if it or one of the objects is missing."""
+    """Return a value inside nested JSON objects; None if the value or one of the objects is missing."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
@@ -377,14 +379,14 @@ def _read_parquet(path: Path, columns: Sequence[str], *, filters: Any = None, ar
 
 
 def _to_whole(value: object) -> int | None:
-    """Return a whole number from 0, or None; pandas writes it as 3.0 in a column with empty cells."""
+    """Return an integer of at least 0, or None. pandas writes integers as 3.0 if the column has empty cells."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     return int(value) if 0 <= value < 10**9 and value == int(value) else None
 
 
 def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
-    """Return the episode of a row of metadata; Unusable if it is malformed."""
+    """Return the episode in a row of metadata; raise Unusable if the row is malformed."""
     index, length, tasks = (
         _to_whole(values.get("episode_index")),
         _to_whole(values.get("length")),
@@ -422,7 +424,7 @@ def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
 
 
 def _labels(info: _Dataset, values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the columns of an episode that are neither positions nor statistics, and its success."""
+    """Return the columns of an episode that are neither positions nor statistics, and whether the robot succeeded."""
     labels: dict[str, object] = {}
     for name in info.successes:
         value = values.get(f"stats/{name}/max")
@@ -445,9 +447,9 @@ def _labels(info: _Dataset, values: Mapping[str, Any]) -> dict[str, str]:
 def _tasks_by_time(
     info: _Dataset, episodes: Collection[_Episode], notes: list[str]
 ) -> dict[int, list[tuple[float, str]]]:
-    """Return the tasks of each episode, each with the seconds from the start of the episode; "" for no task.
+    """Return the tasks of each episode, each with its start in seconds from the start of the episode; "" for no task.
 
-    Frames are read for episodes with several tasks only. If they do not tell when a task begins, there is no task.
+    Frames are read only for episodes with several tasks. If they do not show when a task begins, the task is omitted.
     """
     tasks = {episode.index: [(0.0, "".join(episode.tasks[:1]))] for episode in episodes}
     by_file: dict[str, list[_Episode]] = {}
@@ -474,7 +476,7 @@ def _tasks_by_time(
 
 
 def _missing_columns(info: _Dataset, file: str, names: Sequence[str]) -> str | None:
-    """Describe which of the columns a file of frames lacks; None if it lacks none."""
+    """Describe which of the columns `names` a file of frames lacks; None if it has all of them."""
     if not (info.root / file).is_file():
         return f"there is no {file}"
     columns = _parquet_columns(info.root / file)
@@ -483,13 +485,13 @@ def _missing_columns(info: _Dataset, file: str, names: Sequence[str]) -> str | N
 
 
 def _task_names(info: _Dataset) -> dict[float, str]:
-    """Return the task of each number."""
+    """Return the name of each task by its number."""
     path = info.root / "meta" / ("tasks.parquet" if info.is_v3 else "tasks.jsonl")
     if not info.is_v3:
         values = (row.values for row in json_rows(path))
         return {_to_whole(of.get("task_index")) or 0: str(of.get("task", "")).strip() for of in values}
     columns = _parquet_columns(path)
-    texts = [name for name in columns if name != "task_index"]  # "task", or the index of a table of pandas
+    texts = [name for name in columns if name != "task_index"]  # "task", or the index of a pandas table
     if "task_index" not in columns or len(texts) != 1:
         raise UserError(f"{path} does not have the columns task_index and task", hint=_COPY_AGAIN)
     table = _read_parquet(path, columns)
@@ -498,7 +500,7 @@ def _task_names(info: _Dataset) -> dict[float, str]:
 
 
 def _notes_of(info: _Dataset, episodes: Collection[_Episode]) -> Iterator[str]:
-    """Describe what is unusual about the episodes."""
+    """Describe unusual properties of the episodes."""
     if isinstance(info.num_episodes, int) and info.num_episodes != len(episodes):
         yield f"meta/info.json has {info.num_episodes} episodes, and the metadata of episodes {len(episodes):,}"
     kinds: dict[str, list[_Episode]] = {}

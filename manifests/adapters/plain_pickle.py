@@ -1,4 +1,4 @@
-"""Load pickles of plain containers; a pickle that references other classes or functions is rejected, not run."""
+"""Loader of pickles with plain containers. It rejects references to other classes and functions without a call."""
 
 import pickle
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from clipmill.manifests.adapters.annotations import open_annotations
 from clipmill.manifests.errors import UserError
 
-# Old pickle protocols encode an empty set as a call of its class.
+# Old pickle protocols encode an empty set as a call of the class `set`.
 _PLAIN = {
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,

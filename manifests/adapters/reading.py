@@ -1,8 +1,8 @@
 """The output of an adapter, and the builder that collects it.
 
-`ReadingBuilder` collects rows without one Python object for each. `WantedVideos` looks up the videos that annotations
-name, each once. Annotation files by URL are copied to a temporary folder while an adapter reads them
-(`read_with_local_tables`).
+`ReadingBuilder` collects rows without one Python object per row. `WantedVideos` looks up each video that the
+annotations name, once. If annotation files are given by URL, they are copied to a temporary folder while an adapter
+reads them (`read_with_local_tables`).
 """
 
 import tempfile
@@ -39,10 +39,10 @@ _NO_COLUMNS = pa.schema([])
 
 
 class RowBuffer:
-    """Rows of one schema, converted to Arrow every ROWS_PER_CHUNK rows.
+    """Rows of one schema, which are converted to Arrow after every ROWS_PER_CHUNK rows.
 
     Args:
-        optional: Further columns. Only rows with a value take memory, and the table has only columns with a value.
+        optional: Additional columns. They take memory only for rows with a value; columns without values are omitted.
     """
 
     def __init__(self, schema: pa.Schema, *, optional: pa.Schema = _NO_COLUMNS) -> None:
@@ -84,7 +84,7 @@ _VIDEO_FIELDS = pa.schema([VIDEOS.field(name) for name in ("video_id", "source_i
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The place where a caption was read.
+    """The location where a caption was read.
 
     Attributes:
         file: Annotation file.
@@ -105,14 +105,14 @@ class Reading:
 
     Attributes:
         videos: Table of schema.VIDEOS without the columns that depend on captions (num_captions, captions_sha256).
-        captions: Table of schema.CAPTIONS without caption_id, plus the fields of schema.OPTIONAL_CAPTIONS that any has,
-            and label_ columns; the dictionary of video_id is videos.video_id.
+        captions: Table of schema.CAPTIONS without caption_id, plus those fields of schema.OPTIONAL_CAPTIONS that have
+            values, and label_ columns. The dictionary of video_id is videos.video_id.
         rejected: Table of schema.REJECTED.
         num_captions_lost: Number of captions of unavailable videos.
-        num_rows_used: Annotation file -> number of its rows that became captions, or videos without captions; contains
-            all given files.
+        num_rows_used: Annotation file -> number of its rows that became captions, or videos without captions. All given
+            files are keys.
         example_file: Name of one of the video files, relative to their folder.
-        notes: Notes for the user about the reading, one sentence each.
+        notes: Notes for the user, one sentence each.
     """
 
     videos: pa.Table
@@ -147,11 +147,11 @@ class ReadingBuilder:
         self._notes: list[str] = []
 
     def find_videos(self, directory: Place, *, skip: Place | None = None) -> list[VideoFile]:
-        """Find videos under `directory`, by `scan_videos` or `scan_bucket`; reject folders that cannot be listed."""
+        """Find videos under `directory` by `scan_videos` or `scan_bucket`; reject folders that cannot be listed."""
         return self.scan(directory, skip=skip).files
 
     def scan(self, directory: Place, *, skip: Place | None = None, beside: frozenset[str] = frozenset()) -> Scan:
-        """Find videos, like `find_videos`, and files with the extensions `beside`."""
+        """Find videos as `find_videos` does, and also files with the extensions `beside`."""
         if isinstance(directory, str):
             return self.use_scan(scan_bucket(directory, skip=skip if isinstance(skip, str) else None, beside=beside))
         return self.use_scan(scan_videos(directory, skip=skip if isinstance(skip, Path) else None, beside=beside))
@@ -178,7 +178,7 @@ class ReadingBuilder:
         self._num_rows_used.setdefault(file, 0)
 
     def use_row(self, file: Place) -> None:
-        """Count a row that provides a video without a caption, or whose caption another annotation file provides."""
+        """Count a row that adds a video without a caption, or whose caption comes from another annotation file."""
         self._num_rows_used[file] += 1
 
     def add_video(self, source_id: str, *, path: Place, split: str, size_bytes: int | None = None) -> int | None:
@@ -198,7 +198,7 @@ class ReadingBuilder:
         return reason is None
 
     def add_checked_video(self, source_id: str, *, path: Place, split: str) -> int | None:
-        """Add a video, like `add_video`, whose file has been checked; reject it and return None if its ID is taken."""
+        """Add a video whose file was already checked; if its ID is taken, reject the video and return None."""
         video_id = safe_video_id(source_id)
         if video_id in self._video_ids:
             first = self._videos["path"][self._video_ids[video_id]]
@@ -212,7 +212,7 @@ class ReadingBuilder:
         return self._video_ids[video_id]
 
     def source_ids(self) -> Sequence[str]:
-        """Return the dataset's IDs of the videos that were added."""
+        """Return the dataset's IDs of all added videos."""
         return self._videos["source_id"]
 
     def source_id_of(self, video: int) -> str:
@@ -266,7 +266,7 @@ class ReadingBuilder:
     def add_captions(
         self, video: int, *, texts: pa.Array, source: str, file: Path, begin_s: np.ndarray, end_s: np.ndarray
     ) -> None:
-        """Add many captions of one video, which the caller has validated; texts string[N], times float64[N]."""
+        """Add many captions of one video, which the caller has validated: texts string[N], times float64[N]."""
         num_rows = len(texts)
         arrays = [
             pa.array(np.full(num_rows, video, np.int32)),
@@ -309,7 +309,7 @@ class ReadingBuilder:
         why: str = "no matching video file",
         row: int | None = None,
     ) -> None:
-        """Count captions of an unavailable video; the video becomes one rejected row, at the first `row` given."""
+        """Count captions of an unavailable video. The video becomes one rejected row, with the first `row` given."""
         key = (source_id, str(file), reason, why)
         num_before, first_row = self._lost.get(key, (0, row))
         self._lost[key] = (num_before + num_captions, first_row)
@@ -380,7 +380,7 @@ def escape_unencodable(text: str) -> str:
 
 
 def _file_fault(path: Place, *, size_bytes: int | None) -> tuple[Reason | None, str]:
-    """Return the reason why a video file is unusable, found without opening it; None if there is no such reason."""
+    """Return the reason why a video file is unusable; None if it is usable. The file is not opened."""
     if not is_encodable(str(path)):
         return Reason.BAD_NAME, "the path is not valid UTF-8"
     if isinstance(path, str):
@@ -417,7 +417,7 @@ def _dictionary_column(codes: pa.ChunkedArray, values: pa.Array) -> pa.ChunkedAr
 def begin_reading(
     dataset: str, directory: Place, *, skip: Place | None, labels: Mapping[str, pa.DataType] | None = None
 ) -> tuple[ReadingBuilder, "WantedVideos"]:
-    """Return a builder, and the lookup of the videos of `directory` by the IDs of annotations.
+    """Return a builder, and a lookup of the videos in `directory` by the IDs in the annotations.
 
     Raises:
         UserError: There are no videos.
@@ -434,17 +434,17 @@ class _Unavailable:
 
 
 class WantedVideos:
-    """Lookup of annotated videos, which adds them to a builder under the IDs of the annotations."""
+    """Lookup of annotated videos. It adds each video to a builder under its ID in the annotations."""
 
     def __init__(self, builder: ReadingBuilder, lookup: VideoLookup, files: Sequence[VideoFile]) -> None:
         self._builder = builder
         self._lookup = lookup
-        # A numbered name such as P01_01 does not misspell P01_02: its file is probably missing.
+        # P01_02 is not a misspelling of P01_01: its file is probably missing.
         self._nearest = NearestName(files, max_compared=0)
         self._videos: dict[str, int | _Unavailable] = {}
 
     def leave_out(self, source_ids: Iterable[str], *, why: str) -> None:
-        """Omit these videos with their captions; called before any of them is looked up."""
+        """Omit these videos and their captions. Call it before any of them is looked up."""
         omitted = _Unavailable(Reason.LEFT_OUT, why)
         self._videos |= {compose_unicode(source_id): omitted for source_id in source_ids}
 
@@ -459,11 +459,12 @@ class WantedVideos:
         file_names: Sequence[str] = (),
         has_own_split: bool = False,
     ) -> int | None:
-        """Return the builder's index of the video of an annotation row with `num_captions` captions.
+        """Return the builder's index of the video in an annotation row with `num_captions` captions.
 
         Args:
-            file_names: Names under which its file is looked up, in this order; by default `source_id`.
-            has_own_split: True if the row is of a part of the video, which may be in another split than other parts.
+            file_names: File names to look up, in this order; by default `source_id`.
+            has_own_split: True if the row describes a part of the video, which may have a different split than other
+                parts.
 
         Returns:
             The index; None if the row is unusable, in which case it has been counted or rejected.
@@ -471,7 +472,7 @@ class WantedVideos:
         if not isinstance(source_id, str) or not source_id.strip():
             self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="the row names no video")
             return None
-        # The same name in two Unicode forms is one video; its ID has the form encountered first.
+        # Two Unicode forms of the same name are one video; its ID has the form that occurs first.
         name = compose_unicode(source_id)
         if name not in self._videos:
             self._videos[name] = self._find(source_id, split=split, file_names=file_names or (source_id,))
@@ -501,7 +502,7 @@ class WantedVideos:
 
 
 def read_with_local_tables(tables: Sequence[Place], read: Callable[[list[Path]], Reading]) -> Reading:
-    """Return `read(local files)`, with the URLs of the tables in place of the names of their copies.
+    """Call `read` with local copies of the tables; in its result, replace the names of the copies by the URLs.
 
     Raises:
         UserError: A table cannot be fetched, or `read` raises an error.

@@ -1,6 +1,6 @@
-"""Video files in a bucket, which are listed, and on web servers, which a table has to name.
+"""Video files in a bucket, which can be listed, and on web servers, where a table has to name them.
 
-The states of objects (their sizes) come with the listing; nothing is opened.
+The listing of a bucket includes the sizes of the objects; no object is opened.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.storage.stores import AccessDenied, AccessRefused, scheme_of
 from clipmill.manifests.storage.urls import host_problem, is_web, mask_secrets, split_url, url_below
 
-_NUM_REQUESTS = 32  # in parallel
+_NUM_REQUESTS = 32  # number of parallel requests
 
 
 def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] = frozenset()) -> Scan:
@@ -29,8 +29,8 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
         beside: Other extensions to list, in lower case.
 
     Raises:
-        UserError: The URL cannot be served, the bucket does not exist or refuses the credentials, the server cannot
-            list its files, or there is no object with a video extension.
+        UserError: The URL is not supported; the bucket does not exist or refuses the credentials; the server cannot
+            list its files; or there is no object with a video extension.
     """
     require_listable(folder)
     objects = open_objects(folder)
@@ -88,7 +88,7 @@ def normal_url(name: str, *, base: str | None) -> str:
     """Return the URL for `name` in a table: a URL, or a path below the URL `base`.
 
     Raises:
-        UserError: The URL cannot be served, has a password or a query string, or leads into this machine's network.
+        UserError: The URL is not supported, has a password or a query string, or leads into this machine's network.
         ValueError: `name` is not a URL, and there is no base.
     """
     if not is_remote(name):
@@ -105,7 +105,7 @@ def normal_url(name: str, *, base: str | None) -> str:
 
 
 def named_videos(names: Iterable[str], *, base: str | None) -> Scan:
-    """Look up the objects that a table names; objects that do not exist are omitted.
+    """Look up the objects that a table names; missing objects are omitted.
 
     Args:
         names: URLs, or paths below `base`, with a video extension.
@@ -158,5 +158,5 @@ def _look_up(servers: dict[str, Objects], url: str, relative: str) -> VideoFile 
 
 
 def distinct_names(names: Iterable[object]) -> Iterator[str]:
-    """Yield each name once, without values that are not text."""
+    """Yield each name once; values that are not strings are omitted."""
     yield from dict.fromkeys(name.strip() for name in names if isinstance(name, str) and name.strip())

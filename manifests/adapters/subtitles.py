@@ -1,13 +1,13 @@
 """Captions in files beside the videos: subtitles (.srt, .vtt), and the output of speech recognition (.json of Whisper).
 
-A file belongs to the video of the same name in its folder: `a.srt`, or with a language `a.en.srt`, for `a.mp4`. Its
-captions have the source `subtitles`, or `asr` for the output of speech recognition, followed by the language:
-`subtitles-en`. Whisper writes the same words in all formats at once. If files of a video have the same words, only one
-is read: JSON, which has likelihoods, before .srt and .vtt.
+A file belongs to the video with the same name in the same folder: `a.srt`, or with a language `a.en.srt`, belongs to
+`a.mp4`. Its captions have the source `subtitles`, or `asr` for the output of speech recognition, followed by the
+language: `subtitles-en`. Whisper writes the same words in all formats at once. If several files of a video have the
+same words, only one file is read: JSON, which has likelihoods, is preferred to .srt and .vtt.
 
-No library is used for parsing: pysubs2 reads a negative time as a positive time, and adds comments, cue names and cues
-with an invalid time to the text of the cue before; webvtt-py omits such cues silently; srt rejects the complete file.
-Here every cue is either valid or has a fault.
+No library parses the files, for these reasons. pysubs2 reads a negative time as positive; it appends comments, cue
+names and cues with an invalid time to the text of the previous cue. webvtt-py omits such cues silently. srt rejects the
+complete file. In this module, every cue is either valid or has a fault.
 """
 
 import codecs
@@ -32,25 +32,25 @@ from clipmill.manifests.storage.urls import Place, place_name, split_url
 
 MAX_FILE_BYTES = 1 << 28
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-# One to three dashes, and a decimal comma, point or colon: all of these occur in files that players accept.
+# One to three dashes, and a decimal comma, point or colon. All of these occur in files that players accept.
 _TIME = r"-?(?:\d{1,4}:)?\d{1,3}:\d{1,2}(?:[.,:]\d{1,9})?"
 _TIMING = re.compile(rf"\s*(?P<begin>{_TIME})\s*-{{1,3}}>\s*(?P<end>{_TIME})(?:\s.*)?", re.DOTALL)
 _LIKE_TIMING = re.compile(r"[\s\d:.,-]*-->|[\s\d:.,-]*:[\s\d:.,-]*->|\s*-?\d+:\S*\s*-->")
 _ARROW = "-->"
-_WORD_TIME = re.compile(r"<\d[\d:.]*><c[.>]")  # before each word of YouTube's automatic subtitles
+_WORD_TIME = re.compile(r"<\d[\d:.]*><c[.>]")  # before each word in YouTube's automatic subtitles
 _INSTANT_S = 0.02
-_MAX_TIMING_CHARS = 100  # of the times in a line; the time for matching grows with the square of their length
+_MAX_TIMING_CHARS = 100  # maximum length of the times in a line, because matching takes quadratic time
 _PARTS = re.compile(r"(?P<sign>-?)(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:[.,:](?P<fraction>\d+))?")
 # <i>, </font>, <v Name>, <c.yellow>, <00:00:01.000>; {\an8}, {y:i}. Not "I <3 you" or "{laughs}".
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>|</?>|<\d[\d:.,]*>|\{\\[^{}]*\}|\{[A-Za-z]:[^{}]*\}")
-_INVISIBLE = dict.fromkeys((0x200E, 0x200F, 0xFEFF))  # direction marks, and byte order marks of joined files
+_INVISIBLE = dict.fromkeys((0x200E, 0x200F, 0xFEFF))  # direction marks, and byte order marks in concatenated files
 _LINE_BREAK = re.compile(r"\\[Nnh]")
 _ENTITY = re.compile(r"&(?:[A-Za-z]{1,32}|#\d{1,8}|#[xX][0-9a-fA-F]{1,8});")
 
 
 @dataclass(frozen=True)
 class Cue:
-    """A text with its times.
+    """A text with its times in a subtitle file.
 
     Attributes:
         number: Position in the file, from 0.
@@ -71,7 +71,7 @@ class Unreadable(Exception):
 
 
 def decode_text(content: bytes) -> tuple[str, str | None]:
-    """Decode the text of a file: UTF-8, UTF-16, else Windows-1252. Return it and the encoding if that was guessed.
+    """Decode the text of a file as UTF-8, UTF-16 or else Windows-1252; return it, and the encoding if it was guessed.
 
     Raises:
         Unreadable: The content is not text.
@@ -98,9 +98,9 @@ def decode_text(content: bytes) -> tuple[str, str | None]:
 def read_cues(text: str) -> Iterator[Cue]:
     """Iterate over the cues of a SubRip or WebVTT file, in their order.
 
-    The text of a cue is on one line, without markup and without the settings of the cue. Automatic subtitles of
-    YouTube scroll: a cue repeats the previous line, and is followed by a cue of 10 ms that shows nothing else. In such
-    files, each line belongs to the cue that shows it first, and cues that only repeat lines are omitted.
+    The text of a cue is on one line, without markup and cue settings. YouTube's automatic subtitles scroll: a cue
+    repeats the previous line, and a cue of 10 ms follows that shows nothing else. In such files, each line belongs to
+    the cue that shows it first, and cues that only repeat lines are omitted.
 
     Raises:
         Unreadable: There are no cues.
@@ -117,7 +117,7 @@ def read_cues(text: str) -> Iterator[Cue]:
         content = body
         if is_vtt:
             # After the first empty line come comments, styles, and the name of the next cue. A line of blanks does not
-            # end a cue (WebVTT, section 6.3); YouTube begins cues with such lines.
+            # end a cue (WebVTT, section 6.3); YouTube's cues begin with such lines.
             content = body[: next((end for end, line in enumerate(body) if not line), len(body))]
         else:
             content = _srt_content(body, is_last=following == len(lines))
@@ -127,10 +127,10 @@ def read_cues(text: str) -> Iterator[Cue]:
 
 
 def read_segments(content: Any) -> Iterator[Cue] | None:
-    """Return an iterator over the segments of a JSON value; None if it is not the output of speech recognition.
+    """Return an iterator over the segments in a JSON value; None if it is not the output of speech recognition.
 
-    Output of Whisper is {"segments": [{"start", "end", "text", "avg_logprob", ...}, ...]}, with times in seconds; a
-    list of such segments is accepted as well.
+    Whisper's output is {"segments": [{"start", "end", "text", "avg_logprob", ...}, ...]}, with times in seconds. A list
+    of such segments is also accepted.
     """
     segments = content.get("segments") if isinstance(content, dict) else content
     if not isinstance(segments, list):
@@ -143,7 +143,7 @@ def read_segments(content: Any) -> Iterator[Cue] | None:
 
 
 def without_markup(text: str) -> str:
-    """Return the words of a cue on one line: without tags, with entities replaced."""
+    """Remove tags from the text of a cue, and replace entities; return the words on one line."""
     text = _LINE_BREAK.sub(" ", _TAG.sub("", text))
     text = _ENTITY.sub(lambda match: html.unescape(match[0]), text)
     return " ".join(text.translate(_INVISIBLE).split())
@@ -174,10 +174,10 @@ def _decode_strictly(content: bytes, encoding: str) -> str:
 
 
 def _is_timing(line: str, *, before: str, is_vtt: bool) -> bool:
-    """Return True if a line should have the times of a cue, even if they are malformed.
+    """Return True if a line looks like the timing line of a cue, even if its times are malformed.
 
-    The text of a WebVTT cue cannot contain an arrow. In SubRip it can: a line with an arrow is text, unless it looks
-    like times, or follows an empty line or the number of a cue.
+    In WebVTT, the text of a cue cannot contain an arrow. In SubRip, it can: a line with an arrow is text, unless it
+    looks like times, or follows an empty line or the number of a cue.
     """
     if _LIKE_TIMING.match(line, 0, _MAX_TIMING_CHARS):
         return True
@@ -187,7 +187,7 @@ def _is_timing(line: str, *, before: str, is_vtt: bool) -> bool:
 
 
 def _join_tags(lines: Sequence[str]) -> list[str]:
-    """Join lines that a tag spans, as in `<v Name` and `of a speaker>`."""
+    """Join lines if a tag extends over them, as in `<v Name` and `of a speaker>`."""
     joined: list[str] = []
     for line in lines:
         if joined and joined[-1].rfind("<") > joined[-1].rfind(">"):
@@ -200,8 +200,8 @@ def _join_tags(lines: Sequence[str]) -> list[str]:
 def _omit_repetition(cues: Sequence[tuple[Cue, list[str]]], *, has_word_times: bool) -> Iterator[Cue]:
     """Iterate over cues; if they scroll, omit the lines that the previous cue has shown.
 
-    Cues scroll if their words have times, or if a cue lasts for an instant and only repeats lines. Converters to SubRip
-    remove the times of words and keep the repetition.
+    Cues scroll if their words have times, or if some cue lasts only an instant and only repeats lines. Converters to
+    SubRip remove the times of words, but keep the repetition.
     """
     repeated = [0, *(_count_repeated_lines(before, after) for before, after in pairwise(cues))]
     does_scroll = has_word_times or any(
@@ -216,7 +216,7 @@ def _omit_repetition(cues: Sequence[tuple[Cue, list[str]]], *, has_word_times: b
 
 
 def _count_repeated_lines(before: tuple[Cue, list[str]], after: tuple[Cue, list[str]]) -> int:
-    """Count the first lines of a cue that are the last lines of the previous cue, which ends when it begins."""
+    """Count the first lines of a cue that repeat the last lines of the previous cue, which ends when it begins."""
     (cue_before, texts_before), (cue, texts) = before, after
     if cue_before.fault or cue.fault or abs(cue.begin_s - cue_before.end_s) > _INSTANT_S:
         return 0
@@ -248,7 +248,7 @@ def _seconds(time: str) -> float | None:
     hours, minutes, whole_s = (int(match[name] or 0) for name in ("hours", "minutes", "seconds"))
     if whole_s >= 60 or (match["hours"] is not None and minutes >= 60):
         return None
-    # The text is composed of integers, so that 00:00:00.1 is 0.1.
+    # Integers are combined as text, so that 00:00:00.1 gives exactly 0.1.
     total = float(f"{(hours * 60 + minutes) * 60 + whole_s}.{match['fraction'] or 0}")
     return -total if match["sign"] and total else total
 
@@ -258,8 +258,8 @@ def _srt_content(lines: Sequence[str], *, is_last: bool) -> Sequence[str]:
     end = len(lines)
     while not is_last and end and not lines[end - 1].strip():
         end -= 1
-    # The number of the next cue is on the line before its times. If empty lines follow, one must precede it as well:
-    # otherwise it is the text of this cue.
+    # The number of the next cue is on the line before its times. If empty lines follow it, an empty line must precede
+    # it as well; otherwise it belongs to the text of this cue.
     is_adjacent, stands_alone = end == len(lines), end > 1 and not lines[end - 2].strip()
     if not is_last and end and lines[end - 1].strip().isdigit() and (is_adjacent or stands_alone):
         end -= 1
@@ -288,7 +288,7 @@ _SUBTITLE_SUFFIXES = frozenset({".srt", ".vtt"})
 _ASR_SUFFIX = ".json"
 SUFFIXES = _SUBTITLE_SUFFIXES | {_ASR_SUFFIX}
 _ORDER = (_ASR_SUFFIX, ".srt", ".vtt")
-# A language (en, pt-BR), or another word that players know; `hi` is Hindi, and "hearing impaired".
+# A language (en, pt-BR), or another word that players know. `hi` may mean Hindi or "hearing impaired".
 _PART = re.compile(r"[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*|default|forced")
 _MAX_PARTS = 2
 _MAX_NAMED = 3
@@ -296,10 +296,10 @@ _HEAD_BYTES = 1 << 20  # Whisper writes the text of all segments first
 
 
 def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers: Collection[str]) -> None:
-    """Note that there are files among `files` that `add_files_beside` would read.
+    """Add a note if `files` includes files that `add_files_beside` would read.
 
     Args:
-        numbers: Relative path of each video.
+        numbers: Mapping whose keys are the relative paths of the videos.
     """
     stems = {_stem(name) for name in numbers}
     num_subtitles = sum(_suffix(file) in _SUBTITLE_SUFFIXES for file in files)
@@ -318,7 +318,8 @@ def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers:
 def _looks_like_asr(path: Place) -> bool:
     """Return True if the first bytes of a file contain the keys of segments.
 
-    Parsing complete files for a note would take long, and objects are not read for a note.
+    The complete file is not parsed, because this would take long for a note. Objects in a bucket are not read for a
+    note.
     """
     if isinstance(path, str):
         return False
@@ -336,10 +337,10 @@ def _looks_like_asr(path: Place) -> bool:
 def add_files_beside(
     builder: ReadingBuilder, directory: Place, files: Sequence[VideoFile], *, numbers: Mapping[str, int | None]
 ) -> None:
-    """Add the captions in `files`, the files with SUFFIXES in a folder of videos.
+    """Add the captions in `files`, which are the files with SUFFIXES in a folder of videos.
 
     Args:
-        directory: Folder of the videos; it counts as the annotation file.
+        directory: Folder of the videos; it is used as the name of the annotation file.
         numbers: Relative path of each video -> index in `builder`; None if the video was rejected.
 
     Raises:
@@ -376,12 +377,12 @@ def add_files_beside(
 
 
 class _Reader:
-    """Reader of the files of one video after another."""
+    """Reader of the subtitle files of a folder, one video after another."""
 
     def __init__(self, builder: ReadingBuilder, directory: Place) -> None:
         self._builder, self._directory = builder, directory
         self._notes: dict[str, list[Place]] = defaultdict(list)
-        self.num_read = 0  # files that are subtitles or the output of speech recognition, even damaged
+        self.num_read = 0  # number of subtitle and speech-recognition files, including damaged ones
 
     def add(self, video: int, files: Sequence[tuple[VideoFile, str]]) -> None:
         seen: set[str] = set()
@@ -453,7 +454,7 @@ def _stem(relative: str) -> str:
 
 
 def _video_stem(stem: str, *, known: Container[str]) -> tuple[str, str]:
-    """Return the name of the video that a file belongs to, and the language in the file's name; `stem` if unknown."""
+    """Return the video name and the language in a file's name; return `stem` if no video has such a name."""
     name, parts = stem, list[str]()
     for _ in range(_MAX_PARTS + 1):
         if name in known:

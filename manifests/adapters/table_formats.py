@@ -1,7 +1,7 @@
 """Formats of caption tables: encodings and separators of text, and shapes of JSON.
 
-Text files are UTF-8 or UTF-16, else Windows-1252 (which contains Latin-1); cells are separated by commas, semicolons,
-tabs or vertical bars. JSON has lines, a list of rows, columns, or videos with their captions:
+Text files are in UTF-8 or UTF-16, else in Windows-1252 (which includes Latin-1). Cells are separated by commas,
+semicolons, tabs or vertical bars. A JSON file has one of these shapes:
 
     {"video": "a.mp4", "text": "..."}                               lines, one row each
     [{"video": "a.mp4", "text": "..."}, ...]                        a list of rows
@@ -11,7 +11,7 @@ tabs or vertical bars. JSON has lines, a list of rows, columns, or videos with t
     {"annotations": [{"video": "a.mp4", "text": "..."}, ...]}       lists of rows below any name; other keys, such as
                                                                     "info", are omitted and noted
 
-Lines may be in a file named .json too, as `datasets` writes them. Every difference from the documented form is noted.
+A file with lines may also be named .json, as `datasets` writes it. Every difference from the documented form is noted.
 """
 
 import codecs
@@ -41,7 +41,7 @@ _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical ba
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _ENCODING_NAMES = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252 (Latin-1)"}
 _HEAD_BYTES = 4096
-_MAX_PART_BYTES = 1 << 20  # of a line, which may be as long as the file
+_MAX_PART_BYTES = 1 << 20  # a line may be as long as the file
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 _NAMED_SEPARATOR = re.compile(r'"?sep=([,;\t|])"?[\r\n]*', re.IGNORECASE)
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
@@ -60,7 +60,7 @@ def note_encoding(path: Path, *, note: Callable[[str], None]) -> str:
 def encoding_of(path: Path) -> str:
     """Return the encoding of a text file, as Python names it.
 
-    A file that is not UTF-8, but has lines in UTF-8 beyond ASCII, is damaged rather than in another encoding.
+    A file that is not UTF-8, but contains non-ASCII lines in UTF-8, is considered damaged, not in another encoding.
 
     Raises:
         UserError: The file is not a text file, or is damaged; the message has the line number.
@@ -125,7 +125,7 @@ def _require_columns(header_line: str, separator: str, *, is_named: bool, requir
 
 
 def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
-    """Return the separator that gives the header the most required columns, then the most known columns."""
+    """Return the separator with which the header has the most required columns, then the most known columns."""
 
     def score(separator: str) -> tuple[int, int]:
         names = columns_of(header_cells(header_line, separator=separator))
@@ -160,7 +160,7 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
             yield Row(number, {}, f"{len(cells)} cells, expected {len(header)} (one per column)")
             continue
         values = {columns[name]: cell for name, cell in zip(header, cells, strict=True) if name in columns}
-        if separator != ",":  # other separators are used where numbers have decimal commas
+        if separator != ",":  # tables with other separators may have decimal commas
             for name in NUMBERS:
                 if _DECIMAL_COMMA.fullmatch(cell := values.get(name, "").strip()):
                     values[name] = cell.replace(",", ".")
@@ -168,7 +168,7 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
 
 
 def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
-    """Return the line, from 1, at which each of some rows of a table of captions begins.
+    """Return the line number, from 1, at which each of the given rows of a caption table begins.
 
     Raises:
         UserError: The file is not such a table any more.
@@ -181,7 +181,7 @@ def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
     separator = named or _best_separator(header_line, required=())
     reader = csv.reader(text_lines(path, encoding=encoding), delimiter=separator)
     line_of: dict[int, int] = {}
-    row = -3 if named else -2  # before the header
+    row = -3 if named else -2  # row number of the line before the header
     try:
         while requested - line_of.keys():
             begin, cells = reader.line_num + 1, next(reader)
@@ -194,10 +194,10 @@ def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
 
 
 JSON_SUFFIX = ".json"
-_MAX_FORMS = 20  # sets of keys of rows that are remembered, and of notes on them
+_MAX_FORMS = 20  # maximum number of remembered sets of keys, and of notes about them
 _MAX_LINE_CHARS = 1 << 20
 _MAX_NAMED = 5
-# Names of lists in files of COCO, ActivityNet and MSR-VTT, which are not names of videos.
+# Names of lists in the files of COCO, ActivityNet and MSR-VTT; they are not names of videos.
 _NAMES_OF_LISTS = frozenset({"annotations", "database", "sentences"})
 _SHAPES = (
     'give a list of rows ([{"video": ..., "text": ...}, ...]), columns ({"video": [...], "text": [...]}), or videos '
@@ -209,12 +209,12 @@ def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str]
     """Iterate over the rows of a table, with the documented names of the columns.
 
     Args:
-        required: Columns that some row must have; a label can replace the text.
+        required: Columns that at least one row must have; a label can replace the text.
         note: Function that is called for each difference from the documented form.
 
     Raises:
-        UserError: The file is not JSON, or not a table of captions. A column that no row has is reported after the last
-            row.
+        UserError: The file is not JSON, or not a caption table. If no row has a required column, this is reported after
+            the last row.
     """
     lacking: Sequence[str] = required
     first_keys: tuple[str, ...] = ()
@@ -260,7 +260,7 @@ def _rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
 
 
 def _has_lines(path: Path) -> bool:
-    """Return True if the first line is an object, and other lines follow."""
+    """Return True if the first line is an object and other lines follow it."""
     with open_annotations(path, encoding="utf-8-sig", errors="replace") as file:
         lines = (line for line in iter(lambda: file.readline(_MAX_LINE_CHARS), "") if line.strip())
         first = next(lines, "")
@@ -271,7 +271,7 @@ def _has_lines(path: Path) -> bool:
 
 
 def _row(number: int, item: object, *, video: str | None = None) -> Row:
-    """Return a row from an object, or from a caption or a list of captions of a `video`."""
+    """Return a row that is given as an object, or as a caption or a list of captions of `video`."""
     if video is not None and (isinstance(item, str) or _is_texts(item)):
         return Row(number, {"video": video, "text": item})
     if not isinstance(item, dict):
@@ -306,14 +306,14 @@ def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
     for video, value in content.items():
         items = value if isinstance(value, list) and not _is_texts(value) else [value]
         for item in items:
-            # Rows that name their video are below an index, as pandas writes them, or below the name of their list.
+            # If rows name their video, their keys are an index, as pandas writes it, or the name of their list.
             is_row = isinstance(item, dict) and "video" in columns_of(list(item)).values()
             yield _row(number, item, video=None if is_row else video)
             number += 1
 
 
 def _has_complete_rows(value: object) -> bool:
-    """Return True for a list with a row that names its video and has a text or a label."""
+    """Return True for a list in which a row names its video and has a text or a label."""
     return isinstance(value, list) and any(
         isinstance(item, dict) and not missing_columns(columns_of(list(item)).values(), ("video", "text"))
         for item in value
@@ -321,7 +321,7 @@ def _has_complete_rows(value: object) -> bool:
 
 
 def _column_rows(columns: Mapping[str, Any], *, path: Path) -> Iterator[Row]:
-    """Yield the rows of a table that is given by columns, or of one row."""
+    """Yield the rows of a table whose object has columns, or whose object is a single row."""
     if all(isinstance(column, dict) for column in columns.values()):
         index = list(next(iter(columns.values())))
         for name, column in columns.items():

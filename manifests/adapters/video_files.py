@@ -1,6 +1,6 @@
 """Video files under a folder, and lookup by the names that annotations use.
 
-Scanning reads names and file types, and opens no files. An error is attributed to the entry or subfolder that caused
+A scan reads only names and file types; it opens no file. An error is attributed to the entry or subfolder that caused
 it.
 """
 
@@ -19,15 +19,15 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.manifests.storage.urls import Place
 
-# Extensions of the containers that are opened (`clipmill.shards.opening`), as programs and cameras name them.
+# Extensions of the supported containers (`clipmill.shards.opening`), as programs and cameras use them.
 VIDEO_SUFFIXES = frozenset(
     f".{name}"
     for names in (
-        "mp4 m4v mov qt mj2 ismv f4v 3gp 3g2 insv lrv 360",  # MP4 and QuickTime; of action cameras
+        "mp4 m4v mov qt mj2 ismv f4v 3gp 3g2 insv lrv 360",  # MP4 and QuickTime; action cameras
         "mkv mk3d webm",  # Matroska
         "avi divx",
-        "ts mts m2ts m2t trp tp tod",  # MPEG transport streams; of broadcasts and camcorders
-        "mpg mpeg mpe vob mod m1v m2v mpv",  # MPEG program and elementary streams; of DVDs and camcorders
+        "ts mts m2ts m2t trp tp tod",  # MPEG transport streams; broadcasts and camcorders
+        "mpg mpeg mpe vob mod m1v m2v mpv",  # MPEG program and elementary streams; DVDs and camcorders
         "flv asf wmv wtv dvr-ms ogv ogm ivf gif mxf rm rmvb dv dif",
     )
     for name in names.split()
@@ -36,7 +36,7 @@ _NO_SUFFIX = "without an extension"
 _MAX_NAMED_SUFFIXES = 12
 
 _MAX_COMPARED, _MAX_NAMES, _MAX_NAME_CHARS = 10, 20_000, 200
-_CUTOFF = 0.75  # of difflib's ratio: a wrong digit in a short name, not another name
+_CUTOFF = 0.75  # minimum of difflib's ratio: allows a wrong digit in a short name, but not another name
 
 
 class Ambiguous(Exception):
@@ -50,7 +50,7 @@ class Ambiguous(Exception):
 
 @dataclass(frozen=True)
 class VideoFile:
-    """A folder entry with the extension of a video. It may turn out not to be a regular file.
+    """A folder entry with a video extension. It may not be a regular file.
 
     Attributes:
         path: Absolute path, or URL of an object.
@@ -82,11 +82,11 @@ class Scan:
     """The result of scanning a folder; all lists are sorted by relative path.
 
     Attributes:
-        files: Entries with the extension of a video.
+        files: Entries with a video extension.
         faults: Entries and folders that cannot be accessed.
         beside: Entries with one of the other requested extensions.
-        num_hidden: Number of entries with the extension of a video that were ignored because they are hidden.
-        omitted: Number of the other entries that are not hidden, by extension in lower case.
+        num_hidden: Number of hidden entries with a video extension, which were ignored.
+        omitted: Lower-case extension -> number of the other visible entries that have it.
         links_out: Links that lead out of the folder and were followed: relative path, and target.
     """
 
@@ -129,13 +129,13 @@ def scan_videos(directory: Path, *, skip: Path | None = None, beside: frozenset[
     named_like_videos: list[Path] = []
     num_hidden, omitted = 0, Counter[str]()
     links_out: list[tuple[str, str]] = []
-    seen = set[tuple[int, int]]()  # identities of folders, which do not depend on their paths
+    seen = set[tuple[int, int]]()  # device and inode of each visited folder
     if skip is not None:
         with suppress(OSError):
             status = skip.stat()
             seen.add((status.st_dev, status.st_ino))
-    # Links come last, so that a folder reachable directly and by a link is listed under its direct name, whatever the
-    # directory order on disk.
+    # Links come last: if a folder is reachable directly and by a link, it gets its direct name, whatever order the disk
+    # lists the entries in.
     pending = [(False, root)]
     while pending:
         _, folder = heappop(pending)
@@ -203,10 +203,10 @@ def require_directory(directory: Path) -> None:
 
 
 class VideoLookup:
-    """Lookup of a file by path, file name, or relative path or name without extension.
+    """Lookup of a file by its relative path or its name, with or without the extension.
 
-    A name without an exact match is compared again in Unicode's composed form (NFC): macOS returns decomposed names,
-    while annotations mostly contain composed ones.
+    If there is no exact match, names are compared in Unicode's composed form (NFC): macOS returns decomposed names,
+    while annotations mostly contain composed names.
     """
 
     def __init__(self, files: list[VideoFile]) -> None:
@@ -238,10 +238,10 @@ class VideoLookup:
 
 
 class LooseLookup:
-    """Lookup of a file by the same names as `VideoLookup`, with other separators or in another case of letters.
+    """Lookup of a file by the same names as `VideoLookup`, ignoring case and the kind of separators.
 
-    Spreadsheets and other systems change both: `Kitchen\\01.mp4` is `kitchen/01.MP4`. It is for names without an exact
-    match.
+    It is used for names without an exact match. Spreadsheets and other systems change both: `Kitchen\\01.mp4` may mean
+    `kitchen/01.MP4`.
     """
 
     def __init__(self, files: Sequence[VideoFile]) -> None:
@@ -255,7 +255,7 @@ class LooseLookup:
         """Find the only file that `name` can refer to; None if there is none.
 
         Raises:
-            Ambiguous: Several files match, and not exactly one of them by its relative path.
+            Ambiguous: Several files match, and not exactly one of them matches by its relative path.
         """
         plain = _fold_name(name)
         matches = self._by_name.get(plain, [])
@@ -268,11 +268,11 @@ class LooseLookup:
 
 
 class NearestName:
-    """Lookup of the video file with the most similar name, for names without a match.
+    """Search for the video file with the most similar name, for names without a match.
 
     Args:
-        files: Video files; if they are very many, only names that differ in case are found.
-        max_compared: Number of names to compare; for all other names, only names that differ in case are found.
+        files: Video files. If there are very many, only names that differ in case are found.
+        max_compared: Maximum number of names to compare; after that, only names that differ in case are found.
     """
 
     def __init__(self, files: Sequence[VideoFile], *, max_compared: int = _MAX_COMPARED) -> None:
@@ -283,24 +283,24 @@ class NearestName:
         self._num_left = max_compared if len(files) <= _MAX_NAMES else 0
 
     def find(self, name: str) -> str | None:
-        """Return the relative path of the nearest file; None if there is none, or after many calls."""
+        """Return the relative path of the nearest file; None if there is none, or after too many comparisons."""
         plain = compose_unicode(PurePosixPath(name).with_suffix("").as_posix()).casefold()
         if plain in self._path_of:
             return self._path_of[plain]
         if not self._num_left or len(plain) > _MAX_NAME_CHARS:
             return None
-        self._num_left -= 1  # comparing takes milliseconds for each thousand names
+        self._num_left -= 1  # a comparison takes milliseconds per thousand names
         close = difflib.get_close_matches(plain, self._path_of, n=1, cutoff=_CUTOFF)
         return self._path_of[close[0]] if close else None
 
 
 def compose_unicode(name: str) -> str:
-    """Convert `name` to Unicode's composed form (NFC), in which names are compared."""
+    """Convert `name` to Unicode's composed form (NFC). Names are compared in this form."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
 def _fold_name(name: str) -> str:
-    """Convert a name to a form without differences in separators, case and Unicode form."""
+    """Convert a name to a form that ignores differences in separators, case and Unicode form."""
     return compose_unicode(name.strip().replace("\\", "/").removeprefix("./")).casefold()
 
 
@@ -310,7 +310,10 @@ def file_order(file: VideoFile) -> bytes:
 
 
 def _entries(folder: Path, seen: set[tuple[int, int]]) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
-    """List the visible and the hidden entries of `folder`, and add it to `seen`; empty if it is in `seen`."""
+    """List the visible and hidden entries of `folder`, and add it to `seen`.
+
+    If it is already in `seen`, list nothing.
+    """
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)
     if identity in seen:
@@ -341,7 +344,7 @@ def _is_folder(entry: os.DirEntry[str], *, is_video: bool) -> bool:
 
 
 def _links_out(entry: os.DirEntry[str], *, root: Path, is_used: bool) -> list[tuple[str, str]]:
-    """Return the relative path and the target of a link that leads out of `root`; empty for any other entry."""
+    """Return the relative path and target of a link that leads out of `root`; an empty list for any other entry."""
     if not is_used or not entry.is_symlink() or not os.path.exists(entry.path):  # noqa: PTH110 - names that are too long
         return []
     target = Path(os.path.normpath(Path(entry.path, "..", Path(entry.path).readlink())))
