@@ -109,8 +109,7 @@ def write_manifest(
     """Replace the rows of `dataset` in the manifest; other datasets are unchanged.
 
     Known videos keep their rows, and new videos are appended. Known captions keep their IDs. Captions of further
-    sources are kept as long as their videos. If the ID of a video belongs to another dataset, the video is rejected with
-    its captions.
+    sources are kept as long as their videos. A video whose ID belongs to another dataset is rejected with its captions.
 
     Args:
         videos: Columns video_id, source_id, path, split, one row per video (the other columns are computed here).

@@ -1,7 +1,7 @@
-"""Colour kinds: six ways to encode a colour as Y, U, V, as exact matrices. No torch, so that decoding can use them too.
+"""Colour kinds: six ways to encode a colour as Y, U, V, as exact matrices. No torch, so that decoding can use them.
 
-A kind is a number from 0 to 5: 2 * matrix + (1 for full range), with the matrices BT.601, BT.709 and BT.2020 in this
-order. The recommendations of these names define their weights of red and blue; H.273 numbers them.
+A kind is a number from 0 to 5: 2 * matrix + (1 for full range). The matrices are BT.601, BT.709 and BT.2020, in this
+order. The recommendations with these names define the weights of red and blue; H.273 numbers them.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ COLOUR_KINDS = (
 
 # Weights of red and blue in luma.
 _LUMA_WEIGHTS = ((0.299, 0.114), (0.2126, 0.0722), (0.2627, 0.0593))
-# H.273 also has SMPTE 240M (7), whose weights are closest to the weights of BT.709.
+# H.273 also defines SMPTE 240M (7), whose weights are closest to BT.709.
 _MATRIX_OF_COLORSPACE = {1: 1, 7: 1, 9: 2, 10: 2}
 _FULL_RANGE = 2
 
@@ -27,8 +27,9 @@ def colour_kind(*, colorspace: int, color_range: int, is_full_format: bool) -> i
     """Return the kind of a frame.
 
     Args:
-        colorspace: Number of the matrix in libav (`frame.colorspace`); unspecified counts as BT.601, as in ffmpeg.
-        color_range: Number of the range in libav (`frame.color_range`): 2 is full, everything else limited.
+        colorspace: Number of the matrix in libav (`frame.colorspace`). Unspecified is interpreted as BT.601, as in
+            ffmpeg.
+        color_range: Number of the range in libav (`frame.color_range`): 2 is full, all other numbers are limited.
         is_full_format: True if the pixel format implies full range (yuvj420p and the like).
     """
     return 2 * _MATRIX_OF_COLORSPACE.get(colorspace, 0) + (is_full_format or color_range == _FULL_RANGE)

@@ -1,4 +1,4 @@
-"""Random parameters of the augmentation of each clip: a pure function of (seed, position) (`device/random.py`)."""
+"""Random augmentation parameters for each clip: a pure function of (seed, position) (`device/random.py`)."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from clipmill.train.device.random import Positions, draw_uniform
 
 # Range of SimCLR (Chen et al., 2020), in pixels of the model's input.
 MIN_SIGMA_PX, MAX_SIGMA_PX = 0.1, 2.0
-# Operations of RandAugment (clipmill.train.augment.rand_augment), by their number in a draw.
+# RandAugment operations (clipmill.train.augment.rand_augment), by their number in a draw.
 OPERATIONS = (
     *("autocontrast", "equalize", "invert", "posterize", "solarize", "solarize_add"),
     *("saturation", "contrast", "brightness", "sharpness"),
@@ -28,24 +28,24 @@ _SEEDS = 2.0**53
 
 @dataclass(frozen=True)
 class Draw:
-    """Drawn parameters, one row per clip: [B] unless stated otherwise."""
+    """Drawn parameters, one row per clip: shape [B] unless stated otherwise."""
 
     flip: NDArray[np.bool_]
     brightness: NDArray[np.float32]
-    """Factor, 1 for no change; likewise contrast and saturation."""
+    """Factor; 1 means no change. Contrast and saturation are defined in the same way."""
     contrast: NDArray[np.float32]
     saturation: NDArray[np.float32]
     hue: NDArray[np.float32]
-    """Fraction of a full turn, 0 for no change."""
+    """Fraction of a full turn; 0 means no change."""
     blur_sigma_px: NDArray[np.float32]
-    """Standard deviation, 0 for no blur."""
+    """Standard deviation; 0 means no blur."""
     operation: NDArray[np.int64]
-    """Indices in `OPERATIONS`, applied one after another, [B, N]; -1 for none."""
+    """Indices in `OPERATIONS`, which are applied in this order, [B, N]; -1 means no operation."""
     strength: NDArray[np.float64]
-    """Strengths of these operations, from 0 to 1, [B, N]; negative for the opposite direction."""
+    """Strengths of the operations, from 0 to 1, [B, N]; a negative strength means the opposite direction."""
     box: NDArray[np.float64]
-    """Height and width of the erased box, relative to the frame's side, and its offset from the top and from the left,
-    relative to the remaining room, [B, 4]; a height of 0 for no box."""
+    """Erased box, [B, 4]: height and width relative to the frame's side, and offsets from top and left relative to the
+        remaining space. A height of 0 means no box."""
     noise_seed: NDArray[np.int64]
 
 
@@ -93,7 +93,7 @@ def _operations(positions: Positions, settings: Augment, *, seed: int) -> tuple[
 
 
 def _boxes(positions: Positions, probability: float, *, seed: int) -> NDArray[np.float64]:
-    """Draw boxes of a random area and aspect ratio: the first of ten that fits, or none."""
+    """Draw boxes with a random area and aspect ratio: the first of ten that fits, or none."""
     boxes_B4 = np.zeros((len(positions), 4))
     if not probability:
         return boxes_B4

@@ -1,9 +1,9 @@
-"""RGB frames from YUV planes in one pass: all colour changes are affine, and combine to one 3x4 matrix per clip.
+"""RGB frames from YUV planes in one pass: all colour changes are affine, and combine into one 3x4 matrix per clip.
 
-Chroma, which has half the size of luma, is upsampled bilinearly, with samples at the centres of the four pixels they
-represent, as planes are cropped and resized (and as swscale positions them). Swscale's default repeats each sample
-instead, which is less accurate; the README has the figures. Upsampled values are multiples of 1/16, exact in float32,
-so that flipping the planes mirrors the result exactly.
+Chroma has half the size of luma, and is upsampled bilinearly. Its samples lie at the centres of the four pixels that
+they represent, because planes are cropped and resized this way (and swscale positions them this way). Swscale's default
+repeats each sample instead, which is less accurate; the README has the figures. Upsampled values are multiples of 1/16,
+which are exact in float32, so flipping the planes mirrors the result exactly.
 
 Peak memory of a clip in bytes per pixel of a frame: result 12, upsampled chroma 8, flipped planes 1.5.
 """
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
 
 # Effects on clips: colour jitter with normalisation, Gaussian blur, and random erasing.
 #
-# Jitter and normalisation are one affine map of RGB. The four changes are as in torchvision's ColorJitter, with two
-# differences:
+# Jitter and normalisation are one affine map of RGB. The four changes equal those in torchvision's ColorJitter, with
+# two differences:
 #
-# - Hue rotates the colour plane of YIQ. Torchvision rotates hue in HSV, which preserves the largest of R, G and B and
-#   is not linear; a rotation in YIQ preserves the grey value and is linear, so that it fits into the matrix.
-# - Values are clamped to [0, 1] once, after all changes, not after each: a value that one change pushes beyond white
-#   and the next change brings back is not lost.
+# - Hue rotates the colour plane of YIQ. Torchvision rotates hue in HSV, which preserves the largest of R, G and B, but
+#   is not linear. A rotation in YIQ preserves the grey value, and is linear, so it fits into the matrix.
+# - Values are clamped to [0, 1] once, after all changes, not after each change. A value is not lost if one change moves
+#   it beyond white and the next change moves it back.
 #
-# All four preserve or scale the grey value of a pixel, so they commute, and their order need not be drawn.
+# All four changes preserve or scale the grey value of a pixel, so they commute, and no order is drawn.
 #
-# Gaussian blur is two matrix products, along the rows and along the columns. The kernel is the kernel of torchvision's
-# GaussianBlur (values of the bell curve at integer pixels, normalised to a sum of 1; the frame is extended by
-# reflection, without repeating the edge), truncated at three times the largest sigma.
+# Gaussian blur is two matrix products, along rows and columns. It uses the kernel of torchvision's GaussianBlur: values
+# of the bell curve at integer pixels, normalised to a sum of 1. The frame is extended by reflection without repeating
+# the edge. The kernel is truncated at three times the largest sigma.
 #
-# Random erasing (Zhong et al. 2020) replaces a box by noise, the same box in all frames of a clip. The noise is
+# Random erasing (Zhong et al. 2020) replaces a box by noise; all frames of a clip have the same box. The noise is
 # normal for each pixel, channel and frame, which is how normalised inputs are distributed (the "pixel" mode of
-# VideoMAE and timm). It is a function of the clip's own seed, so that a clip that is made twice, as the partner of
-# another clip, in another part of its batch or on another device, is the same clip: torch's generators draw different
-# numbers on a GPU and on a CPU.
+# VideoMAE and timm). It is a function of the clip's own seed. If a clip is made twice, for example as the partner of
+# another clip, in another part of its batch or on another device, both copies are equal. torch's generators would draw
+# different numbers on a GPU and on a CPU.
 
 
-# BT.601, whatever the clip's own matrix; as in torchvision, but with a sum of exactly 1.
+# BT.601, whatever matrix the clip has. As in torchvision, but the sum is exactly 1.
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
 RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)  # radius of the blur kernel
 
@@ -63,7 +63,7 @@ _QUARTER_TURN = np.linalg.inv(_YIQ) @ np.array([[0, 0, 0], [0, 0, 1], [0, -1, 0]
 def colour_map(draw: Draw | None, *, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
     """Return the affine map of colours, [B, 3, 5] (B = 1 without a draw).
 
-    A colour c in [0, 1] of a clip whose mean grey is g is mapped to map @ (c, 1, g), normalised.
+    A colour c in [0, 1] is mapped to map @ (c, 1, g), normalised, where g is the mean grey of the clip.
     """
     mean_3, std_3 = np.array(mean), np.array(std)
     if draw is None:
@@ -84,7 +84,7 @@ def colour_map(draw: Draw | None, *, mean: tuple[float, ...], std: tuple[float, 
 
 
 def blur_matrix(size_px: int, *, sigma_px: float) -> NDArray[np.float32]:
-    """Return a matrix [size, size]: a row of pixels times this matrix is the blurred row."""
+    """Return a matrix [size, size]. A row of pixels times this matrix is the blurred row."""
     radius = min(RADIUS_PX, size_px - 1)
     steps = np.arange(-radius, radius + 1)
     weights = np.exp(-0.5 * (steps / sigma_px) ** 2)
@@ -100,9 +100,9 @@ def blur_matrix(size_px: int, *, sigma_px: float) -> NDArray[np.float32]:
 def blur_clips(video: torch.Tensor, sigma_px: NDArray[np.float32]) -> None:
     """Blur the clips of `video` (float32 [B, C, T, S, S]) whose sigma [B] is not 0, in place.
 
-    One clip at a time, so that it takes the memory of two more clips, however many are blurred.
+    Clips are blurred one at a time, which takes the memory of two more clips, however many are blurred.
     """
-    # Autocast would round values to eight bits of mantissa.
+    # Autocast would round values to an eight-bit mantissa.
     with torch.autocast(video.device.type, enabled=False):
         for number in np.flatnonzero(sigma_px):
             matrix = send(blur_matrix(video.shape[-1], sigma_px=float(sigma_px[number])), video.device)
@@ -110,7 +110,7 @@ def blur_clips(video: torch.Tensor, sigma_px: NDArray[np.float32]) -> None:
 
 
 def erase_clips(video: torch.Tensor, draw: Draw) -> None:
-    """Erase the drawn boxes of `video` (float32 [B, C, T, S, S], normalised) in place."""
+    """Erase the drawn boxes in `video` (float32 [B, C, T, S, S], normalised) in place."""
     size_px = video.shape[-1]
     for number in np.flatnonzero(draw.box[:, 0]):
         rows, columns = box_of(draw.box[number], size_px=size_px)
@@ -204,14 +204,14 @@ def one_pass(
     black: tuple[float, ...],
     white: tuple[float, ...],
 ) -> torch.Tensor:
-    """Compute `to_model_input` on tensors only, so that torch.compile can compile it completely."""
+    """Compute `to_model_input` with tensors only, so that torch.compile can compile it completely."""
     num_luma, half_px = size_px * size_px, size_px // 2
     luma = video[..., :num_luma].unflatten(-1, (size_px, size_px))
     chroma = video[..., num_luma:].unflatten(-1, (2, half_px, half_px))
     if flip_B is not None:
         luma = torch.where(flip_B[:, None, None, None], luma.flip(-1), luma)
         chroma = torch.where(flip_B[:, None, None, None, None], chroma.flip(-1), chroma)
-    # Products of these small matrices are written out, because autocast and TF32 would round them.
+    # Products of these small matrices are written out, because autocast and TF32 would round a matrix product.
     matrix = (to_normalised_B35[:, :, :3, None] * to_rgb_B34[:, None]).sum(2)
     offset = to_normalised_B35[:, :, 3]
     if has_contrast:
@@ -228,7 +228,7 @@ def one_pass(
 
 
 def _mean_grey(luma: torch.Tensor, chroma: torch.Tensor, to_rgb_B34: torch.Tensor) -> torch.Tensor:
-    """Return the mean grey, [B]. Sums of integers are exact, whatever the order of additions on a device."""
+    """Return the mean grey, [B]. A sum of integers is exact, in whatever order a device adds."""
     num_frames, size_px = luma.shape[1:3]
     luma_B = luma.sum((2, 3), dtype=torch.int32).sum(1) / (num_frames * size_px**2)
     chroma_B2 = chroma.sum((3, 4), dtype=torch.int32).sum(1) / (num_frames * (size_px // 2) ** 2)

@@ -1,29 +1,29 @@
-"""RandAugment (Cubuk et al. 2020) on the device, with strengths that all increase with the magnitude, as in timm.
+"""RandAugment (Cubuk et al. 2020) on the device. All strengths increase with the magnitude, as in timm.
 
-N operations are drawn for a clip, with repetition; each is applied with probability 1/2, to all frames with the same
-strength. The strength s is normally distributed around magnitude / 10 and clamped to [0, 1]; operations with two
+N operations are drawn for a clip, with repetition. Each is applied with probability 1/2, with the same strength in all
+frames. The strength s is normally distributed around magnitude / 10, and clamped to [0, 1]. Operations with two
 directions get a random sign:
 
-    autocontrast, equalize, invert   without strength; statistics of each frame
+    autocontrast, equalize, invert   no strength; use the statistics of each frame
     posterize                        keeps 4 - floor(4 s) bits
     solarize                         inverts values from 256 - floor(256 s) on
     solarize_add                     adds floor(110 s) to values below 128
     saturation, contrast,
     brightness, sharpness            factor 1 + 0.9 s or 1 - 0.9 s, at least 0.1
     rotate                           by 30 s degrees, in either direction
-    shear_x, shear_y                 by 0.3 s pixels per pixel, in either direction; the first row or column stays
+    shear_x, shear_y                 by 0.3 s pixels per pixel, in either direction; the first row or column is fixed
     translate_x, translate_y         by 0.45 s of the side, in either direction
 
-Colour operations are torchvision's, on uint8. Operations that map each value separately are tables, and consecutive
-tables become a single table. The geometric operations are bilinear, with a grid of elementwise products: torchvision
-computes it by a matrix product, which TF32 would round to a tenth of a pixel. Pixels from outside the frame have the
-mean colour of the model's inputs.
+Colour operations equal torchvision's on uint8. An operation that maps each value separately is a lookup table, and
+consecutive tables are combined into one. Geometric operations are bilinear, with a grid of elementwise products:
+torchvision computes the grid by a matrix product, which TF32 would round to a tenth of a pixel. Pixels from outside the
+frame get the mean colour of the model's inputs.
 
-A GPU takes longer to launch an operator than to run it on a clip. Clips whose next operation is of the same kind are
-therefore changed together, and each kind is written with as few operators as give the same numbers.
+A GPU takes longer to launch an operator than to run it on a clip. Therefore clips whose next operation is of the same
+kind are changed together, and each kind is written with the smallest number of operators that gives the same values.
 
-Shape suffixes: B batch, N clips that are changed together, C channels, T frames, P pictures of one channel (C * T, by
-channels), H and W pixels (equal).
+Shape suffixes: B batch, N clips that are changed together, C channels, T frames, P pictures of one channel (C * T, in
+the order of channels), H and W pixels (equal).
 """
 
 import math
@@ -38,7 +38,7 @@ from clipmill.train.augment.draws import OPERATIONS, Draw
 from clipmill.train.device.transfer import constant_tensor, send
 
 Triple = tuple[float, float, float]
-Operation = tuple[str, float]  # name and strength, from -1 to 1; the sign is the direction of operations that have two
+Operation = tuple[str, float]  # name, and strength from -1 to 1; the sign is the direction if the operation has two
 
 _MAX_BITS, _MAX_ADDED, _MAX_CHANGE, _LEAST_FACTOR = 4, 110, 0.9, 0.1
 _MAX_ROTATION, _MAX_SHEAR, _MAX_TRANSLATION = math.radians(30), 0.3, 0.45
@@ -63,7 +63,7 @@ def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Tr
     clips_PHW = [*chosen_NPHW.mul_(_WHITE).round_().clamp_(0, _WHITE).to(torch.uint8).unbind(0)]
     left = [*steps.values()]
     while waiting := [place for place, of_clip in enumerate(left) if of_clip]:
-        # The kind with the most remaining steps first, so that long sequences do not remain for the end.
+        # Begin with the kind that has the most remaining steps, so that long sequences do not remain at the end.
         num_steps = Counter[str]()
         for place in waiting:
             num_steps[_kind(left[place][0][0][0])] += len(left[place])
@@ -78,7 +78,7 @@ def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Tr
 
 
 def _steps(operations_N: NDArray[np.int64], strengths_N: NDArray[np.float64]) -> list[list[Operation]]:
-    """Return a clip's operations in order; consecutive tables are one step."""
+    """Return a clip's operations in order. Consecutive tables form one step."""
     steps: list[list[Operation]] = []
     for number, strength in zip(operations_N.tolist(), strengths_N.tolist(), strict=True):
         if number < 0:
@@ -92,7 +92,7 @@ def _steps(operations_N: NDArray[np.int64], strengths_N: NDArray[np.float64]) ->
 
 
 def change(clip_TCHW: torch.Tensor, name: str, strength: float, *, fill: Triple) -> torch.Tensor:
-    """Apply one operation to a uint8 clip; see `change_clips`."""
+    """Apply one operation to a uint8 clip; `change_clips` describes the arguments."""
     clip_PHW = clip_TCHW.transpose(0, 1).flatten(0, 1)
     [changed_PHW] = change_clips(clip_PHW[None], [[(name, strength)]], fill=fill)
     return changed_PHW.unflatten(0, (-1, len(clip_TCHW))).transpose(0, 1)
@@ -102,8 +102,8 @@ def change_clips(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]],
     """Apply a step of one kind to each of several uint8 clips.
 
     Args:
-        steps: Operations of each clip; a step has several operations only if they are tables.
-        fill: Colour of pixels from outside the frame, from 0 to 1.
+        steps: Operations of each clip. A step has several operations only if they are tables.
+        fill: Colour of pixels from outside the frame, values from 0 to 1.
     """
     operations = [step[0] for step in steps]
     # Autocast would round intermediate sums.
@@ -125,7 +125,7 @@ _KINDS = ("autocontrast", "equalize", "table", "blend", "sharpness", "move")
 
 
 def _kind(name: str) -> str:
-    """Return the kind of an operation; operations of a kind are computed by the same operators."""
+    """Return the kind of an operation. All operations of a kind are computed by the same operators."""
     if name in _MOVES:
         return "move"
     if name in ("saturation", "contrast"):
@@ -147,7 +147,7 @@ def _look_up(clips_NPHW: torch.Tensor, steps: Sequence[Sequence[Operation]]) -> 
 
 
 def _table(step: Sequence[Operation]) -> NDArray[np.uint8]:
-    """Return the results of torchvision's operations, one after another, for each of the 256 values."""
+    """Return the combined result of torchvision's operations for each of the 256 values."""
     values = np.arange(256, dtype=np.uint8)
     for name, strength in step:
         size = abs(strength)
@@ -158,7 +158,7 @@ def _table(step: Sequence[Operation]) -> NDArray[np.uint8]:
         elif name == "solarize":
             values = np.where(values >= 256 - int(size * 256), _WHITE - values, values)
         elif name == "solarize_add":
-            # Only below 128, so that no sum overflows.
+            # Only values below 128 are changed, so that no sum overflows.
             values = np.where(values < _HALF, values + np.uint8(size * _MAX_ADDED), values)
         else:
             values = np.clip(values * np.float32(_factor(strength)), 0, _WHITE).astype(np.uint8)
@@ -170,9 +170,9 @@ def _factor(strength: float) -> float:
 
 
 def _autocontrast(clips_NPHW: torch.Tensor) -> torch.Tensor:
-    """Stretch contrast as torchvision's autocontrast: a picture's darkest value becomes 0, its brightest 255."""
+    """Stretch contrast as torchvision's autocontrast does: a picture's darkest value becomes 0, its brightest 255."""
     low, high = clips_NPHW.amin((-2, -1), keepdim=True), clips_NPHW.amax((-2, -1), keepdim=True)
-    # A picture of one value keeps it.
+    # A picture with a single value keeps it.
     is_flat = high == low
     scale = (high - low).mul(1 / _WHITE).masked_fill_(is_flat, 1)
     return (clips_NPHW - low.masked_fill_(is_flat, 0)).div(scale).to(torch.uint8)
@@ -186,23 +186,23 @@ def _equalize(clips_NPHW: torch.Tensor) -> torch.Tensor:
     counts_NPV = torch.zeros(*index_NPM.shape[:2], 256, dtype=torch.int32, device=device)
     counts_NPV.scatter_add_(-1, index_NPM, of_one)
     up_to_NPV = counts_NPV.cumsum(-1)
-    # All pixels except the pixels of the largest value, shared among 255 steps.
+    # The number of pixels without the pixels of the largest value, divided into 255 steps.
     step_NP1 = (up_to_NPV % num_pixels).amax(-1, keepdim=True).floor_divide_(_WHITE)
     # Halves are rounded up. Quotients of integers below 2^24 are never rounded across a half.
     table_NPV = (up_to_NPV - counts_NPV).div(step_NP1).add_(0.5).clamp_(max=_WHITE)
-    # A picture with too few other pixels keeps its values.
+    # If a picture has too few other pixels, it keeps its values.
     table_NPV = torch.where(step_NP1 > 0, table_NPV, constant_tensor(tuple(range(256)), device, torch.float32))
     return table_NPV.to(torch.uint8).gather(-1, index_NPM).view(clips_NPHW.shape)
 
 
 def _blend(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.Tensor:
-    """Mix with the grey picture, or with its mean, as torchvision's adjust_saturation and adjust_contrast."""
+    """Mix pictures with their grey version or its mean, as torchvision's adjust_saturation and adjust_contrast do."""
     clips_NCTHW = clips_NPHW.unflatten(1, (3, -1))
     red, green, blue = clips_NCTHW.unbind(1)
     grey_NTHW = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).to(torch.uint8)
     factors_N = np.array([_factor(strength) for _, strength in operations], dtype=np.float32)
     mixed_NCTHW = clips_NCTHW.float().mul_(send(factors_N[:, None, None, None, None], clips_NPHW.device))
-    # For each clip, because only `alpha` adds with a single rounding, as torchvision does.
+    # One clip at a time, because only `alpha` adds with a single rounding, as torchvision does.
     for (name, strength), mixed_CTHW, grey_THW in zip(operations, mixed_NCTHW, grey_NTHW, strict=True):
         other = grey_THW if name == "saturation" else grey_THW.mean((1, 2), keepdim=True, dtype=torch.float32)
         mixed_CTHW.add_(other, alpha=1 - _factor(strength))
@@ -210,10 +210,10 @@ def _blend(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.T
 
 
 def _sharpen(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.Tensor:
-    """Sharpen as torchvision's adjust_sharpness, without its kernel tensor: the host would wait for its upload."""
+    """Sharpen as torchvision's adjust_sharpness does. The host would wait for the upload of a kernel tensor."""
     pixels_NPHW = clips_NPHW.float()
     num_pictures = pixels_NPHW.shape[1]
-    # Integers, exact on any device: the pixel five times, each of its neighbours once.
+    # Integers, which are exact on any device: five times the pixel, plus each of its neighbours.
     weights_P133 = constant_tensor(
         ((((1, 1, 1), (1, 5, 1), (1, 1, 1)),),) * num_pictures, pixels_NPHW.device, torch.float32
     )
@@ -224,8 +224,8 @@ def _sharpen(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch
     return pixels_NPHW.clamp_(0, _WHITE).to(torch.uint8)
 
 
-# Source of a pixel, as ((a, b, c), (d, e, f)): x from a x + b y + c, and y from d x + e y + f, with x and y from 0 to
-# the side, at pixel centres.
+# Source of a pixel, as ((a, b, c), (d, e, f)): x is a x + b y + c, and y is d x + e y + f. x and y range from 0 to the
+# side, at pixel centres.
 _Map = tuple[tuple[float, float, float], tuple[float, float, float]]
 
 
@@ -245,14 +245,14 @@ _MOVES: dict[str, Callable[[float, int], _Map]] = {
 
 def _resample(clips_NPHW: torch.Tensor, maps: Sequence[_Map], *, fill: Triple) -> torch.Tensor:
     num_pictures, size_px, device = clips_NPHW.shape[1], clips_NPHW.shape[-1], clips_NPHW.device
-    # Twice the coordinates of the sources, which the grid needs; twice a number is exact.
+    # Twice the coordinates of the sources, as the grid needs them. Doubling a number is exact.
     coefficients = 2 * np.array(maps, dtype=np.float32).transpose(2, 0, 1)[:, :, None, None]
     middles = np.arange(size_px, dtype=np.float32) + np.float32(0.5)
     of_x_N1W2, of_y_NH12 = coefficients[0] * middles[:, None], coefficients[1] * middles[:, None, None]
     from_NHW2 = send(of_x_N1W2, device) + send(of_y_NH12, device)
     from_NHW2.add_(send(coefficients[2], device))
     outside_NHW = from_NHW2.floor_divide(2 * size_px).any(dim=-1)
-    # All pictures of a clip move alike, so they are channels to the sampler.
+    # All pictures of a clip move in the same way, so the sampler treats them as channels.
     moved_NPHW = torch.nn.functional.grid_sample(
         clips_NPHW.float(),
         from_NHW2.div_(size_px).sub_(1),

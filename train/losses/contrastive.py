@@ -1,22 +1,22 @@
-"""Contrastive objectives: towers embed pairs of clips and captions, a loss compares them all, gradients flow back.
+"""Contrastive objectives: towers embed clips and captions, a loss compares all of them, gradients flow back.
 
 b: pairs of this rank. B: pairs of all ranks, in the order of ranks. E: embedding width. R: pairs of a microbatch, or
 rows of a block.
 
-The loss needs all embeddings of a batch at once, the towers need not hold the activations of all (GradCache, Gao et al.
-2021): embed the microbatches without a graph, compute the gradients of the loss with respect to the embeddings, embed
-each microbatch again, with the same dropout, and backpropagate its part of the gradients.
+The loss needs all embeddings of a batch at once, but the towers need not hold the activations of all of them
+(GradCache, Gao et al. 2021): embed the microbatches without a graph, and compute the gradients of the loss with respect
+to the embeddings; then embed each microbatch again, with the same dropout, and backpropagate its part of the gradients.
 
-The gradients of a loss with respect to the embeddings come from autograd (`AutogradObjective`), or in closed form
-through `Similarities`, as follows. Such a loss is a function of the similarities s_ij of clip i and caption j. A rank
-has the rows of its clips and of its captions against all captions and clips: it gathers embeddings and a few values per
-pair, never gradients (FastCLIP, section 4). For that a loss must know the weights W_ij, its derivatives with respect to
-s_ij, of the form
+The gradients of a loss with respect to the embeddings come from autograd (`AutogradObjective`), or in closed form from
+`Similarities`, as follows. Such a loss is a function of the similarities s_ij of clip i and caption j. A rank has the
+rows of its clips against all captions, and of its captions against all clips. It gathers embeddings and a few values
+per pair, never gradients (FastCLIP, section 4). The loss must therefore know the weights W_ij, its derivatives with
+respect to s_ij, in the form
 
     W_ij = h(s_ij, x_i) + h(s_ij, y_j)   for i != j, and one value for each pair i = j
 
 with a few values x_i of each clip and y_j of each caption, which the ranks exchange. In closed form, three passes over
-the matrix in blocks are enough, and it is not copied.
+blocks of the matrix are enough, and the matrix is not copied.
 """
 
 import math
@@ -35,26 +35,27 @@ from clipmill.train.distributed.world import World
 from clipmill.train.losses.objective import Objective
 from clipmill.train.losses.settings import LOSSES, Loss
 
-# Stands for the similarity of a pair itself: no loss sees it among the negatives, and 0 times it is 0.
+# Replaces the similarity of a pair itself: no loss treats it as a negative, and 0 times it is 0.
 MASKED = -1e4
-_BLOCK = 1 << 21  # similarities of a block: they and their copies stay in a cache or a few megabytes
+_BLOCK = 1 << 21  # similarities per block: they and their copies fit in a cache or in a few megabytes
 
-# h of a block [R, B] of similarities, from K values [K, R, 1] of its rows or [K, 1, B] of its columns.
+# Function h of a block [R, B] of similarities, and of K values [K, R, 1] of its rows or [K, 1, B] of its columns.
 Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Similarities:
-    """Similarities between the clips and captions of this rank and of all ranks. Nothing in it has a gradient.
+    """Similarities of the clips and captions of this rank with those on all ranks. No tensor in it has a gradient.
 
     Args:
-        video_bE: Embeddings of unit length; half precision is cast to float32, since temperatures magnify rounding.
-        text_bE: Embeddings of their captions.
+        video_bE: Clip embeddings of unit length. Half precision is cast to float32, because temperatures magnify
+            rounding.
+        text_bE: Embeddings of the clips' captions.
 
     Attributes:
-        video_bE, text_bE: The embeddings, at least float32.
+        video_bE, text_bE: This rank's embeddings, at least float32.
         both_B2E: Embeddings of the clips and captions of all ranks, side by side.
-        clips_bB: Similarities of this rank's clips with all captions; MASKED for a pair itself.
-        captions_bB: Similarities of this rank's captions with all clips, likewise.
+        clips_bB: Similarities of this rank's clips with all captions; MASKED for the pairs themselves.
+        captions_bB: Similarities of this rank's captions with all clips; MASKED for the pairs themselves.
         world: Ranks that share the batch.
         pair_b: Similarities of this rank's pairs.
         nearest_b: Similarity of each of this rank's clips with its nearest negative.
@@ -66,7 +67,7 @@ class Similarities:
         self.video_bE, self.text_bE = _widen(video_bE), _widen(text_bE)
         self.world = world
         width = video_bE.shape[1]
-        # One exchange for both.
+        # One exchange for clips and captions.
         self.both_B2E = world.gather(torch.cat([self.video_bE, self.text_bE], dim=1))
         self._video_BE, self._text_BE = self.both_B2E[:, :width], self.both_B2E[:, width:]
         self.num_pairs = len(self.both_B2E)
@@ -83,7 +84,7 @@ class Similarities:
         self.nearest_b = self.clips_bB.amax(dim=1)
 
     def gather(self, *values_b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Gather each [b] to [B], with one exchange for all."""
+        """Gather each tensor [b] to [B], with one exchange for all tensors."""
         return self.world.gather(torch.stack(values_b, dim=1)).unbind(dim=1)
 
     def gradients(
@@ -91,14 +92,14 @@ class Similarities:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients with respect to this rank's embeddings, [b, E] each.
 
-        Averaged over ranks, they are the gradients of the batch.
+        The average over ranks is the gradient of the batch.
 
         Args:
-            weights: Function that returns h of a block of similarities; without values (K = 0) W itself. Rows are
-                clips in some calls and captions in others.
+            weights: Function that returns h of a block of similarities, or W itself without values (K = 0). Rows are
+                clips in some calls, and captions in others.
             clips_KB: Values x of all clips.
             captions_KB: Values y of all captions.
-            pair_B: W of the pairs themselves.
+            pair_B: Weights W of the pairs themselves.
         """
 
         def block(rows_bB: torch.Tensor, rows: slice, row_KB: torch.Tensor, column_KB: torch.Tensor) -> torch.Tensor:
@@ -124,15 +125,16 @@ class Similarities:
         return video_bE.mul_(self.world.size), text_bE.mul_(self.world.size)
 
     def scale_gradient(self, video_grad_bE: torch.Tensor) -> torch.Tensor:
-        """Return the derivative of a loss by a factor of all similarities, at 1, from `gradients` of own clips.
+        """Return the derivative of a loss with respect to a common factor of all similarities, at 1.
 
-        sum_ij W_ij s_ij = sum_i <v_i, dL/dv_i>, without a pass over pairs. Averaged over ranks, it is the batch's.
+        It is computed from the `gradients` of this rank's clips, without a pass over pairs: sum_ij W_ij s_ij = sum_i
+        <v_i, dL/dv_i>. Its average over ranks is the derivative for the batch.
         """
         return (self.video_bE * video_grad_bE).sum()
 
 
 def blocks(similarity_bB: torch.Tensor) -> Iterator[slice]:
-    """Return slices of rows that are few enough to work on at once."""
+    """Return slices of rows. Each is small enough to be processed at once."""
     num_rows, num_columns = similarity_bB.shape
     step = max(1, _BLOCK // num_columns)
     return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
@@ -145,7 +147,7 @@ def log_sums(similarity_bB: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor
 
 
 def softmax_means(similarity_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor) -> torch.Tensor:
-    """Return the mean of each row's similarities, weighted by softmax(scale_i s_ij), [b]; `log_sum_b`: `log_sums`."""
+    """Return each row's mean similarity, weighted by softmax(scale_i s_ij), [b]; `log_sum_b` is from `log_sums`."""
     parts = []
     for rows in blocks(similarity_bB):
         share_RB = (similarity_bB[rows] * scale_b[rows, None]).sub_(log_sum_b[rows, None]).exp_()
@@ -156,14 +158,14 @@ def softmax_means(similarity_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b:
 def exponential_gradients(
     similarities: Similarities, *, clips_3B: torch.Tensor, captions_3B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return gradients of a loss that depends on sum_j exp((s_ij - s_ii) / tau_i) of clips, and the same of captions.
+    """Return gradients of a loss that depends on sum_j exp((s_ij - s_ii) / tau_i) of clips, and likewise of captions.
 
-    Its derivative with respect to s_ij is exp(scale_i s_ij + log factor_i) of clip i plus the same of caption j; with
-    respect to s_ii it is minus the sum of both over all negatives.
+    The derivative with respect to s_ij is exp(scale_i s_ij + log factor_i) of clip i plus the same term of caption j.
+    With respect to s_ii, it is minus the sum of both terms over all negatives.
 
     Args:
-        clips_3B: Scale, log factor and `log_sums` of all clips.
-        captions_3B: The same of all captions.
+        clips_3B: Scale, log factor and `log_sums` of each clip.
+        captions_3B: Scale, log factor and `log_sums` of each caption.
     """
     pair_B = (clips_3B[1] + clips_3B[2]).exp() + (captions_3B[1] + captions_3B[2]).exp()
     return similarities.gradients(
@@ -176,7 +178,7 @@ def exponential_gradients(
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Keep autocast and TF32, which a run may use in its model, out of products of embeddings."""
+    """Compute products of embeddings without autocast and TF32, which a run may use in its model."""
     chosen = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -191,11 +193,11 @@ def _widen(features: torch.Tensor) -> torch.Tensor:
     return features.float() if features.dtype in (torch.bfloat16, torch.float16) else features
 
 
-# Turns a batch into the arguments of the model; may draw from torch's generators.
+# Turns a batch into the arguments of the model. It may draw from torch's generators.
 Inputs = Callable[[Batch], tuple[Any, ...]]
 FeatureGradients = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
-_TOLERANCE = 1e-5  # similarities with equal captions differ by rounding
+_TOLERANCE = 1e-5  # similarities with equal captions may differ by rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +205,8 @@ class DatasetSize:
     """Size of the training set, for global losses.
 
     Attributes:
-        num_clips: Number of clips; their ids are 0 ... num_clips - 1.
-        num_captions: Number of captions; their ids likewise.
+        num_clips: Number of clips. Their IDs are 0 to num_clips - 1.
+        num_captions: Number of captions. Their IDs are 0 to num_captions - 1.
         num_epochs: Number of passes over the set in the run.
     """
 
@@ -215,7 +217,7 @@ class DatasetSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Contrast:
-    """Loss of a batch and its gradients. The mean of the gradients over ranks is the gradient of the loss.
+    """Loss of a batch and its gradients. The mean of the gradients over all ranks is the gradient of the loss.
 
     Attributes:
         loss: Loss of the batch of all ranks (scalar).
@@ -233,19 +235,19 @@ class Contrast:
 
 
 class ContrastiveObjective(Objective):
-    """A loss of pairs. The model returns embeddings of clips and of captions, [b, E] each, of unit length.
+    """A loss of pairs. The model returns unit-length embeddings of clips and of captions, [b, E] each.
 
     Args:
-        inputs: Function that turns a batch into the arguments of the model.
-        dataset, world: Size of the training set and ranks, for losses with state per sample.
+        inputs: Function that converts a batch into the arguments of the model.
+        dataset, world: Size of the training set, and ranks, for losses with state per sample.
 
     Attributes:
-        logit_scale: Logarithm of 1 / temperature, as CLIP stores it. Each loss that takes `temperature` has it, except
-            for global losses with another parameter; None in others.
+        logit_scale: Logarithm of 1 / temperature, as CLIP stores it. Losses that take `temperature` have it, except
+            global losses with another parameter; otherwise None.
     """
 
     logit_scale: nn.Parameter | None
-    # How ranks exchange embeddings and gradients; `train bench` compares it with another one.
+    # Exchange of embeddings and gradients between ranks; `train bench` compares two kinds.
     exchange: type[Similarities] = Similarities
 
     def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
@@ -257,11 +259,11 @@ class ContrastiveObjective(Objective):
             self.add_logit_scale(is_trained=not settings.freeze_temperature)
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Return loss and gradients of a batch, and update state per sample. Called without grad mode."""
+        """Return loss and gradients of a batch, and update the state per sample. The caller turns grad mode off."""
         raise NotImplementedError
 
     def add_logit_scale(self, *, is_trained: bool) -> None:
-        """Add `logit_scale`, at the temperature of the settings."""
+        """Add `logit_scale`, with the temperature in the settings."""
         start = torch.tensor(-math.log(self._settings.number("temperature")))
         self.logit_scale = nn.Parameter(start, requires_grad=is_trained)
 
@@ -270,7 +272,7 @@ class ContrastiveObjective(Objective):
         return None if self.logit_scale is None else self.logit_scale.detach()
 
     def learning_rate(self, scheduled: float) -> Scalar:
-        """Return the temperature's own rate, where it has one."""
+        """Return the temperature's own learning rate, if it has one."""
         return self._settings.own_temperature_lr or scheduled
 
     @torch.no_grad()
@@ -280,11 +282,11 @@ class ContrastiveObjective(Objective):
             self.logit_scale.clamp_(0, -math.log(self._settings.min_temperature))
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Add the gradients of the loss over the batches of all ranks.
+        """Add the gradients of the loss over the batch of all ranks.
 
         Returns:
-            loss; batch_accuracy: share of clips with no caption nearer than their own; temperature before the step,
-            where the loss has one; and the metrics of the loss.
+            loss; batch_accuracy: share of clips whose nearest caption is their own; temperature before the step, if the
+            loss has one; and the metrics of the loss.
         """
         metrics: dict[str, Scalar] = {}
 
@@ -296,7 +298,7 @@ class ContrastiveObjective(Objective):
                     if (parameter := self.get_parameter(name)).requires_grad:
                         gradient = step.scale(gradient).to(parameter.dtype)
                         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-                # A caption equal to the clip's own is as near, and counts as correct.
+                # A caption equal to the clip's own caption is equally near, and counts as correct.
                 is_right_b = similarities.pair_b >= similarities.nearest_b - _TOLERANCE
                 num_right = step.world.sum(is_right_b.to(contrast.loss.dtype).sum())
                 metrics["loss"] = contrast.loss
@@ -314,10 +316,10 @@ class ContrastiveObjective(Objective):
 
 
 def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step, gradients: FeatureGradients) -> None:
-    """Add the gradients of a loss of all embeddings to the model's, `step.microbatch` samples at a time.
+    """Add the gradients of a loss of all embeddings to the model's gradients, `step.microbatch` samples at a time.
 
     Args:
-        gradients: Returns those with respect to the embeddings [b, E] of this rank's clips and captions; called once.
+        gradients: Function that returns the gradients with respect to this rank's embeddings [b, E]; called once.
     """
 
     def embed(part: Batch, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -333,7 +335,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
         return
     first = []
     with torch.no_grad():
-        # The second pass begins with the same buffers. Together they change the buffers as one pass would.
+        # The second pass begins with the same buffers. Both passes together change the buffers as one pass would.
         with keep_buffers(model):
             for number, part in enumerate(parts):
                 with step.seed_generators(number):
@@ -341,7 +343,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
         video_bE, text_bE = (torch.cat(side) for side in zip(*first, strict=True))
         grads_bE = gradients(video_bE, text_bE)
     grads_RE = zip(*(grad_bE.split([len(video_RE) for video_RE, _ in first]) for grad_bE in grads_bE), strict=True)
-    # A frozen tower has no part in the second forward pass. (A model with replicas is in its wrapper's `module`.)
+    # A frozen tower is left out of the second pass. (If a model has replicas, it is in its wrapper's `module`.)
     skips = getattr(getattr(model, "module", model), "has_frozen_tower", False)
     options = {"only_trained": True} if skips else {}
     for number, (part, grads) in enumerate(zip(parts, grads_RE, strict=True)):
@@ -350,11 +352,14 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
 
 
 def split(batch: Batch, size: int | None) -> list[Batch]:
-    """Split a batch into microbatches of `size` samples, the last one possibly smaller; None makes one of all."""
+    """Split a batch into microbatches of `size` samples. The last one may be smaller.
+
+    None gives a single microbatch.
+    """
     num_samples = len(batch["caption_id"])
     if size is None or size >= num_samples:
         return [batch]
-    # Strings apply to all samples; everything else has one entry per sample.
+    # Strings apply to all samples. All other values have one entry per sample.
     return [
         {
             name: value if isinstance(value, str) else value[begin : begin + size]  # type: ignore[misc,index]
@@ -365,7 +370,7 @@ def split(batch: Batch, size: int | None) -> list[Batch]:
 
 
 def _push(embedded: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], step: Step) -> None:
-    # Scaled before the cast to half precision, in which small values underflow. Frozen towers get none.
+    # Scaled before the cast to half precision, in which small values underflow. Frozen towers get no gradients.
     pairs = [
         (embedding, step.scale(gradient).to(embedding.dtype))
         for embedding, gradient in zip(embedded, gradients, strict=True)
@@ -374,24 +379,24 @@ def _push(embedded: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...
     torch.autograd.backward([embedding for embedding, _ in pairs], [gradient for _, gradient in pairs])
 
 
-# Losses as functions: a forward pass over the embeddings of all ranks, whose gradients autograd computes.
+# Losses as functions: a forward pass over the embeddings of all ranks. Autograd computes its gradients.
 #
 # b: pairs of this rank. B: pairs of all ranks, in the order of ranks. E: embedding width.
 #
-# The embeddings of all ranks are gathered with their gradient: each rank computes the loss of its pairs, and in
-# the backward pass each embedding gets the sum of its gradients on all ranks. With `backward_through`, that holds for
-# batches in microbatches too, and the function knows of neither.
+# The embeddings of all ranks are gathered with their gradients: each rank computes the loss of its pairs, and in the
+# backward pass each embedding gets the sum of its gradients on all ranks. `backward_through` extends this to batches in
+# microbatches. The function knows neither ranks nor microbatches.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Embeddings of a batch, of unit length and with gradient; float32 whatever the towers compute in.
+    """Embeddings of a batch, of unit length and with gradient; float32 for any precision of the towers.
 
     Attributes:
-        video_bE, text_bE: Embeddings of this rank's clips and captions; row i of both is a pair.
+        video_bE, text_bE: Embeddings of this rank's clips and captions. Row i of both tensors is a pair.
         video_BE, text_BE: Embeddings of the clips and captions of all ranks.
-        target_b: Row of each of this rank's pairs in the batch of all ranks, int64.
-        scale: 1 / temperature (scalar), with gradient where the temperature is trained; 1 for a loss without one.
+        target_b: Row in the batch of all ranks for each of this rank's pairs, int64.
+        scale: 1 / temperature (scalar), with gradient if the temperature is trained; 1 for a loss without temperature.
         batch: Samples of this rank: `clip_id`, `caption_id`, `relevancy` and others.
     """
 
@@ -404,15 +409,15 @@ class Pairs:
     batch: Batch
 
 
-# The mean loss of this rank's pairs, a scalar; the loss of the batch is its mean over ranks.
+# Return value: mean loss of this rank's pairs (scalar). The loss of the batch is its mean over ranks.
 LossFunction = Callable[[Pairs, Loss], torch.Tensor]
 
 
 class AutogradObjective(ContrastiveObjective):
-    """A loss of the batch, in a row of `LOSSES` as a function or, with further parameters, as a subclass of this."""
+    """A loss of the batch: a row of `LOSSES` has it as a function or, with further parameters, as a subclass."""
 
     def value(self, pairs: Pairs) -> torch.Tensor:
-        """Return the mean loss of this rank's pairs, a scalar with gradient."""
+        """Return the mean loss of this rank's pairs (scalar, with gradient)."""
         function: LossFunction = self._settings.spec.load()
         loss = function(pairs, self._settings)
         if not isinstance(loss, torch.Tensor) or loss.shape or not loss.requires_grad:
@@ -421,7 +426,7 @@ class AutogradObjective(ContrastiveObjective):
         return loss
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Return the loss, and its gradients by autograd."""
+        """Return the loss, with gradients by autograd."""
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         with torch.enable_grad(), exact_products(similarities.pair_b.device):
             video_bE, text_bE = (
@@ -454,7 +459,7 @@ class AutogradObjective(ContrastiveObjective):
 
 
 class _AllRanks(torch.autograd.Function):
-    """The rows of all ranks as a function of this rank's: the backward pass sums the gradients of a row over ranks."""
+    """Gather the rows of all ranks. The backward pass sums the gradients of each row over ranks."""
 
     @staticmethod
     def forward(ctx: Any, own_bF: torch.Tensor, all_BF: torch.Tensor, world: World) -> torch.Tensor:
@@ -473,11 +478,11 @@ def build_contrast(
     """Build the objective of `--loss.*`.
 
     Args:
-        inputs: Function that turns a batch into the arguments of the model.
+        inputs: Function that converts a batch into the arguments of the model.
         dataset: Size of the training set, for global losses; other losses ignore it.
 
     Raises:
-        KeyError: No loss is of kind `--loss.kind`.
+        KeyError: No loss has the name `--loss.kind`.
         UnusablePart: The package of the loss cannot be imported.
     """
     loss = LOSSES[settings.kind].load()

@@ -1,12 +1,13 @@
 """The global contrastive losses: SogCLR, iSogCLR, FastCLIP v0 to v3 (Wei et al. 2024, algorithm 1).
 
-B: pairs of the batch of all ranks. b: pairs of this rank. C: columns of the state of a clip or caption.
+B: pairs of the batch of all ranks. b: pairs of this rank. C: columns in the state of a clip or caption.
 
-The paper's g_i compares pair i with all other pairs of the *training set*. A batch gives a rough estimate of g_i; u_i,
-its moving average over the visits of i, a better one. It takes the gradient of log(epsilon + g_i) with u_i instead of
-g_i, held constant. Clips and captions have separate ids and averages: a clip may come with another caption each time.
+The paper's g_i compares pair i with all other pairs of the *training set*. A batch gives a rough estimate of g_i. The
+moving average u_i over the visits of i is a better estimate. The algorithm uses the gradient of log(epsilon + g_i) with
+u_i in place of g_i, held constant. Clips and captions have separate IDs and averages, because a clip may have another
+caption in each epoch.
 
-The losses differ by temperature: one for all (SogCLR, FastCLIP v0, v1, v3), or one for each sample (iSogCLR, v2).
+The losses differ in the temperature: one for all pairs (SogCLR, FastCLIP v0, v1, v3), or one per sample (iSogCLR, v2).
 """
 
 import math
@@ -37,14 +38,14 @@ from clipmill.train.losses.settings import Convention, GammaSchedule, Loss
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """The clips of a batch, or its captions.
+    """One side of a batch: its clips, or its captions.
 
     Attributes:
-        table: State of all clips, or captions, of the training set.
+        table: State of all clips, or all captions, of the training set.
         num_all: Number of clips or captions in the training set.
-        ids_B: Ids of all ranks' clips or captions.
-        group_B: `groups` of the ids.
-        state_BC: Rows of the table for them, before the step.
+        ids_B: IDs of all ranks' clips or captions.
+        group_B: Group of each ID (`groups`).
+        state_BC: Their rows of the table, before the step.
     """
 
     table: ShardedRows
@@ -57,12 +58,12 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Estimates of g for one side, the batch of this step included.
+    """Estimates of g for one side, including the batch of this step.
 
     Attributes:
         pair_B: Similarities of the pairs.
         further_B: `further_values` of all ranks.
-        log_g_B: Logarithm of g_i of this batch.
+        log_g_B: Logarithm of g_i in this batch.
         log_u_B: Logarithm of the new average.
         log_inner_B: log(epsilon + u).
     """
@@ -75,14 +76,14 @@ class Estimate:
 
 
 class GlobalContrast(ContrastiveObjective):
-    """A global loss without its temperatures and the weights of its pairs.
+    """A global loss except for its temperatures and the weights of its pairs.
 
     Args:
-        further_state: Initial values of the columns after log u.
+        further_state: Initial values of the state's columns after log u.
 
     Attributes:
-        clips: State of each clip: log u, then `further_state`.
-        captions: State of each caption likewise.
+        clips: State of each clip: log u, then the columns of `further_state`.
+        captions: State of each caption, with the same columns.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class GlobalContrast(ContrastiveObjective):
         self._gamma_epochs = settings.gamma_epochs or max(1, round(dataset.num_epochs / 2))
         self._log_epsilon = math.log(settings.epsilon) if settings.epsilon else -math.inf
         self.rho = settings.number("rho") if "rho" in settings.spec.settings else 0.0
-        # The public code averages the losses of clips and captions, which halves the gradient of the paper's sum.
+        # The public code averages the losses of clips and captions, while the paper adds them: half the gradient.
         self.side_weight = 0.5 if self._is_code else 1.0
         self._dataset = dataset
         self.clips = ShardedRows(dataset.num_clips, start=(UNSEEN, *further_state), world=world)
@@ -111,23 +112,23 @@ class GlobalContrast(ContrastiveObjective):
         raise NotImplementedError
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factors of each log(epsilon + g) in the published loss and in its gradient."""
+        """Return the factors of each log(epsilon + g) in the published loss, and in its gradient."""
         raise NotImplementedError
 
     def further_values(
         self, rows_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return values [b] of own clips or captions that `moved_state` needs; arguments as of `softmax_means`."""
+        """Return values [b] of this rank's clips or captions that `moved_state` needs; see `softmax_means`."""
         return ()
 
     def moved_state(self, side: Side, estimate: Estimate, step: Step) -> torch.Tensor:
-        """Return the new rows [B, C] of a side's table."""
+        """Return the new rows [B, C] of one side's table."""
         return estimate.log_u_B[:, None]
 
     def parameter_gradients(
         self, estimates: tuple[Estimate, Estimate], scale_gradient: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return gradients of own parameters, from this rank's `Similarities.scale_gradient`."""
+        """Return gradients of the objective's own parameters, from this rank's `Similarities.scale_gradient`."""
         return {}
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
@@ -199,7 +200,7 @@ class GlobalContrast(ContrastiveObjective):
 
 
 def _check_ids(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
-    """Return the ids, still on the host, where the loader left them: the check synchronises with no device."""
+    """Return the IDs on the host, where the loader left them, so that the check does not synchronise with a device."""
     is_outside_b = (ids_b < 0) | (ids_b >= size)
     if is_outside_b.any():
         outside = ids_b[is_outside_b].unique().tolist()
@@ -211,16 +212,16 @@ def _check_ids(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
     return ids_b
 
 
-# Moving averages, as logarithms: exp((s_ij - s_ii) / tau) overflows float32 at tau = 0.01 once a negative is nearer
-# than the pair by 0.89, and underflows where a sample is well separated. log u does neither.
+# Moving averages are stored as logarithms. exp((s_ij - s_ii) / tau) overflows float32 at tau = 0.01 if a negative is
+# nearer than the pair by 0.89, and underflows if a sample is well separated. log u does neither.
 
 UNSEEN = -math.inf  # log u before the first visit
 
 
 def inner_rate(epoch: int, *, least: float, schedule: GammaSchedule, num_epochs: int, convention: Convention) -> float:
-    """Return gamma of epoch 0, 1, ...: the weight of the new value in the averages (FastCLIP, section 5).
+    """Return gamma, the weight of the new value in the averages, for epoch 0, 1, ... (FastCLIP, section 5).
 
-    It is constant within an epoch. In the public code the constant schedule begins with an epoch of gamma = 1 too.
+    Gamma is constant within an epoch. In the public code, the constant schedule also begins with an epoch of gamma = 1.
     """
     if schedule == "constant":
         return 1.0 if convention == "fast_clip" and epoch == 0 else least
@@ -230,7 +231,7 @@ def inner_rate(epoch: int, *, least: float, schedule: GammaSchedule, num_epochs:
 
 
 def groups(ids_B: torch.Tensor) -> torch.Tensor:
-    """Number the distinct ids: int64 [B], 0 ... B - 1, equal where ids are, without synchronising with the device."""
+    """Number the distinct IDs: int64 [B], 0 to B - 1, equal for equal IDs, without synchronising with the device."""
     sorted_B, order_B = ids_B.sort(stable=True)
     is_new_B = torch.ones_like(sorted_B)
     is_new_B[1:] = (sorted_B[1:] != sorted_B[:-1]).to(is_new_B)
@@ -238,22 +239,22 @@ def groups(ids_B: torch.Tensor) -> torch.Tensor:
 
 
 def group_means(values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the group of each of B."""
+    """Return the mean over the group of each of B values."""
     zeros_B = torch.zeros_like(values_B)
     sums_B = zeros_B.index_add(0, group_B, values_B)
     return (sums_B / zeros_B.index_add(0, group_B, torch.ones_like(values_B)).clamp(min=1))[group_B]
 
 
 def log_group_means(log_values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Return the logarithm of the mean of exp over the group of each of B."""
+    """Return the logarithm of the mean of exp over the group of each of B values."""
     highest_B = torch.full_like(log_values_B, -math.inf).scatter_reduce(0, group_B, log_values_B, "amax")[group_B]
     return highest_B + group_means((log_values_B - highest_B).exp(), group_B).log()
 
 
 def average_logs(log_u_B: torch.Tensor, log_g_B: torch.Tensor, group_B: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """Return log of (1 - gamma) u + gamma g (FastCLIP, eq. 1), the same in a group; g itself on the first visit.
+    """Return log of (1 - gamma) u + gamma g (FastCLIP, eq. 1), the same within a group; g itself on the first visit.
 
-    If an id occurs more than once in a batch, on whatever ranks, g is the mean over its occurrences.
+    If an ID occurs more than once in a batch, on any ranks, g is the mean over its occurrences.
     """
     log_g_B = log_group_means(log_g_B, group_B)
     if gamma == 1:
@@ -262,28 +263,28 @@ def average_logs(log_u_B: torch.Tensor, log_g_B: torch.Tensor, group_B: torch.Te
     return torch.where(log_u_B == UNSEEN, log_g_B, moved_B)
 
 
-# FastCLIP, appendix B: below this temperature, v3 trains it at a third of its learning rate.
+# FastCLIP, appendix B: below this temperature, v3 trains the temperature at a third of its learning rate.
 _SLOW_BELOW = 0.03
 _SLOWER = 3
 
-# Temperatures of samples
-_BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's; the public code's as well
-_MAX_GRADIENT, _MAX_TEMPERATURE = 5.0, 1.0  # in the public code
-# Columns of the state, after log u. The public code counts epochs, not visits, and needs no column for them.
+# Temperatures per sample.
+_BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's values, which the public code also uses
+_MAX_GRADIENT, _MAX_TEMPERATURE = 5.0, 1.0  # as in the public code
+# Columns of the state after log u. The public code counts epochs, not visits, and needs no column for visits.
 _TEMPERATURE, _MEAN, _SQUARE, _VISITS = 1, 2, 3, 4
 _NUM_COLUMNS = {"paper": 5, "fast_clip": 4}
 
 
 class OneTemperature(GlobalContrast):
-    """GCL (SogCLR and v1 with a constant temperature, v0 with a trained one) and RGCL-g (v3, trained).
+    """GCL (SogCLR and v1: constant temperature; v0: trained temperature) and RGCL-g (v3: trained).
 
-    The paper trains the temperature itself, the public code the log of its inverse (`logit_scale`): the optimizer takes
-    different steps.
+    The paper trains the temperature itself. The public code trains the logarithm of its inverse (`logit_scale`), with
+    which the optimizer takes different steps.
 
     Attributes:
         temperature: The paper's parameter; None in the public code's convention.
-        is_slow: True once v3's temperature learns at a third of its rate: in the paper once it was below 0.03, in the
-            public code as long as it is at most that.
+        is_slow: True once v3's temperature learns at a third of its rate: in the paper after it was below 0.03 once, in
+            the public code while it is at most 0.03.
     """
 
     temperature: nn.Parameter | None
@@ -302,17 +303,20 @@ class OneTemperature(GlobalContrast):
         self._update_speed()
 
     def log_scale(self) -> torch.Tensor:
-        """Return log of 1 / temperature, detached."""
+        """Return the logarithm of 1 / temperature, detached."""
         parameter = self.logit_scale if self.temperature is None else -self.temperature.detach().log()
         assert parameter is not None
         return parameter.detach()
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """Return the one temperature, for all rows."""
+        """Return the common temperature for all rows."""
         return (-self.log_scale()).exp().to(state_BC.dtype).expand(len(state_BC))
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the temperature; 1 in v0, and in the public code for all but v3 (its commands scale only v3)."""
+        """Return the temperature; 1 in v0.
+
+        The public code also returns 1, except for v3 (its commands scale only v3).
+        """
         is_scaled = self._is_v3 or not (self._is_v0 or self._is_code)
         factor_B = temperature_B if is_scaled else torch.ones_like(temperature_B)
         return factor_B, factor_B
@@ -322,13 +326,13 @@ class OneTemperature(GlobalContrast):
     ) -> dict[str, torch.Tensor]:
         """Compute equations 8 (v0) and 10 (v3).
 
-        In the public code the two terms of v3 that do not come from inside g have weight 1/2, and the third has not:
-        the published rho belongs to that.
+        In the public code, the two terms of v3 that do not come from inside g have weight 1/2, and the third term has
+        weight 1. The published rho belongs to this convention.
         """
         if not (self._is_v0 or self._is_v3):
             return {}
         temperature = (-self.log_scale()).exp().to(scale_gradient.dtype)
-        # Of what depends on the temperature inside g; the gradients of embeddings are halved, this one is not.
+        # The term from inside g. The gradients of embeddings are halved, this one is not.
         gradient = -scale_gradient / self.side_weight / temperature
         if self._is_v3:
             logs_B = [estimate.log_u_B if self._is_code else estimate.log_inner_B for estimate in estimates]
@@ -336,7 +340,10 @@ class OneTemperature(GlobalContrast):
         return {"logit_scale": -temperature * gradient} if self._is_code else {"temperature": gradient}
 
     def learning_rate(self, scheduled: float) -> Scalar:
-        """Return the temperature's own rate, where it has one; v3 divides it by 3 where `is_slow`, on the device."""
+        """Return the temperature's own learning rate, if it has one.
+
+        For v3, the device divides it by 3 if `is_slow`.
+        """
         temperature_lr = super().learning_rate(scheduled)
         if not self._is_v3 or isinstance(temperature_lr, torch.Tensor):
             return temperature_lr
@@ -347,7 +354,7 @@ class OneTemperature(GlobalContrast):
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
-        """Clamp the temperature to its lower bound; in the public code also to 1."""
+        """Clamp the temperature to its lower bound and, in the public code, to at most 1."""
         super().after_step(step)
         if self.temperature is not None:
             self.temperature.clamp_(min=self._settings.min_temperature)
@@ -362,11 +369,11 @@ class OneTemperature(GlobalContrast):
 
 
 class SampleTemperature(GlobalContrast):
-    """RGCL, with a temperature for each clip and each caption (iSogCLR, v2): mean of tau_i (log(epsilon + g_i) + rho).
+    """RGCL, with a temperature for each clip and caption (iSogCLR, v2): mean of tau_i (log(epsilon + g_i) + rho).
 
     A temperature is updated when its clip or caption is visited, by AdamW without decay (procedure 5, lines 8 and 9;
-    procedure 4, lines 13 to 16), whose t is the number of the visit. The public code has epochs instead of visits: in
-    epoch 0 both betas are 0, afterwards t is the epoch + 1.
+    procedure 4, lines 13 to 16). AdamW's t is the number of the visit. The public code uses epochs instead of visits:
+    both betas are 0 in epoch 0; after that, t is the epoch + 1.
     """
 
     def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
@@ -378,17 +385,17 @@ class SampleTemperature(GlobalContrast):
         return state_BC[:, _TEMPERATURE]
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each one's temperature (equations 6, 7); in the gradient of the public code 1."""
+        """Return the temperature of each sample (equations 6, 7); 1 in the gradient of the public code."""
         return temperature_B, torch.ones_like(temperature_B) if self._is_code else temperature_B
 
     def further_values(
         self, rows_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the mean similarity with the negatives, weighted as in g."""
+        """Return the mean similarity with the negatives, with the weights that they have in g."""
         return (softmax_means(rows_bB, scale_b, log_sum_b),)
 
     def moved_state(self, side: Side, estimate: Estimate, step: Step) -> torch.Tensor:
-        """Return averages, and temperatures after a step along equation 9, averaged over the occurrences of an id."""
+        """Return averages, and temperatures after a step along equation 9; both are averaged over equal IDs."""
         (mean_B,) = estimate.further_B
         inside_B = (estimate.log_g_B - estimate.log_inner_B).exp() * (mean_B - estimate.pair_B) / side.temperature_B
         gradient_B = estimate.log_inner_B + self.rho - inside_B
@@ -410,7 +417,7 @@ class SampleTemperature(GlobalContrast):
         return state_BC
 
     def _count(self, side: Side, state_BC: torch.Tensor, step: Step) -> tuple[torch.Tensor, float, float]:
-        """Return t + 1 of procedure 4 for each of B, and the betas; visits are counted in `state_BC`."""
+        """Return t + 1 of procedure 4 for each sample of B, and the betas. Visits are counted in `state_BC`."""
         if not self._is_code:
             state_BC[:, _VISITS] = side.state_BC[:, _VISITS] + 1
             return state_BC[:, _VISITS], _BETA1, _BETA2

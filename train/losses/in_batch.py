@@ -1,7 +1,7 @@
 """Losses of a batch: InfoNCE and FastCLIP's MBCL, SigLIP, max-margin.
 
-`info_nce` is the definition of InfoNCE, differentiated by autograd. Runs use the classes below it: they compute
-gradients in closed form, block by block, and never store the logits and probabilities that autograd would keep; that
+`info_nce` is the definition of InfoNCE, differentiated by autograd. Runs use the classes below it. They compute
+gradients in closed form, block by block, and never store the logits and probabilities that autograd would keep. This
 takes half of the CPU time (docs/losses.md).
 
 b: pairs of this rank. B: pairs of all ranks. E: embedding width. R: pairs of a block of rows.
@@ -30,18 +30,18 @@ from clipmill.train.losses.contrastive import (
 )
 from clipmill.train.losses.settings import Loss
 
-_INITIAL_BIAS = -10.0  # Zhai et al. 2023: near the log of the share of true pairs, for small gradients at first
+_INITIAL_BIAS = -10.0  # Zhai et al. 2023: near the log of the share of true pairs, so that gradients begin small
 
 
 def info_nce(pairs: Pairs, settings: Loss) -> torch.Tensor:
     """Return InfoNCE, the loss of CLIP (van den Oord et al. 2018, eq. 4; Radford et al. 2021, figure 3).
 
-    The mean cross-entropy of each clip's caption, and of each caption's clip, in the batch of all ranks. `InfoNCE` has
-    the same value and gradients (tests/train/losses/test_closed_forms.py).
+    It is the mean cross-entropy of each clip's caption, and of each caption's clip, in the batch of all ranks.
+    `InfoNCE` has the same value and gradients (tests/train/losses/test_closed_forms.py).
 
-    Two equal captions of a batch are each other's negatives, as in CLIP. The loss is then lowest where both have equal
-    probability, which raises its value but does not change the ranking of different captions. Retrieval counts equal
-    captions as one (clipmill.train.tasks.dual_encoder.metrics).
+    If a batch contains two equal captions, each is a negative of the other, as in CLIP. The loss is then lowest if both
+    have equal probability. This raises its value, but does not change the ranking of different captions. Retrieval
+    metrics count equal captions as one (clipmill.train.tasks.dual_encoder.metrics).
     """
     clip_logits_bB = pairs.scale * pairs.video_bE @ pairs.text_BE.T
     caption_logits_bB = pairs.scale * pairs.text_bE @ pairs.video_BE.T
@@ -51,14 +51,14 @@ def info_nce(pairs: Pairs, settings: Loss) -> torch.Tensor:
 
 
 class InfoNCE(ContrastiveObjective):
-    """`info_nce` with gradients in closed form, and MBCL.
+    """`info_nce` and MBCL, with gradients in closed form.
 
-    dL/ds_ij = (p_ij + q_ij - 2 [i = j]) / (2 B temperature), with p the softmax of the similarities of clip i over all
-    captions, and q of caption j over all clips. The logarithms of their denominators are B numbers each: one pass
-    over the similarities computes them, and a second one the gradients.
+    dL/ds_ij = (p_ij + q_ij - 2 [i = j]) / (2 B temperature). p is the softmax of the similarities of clip i over all
+    captions, and q the softmax of caption j over all clips. The logarithms of their denominators are B numbers each.
+    One pass over the similarities computes them, and a second pass computes the gradients.
 
     MBCL (FastCLIP, section 3) divides by B - 1 inside the logarithms, and sums the two halves that InfoNCE averages:
-    MBCL / 2 + log(B - 1) = InfoNCE. FastCLIP's code has half of it.
+    MBCL / 2 + log(B - 1) = InfoNCE. FastCLIP's code computes half of MBCL.
     """
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
@@ -71,7 +71,7 @@ class InfoNCE(ContrastiveObjective):
         pair_B, clip_log_sum_B, caption_log_sum_B = similarities.gather(
             similarities.pair_b, log_sums(similarities.clips_bB, scale_b), log_sums(similarities.captions_bB, scale_b)
         )
-        # The sums are over negatives, as the gradient of a pair needs them; a denominator has the pair too.
+        # The sums are over negatives, as the gradient of a pair needs them; a denominator also includes the pair.
         clip_denominator_B = torch.logaddexp(clip_log_sum_B, scale * pair_B)
         caption_denominator_B = torch.logaddexp(caption_log_sum_B, scale * pair_B)
         loss = factor * (clip_denominator_B + caption_denominator_B - 2 * scale * pair_B).mean()
@@ -99,7 +99,7 @@ class SigLIP(ContrastiveObjective):
         self.logit_bias = nn.Parameter(torch.tensor(_INITIAL_BIAS))
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Compute the loss and its gradients: dL/ds_ij = t sigmoid(t s_ij + b) / B of a negative."""
+        """Compute the loss and its gradients: for a negative, dL/ds_ij = t sigmoid(t s_ij + b) / B."""
         assert self.logit_scale is not None
         dtype, num_pairs = similarities.pair_b.dtype, similarities.num_pairs
         scale, bias = self.logit_scale.to(dtype).exp(), self.logit_bias.to(dtype)
@@ -132,14 +132,14 @@ class SigLIP(ContrastiveObjective):
 
 
 class MaxMargin(ContrastiveObjective):
-    """Max-margin loss of EPIC-Kitchens' multi-instance retrieval, as LaViLa and AVION fine-tune with it.
+    """Max-margin loss for multi-instance retrieval in EPIC-Kitchens, with which LaViLa and AVION fine-tune.
 
-    The mean over i != j of max(0, m + s_ij - s_ii) and max(0, m + s_ji - s_ii): 2 B (B - 1) terms. AVION's margin is a
-    constant; LaViLa's adaptive margin is `margin` times the relevancy of the pair.
+    It is the mean over i != j of max(0, m + s_ij - s_ii) and max(0, m + s_ji - s_ii): 2 B (B - 1) terms. AVION's margin
+    m is a constant; LaViLa's adaptive margin is `margin` times the relevancy of the pair.
     """
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Compute the loss and its gradients: dL/ds_ij is the share of margins that s_ij violates, 0, 1 or 2 of all."""
+        """Compute the loss and its gradients: dL/ds_ij is the averaged number of margins that s_ij violates."""
         margin_b = torch.full_like(similarities.pair_b, self._settings.number("margin"))
         if self._settings.use_relevancy:
             if "relevancy" not in batch:
@@ -149,7 +149,7 @@ class MaxMargin(ContrastiveObjective):
                     flags=("--loss.use-relevancy",),
                 )
             margin_b = margin_b * batch["relevancy"].to(similarities.pair_b)
-        # The highest similarity of a negative that costs nothing.
+        # The highest similarity that a negative may have at no cost.
         limit_b = similarities.pair_b - margin_b
         excess_and_count_2b = _violations(similarities.clips_bB, limit_b)
         excess_and_count_2b = excess_and_count_2b + _violations(similarities.captions_bB, limit_b)
@@ -166,7 +166,7 @@ class MaxMargin(ContrastiveObjective):
 
 
 def _violations(similarity_bB: torch.Tensor, limit_b: torch.Tensor) -> torch.Tensor:
-    """Return by how much the similarities of each row exceed its limit in sum, and how many of them do, [2, b]."""
+    """Return two values per row, [2, b]: the sum by which similarities exceed the limit, and their number."""
     parts = []
     for rows in blocks(similarity_bB):
         over_RB = (similarity_bB[rows] - limit_b[rows, None]).clamp_(min=0)

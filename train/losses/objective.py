@@ -1,4 +1,4 @@
-"""The training objective: the part of a task that the loop knows in addition to the model."""
+"""The training objective: the part of a task, besides the model, that the loop uses."""
 
 from collections.abc import Callable, Mapping
 
@@ -13,32 +13,32 @@ from clipmill.train.distributed.step import Step
 class Objective(nn.Module):
     """A loss with its parameters (a temperature) and its state per sample.
 
-    The parameters are small and equal on all ranks. The loop trains them with the model's and averages their
-    gradients over the ranks itself. Checkpoints hold the `state_dict`; a tensor that is sharded over ranks is a DTensor
-    there.
+    The parameters are small and equal on all ranks. The loop trains them together with the model's parameters, and
+    averages their gradients over the ranks. Checkpoints contain the `state_dict`, in which a tensor that is sharded
+    over ranks is a DTensor.
     """
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> Mapping[str, Scalar]:
         """Add this rank's gradients to the parameters of the model and of the objective.
 
-        Averaged over the ranks they are the gradients of the loss of the batch. Nothing here synchronises with
-        the device: what the host must know of a batch is in the batch's tensors on the host.
+        Their average over the ranks is the gradient of the batch's loss. The method must not synchronise with the
+        device: everything that the host must know about a batch is in the batch's host tensors.
 
         Returns:
-            Metrics for the log, equal on all ranks; `loss` is the loss of the batch of all ranks. What the device
-            computes stays there, as zero-dimensional tensors that are not modified later.
+            Metrics for the log, equal on all ranks. `loss` is the loss of the batch of all ranks. Values computed on
+            the device stay there, as zero-dimensional tensors that are not modified later.
         """
         raise NotImplementedError
 
     def learning_rate(self, scheduled: float) -> Scalar:
-        """Return the objective's learning rate in a step whose schedule gives the model the rate `scheduled`.
+        """Return the objective's learning rate in a step in which the schedule gives the model the rate `scheduled`.
 
-        A zero-dimensional tensor where the device decides: float32 on a GPU, as torch's fused optimizers require.
+        If the device decides, it is a zero-dimensional tensor: float32 on a GPU, as torch's fused optimizers require.
         """
         return scheduled
 
     def after_step(self, step: Step) -> None:
-        """Keep parameters within their bounds; the loop calls it after each optimizer step."""
+        """Keep parameters within their bounds. The loop calls this method after each optimizer step."""
 
 
 def backward_microbatches(
@@ -46,17 +46,17 @@ def backward_microbatches(
 ) -> list[torch.Tensor]:
     """Run forward and backward passes of a rank's share of the batch, microbatch by microbatch.
 
-    Gradients add up over microbatches; ranks exchange them in the last one only. Each microbatch has different
+    Gradients accumulate over microbatches. Ranks exchange them only in the last one. Each microbatch has different
     random numbers (`Step.random`).
 
     Args:
-        loss_of: Function that returns the loss of some rows of the share, as a summand of the share's loss.
-        num_samples: Number of samples of the share.
-        gradient_factor: Factor of the gradients, but not of the returned losses; the number of ranks for losses
-            that are summands of the batch's loss, as gradients are averaged over ranks.
+        loss_of: Function that returns the loss of some rows, as a summand of the loss of the rank's share.
+        num_samples: Number of samples in the share.
+        gradient_factor: Factor for the gradients, but not for the returned losses. It is the number of ranks if the
+            losses are summands of the batch's loss, because gradients are averaged over ranks.
 
     Returns:
-        The losses of the microbatches, detached.
+        The detached losses of the microbatches.
     """
     size = min(step.microbatch or num_samples, num_samples)
     losses = []

@@ -1,7 +1,7 @@
 """The contrastive losses that `--loss.kind` knows, and their settings, `--loss.*`.
 
-`LOSSES` has a row for each loss of clipmill, and the losses of installed packages. A row says which settings the loss
-takes, with what default.
+`LOSSES` has one row per loss: clipmill's losses and the losses of installed packages. A row states which settings the
+loss takes, and their defaults.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,14 +18,14 @@ from clipmill.train.config.fields import FIRST_RUN, Choice, Published
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """A loss, and what the command line needs to know of it.
+    """A loss, and the facts about it that the command line needs.
 
     Attributes:
         name: Value of `--loss.kind`.
-        loss: A function of `Pairs` and settings, whose gradients autograd computes; or a ContrastiveObjective, for
-            gradients in closed form or for state. "module:name" is imported when a run needs it.
-        settings: The `--loss.*` settings that this loss takes and others may not, each with its published default.
-            None: off unless given. All losses take `convention`, `min_temperature` and `epsilon`.
+        loss: A function of `Pairs` and settings, whose gradients autograd computes; or a ContrastiveObjective, which
+            has gradients in closed form or state. A string "module:name" is imported when a run needs it.
+        settings: The `--loss.*` settings that this loss takes but others may not, with their published defaults. None
+            means off by default. All losses take `convention`, `min_temperature` and `epsilon`.
     """
 
     name: str
@@ -34,11 +34,11 @@ class LossSpec:
 
     @property
     def is_global(self) -> bool:
-        """True if the loss keeps state for each clip and each caption of the training set."""
+        """True if the loss keeps state for each clip and caption of the training set."""
         return "gamma" in self.settings
 
     def load(self) -> Any:
-        """Return the function or class of `loss`."""
+        """Return the function or class in `loss`, importing it if necessary."""
         return import_object(self.loss) if isinstance(self.loss, str) else self.loss
 
 
@@ -50,7 +50,7 @@ _TRAINED = {"freeze_temperature": False, "temperature_lr": None}
 _CONSTANT = {"gamma_schedule": "constant", "gamma_epochs": None}
 _COSINE = {"gamma_schedule": "cosine", "gamma_epochs": None}
 _ONE, _EACH = "global_losses:OneTemperature", "global_losses:SampleTemperature"
-# SigLIP takes no temperature_lr: its bias would learn at that rate too. FastCLIP's numbers: appendix B, medium setting.
+# SigLIP takes no temperature_lr, because its bias would learn at that rate too. FastCLIP's values: appendix B, medium.
 _ROWS = (
     _row("infonce", "in_batch:InfoNCE", temperature=0.07, **_TRAINED),
     _row("siglip", "in_batch:SigLIP", temperature=0.1, freeze_temperature=False),
@@ -71,10 +71,10 @@ def _fault(spec: LossSpec) -> str:
 
 
 LOSSES = Parts("loss", group="losses", kind=LossSpec, builtin={spec.name: spec for spec in _ROWS}, fault=_fault)
-# The settings that some loss takes and others may not.
+# The settings that some losses take and others do not.
 SETTINGS = tuple(dict.fromkeys(name for spec in _ROWS for name in spec.settings))
 
-# Published settings by preset: `--preset NAME --loss.kind KIND` takes the row of KIND. Wei et al. 2024.
+# Published settings by preset: `--preset NAME --loss.kind KIND` uses the row of KIND. Wei et al. 2024.
 _TABLE_8 = "FastCLIP, table 8 and appendix B"
 _TABLES_8_9 = "FastCLIP, tables 8 and 9 and appendix B"
 _TEMPERATURE = "FastCLIP, appendix B, temperature"
@@ -92,7 +92,7 @@ def _cosine(gamma: float, *, epochs: int) -> dict[str, Any]:
     return {"gamma": gamma, "gamma_schedule": "cosine", "gamma_epochs": epochs}
 
 
-# Table 3 has other pairs only for v2.
+# Table 3 has other combinations only for v2.
 _MBCL = _published_row("FastCLIP, appendix B, scaling performance")
 _MEDIUM = {
     "mbcl": _MBCL,
@@ -139,7 +139,7 @@ GammaSchedule = Literal["constant", "cosine"]
 
 _KINDS = f"Contrastive loss (docs/losses.md): {', '.join(LOSSES)}"
 _POSITIVE, _PORTION = Range(above=0), Range(above=0, most=1)
-ADAPTIVE_MARGIN = 0.4  # LaViLa's, scaled by the relevancy of each caption
+ADAPTIVE_MARGIN = 0.4  # LaViLa's value; it is scaled by the relevancy of each caption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class Loss(Choice):
         return {spec.name: spec.settings for spec in LOSSES.list_usable()}
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for settings that the loss does not have."""
+        """Yield errors for settings that the loss does not take."""
         spec = LOSSES.find_usable(self.kind)
         if spec is None:
             return
@@ -201,11 +201,11 @@ class Loss(Choice):
 
     @property
     def spec(self) -> LossSpec:
-        """The row of the loss."""
+        """The loss's row in `LOSSES`."""
         return LOSSES[self.kind]
 
     def number(self, name: str) -> float:
-        """Return the effective `temperature`, `rho`, `gamma` or `margin`: as given, or the default of the loss."""
+        """Return the effective `temperature`, `rho`, `gamma` or `margin`: the given value, or the loss's default."""
         given: float | None = getattr(self, name)
         if given is None and name == "margin" and self.use_relevancy:
             return ADAPTIVE_MARGIN
@@ -213,15 +213,15 @@ class Loss(Choice):
 
     @property
     def own_temperature_lr(self) -> float | None:
-        """Learning rate of the temperature; None where it is the model's."""
+        """Learning rate of the temperature; None if it equals the model's rate."""
         return cast(float | None, self.temperature_lr or self.spec.settings.get("temperature_lr"))
 
     def with_scaled_lr(self, scale: float) -> "Loss":
-        """Return settings with `own_temperature_lr` scaled as the rate of the model is (FastCLIP, appendix B)."""
+        """Return settings whose `own_temperature_lr` is scaled like the model's rate (FastCLIP, appendix B)."""
         lr = self.own_temperature_lr
         return self if lr is None or scale == 1 else replace(self, temperature_lr=lr * scale)
 
     @property
     def effective_gamma_schedule(self) -> GammaSchedule:
-        """The schedule as given, or the default of the loss."""
+        """The given schedule, or the default of the loss."""
         return cast(GammaSchedule, self.gamma_schedule or self.spec.settings["gamma_schedule"])

@@ -1,1 +1,1 @@
-"""The networks, and the one interface to attention."""
+"""The networks, and the only interface to attention."""

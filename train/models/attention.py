@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from clipmill.manifests.errors import UserError
 from clipmill.train.device.transfer import send
 
-# How much one call of a GPU's attention kernel can take, and calls in parts. B: sequences.
+# Limits of one call of a GPU's attention kernel, and splitting of larger calls. B: sequences.
 
 # Sequences and heads are the second and third dimension of the grid of every fused kernel, which CUDA limits.
 _MOST_BLOCKS = 65_535
@@ -28,14 +28,14 @@ _MOST_ELEMENTS, _PADDED_TOKENS, _PADDED_WIDTH = 2**31, 128, 64
 
 
 def most_sequences(num_tokens: int, num_heads: int, head_width: int, *, packed: bool = False) -> int:
-    """Return how many sequences of `num_tokens` (packed: of the mean) a kernel can take in one call, at least 1."""
+    """Return how many sequences of `num_tokens` (packed: on average) a kernel can take in one call, at least 1."""
     padded_tokens = num_tokens + _PADDED_TOKENS if packed else -(-num_tokens // _PADDED_TOKENS) * _PADDED_TOKENS
     padded_width = -(-head_width // _PADDED_WIDTH) * _PADDED_WIDTH
     return max(1, min(_MOST_BLOCKS, _MOST_ELEMENTS // (padded_tokens * padded_width * num_heads)))
 
 
 def attend_in_parts(attend: Callable[[Tensor, Tensor, Tensor], Tensor], *qkv_BMHK: Tensor) -> Tensor:
-    """Call `attend` for parts of the heads and of the batch where a GPU's kernel cannot take all at once."""
+    """Split calls of `attend` by heads and batch if a GPU's kernel cannot take everything at once."""
     num_sequences, num_tokens, num_heads, head_width = qkv_BMHK[0].shape
     if qkv_BMHK[0].is_cuda:
         most = most_sequences(num_tokens, min(num_heads, _MOST_BLOCKS), head_width)
@@ -46,9 +46,9 @@ def attend_in_parts(attend: Callable[[Tensor, Tensor, Tensor], Tensor], *qkv_BMH
     return attend(*qkv_BMHK)
 
 
-# Packed sequences: sequences of different lengths concatenated into one row of tokens, without padding.
+# Packed sequences: sequences of different lengths, concatenated without padding into one row of tokens.
 #
-# Shape suffixes: N sequences, M tokens of all of them, n sequences of the same length L.
+# Shape suffixes: N sequences, M tokens of all sequences, n sequences of the same length L.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,11 +57,11 @@ class Packing:
 
     Attributes:
         lengths: Number of tokens of each sequence, at least 1.
-        longest: The largest length.
+        longest: Length of the longest sequence.
         sequence_M: The sequence of each token.
         position_M: The position of each token in its sequence, from 0.
         place_M: The index of each token in the flattened padded batch, [N * longest].
-        end_N: The last token of each sequence.
+        end_N: Index of each sequence's last token.
     """
 
     lengths: tuple[int, ...]
@@ -78,7 +78,7 @@ class Packing:
 
     @cached_property
     def rows_by_length(self) -> tuple[tuple[int, torch.Tensor], ...]:
-        """Each length L that occurs, with the tokens of the sequences of that length: int64 [n * L]."""
+        """Tokens of the sequences of each length L, by length: int64 [n * L]."""
         lengths_N = torch.tensor(self.lengths)
         begins_N = lengths_N.cumsum(0) - lengths_N
         tokens = {
@@ -89,12 +89,12 @@ class Packing:
 
     @cached_property
     def prepared_values(self) -> dict[str, Any]:
-        """Values that an attention implementation derives from the lengths once for all blocks, by its name."""
+        """Cache of values that an attention implementation computes from the lengths, once for all blocks, by name."""
         return {}
 
 
 def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
-    """Pack sequences of these lengths, with tensors on `device`; ValueError if there are none or one is empty."""
+    """Pack sequences of these lengths, with tensors on `device`; ValueError if there are none, or one is empty."""
     if not lengths or min(lengths) < 1:
         raise ValueError(f"cannot pack sequences of lengths {list(lengths)}: each needs a token")
     longest = max(lengths)
@@ -112,18 +112,18 @@ def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
 
 
 AttentionChoice = Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"]
-# SDPA kernels that can be selected by name, each followed by the fallbacks for shapes that it does not support.
+# Selectable SDPA kernels by name, each followed by the fallbacks for shapes that it does not support.
 _FALLBACKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 PREFERRED = {"flash": _FALLBACKS, "cudnn": [SDPBackend.CUDNN_ATTENTION, *_FALLBACKS]}
 
 
 class Attend(Protocol):
-    """softmax(q k^T / sqrt(K)) v for each head; [B, M, H, K] in and out.
+    """softmax(q k^T / sqrt(K)) v for each head. Arguments and result are [B, M, H, K].
 
     Args:
-        causal: A token attends only to itself and earlier tokens.
-        packing: Packed sequences that the tokens belong to (B is 1). A token attends only to its sequence, and
-            attention is causal.
+        causal: Let each token attend only to itself and earlier tokens.
+        packing: Layout of the packed sequences that the tokens belong to; B is then 1. A token attends only to its own
+            sequence, and attention is causal.
     """
 
     def __call__(
@@ -133,7 +133,7 @@ class Attend(Protocol):
 
 @runtime_checkable
 class HasHeads(Protocol):
-    """A module that calls an `Attend` with heads of this width."""
+    """A module that calls an `Attend` with heads of the width `head_width`."""
 
     attend: Attend
     head_width: int
@@ -149,13 +149,13 @@ class AttentionBackend:
 
 
 def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool = False) -> AttentionBackend:
-    """Select an implementation for a device (`cpu`, `cuda`): by name, or xformers on a GPU and SDPA elsewhere.
+    """Select an implementation for a device (`cpu`, `cuda`): by name, or else xformers on a GPU and SDPA elsewhere.
 
     Args:
-        compiles: The model goes through torch.compile, which can trace SDPA but not xformers.
+        compiles: The model is compiled by torch.compile, which can trace SDPA but not xformers.
 
     Raises:
-        UserError: xformers or a GPU kernel was requested and is not available.
+        UserError: xformers or a GPU kernel was requested, but is not available.
     """
     if choice == "naive":
         return AttentionBackend("naive", "requested by --attention naive, to compare", attend_naively)
@@ -188,7 +188,7 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
     return AttentionBackend("xformers", "the device is a GPU", attend_with_xformers_or_sdpa)
 
 
-# The release whose dispatcher and operators the tests know, and its name for "compiled with CUDA".
+# The release whose dispatcher and operators the tests cover, and its name for "compiled with CUDA".
 _TESTED, _BUILT = "0.0.35", "_built_with_cuda"
 
 
@@ -196,10 +196,10 @@ _TESTED, _BUILT = "0.0.35", "_built_with_cuda"
 def load_xformers() -> str | None:
     """Load xformers; return why its compiled library failed to load, or None if it loaded.
 
-    That library contains 2:4 sparsity kernels and no attention (docs/models.md), so its warning is suppressed in runs
-    and shown by `train doctor`. xformers' attention runs torch's kernels but refuses every GPU without the library, so
-    the flag that it checks is set here. Whether torch's kernels accept the arguments that xformers passes is checked
-    separately by xformers (xformers.ops.fmha.torch_attention_compat).
+    The library contains only kernels for 2:4 sparsity, and no attention (docs/models.md). Its warning is therefore
+    suppressed in runs, and shown by `train doctor`. xformers' attention uses torch's kernels, but it rejects every GPU
+    if the library is missing, so this function sets the flag that it checks. xformers checks separately whether torch's
+    kernels accept its arguments (xformers.ops.fmha.torch_attention_compat).
 
     Raises:
         ImportError: xformers is not installed, does not match this torch, or lacks the flag.
@@ -216,14 +216,14 @@ def load_xformers() -> str | None:
                 f"because its compiled library does not load with torch {torch.__version__}: install xformers {_TESTED}"
             )
         names[_BUILT] = True
-    # The innermost cause names the missing library.
+    # The innermost cause has the name of the missing library.
     while error is not None and error.__cause__ is not None:
         error = error.__cause__
     return None if error is None else str(error)
 
 
 def attend_preferring(kernel: str) -> Attend:
-    """Return `attend_with_sdpa` with a kernel of `PREFERRED` first; other shapes fall back to torch's other kernels."""
+    """Return `attend_with_sdpa` with a preferred kernel (`PREFERRED`). Other kernels compute the shapes it lacks."""
 
     def attend(
         q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
@@ -239,8 +239,8 @@ def attend_with_sdpa(
 ) -> Tensor:
     """Compute `Attend` with torch.nn.functional.scaled_dot_product_attention."""
     if packing is not None:
-        # A compiled block must not depend on the lengths in a batch, as a loop over lengths does. On a GPU the padded
-        # computation is faster than launching one kernel per length.
+        # A compiled block must not depend on the lengths in a batch, as a loop over lengths does. On a GPU, padding is
+        # faster than launching one kernel per length.
         is_padded = torch.compiler.is_compiling() or q_BMHK.is_cuda
         attend = _attend_padded if is_padded else _attend_by_length
         return attend(attend_with_sdpa, q_BMHK, k_BMHK, v_BMHK, packing)
@@ -248,7 +248,7 @@ def attend_with_sdpa(
 
 
 def attend_masked(q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, mask_MM: Tensor) -> Tensor:
-    """Return attention where `mask_MM` is True, by scaled_dot_product_attention."""
+    """Attend only where `mask_MM` is True, by scaled_dot_product_attention."""
     return attend_in_parts(partial(_scaled_dot_product, attn_mask=mask_MM), q_BMHK, k_BMHK, v_BMHK)
 
 
@@ -264,7 +264,7 @@ def attend_with_xformers(
     load_xformers()
     from xformers import ops
 
-    # A packed row cannot be split without new offsets: SDPA pads it, and splits the result.
+    # A packed row cannot be split without new offsets. SDPA pads the row, and splits the result.
     if packing is not None and packing.num_sequences > most_sequences(
         -(-q_BMHK.shape[1] // packing.num_sequences), *q_BMHK.shape[2:], packed=True
     ):
@@ -273,16 +273,16 @@ def attend_with_xformers(
     return attend_in_parts(partial(ops.memory_efficient_attention, attn_bias=bias), q_BMHK, k_BMHK, v_BMHK)
 
 
-# Whether xformers has kernels, by what its dispatcher looks at in addition to the tensors' lengths.
+# Cache of whether xformers has kernels, by everything that its dispatcher considers except the lengths.
 _HAS_KERNEL: dict[tuple[Any, ...], bool] = {}
 
 
 def attend_with_xformers_or_sdpa(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> Tensor:
-    """Call `attend_with_xformers`, or `attend_with_sdpa` for heads and precisions that xformers has no kernel for.
+    """Call `attend_with_xformers`, or `attend_with_sdpa` if xformers has no kernel for the head width or precision.
 
-    A model has heads of several widths, so the choice is made for each call and not for the model.
+    A model may have heads of several widths, so each call makes this choice.
     """
     needs_gradient = any(x.requires_grad for x in (q_BMHK, k_BMHK, v_BMHK))
     kind = (q_BMHK.device, q_BMHK.dtype, q_BMHK.shape[3], causal, packing is None, needs_gradient)
@@ -303,7 +303,7 @@ def _xformers_bias(*, causal: bool, packing: Packing | None) -> Any:
         return ops.LowerTriangularMask() if causal else None
     bias = packing.prepared_values.get("xformers")
     if bias is None:
-        # The offsets are computed on the device from the packing, because xformers would copy them to it.
+        # Compute the offsets from the packing on the device; xformers would copy them to it.
         bias = ops.fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(
             list(packing.lengths), device=torch.device("cpu")
         )
@@ -316,9 +316,9 @@ def _xformers_bias(*, causal: bool, packing: Packing | None) -> Any:
 def xformers_operators(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> tuple[str, str | None]:
-    """Return the operators that `attend_with_xformers` runs, forward and backward (None without gradients).
+    """Return the operators that `attend_with_xformers` uses, forward and backward (None without gradients).
 
-    Asks xformers' own dispatcher, which raises NotImplementedError if no operator supports these tensors.
+    xformers' own dispatcher chooses them. It raises NotImplementedError if no operator supports these tensors.
     """
     load_xformers()
     from xformers.ops.fmha import dispatch
@@ -330,7 +330,7 @@ def xformers_operators(
     forward = dispatch._dispatch_fw(inputs, needs_gradient)
     if not needs_gradient:
         return forward.NAME, None
-    # Packed and padded log-sum-exp values differ only for several sequences.
+    # Packed and padded log-sum-exp values differ only if there are several sequences.
     is_packed = forward.VARLEN_LSE_PACKED if packing is not None and packing.num_sequences > 1 else None
     return forward.NAME, dispatch._dispatch_bw(inputs, is_packed).NAME
 
@@ -338,7 +338,7 @@ def xformers_operators(
 def attend_naively(
     q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
 ) -> Tensor:
-    """Compute `Attend` with the full score matrix in memory: the reference for the other implementations."""
+    """Compute `Attend` with the complete score matrix in memory: the reference for the other implementations."""
     if packing is not None:
         return _attend_padded(attend_naively, q_BMHK, k_BMHK, v_BMHK, packing)
     num_tokens, head_width = q_BMHK.shape[1], q_BMHK.shape[3]
@@ -346,13 +346,13 @@ def attend_naively(
     if causal:
         later_MM = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=q_BMHK.device).triu(1)
         scores_BHMM = scores_BHMM.masked_fill(later_MM, -torch.inf)
-    # Autocast computes softmax in float32; cast back, as the fused kernels do.
+    # Autocast computes softmax in float32. Cast back, as the fused kernels do.
     weights_BHMM = scores_BHMM.softmax(-1).to(v_BMHK.dtype)
     return torch.einsum("bhmn,bnhk->bmhk", weights_BHMM, v_BMHK)
 
 
 def _attend_padded(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tensor, packing: Packing) -> Tensor:
-    """Attend within packed sequences, padded for the call. Padding comes last, so no token attends to it."""
+    """Pad packed sequences, and attend within them. Padding comes last, so no token attends to it."""
     num_sequences, longest = packing.num_sequences, packing.longest
 
     def pad(x_1MHK: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ def _attend_padded(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tenso
 
 
 def _attend_by_length(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tensor, packing: Packing) -> Tensor:
-    """Attend within packed sequences, one call per length, so that a long sequence pads no other."""
+    """Attend within packed sequences, with one call per length, so that no sequence is padded to a longer one."""
     outs, wheres = [], []
     for length, where in packing.rows_by_length:
         q_nLHK, k_nLHK, v_nLHK = (

@@ -1,11 +1,11 @@
-"""The attention backend of a run, and the kernels that it runs.
+"""The choice of a run's attention backend, and the kernels that the backend uses.
 
-On a GPU, `--attention auto` is xformers, and SDPA for heads and precisions that xformers has no kernel for. Kernels
-differ in the last digits, so a run keeps the backend that it started with: run.json records it for whoever opens the
-run again.
+On a GPU, `--attention auto` means xformers, with SDPA for heads and precisions that xformers has no kernel for. Kernels
+differ in the last digits, so a run keeps the backend with which it began. run.json records the backend for everyone who
+opens the run again.
 
-Nothing about kernels is inferred from version numbers: torch itself reports SDPA's choice (`torch._fused_sdp_choice`,
-which SDPA calls), and xformers' dispatcher reports its choice.
+Nothing about kernels is inferred from version numbers: torch reports SDPA's choice (`torch._fused_sdp_choice`, which
+SDPA itself calls), and xformers' dispatcher reports its choice.
 
 Shape suffixes: B batch, M tokens, H heads, K width of a head.
 """
@@ -46,7 +46,7 @@ _OF_SDPA = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """An attention kernel, by the distribution that contains it (torch, cuDNN, xformers, flash-attn, flash-attn-3)."""
+    """An attention kernel and the distribution that contains it (torch, cuDNN, xformers, flash-attn, flash-attn-3)."""
 
     library: str
     name: str
@@ -57,7 +57,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one call; `backward` is None if no input requires a gradient."""
+    """The kernels of a call; `backward` is None if no input requires a gradient."""
 
     forward: Kernel
     backward: Kernel | None
@@ -79,9 +79,9 @@ def kernels_of(
     causal: bool = False,
     packing: Packing | None = None,
 ) -> Kernels:
-    """Return the kernels that an implementation (xformers, sdpa, flash, cudnn, naive) runs on arguments of `Attend`.
+    """Return the kernels that an implementation (xformers, sdpa, flash, cudnn, naive) uses for arguments of `Attend`.
 
-    Raises NotImplementedError if it has none for them.
+    Raises NotImplementedError if it has none.
     """
     needs_gradient = any(x.requires_grad for x in (q_BMHK, k_BMHK, v_BMHK))
     if attention == "naive":
@@ -91,7 +91,7 @@ def kernels_of(
         forward, backward = xformers_operators(q_BMHK, k_BMHK, v_BMHK, causal=causal, packing=packing)
         return Kernels(of_xformers(forward), None if backward is None else of_xformers(backward))
     if packing is not None:
-        # SDPA is given packed sequences padded, or one length at a time.
+        # SDPA gets packed sequences padded, or one length at a time.
         shape = (packing.num_sequences, packing.longest, *q_BMHK.shape[2:])
         q_BMHK, k_BMHK, v_BMHK = (x.new_zeros(shape).requires_grad_(x.requires_grad) for x in (q_BMHK, k_BMHK, v_BMHK))
     q_BHMK, k_BHMK, v_BHMK = (x.transpose(1, 2) for x in (q_BMHK, k_BMHK, v_BMHK))
@@ -110,7 +110,7 @@ def kernels_of(
 
 
 def of_xformers(operator: str) -> Kernel:
-    """Return the kernel behind an operator's NAME (xformers 0.0.35: "fa2F@2.5.7-pt", "cutlassB-pt", "fa3F@pip_pkg")."""
+    """Return the kernel that an operator uses, from its NAME (xformers 0.0.35: "fa2F@2.5.7-pt", "cutlassB-pt")."""
     library = "xformers"
     if operator.endswith("-pt"):
         library = "torch"
@@ -122,16 +122,16 @@ def of_xformers(operator: str) -> Kernel:
 
 
 def why_no_operator(error: NotImplementedError) -> str:
-    """Return the reasons in the error of xformers' dispatcher on one line: the first of each operator."""
+    """Return the reasons in an error of xformers' dispatcher on one line: the first reason of each operator."""
     reasons: dict[str, str] = {}
     operator = ""
     for line in str(error).splitlines():
         if match := re.match(r"`(.+)` is not supported because:", line):
             operator = match[1]
         elif operator:
-            # What is supported is a set, in another order each time.
+            # The text contains a set of supported values, whose order changes.
             reasons.setdefault(operator, re.sub(r" \(supported: .*", "", line.strip()))
-    # Operators without a library are of no help.
+    # Operators whose library is missing are of no help to the user.
     told = [f"{name}: {reason}" for name, reason in reasons.items() if "wasn't built" not in reason]
     return "; ".join(["No operator found", *told])
 
@@ -139,7 +139,7 @@ def why_no_operator(error: NotImplementedError) -> str:
 def _flash_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "flash (CPU)"
-    # torch 2.11 and later can register another implementation under the same name.
+    # torch 2.11 and later can register a different implementation under the same name.
     current = getattr(nn.attention, "current_flash_attention_impl", lambda: None)()
     version = getattr(nn.attention, "_get_flash_version", lambda: "2")()
     return f"FlashAttention {re.sub('^FA', '', current) if current else version}"
@@ -171,11 +171,11 @@ def choose_attention(
     world: World = World(),  # noqa: B008 - frozen
     facts: dict[str, Any] | None = None,
 ) -> tuple[AttentionBackend, dict[str, Any]]:
-    """Open the attention backend of a run; all ranks call it and get the same one.
+    """Open the attention backend of a run. All ranks call this function and get the same backend.
 
     Args:
         products: Dtype of matrix products (clipmill.train.device.precision); None for float32.
-        facts: run.json of the run that is resumed.
+        facts: run.json of the resumed run.
 
     Returns:
         The backend, and an entry of run.json about the choice.
@@ -194,12 +194,12 @@ def choose_attention(
 
 
 def is_chosen(settings: ClipSettings, *, device: torch.device) -> bool:
-    """Return True if the backend is neither named by the settings, nor the only one of the device."""
+    """Return True if a backend has to be chosen: the settings name none, and the device has more than one."""
     return settings.attention == "auto" and device.type == "cuda" and not settings.compile
 
 
 def previous_backend(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | None:
-    """Return the backend that a run on a GPU started with, by its run.json; None if it names none that works here."""
+    """Return the backend with which a run on a GPU began, from its run.json; None if no usable backend is recorded."""
     if (name := facts.get(CHOICE_FACT)) not in _OF_AUTO:
         return None
     try:
@@ -210,14 +210,17 @@ def previous_backend(facts: dict[str, Any], *, device_type: str) -> AttentionBac
 
 
 def _open_chosen(name: AttentionChoice, *, device_type: str) -> AttentionBackend:
-    """Open a backend that `auto` has chosen: with xformers, heads that it has no kernel for are computed by SDPA."""
+    """Open the backend that `auto` has chosen.
+
+    With xformers, SDPA computes the heads that xformers has no kernel for.
+    """
     return open_attention("auto" if name == "xformers" else name, device_type=device_type)
 
 
 def kernels_fact(
     attention: AttentionBackend, settings: ClipSettings, *, device: torch.device, products: torch.dtype | None
 ) -> str:
-    """Describe the kernels and library that compute a run's attention, of clips and of packed captions."""
+    """Describe the kernels and the library that compute a run's attention for clips and for packed captions."""
     try:
         clips = _kernels(attention.name, settings, device=device, products=products)
         captions = _kernels(
@@ -231,13 +234,13 @@ def kernels_fact(
 def describe_fallback(
     attention: AttentionBackend, model: nn.Module | None, *, device: torch.device, products: torch.dtype | None
 ) -> Iterator[str]:
-    """Yield a line for each width of a model's heads that xformers has no kernel for.
+    """Yield a line for each head width in a model that xformers has no kernel for.
 
     Args:
-        model: May be an outline (clipmill.train.engine.task); None if the task has none.
+        model: Model or its outline (clipmill.train.engine.task); None if the task has no model.
 
     Raises:
-        UserError: There is such a width, and xformers was requested by name.
+        UserError: xformers has no kernel for some width, but was requested by name.
     """
     if attention.name != "xformers" or model is None:
         return
@@ -258,7 +261,7 @@ def describe_fallback(
 def _first_that_works(
     settings: ClipSettings, *, device: torch.device, products: torch.dtype | None
 ) -> tuple[AttentionChoice, str]:
-    """Return the name of the backend of `--attention auto` on a GPU, and the reason."""
+    """Return the backend that `--attention auto` uses on a GPU, and the reason."""
     capability = torch.cuda.get_device_capability(device)
     if (measured := FASTEST.get(capability)) is not None:
         return measured, f"the fastest on GPUs of compute capability {'.'.join(map(str, capability))}"
@@ -278,7 +281,7 @@ def _kernels(
     products: torch.dtype | None,
     packing: Packing | None = None,
 ) -> Kernels:
-    """Return the kernels of a backend for clips or, with `packing`, for captions."""
+    """Return the kernels of a backend for clips or, given a `packing`, for captions."""
     size = size_of(settings.model, settings.towers)
     trunk = size.video.trunk if packing is None else size.text.trunk
     heads = (trunk.num_heads, trunk.width // trunk.num_heads)
@@ -293,7 +296,7 @@ def _kernels_of_heads(
     products: torch.dtype | None,
     packing: Packing | None = None,
 ) -> Kernels:
-    """Return the kernels of a backend for heads (number, width); NotImplementedError if it has none for the dtype."""
+    """Return the kernels of a backend for heads (number, width); NotImplementedError if none supports the dtype."""
     num_tokens = _NUM_TOKENS if packing is None else sum(packing.lengths)
     qkv = torch.zeros((1, num_tokens, 3, *heads), dtype=products or torch.float32, device=device, requires_grad=True)
     return kernels_of(name, *qkv.unbind(2), causal=packing is not None, packing=packing)

@@ -1,8 +1,8 @@
 """A captioner: a video tower and a GPT-2 that attends to its tokens.
 
-GPT-2 with cross-attention to a video in each block is a causal text decoder (Radford et al. 2019). It has the
-architecture of transformers' `GPT2LMHeadModel(add_cross_attention=True)`: pre-norm, tanh-approximated GELU, learned
-positions and tied input and output embeddings.
+GPT-2 is a causal text decoder (Radford et al. 2019); here, each block also has cross-attention to a video. The
+architecture equals transformers' `GPT2LMHeadModel(add_cross_attention=True)`: pre-norm, tanh-approximated GELU,
+learned positions, and tied input and output embeddings.
 
 Shape suffixes: V videos, C channels, T frames, H and W pixels, R rows of text (V * n, grouped by video), L tokens of a
 row, N tokens of a video, D decoder width, E tower width, K vocabulary size (W in GPT-2).
@@ -21,8 +21,8 @@ from clipmill.train.models.transformer import LayerNorm, Linear, Mlp, SelfAttent
 
 # A GPT-2 block with cross-attention, and its key-value cache for decoding token by token.
 #
-# Each of V videos can have n texts: R = V * n rows, grouped by video. A video's keys and values are computed once for
-# all of its rows.
+# Each of V videos can have n texts: R = V * n rows, grouped by video. The keys and values of a video are computed once
+# for all of its rows.
 #
 # Shape suffixes: V videos, R rows of text, L tokens of a row, N tokens of a video, D width, H heads, K width of a head.
 
@@ -42,20 +42,20 @@ class CrossAttention(nn.Module):
         self.out_proj = Linear(width, width)
 
     def keys_and_values(self, video_VND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the videos, each [V, N, H, K]."""
+        """Return keys and values of the videos, each [V, N, H, K]."""
         k_VNHK, v_VNHK = self.kv_proj(video_VND).unflatten(2, (2, self.num_heads, -1)).unbind(2)
         return k_VNHK, v_VNHK
 
     def forward(self, x_RLD: Tensor, k_VNHK: Tensor, v_VNHK: Tensor) -> Tensor:
         """Attend from text [R, L, D] to the videos, [R, L, D]."""
-        # All rows of a video are queries to the same keys, which are therefore not repeated.
+        # All rows of a video are queries for the same keys, so the keys need not be repeated.
         q = apply_to_few(self.q_proj, x_RLD).view(len(k_VNHK), -1, self.num_heads, k_VNHK.shape[3])
         return apply_to_few(self.out_proj, self.attend(q, k_VNHK, v_VNHK).reshape(x_RLD.shape))
 
 
 @dataclass
 class BlockCache:
-    """Key-value cache of a block: keys and values of the text, preallocated for all tokens, and of the videos."""
+    """Key-value cache of a block: keys and values of the videos, and of the text, preallocated for all tokens."""
 
     k_RHLK: Tensor
     v_RHLK: Tensor
@@ -65,7 +65,7 @@ class BlockCache:
 
 @dataclass
 class TextCache:
-    """Caches of some blocks, by block index, for the first `num_tokens` tokens of each row."""
+    """Caches of some blocks by block index, which hold the first `num_tokens` tokens of each row."""
 
     blocks: dict[int, BlockCache]
     num_tokens: int = 0
@@ -74,15 +74,15 @@ class TextCache:
         """Reorder or drop rows, as beam search does.
 
         Args:
-            rows_r: int64, the row that each new row continues.
-            videos_v: int64, the videos of these rows that remain; None for all.
+            rows_r: Row that each new row continues, int64.
+            videos_v: Videos of the new rows, int64; None for all videos.
         """
         for block in self.blocks.values():
             for x in (block.k_RHLK, block.v_RHLK):
                 x[: len(rows_r), :, : self.num_tokens] = x[:, :, : self.num_tokens].index_select(0, rows_r)
             if videos_v is not None:
                 block.video_k_VNHK, block.video_v_VNHK = (
-                    # In memory order: head by head.
+                    # Copied in memory order, head by head.
                     x.transpose(1, 2).index_select(0, videos_v).transpose(1, 2)
                     for x in (block.video_k_VNHK, block.video_v_VNHK)
                 )
@@ -106,13 +106,13 @@ class Gpt2Block(nn.Module):
             nn.init.normal_(layer.weight, std=_STD)
             nn.init.zeros_(layer.bias)
         nn.init.normal_(self.attn.in_proj_weight, std=_STD)
-        # GPT-2's initialisation: the output of residual branches shrinks with the depth.
+        # GPT-2's initialisation: weights at the end of residual branches shrink with the depth.
         for layer in (self.attn.out_proj, self.cross_attn.out_proj, self.mlp.c_proj):
             nn.init.normal_(layer.weight, std=_STD * (2 * size.depth) ** -0.5)
             nn.init.zeros_(layer.bias)
 
     def forward(self, x_RLD: Tensor, video_VND: Tensor, *, branches: Tensor | None = None) -> Tensor:
-        """Compute the block's output [R, L, D]; `branches` is None, since it has no drop path."""
+        """Compute the block's output [R, L, D]; `branches` is None, because the block has no drop path."""
         x_RLD = x_RLD + self.dropout(self.attn(self.ln_1(x_RLD), causal=True, packing=None))
         seen_RLD = self.cross_attn(self.ln_cross(x_RLD), *self.cross_attn.keys_and_values(video_VND))
         x_RLD = x_RLD + self.dropout(seen_RLD)
@@ -131,9 +131,9 @@ class Gpt2Block(nn.Module):
         return BlockCache(k_RHLK=k_RHLK, v_RHLK=v_RHLK, video_k_VNHK=k_VNHK, video_v_VNHK=v_VNHK)
 
     def step(self, x_RLD: Tensor, cache: BlockCache, *, begin: int) -> Tensor:
-        """Compute the block's output for the tokens from position `begin` on; earlier ones are in the cache.
+        """Compute the block's output for the tokens from position `begin` on; the cache holds all earlier tokens.
 
-        Only the first step may have several tokens per row (ValueError otherwise).
+        Only the first step may have several tokens per row; ValueError otherwise.
         """
         if begin and x_RLD.shape[1] > 1:
             raise ValueError(f"{x_RLD.shape[1]} tokens a row in a step that is not the first")
@@ -153,13 +153,13 @@ class Gpt2Block(nn.Module):
         return changed_RLD
 
 
-_FEW = 4  # rows
+_FEW = 4  # maximum number of rows
 
 
 def linear_for_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `torch.nn.functional.linear`, as weight @ x for up to four rows on a CPU.
+    """Compute `torch.nn.functional.linear`; for up to four rows on a CPU, compute it as weight @ x.
 
-    BLAS libraries then take a path that needs half the time for layers that do not reduce the width (docs/captions.md).
+    For layers that do not reduce the width, BLAS libraries then need half the time (docs/captions.md).
     """
     rows = x.numel() // x.shape[-1]
     if x.device.type != "cpu" or rows > _FEW or weight.shape[0] < weight.shape[1]:
@@ -202,13 +202,13 @@ GPT2_SIZES: dict[Gpt2Name, Gpt2Size] = {
 
 
 def gpt2_size(name: Gpt2Name, *, vocabulary_size: int = VOCABULARY_SIZE, context_length: int | None = None) -> Gpt2Size:
-    """Return the dimensions by name, with another vocabulary size or context length."""
+    """Return the dimensions of a named size, with another vocabulary size or context length."""
     size = GPT2_SIZES[name]
     return replace(size, vocabulary_size=vocabulary_size, context_length=context_length or size.context_length)
 
 
 class Gpt2(nn.Module):
-    """Text decoder that predicts next tokens from token ids and a video encoder's output; `dropout` as in GPT-2."""
+    """Text decoder that predicts the next tokens from token IDs and a video encoder's output; `dropout` as in GPT-2."""
 
     def __init__(self, size: Gpt2Size, *, attend: Attend, dropout: float = 0.0) -> None:
         super().__init__()
@@ -222,11 +222,11 @@ class Gpt2(nn.Module):
         nn.init.normal_(self.token_embedding.weight, std=_STD)
 
     def forward(self, tokens_RL: Tensor, video_VND: Tensor) -> Tensor:
-        """Return the logits [R, L, W] of the token after each given one."""
+        """Return logits [R, L, W] for the token after each given token."""
         return self.logits(self.transformer(self.embed(tokens_RL), video_VND))
 
     def embed(self, tokens_RL: Tensor, *, begin: int = 0) -> Tensor:
-        """Embed tokens at positions from `begin` on, [R, L, D]; ValueError beyond the context length."""
+        """Embed tokens, [R, L, D], at positions from `begin` on; ValueError if they exceed the context length."""
         end = begin + tokens_RL.shape[1]
         if end > self.size.context_length:
             raise ValueError(f"{end} tokens, and the decoder's context has {self.size.context_length}")
@@ -234,16 +234,16 @@ class Gpt2(nn.Module):
         return x_RLD
 
     def logits(self, x_RLD: Tensor) -> Tensor:
-        """Return the logits [R, L, W] from the last block's output and the token embedding."""
+        """Return logits [R, L, W], computed from the last block's output and the token embedding."""
         return linear_for_few(self.ln_final(x_RLD), self.token_embedding.weight)
 
     def start(
         self, video_VND: Tensor, *, num_tokens: int, rows_per_video: int = 1, numbers: Iterable[int] | None = None
     ) -> TextCache:
-        """Create a cache to decode texts of videos step by step.
+        """Create a cache for decoding texts of videos step by step.
 
         Args:
-            video_VND: The encoder's output.
+            video_VND: Output of the video encoder.
             num_tokens: Maximum number of tokens of a row.
             numbers: Indices of the blocks that run on this rank; None for all.
         """
@@ -257,12 +257,12 @@ class Gpt2(nn.Module):
         )
 
     def step(self, tokens_RL: Tensor, cache: TextCache) -> Tensor:
-        """Return logits [R, W] of the next tokens; the first step may have several tokens per row, later steps one."""
+        """Return logits [R, W] for the next tokens. The first step may have several tokens per row, later steps one."""
         x_RLD = self.run_blocks(self.embed(tokens_RL, begin=cache.num_tokens), cache)
         return self.logits(x_RLD[:, -1])
 
     def run_blocks(self, x_RLD: Tensor, cache: TextCache) -> Tensor:
-        """Run the blocks of a cache on the tokens that follow the cached ones, [R, L, D]."""
+        """Run the blocks of a cache on the tokens after the cached ones, [R, L, D]."""
         for number, block_cache in cache.blocks.items():
             x_RLD = self._block(number).step(x_RLD, block_cache, begin=cache.num_tokens)
         cache.num_tokens += x_RLD.shape[1]
@@ -275,18 +275,21 @@ class Gpt2(nn.Module):
 
 
 class VideoTower(Protocol):
-    """Interface of all video towers: `TokenTower` and `LibraryImage`."""
+    """Interface that all video towers have: `TokenTower` and `LibraryImage`."""
 
     @property
     def token_width(self) -> int:
-        """E."""
+        """Width E of the tokens."""
 
     def tokens(self, video_BCTHW: Tensor) -> Tensor:
         """Return all tokens of normalised clips [V, C, T, H, W] after the last norm, [V, N, E]."""
 
 
 class Captioner(nn.Module):
-    """Predicts the next tokens of captions of clips. `projection` connects a tower and decoder of different widths."""
+    """Model that predicts the next tokens of clips' captions.
+
+    `projection` connects a tower and a decoder of other width.
+    """
 
     def __init__(self, video: nn.Module, decoder: Gpt2) -> None:
         super().__init__()
@@ -296,24 +299,24 @@ class Captioner(nn.Module):
         self.decoder = decoder
 
     def forward(self, video_VCTHW: Tensor, tokens: Tensor) -> Tensor:
-        """Return logits [R, L, K] of the token after each of `tokens`, int64 [V, L], or [V, n, L] for n captions."""
+        """Return logits [R, L, K] for the token after each of `tokens`, int64 [V, L], or [V, n, L] for n captions."""
         return self.decoder(tokens.flatten(0, -2), self.encode(video_VCTHW))  # type: ignore[no-any-return]
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:
-        """Return the encoder output that the decoder attends to, [V, N, D]."""
+        """Return the encoder output to which the decoder attends, [V, N, D]."""
         x_VNE = tower_of(self).tokens(video_VCTHW)
         return x_VNE if self.projection is None else self.projection(x_VNE)
 
     def start(self, video_VCTHW: Tensor, *, num_tokens: int, rows_per_video: int = 1) -> TextCache:
-        """Encode clips and create the decoding cache for `step`; see `Gpt2.start`."""
+        """Encode clips, and create the cache for `step`; see `Gpt2.start`."""
         return self.decoder.start(self.encode(video_VCTHW), num_tokens=num_tokens, rows_per_video=rows_per_video)
 
     def step(self, tokens_RL: Tensor, cache: TextCache) -> Tensor:
-        """Return the logits [R, K] of the next tokens; see `Gpt2.step`."""
+        """Return logits [R, K] for the next tokens; see `Gpt2.step`."""
         return self.decoder.step(tokens_RL, cache)
 
 
 def tower_of(model: nn.Module) -> VideoTower:
-    """Return the video tower of a captioner or of a part of one."""
+    """Return the video tower of a captioner, or of a part of a captioner."""
     tower: VideoTower = model.video  # type: ignore[assignment]
     return tower

@@ -1,4 +1,4 @@
-"""A CLIP-style dual encoder: a video tower and a text tower with a shared embedding space, and its sizes by name."""
+"""CLIP-style dual encoder: a video tower and a text tower with a shared embedding space. Its sizes by name."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from clipmill.train.models.library_towers import LibraryText
 
 _PLAIN = Towers()
-_ANY_PX = 224  # of a library's tower that does not say which size it takes
-# Epsilon of layer norms in the published configurations; CLIP's for other kinds.
+_ANY_PX = 224  # input size if a library's tower does not state one
+# Epsilon of layer norms in the published configurations. Other kinds use CLIP's value.
 _NORM_EPS: dict[str, float] = {"videomae": 1e-12, "timesformer": 1e-6}
 
 
@@ -44,10 +44,10 @@ class DualEncoderSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Dimensions of the model of given weights, which decide instead of --model and of the samples.
+    """Dimensions of the model that given weights belong to. They take precedence over --model and the samples.
 
     Attributes:
-        image_px: Side of the square frames, of latents too; 0 if it is not known.
+        image_px: Side of the square frames, also of latents; 0 if unknown.
     """
 
     size: DualEncoderSize
@@ -57,7 +57,7 @@ class ModelShape:
 def _clip(
     name: ModelName, *, video: tuple[int, int], text: tuple[int, int], embedding_width: int, head_width: int = 64
 ) -> DualEncoderSize:
-    """Return the size of towers given as (width, depth)."""
+    """Return the size for towers that are given as (width, depth)."""
     (video_width, video_depth), (text_width, text_depth) = video, text
     video_trunk = TransformerSize(width=video_width, depth=video_depth, num_heads=video_width // head_width)
     text_trunk = TransformerSize(width=text_width, depth=text_depth, num_heads=text_width // head_width)
@@ -68,7 +68,7 @@ def _clip(
     )
 
 
-# b32, b16 and l14: CLIP, table 20. s16 and l16: ViT-S and ViT-L with open_clip's text towers for them.
+# b32, b16 and l14: CLIP, table 20. s16 and l16: ViT-S and ViT-L with the text towers that open_clip uses for them.
 SIZES: dict[str, DualEncoderSize] = {
     "tiny": _clip("tiny", video=(128, 4), text=(128, 2), embedding_width=128, head_width=32),
     "s16": _clip("s16", video=(384, 12), text=(384, 12), embedding_width=384),
@@ -81,13 +81,13 @@ SIZES: dict[str, DualEncoderSize] = {
 
 
 def size_of(model: ModelName, towers: Towers, *, num_views: int = 1) -> DualEncoderSize:
-    """Return the dimensions by model name, with the changes that the settings make.
+    """Return the dimensions of a model by its name, with the changes from the settings.
 
     Args:
-        num_views: Number of cameras of a clip.
+        num_views: Number of cameras per clip.
 
     Raises:
-        UserError: The heads of a tower cannot share its width.
+        UserError: The width of a tower is not a multiple of its number of heads.
     """
     size = SIZES[model]
     activation = towers.activation or size.video.trunk.activation
@@ -110,7 +110,7 @@ def size_of(model: ModelName, towers: Towers, *, num_views: int = 1) -> DualEnco
             size.video,
             trunk=trunk,
             cube_frames=tubelet_of(towers),
-            # A library's tower says itself what it takes.
+            # A library's tower states its own input size.
             patch_px=1 if kind == LIBRARY else towers.patch_px or size.video.patch_px,
             is_divided=towers.attention == "divided",
             num_views=num_views,
@@ -121,7 +121,7 @@ def size_of(model: ModelName, towers: Towers, *, num_views: int = 1) -> DualEnco
 
 
 def library_width(towers: Towers) -> int | None:
-    """Return the width of a library's embeddings: of the text tower, else of the image tower; None without them."""
+    """Return the embedding width of the library's text tower, or else of its image tower; None without such towers."""
     if towers.image is None and getattr(towers, "text", None) is None:
         return None
     from clipmill.train.models.library_towers import image_outline, preprocessing_of, text_outline
@@ -133,10 +133,10 @@ def library_width(towers: Towers) -> int | None:
 
 
 def tokenizer_for(towers: Towers) -> Tokenize:
-    """Return the tokenizer of a text tower: its library's, or CLIP's.
+    """Return the tokenizer of a text tower: its library's tokenizer, or CLIP's.
 
     Raises:
-        UserError: The library's tokenizer is missing here.
+        UserError: The library's tokenizer is not available.
     """
     length = towers.context_length if isinstance(towers, DualEncoderTowers) else None
     if not isinstance(towers, DualEncoderTowers) or towers.text is None:
@@ -150,8 +150,8 @@ class DualEncoder(nn.Module):
     """A video tower and a text tower.
 
     Args:
-        towers: Dropout and memory settings; those that concern dimensions are already part of `size`.
-        has_text_tower: False if captions are given as embeddings of another text tower.
+        towers: Dropout and memory settings. Settings that change dimensions are already part of `size`.
+        has_text_tower: False if captions are given as embeddings from another text tower.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class DualEncoder(nn.Module):
             from clipmill.train.models.views import take_views
 
             take_views(video, num_views=size.video.num_views, rule=towers.views)
-        # Registered in the order of `forward`, so that ranks exchange gradients during the backward pass; drawn from
+        # Registered in the order of `forward`, so that ranks exchange gradients during the backward pass. Drawn from
         # the seed after the video tower.
         self.text: TextTower | LibraryText | None = None
         if has_text_tower and isinstance(towers, DualEncoderTowers) and towers.text is not None:
@@ -201,23 +201,23 @@ class DualEncoder(nn.Module):
         *,
         only_trained: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return unit-length embeddings of clips and captions, each [B, E]; see `embed_text` for `text`.
+        """Return unit-length embeddings of clips and captions, each [B, E]; `embed_text` describes `text`.
 
-        With `only_trained`, the embeddings of a frozen tower are empty, and not computed.
+        With `only_trained`, frozen towers are not computed, and their embeddings are empty.
         """
-        # Captions first: if their lengths must be read from the device, it has no other work to finish before.
+        # Captions come first: if their lengths must be read from the device, it has no earlier work to finish.
         skipped = video_BCTHW.new_empty(0)
         text_BE = skipped if only_trained and _is_frozen(self.text) else self.embed_text(text, lengths_B)
         return skipped if only_trained and _is_frozen(self.video) else self.embed_video(video_BCTHW), text_BE
 
     @cached_property
     def tokenize(self) -> Tokenize:
-        """The tokenizer of its text tower; raises a UserError if it is a library's and not here."""
+        """Tokenizer of the text tower; raises a UserError if it is a library's tokenizer and not available."""
         return tokenizer_for(self._towers)
 
     @property
     def has_frozen_tower(self) -> bool:
-        """Return True if a tower has no trained parameters."""
+        """Return True if one of the towers has no trained parameters."""
         return _is_frozen(self.video) or _is_frozen(self.text)
 
     def embed_video(self, video_BCTHW: Tensor) -> Tensor:
@@ -225,9 +225,9 @@ class DualEncoder(nn.Module):
         return _of_unit_length(self.video(video_BCTHW))
 
     def embed_text(self, text: Tensor, lengths_B: NDArray[np.int64] | None = None) -> Tensor:
-        """Embed token ids [B, L] as unit-length float32 [B, E]; without a text tower, normalise embeddings [B, E].
+        """Embed token IDs [B, L] as unit-length float32 [B, E]. Without a text tower, normalise embeddings [B, E].
 
-        `lengths_B` are the numbers of tokens of the captions, including their ends, if known on the host.
+        `lengths_B` are the captions' numbers of tokens, including the end token, if the host knows them.
         """
         return _of_unit_length(text if self.text is None else self.text(text, lengths_B))
 
@@ -237,6 +237,6 @@ def _is_frozen(tower: nn.Module | None) -> bool:
 
 
 def _of_unit_length(embedding_BE: Tensor) -> Tensor:
-    # In bfloat16, similarities would be off by several percent (docs/models.md).
+    # In bfloat16, similarities would be wrong by several percent (docs/models.md).
     dtype = torch.promote_types(embedding_BE.dtype, torch.float32)
     return nn.functional.normalize(embedding_BE.to(dtype), dim=-1)

@@ -1,7 +1,7 @@
-"""Towers of transformers: separate models, or one half of a CLIP or SigLIP; and what all libraries share.
+"""Towers from transformers: complete models, or one half of a CLIP or SigLIP model. Code that all libraries share.
 
-Shape suffixes: B pictures or texts, C channels, H and W pixels, L tokens of a text, N tokens of a picture, W width of
-the embedding, D width of tokens.
+Shape suffixes: B pictures or texts, C channels, H and W pixels, L tokens of a text, N tokens of a picture, W embedding
+width, D token width.
 """
 
 import inspect
@@ -22,23 +22,23 @@ from clipmill.manifests.settings import Range
 from clipmill.train.config.model import PIXEL_MEAN, PIXEL_STD
 
 Mean = tuple[float, float, float]
-Pooling = str  # of --towers.text-pooling
+Pooling = str  # value of --towers.text-pooling
 
-# Stands behind the tokens of a text, where other texts of the batch have tokens. No token has this id, so that the mask
-# of a batch needs no guess about tokens: some models have no token for padding, others end texts with it.
+# Fills a text's row after its tokens, where other texts of the batch have more tokens. No token has this ID, so the
+# mask of a batch can be computed from it. Some models have no padding token, and others end texts with it.
 PADDING = -1
-_LONGEST = 512  # default context of text encoders that take longer texts
+_LONGEST = 512  # default context length of text encoders that support longer texts
 _COLOURS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """Preparation of pictures for a tower by its library; None where the library does not say.
+    """A library's preparation of pictures for a tower; None where the library does not state it.
 
     Attributes:
         size_px: Side of the square pictures.
-        mean, std: Values of R, G and B, from 0 to 1.
-        interpolation: Name of the filter of its resize.
+        mean, std: Mean and standard deviation of R, G and B, for values from 0 to 1.
+        interpolation: Name of the filter for resizing.
     """
 
     size_px: int | None
@@ -49,7 +49,7 @@ class Preprocessing:
 
 @contextmanager
 def hub_files(reference: str, what: str) -> Iterator[None]:
-    """Files that the Hub may have; a UserError that says what to download where they are not at hand."""
+    """Context for reading files that may come from the Hub. A UserError says what to download if they are missing."""
     name = reference.removeprefix("hf:")
     is_folder = Path(name).is_absolute() or Path(name).is_dir()
     try:
@@ -68,14 +68,14 @@ def hub_files(reference: str, what: str) -> Iterator[None]:
 
 
 def flatten_tokens(tokens: Tensor, *, channels_last: bool = False) -> Tensor:
-    """Return the tokens [B, N, D] of tokens, or of a feature map [B, D, H, W] or [B, H, W, D]."""
+    """Return tokens as [B, N, D], given tokens or a feature map [B, D, H, W] or [B, H, W, D]."""
     if tokens.ndim == 4:
         return tokens.flatten(1, 2) if channels_last else tokens.flatten(2).transpose(1, 2)
     return tokens
 
 
 class HuggingFace:
-    """Towers of transformers: a separate model, or one half of a CLIP or SigLIP."""
+    """Towers from transformers: a complete model, or one half of a CLIP or SigLIP model."""
 
     def image(self, name: str) -> nn.Module:
         return _build_half(self.config(name), "vision_config")
@@ -118,11 +118,11 @@ class HuggingFace:
     def embed_text(self, model: nn.Module, tokens_BL: Tensor, pooling: Pooling) -> Tensor:
         config: Any = model.config
         mask_BL = tokens_BL != PADDING
-        # Positions of a RoBERTa count the tokens that are not its padding.
+        # RoBERTa counts positions only over tokens that are not its padding token.
         tokens_BL = tokens_BL.masked_fill(~mask_BL, getattr(config, "pad_token_id", None) or 0)
         if tokens_BL.is_meta:
-            config.pad_token_id = None  # some models look for it among the tokens, which have no values there
-        # A SigLIP attends to padding, and a CLIP is causal. On the meta device, a mask has no values either.
+            config.pad_token_id = None  # some models search the tokens for it, but meta tensors have no values
+        # SigLIP attends to padding, and CLIP is causal. On the meta device, a mask has no values either.
         has_mask = not tokens_BL.is_meta and not config.model_type.startswith((_SIGLIP, "clip"))
         output = model(input_ids=tokens_BL, **({"attention_mask": mask_BL.to(torch.int64)} if has_mask else {}))
         pooled = getattr(output, "text_embeds", None)
@@ -141,10 +141,10 @@ class HuggingFace:
         return int(min(self._limit(name) or _LONGEST, self.hub_tokenizer(name).model_max_length, _LONGEST))
 
     def tokenizer(self, name: str, context_length: int) -> Callable[[list[str]], Tensor]:
-        """Return ids of texts [B, L], with `PADDING` behind the tokens of each.
+        """Return a tokenizer from texts to IDs [B, L], with `PADDING` after the tokens of each text.
 
-        Positions do not depend on the side of the tokenizer's padding: they equal the positions without it. A
-        SigLIP attends to padding up to a fixed length, which belongs to its texts.
+        Positions do not depend on the side on which the original tokenizer pads: they equal the positions without
+        padding. SigLIP attends to padding up to a fixed length; this padding is part of its texts.
         """
         tokenizer, limit = self.hub_tokenizer(name), self._limit(name)
         text = getattr(config := self.config(name), "text_config", config)
@@ -165,7 +165,7 @@ class HuggingFace:
 
         def tokenize(texts: list[str]) -> Tensor:
             rows = tokenizer(texts, truncation=True, max_length=context_length)["input_ids"]
-            # Some tokenizers have no token for an empty text.
+            # Some tokenizers give no token for an empty text.
             rows = [row or [end] for row in rows]
             if is_siglip:
                 pads = [[padding] * (length - len(row)) for row in rows]
@@ -177,13 +177,13 @@ class HuggingFace:
         return tokenize
 
     def _limit(self, name: str) -> int | None:
-        """Return the most tokens of a text that a model has positions for; None if it does not say."""
+        """Return the maximum number of tokens for which a model has positions; None if it does not state it."""
         config = self.config(name)
         limit = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
         with torch.device("meta"):
             embeddings = getattr(_build_half(config, "text_config"), "embeddings", None)
         first = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
-        # Positions of a RoBERTa begin behind the one of its padding.
+        # RoBERTa's positions begin after the position of its padding.
         return limit if limit is None or first is None else limit - first - 1
 
     def hub_tokenizer(self, name: str) -> Any:
@@ -192,12 +192,12 @@ class HuggingFace:
 
         with hub_files(f"hf:{name}", "tokenizer"):
             if (folder := Path(name)).is_dir() and not any(folder.glob("tokenizer*")):
-                # transformers would make one up, without a vocabulary.
+                # transformers would create one without a vocabulary.
                 raise FileNotFoundError(f"{name} has no tokenizer.json")
             return AutoTokenizer.from_pretrained(name)
 
     def config(self, name: str) -> Any:
-        """Return the configuration of a model; modules are float32 whatever the type of the weights in its folder."""
+        """Return the configuration of a model. Its modules are float32, whatever type the stored weights have."""
         from transformers import AutoConfig
 
         with hub_files(f"hf:{name}", "configuration"):
@@ -211,8 +211,8 @@ class HuggingFace:
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 _SIGLIP = "siglip"
 
-# Where transformers keeps how pictures are prepared. Version 5 writes the processors of a model as parts of one file,
-# and a single processor, as version 4 always did, in a file for each kind.
+# Files in which transformers stores how to prepare pictures. Version 5 writes all processors of a model as parts of one
+# file. A single processor has a file for its kind, as always in version 4.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _PROCESSORS = (
     *((PROCESSOR_FILES[0], part) for part in ("image_processor", "feature_extractor")),
@@ -225,13 +225,13 @@ _DAMAGED = "correct it, or get the folder again"
 
 
 def read_processor(name: str) -> dict[str, Any]:
-    """Return how pictures are prepared for a model, in the keys of preprocessor_config.json; {} if no file says it.
+    """Return how to prepare pictures for a model, with the keys of preprocessor_config.json; {} if no file states it.
 
-    `image_mean` and `image_std` are for values from 0 to 1, whatever else the processor does to values.
+    `image_mean` and `image_std` refer to values from 0 to 1, whatever else the processor does to values.
 
     Args:
-        name: Folder, or name on the Hub. If several files have a mean, processors of images come before processors of
-            videos, and parts of processor_config.json before a separate file, as in transformers.
+        name: Folder, or name on the Hub. If several files have a mean, processors of images take precedence over
+            processors of videos, and parts of processor_config.json over a separate file, as in transformers.
 
     Raises:
         UserError: A file is damaged, or a mean or standard deviation is not three numbers.
@@ -247,7 +247,7 @@ def read_processor(name: str) -> dict[str, Any]:
 
 
 def _file_of(name: str, file: str) -> Path | None:
-    """Return a file of a folder or of a model on the Hub; None if it has none."""
+    """Return a file from a folder, or from a model on the Hub; None if it does not exist."""
     from transformers.utils.hub import cached_file
 
     if Path(name).is_dir():
@@ -271,12 +271,12 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _of_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]:
-    """Return a processor that divides bytes by 255 and normalises, which gives what the given one gives."""
+    """Convert a processor into an equivalent one that divides bytes by 255 and normalises the result."""
     if processor.get("do_normalize") is False:
         processor = {**processor, "image_mean": [0.0] * _COLOURS, "image_std": [1.0] * _COLOURS}
     factor, is_rescaled = processor.get("rescale_factor"), processor.get("do_rescale") is not False
     scale = _BYTE * factor if is_rescaled and isinstance(factor, int | float) and factor > 0 else 1.0
-    # ViViT and EfficientNet subtract 1 from rescaled values.
+    # ViViT and EfficientNet subtract 1 from the rescaled values.
     offset = float(is_rescaled and any(processor.get(key) is True for key in _OFFSETS))
     is_plain = math.isclose(scale, 1, rel_tol=1e-6) and not offset
     changed: dict[str, Any] = {}
@@ -291,7 +291,7 @@ def _of_unit_values(processor: dict[str, Any], *, source: str) -> dict[str, Any]
 
 
 def is_triple(value: Any, within: Range) -> bool:
-    """Return True if a value of a configuration is None, or three numbers in a range, for R, G and B."""
+    """Return True if a configuration value is None, or three numbers (for R, G and B) within a range."""
     if value is None:
         return True
     if not isinstance(value, list) or len(value) != _COLOURS:
@@ -300,12 +300,12 @@ def is_triple(value: Any, within: Range) -> bool:
 
 
 def _build_half(config: Any, part: str) -> nn.Module:
-    """Return a new model: of the configuration itself, or of its vision_config or text_config."""
+    """Return a new model for a configuration, or for its vision_config or text_config."""
     import transformers
 
     part_config = getattr(config, part, config)
     name = type(part_config).__name__.removesuffix("Config")
-    if name.endswith(("Vision", "Text")):  # half of a CLIP or SigLIP
+    if name.endswith(("Vision", "Text")):  # half of a CLIP or SigLIP model
         kinds = (getattr(transformers, f"{name}{end}", None) for end in ("ModelWithProjection", "Model"))
         if (kind := next(filter(None, kinds), None)) is not None:
             return kind(part_config)
@@ -314,12 +314,12 @@ def _build_half(config: Any, part: str) -> nn.Module:
 
 
 def read_hf(folder: Path) -> dict[str, Tensor]:
-    """Return the weights in a folder of transformers by the names of its modules, as transformers itself converts them.
+    """Return the weights in a transformers folder by module name, converted by transformers itself.
 
-    Tensors that its model has no place for are included, empty.
+    Tensors for which the model has no place are included, but empty.
 
     Raises:
-        UserError: Transformers cannot load them.
+        UserError: transformers cannot load them.
     """
     import transformers
 
@@ -334,16 +334,16 @@ def read_hf(folder: Path) -> dict[str, Tensor]:
 
 
 def _pictures(model: nn.Module, pictures_BCHW: Tensor) -> dict[str, Tensor]:
-    """Return the arguments of a model for pictures; the NaFlex towers of SigLIP 2 take patches, row by row."""
+    """Return a model's arguments for pictures. The NaFlex towers of SigLIP 2 take patches, row by row."""
     config: Any = model.config
     if config.model_type != "siglip2_vision_model":
         return {"pixel_values": pictures_BCHW}
     side = config.patch_size
     cells = pictures_BCHW.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 3, 5, 1)
     rows, columns = cells.shape[1:3]
-    shapes_B2 = torch.tensor([[rows, columns]], device="cpu").expand(len(cells), 2)  # it is read there
+    shapes_B2 = torch.tensor([[rows, columns]], device="cpu").expand(len(cells), 2)  # transformers reads it on the CPU
     return {
         "pixel_values": cells.flatten(3).flatten(1, 2),
-        "pixel_attention_mask": None,  # all of them
+        "pixel_attention_mask": None,  # no pixel is masked
         "spatial_shapes": shapes_B2,
     }

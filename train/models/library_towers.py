@@ -1,23 +1,23 @@
-"""Towers of open_clip, timm and transformers in a dual encoder: pictures frame by frame, texts as the library has them.
+"""Towers from open_clip, timm and transformers in a dual encoder: pictures frame by frame, texts as in the library.
 
-`LibraryImage` is a video tower like the others: `forward` embeds clips, `features` and `tokens` are before any
-projection. Its frames go through the library's own module; with T = 1 it computes what the library computes.
+`LibraryImage` has the interface of a video tower: `forward` embeds clips; `features` and `tokens` come before any
+projection. Its frames go through the library's own module; for T = 1, the result equals the library's result.
 
 Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, L tokens of a text, N tokens of a frame, W width
-of the library's embedding, D width of tokens, E embedding width, h heads, K width of a head.
+of the library's embedding, D token width, E embedding width, h heads, K width of a head.
 
-A tower is named LIBRARY:NAME, where NAME is what the library itself takes: `open_clip:RN50`, `timm:MODEL.TAG`,
+A tower has the name LIBRARY:NAME, where NAME is a name in the library: `open_clip:RN50`, `timm:MODEL.TAG`,
 `open_clip:local-dir:FOLDER`, `hf:FOLDER` or `hf:ORGANISATION/NAME`. Its weights are new; --init.weights fills them.
 
 Each library is an object with
 
     image(name)               a new image tower
     embed(model, pictures)    the library's embeddings [B, W] of pictures [B, C, H, W]
-    tokens(model, pictures)   their last tokens [B, N, D]; of a convolutional network, cells of its last feature map
-    preprocessing(name)       how it prepares pictures
+    tokens(model, pictures)   the last tokens [B, N, D]; for a convolutional network, the cells of the last feature map
+    preprocessing(name)       the library's preparation of pictures
     text(name, length), embed_text(model, tokens_BL, pooling), context_length(name), tokenizer(name, length): for texts
 
-All raise a UserError for a name that the library does not know.
+All methods raise a UserError if the library does not know the name.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -43,25 +43,25 @@ from clipmill.train.models.text import Tokenize
 from clipmill.train.models.transformer import HasBlocks
 from clipmill.train.models.video_vit import VideoViTSize
 
-_LOCAL = "local-dir:"  # begins a name that is a folder
+_LOCAL = "local-dir:"  # prefix of a name that is a folder
 _CLIPS_MEAN, _CLIPS_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def library_of(reference: str) -> tuple[Any, str]:
-    """Return the library of a tower, and the tower's name there."""
+    """Return the library of a tower, and the name of the tower in the library."""
     library, _, name = reference.partition(":")
     return _LIBRARIES[library], name
 
 
 def unknown_name_error(reference: str, known: Iterable[str]) -> UserError:
-    """Return the error for a name that a library does not know, with the nearest ones."""
+    """Return the error for a name that a library does not know; the hint has the nearest names."""
     near = get_close_matches(reference.partition(":")[2], list(known), n=3, cutoff=0.4)
     library = reference.partition(":")[0]
     return UserError(f"{library} has no tower {reference}", hint=f"nearest: {', '.join(near) or 'none'}")
 
 
 class _OpenClip:
-    """open_clip: a tower is one half of a model's configuration."""
+    """open_clip. A tower is one half of a model's configuration."""
 
     def image(self, name: str) -> nn.Module:
         from open_clip.model import _build_vision_tower
@@ -86,7 +86,7 @@ class _OpenClip:
         from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
 
         size = self.config(name)["vision_cfg"]["image_size"]
-        # A folder says how pixels are normalised. A name does not: its published weights do, where they agree.
+        # A folder states how pixels are normalised. A name does not, but all its published weights may agree.
         entries = [get_pretrained_cfg(name, tag) for tag in list_pretrained_tags_by_model(name)]
         if name.startswith(_LOCAL):
             file = Path(name.removeprefix(_LOCAL)) / "open_clip_config.json"
@@ -109,7 +109,7 @@ class _OpenClip:
         if encoder := text.get("hf_model_name"):
             text["hf_model_pretrained"] = False
             with hub_files(encoder, "configuration"):
-                # An encoder of transformers has the type of its configuration.
+                # A transformers encoder has the type in its configuration.
                 return _build_text_tower(config["embed_dim"], text).float()
         return _build_text_tower(config["embed_dim"], text, bool(config.get("quick_gelu")))
 
@@ -128,7 +128,7 @@ class _OpenClip:
             return open_clip.get_tokenizer(name, context_length=context_length)
 
     def config(self, name: str) -> dict[str, Any]:
-        """Return the configuration of a model; raises a UserError if there is none of that name."""
+        """Return the configuration of a model; raise a UserError if no model has this name."""
         import open_clip
 
         config = None
@@ -148,7 +148,10 @@ class _OpenClip:
 
 
 class _Timm:
-    """Towers of timm: classifiers of ImageNet lose their last layer; in the tower of a CLIP it is the projection."""
+    """timm.
+
+    A classifier for ImageNet loses its last layer; in the image tower of a CLIP model, that is the projection.
+    """
 
     def image(self, name: str) -> nn.Module:
         import timm
@@ -187,7 +190,7 @@ class _Timm:
         )
 
     def text(self, name: str, context_length: int | None) -> nn.Module:
-        raise NotImplementedError  # refused with the flags
+        raise NotImplementedError  # the checks of flags reject it
 
     embed_text = context_length = tokenizer = text
 
@@ -197,22 +200,24 @@ _LIBRARIES: dict[str, Any] = {"open_clip": _OpenClip(), "timm": _Timm(), "hf": H
 
 @cache
 def preprocessing_of(reference: str) -> Preprocessing:
-    """Return how its library prepares pictures for an image tower."""
+    """Return how a library prepares pictures for an image tower."""
     library, name = library_of(reference)
     return library.preprocessing(name)
 
 
 @cache
 def context_length_of(reference: str) -> int:
-    """Return the number of tokens of the texts of a text tower."""
+    """Return the text length of a text tower, in tokens."""
     library, name = library_of(reference)
     return library.context_length(name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """Outline of a tower before it has weights: the width W of its embedding, number and width D of an image tower's
-    tokens, and the names of its tensors."""
+    """Facts about a tower before it has weights.
+
+    They are the embedding width W, the number N and width D of an image tower's tokens, and the names of its tensors.
+    """
 
     width: int
     names: frozenset[str]
@@ -222,7 +227,7 @@ class Outline:
 
 @cache
 def image_outline(reference: str, size_px: int) -> Outline:
-    """Return the outline of an image tower for pictures of a size, which is tried on the meta device.
+    """Return the facts about an image tower for pictures of a size, from a trial on the meta device.
 
     Raises:
         UserError: The tower does not exist, or takes pictures of another size.
@@ -249,11 +254,11 @@ def image_outline(reference: str, size_px: int) -> Outline:
 
 @cache
 def text_outline(reference: str, pooling: Pooling) -> Outline:
-    """Return the outline of a text tower; raises a UserError if the tower does not exist."""
+    """Return the facts about a text tower; raise a UserError if the tower does not exist."""
     library, name = library_of(reference)
     with torch.device("meta"):
         model = library.text(name, None).eval()
-        # Only open_clip's towers have a fixed length; the other lengths may need a tokenizer.
+        # Only open_clip's towers have a fixed length. Finding the length of others may need a tokenizer.
         length = library.context_length(name) if isinstance(library, _OpenClip) else 4
         try:
             embedding = library.embed_text(model, torch.zeros(1, length, dtype=torch.int64), pooling)
@@ -268,12 +273,12 @@ def _no_tower(reference: str, what: str, error: Exception) -> UserError:
 
 @cache
 def tokenizer_of(reference: str, context_length: int) -> Tokenize:
-    """Return the tokenizer of a text tower: a text to int64 ids [context_length]."""
+    """Return the tokenizer of a text tower: a function from a text to int64 IDs [context_length]."""
     library, name = library_of(reference)
     tokenize, lock = library.tokenizer(name, context_length), Lock()
 
     def ids(text: str) -> NDArray[np.int64]:
-        with lock:  # loader threads share it, and fast tokenizers refuse a second caller
+        with lock:  # loader threads share it, and fast tokenizers reject concurrent calls
             return tokenize([text])[0].numpy().astype(np.int64)
 
     return ids
@@ -284,7 +289,7 @@ _LISTS = ("resblocks", "blocks", "layers", "layer", "stages", "block", "h")
 
 
 class LibraryTower(HasBlocks):
-    """A module of a library, `model`, and `reference`, its name there."""
+    """A module `model` from a library, and its name there, `reference`."""
 
     def __init__(self, reference: str, model: nn.Module) -> None:
         super().__init__()
@@ -292,11 +297,11 @@ class LibraryTower(HasBlocks):
         self.model = model
 
     def blocks(self) -> list[nn.Module]:
-        """Return the outermost numbered blocks of the module; of a ResNet they are its `layer1` to `layer4`."""
+        """Return the outermost numbered blocks of the module; for a ResNet, `layer1` to `layer4`."""
         return list(_numbered_modules(self.model))
 
     def checkpoint(self) -> None:
-        """Enable activation checkpointing, as the library has it."""
+        """Enable the library's activation checkpointing."""
         keep_buffers_in_recomputation(self.model)
         enable: Any = getattr(self.model, "set_grad_checkpointing", None)
         if enable is not None:
@@ -324,15 +329,15 @@ def _numbered_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def num_heads_of(width: int) -> int:
-    """Return the number of heads for attention of a width that no published size has."""
+    """Return the number of attention heads for a width that no published size has."""
     return width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1
 
 
 class FramePooling(nn.Module):
-    """Attention pooling of frame embeddings, which begins as their mean.
+    """Attention pooling of frame embeddings. It begins as their mean.
 
-    Each head weighs the frames, and the clip's embedding is the weighted mean of theirs: with one frame it is that
-    frame's. The query is zero at first, so that all frames weigh the same.
+    Each head assigns weights to the frames; the clip's embedding is the weighted mean of the frames' embeddings. With a
+    single frame, it equals the frame's embedding. The query is zero at first, so all frames have the same weight.
     """
 
     def __init__(self, width: int) -> None:
@@ -356,10 +361,10 @@ class LibraryImage(LibraryTower):
 
     Args:
         outline: Outline of the tower: W, D, and N.
-        num_frames: Number of frames of a clip; only attention pooling depends on it.
+        num_frames: Number of frames per clip. Only attention pooling depends on it.
         embedding_width: E; None, or W, for the library's embedding without a projection.
-        pools: Frames by attention, instead of their mean.
-        temporal_std: Standard deviation of the initial temporal embedding, which attention pooling has.
+        pools: Pool frames by attention instead of their mean.
+        temporal_std: Standard deviation of the initial temporal embedding. Only attention pooling has one.
 
     Attributes:
         feature_width: W.
@@ -391,7 +396,7 @@ class LibraryImage(LibraryTower):
             self.proj = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
 
     def forward(self, video_BCTHW: Tensor) -> Tensor:
-        """Embed normalised clips [B, C, T, H, W] as [B, E], not of unit length; [B, W] without a projection."""
+        """Embed normalised clips [B, C, T, H, W] as [B, E], not unit-length; [B, W] without a projection."""
         features_BW = self.features(video_BCTHW)
         return features_BW if self.proj is None else features_BW @ self.proj
 
@@ -412,7 +417,7 @@ def _frames(video_BCTHW: Tensor) -> Tensor:
 
 
 class LibraryText(LibraryTower):
-    """A text tower.
+    """A library's text tower.
 
     Args:
         width: W.
@@ -429,7 +434,7 @@ class LibraryText(LibraryTower):
             self.text_projection = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
 
     def forward(self, tokens_BL: Tensor, lengths_B: NDArray[np.int64] | None = None) -> Tensor:
-        """Embed int64 token ids [B, L] as [B, E], not of unit length; the lengths are of no use to it."""
+        """Embed int64 token IDs [B, L] as [B, E], not unit-length; the lengths are ignored."""
         x_BW = self.library.embed_text(self.model, tokens_BL, self.pooling)
         return x_BW if self.text_projection is None else x_BW @ self.text_projection
 
@@ -437,10 +442,10 @@ class LibraryText(LibraryTower):
 def image_tower(
     size: VideoViTSize, *, image_px: int, num_frames: int, embedding_width: int | None, attend: Attend, towers: Towers
 ) -> LibraryImage:
-    """Return the tower that `--towers.image` names, for frames of `image_px`.
+    """Return the tower that `--towers.image` names, for frames of side `image_px`.
 
     Raises:
-        UserError: The library has no tower of that name, or the tower takes pictures of another size.
+        UserError: The library has no tower with this name, or the tower takes pictures of another size.
     """
     assert towers.image is not None
     outline = image_outline(towers.image, image_px)
@@ -460,7 +465,7 @@ def text_tower(towers: DualEncoderTowers, *, embedding_width: int) -> LibraryTex
     """Return the tower that `--towers.text` names.
 
     Raises:
-        UserError: The library has no tower of that name.
+        UserError: The library has no tower with this name.
     """
     assert towers.text is not None
     library, name = library_of(towers.text)

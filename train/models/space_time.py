@@ -1,14 +1,14 @@
 """LaViLa's video blocks: attention over time, then over space (Bain et al. 2021, "Frozen in Time", section 3.1).
 
-They differ from TimeSformer's (`clipmill.train.models.timesformer`) in two ways. The class token takes part in both
-attentions, where it sees all patches and each of them sees it. The output of spatial attention is added to the input of
-the block, so that temporal attention acts only through it.
+They differ from TimeSformer's blocks (`clipmill.train.models.timesformer`) in two ways. The class token takes part in
+both attentions: it attends to all patches, and every patch attends to it. The output of spatial attention is added to
+the input of the block, so temporal attention has an effect only through spatial attention.
 
-Attention of many short sequences, `attend_short`, is TimeSformer's too.
+`attend_short`, attention within many short sequences, is also used by TimeSformer.
 
 Shape suffixes: B clips, T frames, P patches of a frame, L tokens (1 + T * P, by frames), D width, H heads, K width of a
-head; in `attend_short`, S sequences of L tokens each, G groups of sequences that lie side by side, M tokens of
-a group, N groups of the batch.
+head. In `attend_short`: S sequences of L tokens each, G groups of sequences that lie side by side, M tokens of a group,
+N groups of the batch.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,14 @@ from torch.nn import functional
 from clipmill.train.models.attention import Attend, Packing, attend_masked, attend_naively
 from clipmill.train.models.transformer import Block, LayerNorm, SelfAttention, Stack, TransformerSize
 
-LN_PRE_EPS = 1e-5  # whatever the blocks have
+LN_PRE_EPS = 1e-5  # independent of the blocks' epsilon
 
 
 class SpaceTimeBlock(Block):
-    """A CLIP block with temporal attention before the spatial one; the former is new, and adds nothing at first."""
+    """A CLIP block with temporal attention before spatial attention.
+
+    Temporal attention is new, and initially adds nothing.
+    """
 
     def __init__(self, size: TransformerSize, *, num_frames: int, attend: Attend) -> None:
         super().__init__(size, attend=attend)
@@ -46,7 +49,7 @@ class SpaceTimeBlock(Block):
         return x_BLD + (changed_BLD if branches is None else changed_BLD * branches[1])
 
     def _attend(self, attention: SelfAttention, x_BLD: Tensor, *, over_time: bool) -> Tensor:
-        """Return attention of the class token to all tokens, and of patches to it and to the patches of their group."""
+        """Attend from the class token to all tokens, and from each patch to the class token and its group's patches."""
         qkv = attention.product(x_BLD, attention.in_proj_bias)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
 
@@ -84,23 +87,24 @@ def attend_short(
     first: tuple[Tensor, Tensor] | None = None,
     per_tile: int | None = None,
 ) -> Tensor:
-    """Return attention within many short sequences, S of length L for each item, [B, S, L, H, K] in and out.
+    """Attend within many short sequences: S sequences of length L per item; arguments and result are [B, S, L, H, K].
 
-    A GPU computes attention in tiles of 64 or 128 queries by as many keys, of a single sequence: with a few frames,
-    `attend` would fill some percent of them. So several sequences lie side by side in a tile, and a mask separates
-    them. docs/models.md has the arithmetic. (Products of separate L x K matrices would be in tiles of 32 or 64 as
-    well, with the scores in memory.)
+    A GPU computes attention in tiles of 64 or 128 queries by as many keys, all from one sequence. With a few frames,
+    `attend` would use only some percent of each tile. Therefore several sequences lie side by side in a tile, and a
+    mask separates them; docs/models.md has the arithmetic. (Products of separate L x K matrices would also use tiles of
+    32 or 64, and would store the scores in memory.)
 
     Args:
-        first: Key and value that the queries of all sequences see too, [B, 1, H, K].
-        per_tile: Number of sequences side by side, a divisor of S; default 1 on a CPU, which computes them one by one.
+        first: Additional key and value to which the queries of all sequences attend, [B, 1, H, K].
+        per_tile: Number of sequences side by side, a divisor of S. By default 1 on a CPU, which processes them one by
+            one.
     """
     num_sequences, length, num_heads = q_BSLHK.shape[1:4]
     if per_tile is None:
         is_tiled = q_BSLHK.is_cuda and attend is not attend_naively
         per_tile = sequences_per_tile(num_sequences, length) if is_tiled else 1
     if per_tile == 1 and first is None:
-        # Sequences are heads: `q_BSLHK` may be a view of tokens in the order of L, and nothing is copied.
+        # Sequences are treated as heads: `q_BSLHK` may be a view of tokens in the order of L, and nothing is copied.
         out_BLNK = attend(*(x.transpose(1, 2).flatten(2, 3) for x in (q_BSLHK, k_BSLHK, v_BSLHK)))
         return out_BLNK.unflatten(2, (num_sequences, num_heads)).transpose(1, 2)
 
@@ -125,5 +129,5 @@ def attend_short(
 
 
 def sequences_per_tile(num_sequences: int, length: int) -> int:
-    """Return how many sequences lie side by side: the largest divisor of their number that fits in a tile."""
+    """Return how many sequences lie side by side: the largest divisor of `num_sequences` that fits in a tile."""
     return max(number for number in range(1, max(1, _TILE // length) + 1) if num_sequences % number == 0)

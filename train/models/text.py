@@ -38,11 +38,11 @@ class TextTowerSize:
 
 
 class TextTower(nn.Module):
-    """Causal text tower; the embedding is read at the end-of-text token, the first position of the largest id.
+    """Causal text tower. The embedding is taken at the end-of-text token, the first position of the largest ID.
 
     Args:
-        is_packed: Concatenate captions without padding, for which the lengths are needed; otherwise every caption is
-            padded to the context length, and all batches have the same shape.
+        is_packed: Concatenate captions without padding, which needs their lengths. Otherwise every caption is padded to
+            the context length, so that all batches have the same shape.
     """
 
     def __init__(self, size: TextTowerSize, *, embedding_width: int, attend: Attend, is_packed: bool = True) -> None:
@@ -57,9 +57,10 @@ class TextTower(nn.Module):
         nn.init.normal_(self.token_embedding.weight, std=0.02)
 
     def forward(self, tokens_BL: Tensor, lengths_B: NDArray[np.int64] | None = None) -> Tensor:
-        """Embed int64 token ids [B, L] as [B, E], not of unit length.
+        """Embed int64 token IDs [B, L] as [B, E], not unit-length.
 
-        `lengths_B` are the numbers of tokens including ends; without them a packed tower synchronises with the device.
+        `lengths_B` are the numbers of tokens including the end; without it, a packed tower synchronises with the
+        device.
         """
         if not self.is_packed:
             x_BLD = self.token_embedding(tokens_BL) + self.positional_embedding[: tokens_BL.shape[1]]
@@ -75,8 +76,8 @@ class TextTower(nn.Module):
             lengths_B = (tokens_BL.argmax(dim=1) + 1).cpu().numpy()
         packing = pack(lengths_B.tolist(), device=tokens_BL.device)
         tokens_M = tokens_BL[packing.sequence_M, packing.position_M]
-        # Not by indexing: its backward pass on a CPU (`index_put_` with `accumulate`) adds float32 rows by atomic
-        # operations, in an order that depends on the threads.
+        # No indexing: its backward pass on a CPU (`index_put_` with `accumulate`) adds float32 rows by atomic
+        # operations, whose order depends on the threads.
         positions_MD = embedding(packing.position_M, self.positional_embedding)
         x_1MD = (self.token_embedding(tokens_M) + positions_MD)[None]
         x_1MD = self.transformer(x_1MD, causal=True, packing=packing)
@@ -85,10 +86,10 @@ class TextTower(nn.Module):
 
 @cache
 def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
-    """Return CLIP's tokenizer: a text to int64 ids [context_length] with start and end tokens, cut and zero-padded.
+    """Return CLIP's tokenizer: from a text to int64 IDs [context_length] with start and end, cut or zero-padded.
 
-    The ids are open_clip's. Loader threads run it for every sample under the interpreter lock, so the ids of words are
-    cached (no token spans white space) and plain texts skip open_clip's cleaning.
+    The IDs equal open_clip's. Loader threads call it for every sample under the interpreter lock. Therefore the IDs of
+    words are cached (no token spans white space), and plain texts skip open_clip's cleaning.
     """
     tokenizer = _open_clip_tokenizer_module().SimpleTokenizer(context_length=context_length)
     ids_of_word: dict[str, list[int]] = {}
@@ -106,7 +107,7 @@ def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
         return ids
 
     def tokenize(text: str) -> NDArray[np.int64]:
-        # Cleaning changes only case and white space in printable ASCII without HTML entities.
+        # In printable ASCII without HTML entities, cleaning changes only case and white space.
         is_plain = text.isascii() and text.isprintable() and "&" not in text
         clean = text.lower() if is_plain else tokenizer.clean_fn(text)
         ids = [tokenizer.sot_token_id, *chain.from_iterable(map(ids_of, clean.split()))][: context_length - 1]
@@ -121,8 +122,8 @@ def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
 def _open_clip_tokenizer_module() -> Any:
     """Return the module open_clip.tokenizer, without the rest of open_clip.
 
-    The package's __init__ imports all of its models, timm, torchvision and transformers: 2 s at the start of a run that
-    needs none of them.
+    The package's __init__ would import all of its models, timm, torchvision and transformers. This costs 2 s at the
+    start of a run that needs none of them.
     """
     if (loaded := sys.modules.get("open_clip.tokenizer")) is not None:
         return loaded

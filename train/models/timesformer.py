@@ -1,7 +1,7 @@
 """TimeSformer: divided space-time attention (Bertasius et al. 2021, section 3.3, "T+S").
 
 Each patch first attends over time, to the patches at its position in all frames, and then over space, to the patches of
-its frame and the class token. The class token takes part in spatial attention only: it is repeated for each frame and
+its frame and the class token. The class token takes part only in spatial attention: it is repeated for each frame, and
 its outputs are averaged.
 
 Shape suffixes: B batch, C channels, T frames, H and W pixels, P patches of a frame, N patches of a clip (T * P, by
@@ -21,7 +21,7 @@ from clipmill.train.models.space_time import attend_short
 from clipmill.train.models.transformer import LayerNorm, Linear, Mlp, SelfAttention, Stack, TransformerSize
 from clipmill.train.models.video_vit import CubeEmbedding, TokenTower, VideoViTSize
 
-NORM_EPS = 1e-6  # of the published weights
+NORM_EPS = 1e-6  # as in the published weights
 _STD = 0.02
 
 
@@ -46,14 +46,14 @@ class DividedBlock(nn.Module):
             nn.init.zeros_(linear.bias)
         for attention in (self.time_attn, self.attn):
             nn.init.trunc_normal_(attention.in_proj_weight, std=_STD)
-        # Initially the block computes an image transformer, whose weights may fill the rest of it.
+        # Initially, the block computes an image transformer. Pretrained image weights may fill its other parts.
         nn.init.zeros_(self.time_proj.weight)
         nn.init.zeros_(self.time_proj.bias)
 
     def forward(self, x_BLD: Tensor, *, branches: Tensor | None = None) -> Tensor:
-        """Compute the block's output [B, L, D]; `branches` [3, B, 1, 1] scales the three parts of each sample."""
+        """Compute the block's output [B, L, D]; `branches` [3, B, 1, 1] scales the three parts for each sample."""
         of_time, of_space, of_mlp = (None, None, None) if branches is None else branches
-        # Split, because slices would have full-size gradients that are mostly zeros.
+        # Split instead of slicing, because gradients of slices have the full size and are mostly zeros.
         class_B1D, x_BND = x_BLD.split([1, x_BLD.shape[1] - 1], dim=1)
         x_BND = x_BND + _scale(self._over_time(x_BND), of_time)
         x_BLD = self._over_space(class_B1D, x_BND, of_space)
@@ -62,8 +62,8 @@ class DividedBlock(nn.Module):
 
     def _over_time(self, x_BND: Tensor) -> Tensor:
         attention = self.time_attn
-        # The matrix rows are reordered by head, so that patches and heads are contiguous in memory: every patch can act
-        # as a head, without a copy of its tokens.
+        # Matrix rows are reordered by head, so that patches and heads are contiguous in memory. Then every patch can
+        # act as a head, without a copy of its tokens.
         by_head = (attention.num_heads, 3, x_BND.shape[2] // attention.num_heads)
 
         def head_by_head(rows: Tensor) -> Tensor:
@@ -76,14 +76,14 @@ class DividedBlock(nn.Module):
         qkv_BPT = qkv.view(len(x_BND), self.num_frames, -1, *by_head).transpose(1, 2)
         out_BPThK = attend_short(self.attend, *qkv_BPT.unbind(4))
         out_BND = out_BPThK.transpose(1, 2).reshape(x_BND.shape)
-        # Two consecutive linear layers: multiplying the matrices is cheaper than a second pass over the tokens.
+        # Two consecutive linear layers. Multiplying their matrices is cheaper than a second pass over the tokens.
         last, first = self.time_proj, attention.out_proj
         last_DD = last.whole_matrix()
         bias_D = nn.functional.linear(first.bias, last_DD, last.bias)
         return nn.functional.linear(out_BND, last_DD @ first.whole_matrix(), bias_D)
 
     def _over_space(self, class_B1D: Tensor, x_BND: Tensor, factors_B11: Tensor | None) -> Tensor:
-        """Add spatial attention to class token and patches, [B, L, D]."""
+        """Add spatial attention to the class token and the patches, [B, L, D]."""
         attention = self.attn
         layer = partial(attention.product, bias=attention.in_proj_bias)
         qkv = linear_of(layer, self._frames, class_B1D, x_BND)
@@ -110,8 +110,9 @@ class TimeSformer(TokenTower):
     """Video tower that returns the class token, then the patches frame by frame.
 
     Args:
-        temporal_std: Standard deviation of the initial temporal embedding; 0 makes the model blind to frame order.
-        drop_path: Probability, for each block, of skipping each of its parts for a clip in training; empty for none.
+        temporal_std: Standard deviation of the initial temporal embedding; 0 makes the model blind to the order of
+            frames.
+        drop_path: Probability, for each block, of skipping one of its parts for a clip in training; empty for none.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class TimeSformer(TokenTower):
     def embed(self, video_BCTHW: Tensor, /) -> Tensor:
         """Embed normalised clips as input of the first block: tokens with positional embeddings, [B, L, D]."""
         patches_BTPD = self.conv1(self.conv1.cut(video_BCTHW))
-        # From here on in the precision of that product.
+        # From here on, values have the precision of that product.
         dtype = patches_BTPD.dtype
         places_TPD = self.positional_embedding[1:] + self.temporal_embedding[:, None]
         class_D = (self.class_embedding + self.positional_embedding[0]).to(dtype)
@@ -182,22 +183,22 @@ def nearest_times(embedding_TD: Tensor, num_frames: int) -> Tensor:
     return nn.functional.interpolate(embedding_TD.T[None], size=num_frames, mode="nearest")[0].T.contiguous()
 
 
-# Number of values below which recomputation, which costs a few tenths of a millisecond at least, is not worth it.
+# Below this number of values, recomputation is not worth its minimum cost of a few tenths of a millisecond.
 SMALL = 2**18
 
 
 def linear_of(layer: Callable[[Tensor], Tensor], prepare: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Compute `layer(prepare(*inputs))`, saving only the inputs for the backward pass.
 
-    Meant for layer norms, activations and copies, which are cheap compared to the matrix product at the end of `layer`.
-    torch stops recomputing once it has the tensors that the backward pass needs, so the product is computed once.
-    `prepare` must be deterministic, and the last input the largest.
+    This is for layer norms, activations and copies, which are cheap compared to the matrix product at the end of
+    `layer`. torch stops recomputing once it has the tensors that the backward pass needs, so the product is computed
+    only once. `prepare` must be deterministic, and the last input must be the largest.
     """
 
     def product(*inputs: Tensor) -> Tensor:
         return layer(prepare(*inputs))
 
-    # torch.compile itself decides what to save, and torch.export must not see a condition on the batch size.
+    # torch.compile decides itself what to save, and torch.export must not see a condition on the batch size.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or inputs[-1].numel() < SMALL:
         return product(*inputs)
     out: Tensor = checkpoint(product, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -1,8 +1,8 @@
-"""CLIP's pre-norm transformer, the trunk of all towers, and low-rank adapters of its layers, with CLIP's names.
+"""CLIP's pre-norm transformer, which all towers use, with CLIP's names; low-rank adapters of its layers.
 
-Low-rank adapters (LoRA, Hu et al. 2021): y = W x + s B A x, with the matrix W frozen and A and B trained. They are
-parameters of the layers that they adapt: `LAYER.lora.A` and `LAYER.lora.B` next to `LAYER.weight`, and for the fused
-projection of self-attention next to `ATTENTION.in_proj_weight`. All linear layers of a block are `Adaptable`.
+Low-rank adapters (LoRA, Hu et al. 2021): y = W x + s B A x, where the matrix W is frozen, and A and B are trained. The
+adapters are parameters of the layers that they adapt: `LAYER.lora.A` and `LAYER.lora.B` next to `LAYER.weight`, or next
+to `ATTENTION.in_proj_weight` for the fused projection of self-attention. All linear layers of a block are `Adaptable`.
 
 Shape suffixes: B batch (1 for packed sequences, clipmill.train.models.attention), L tokens, D width, H heads, K width
 of a head; I input width, O output width, R rank.
@@ -28,14 +28,17 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-# Names of the two matrices: in our layers, and in peft's, which adapt the layers of libraries.
+# Names of the two matrices in our layers, and in peft's layers, which adapt the layers of libraries.
 _SUFFIXES = ((".lora.A", ".lora.B"), (".lora_A.default.weight", ".lora_B.default.weight"))
-# A language model keeps its adapters, which are exported next to it; some of its matrices are [I, O].
+# A language model keeps its adapters, which are exported beside it. Some of its matrices are [I, O].
 _LANGUAGE = "decoder."
 
 
 class LowRank(nn.Module):
-    """The product s B A as a linear layer. As in peft, B is initially zero, and A like the weight of a linear layer."""
+    """The product s B A as a linear layer.
+
+    As in peft, B is initially zero, and A is initialised like a linear layer.
+    """
 
     def __init__(self, num_inputs: int, num_outputs: int, *, rank: int, scale: float) -> None:
         super().__init__()
@@ -45,7 +48,7 @@ class LowRank(nn.Module):
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
 
     def forward(self, x: Tensor, *, arranged: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return s B A x, [..., O] of [..., I]; `arranged` reorders the rows of a matrix, as the caller did with W."""
+        """Return s B A x, [..., O] from [..., I]; `arranged` reorders a matrix's rows, as the caller reordered W."""
         B = self.B if arranged is None else arranged(self.B)
         return linear(linear(x, self.A), B) * self.scale
 
@@ -55,7 +58,7 @@ class LowRank(nn.Module):
 
 
 class Adaptable(nn.Module):
-    """A layer with one matrix, and an adapter of it or None.
+    """A layer with a matrix, which may have an adapter.
 
     Attributes:
         matrix_name: Name of the matrix [O, I] among the parameters.
@@ -72,12 +75,12 @@ class Adaptable(nn.Module):
         arranged: Callable[[Tensor], Tensor] | None = None,
         multiply: Callable[..., Tensor] = linear,
     ) -> Tensor:
-        """Return W x + bias, with the adapter if there is one; `arranged` reorders the rows of W, but not `bias`."""
+        """Return W x + bias, plus the output of any adapter; `arranged` reorders W's rows, but not `bias`."""
         weight: Tensor = getattr(self, self.matrix_name)
         weight = weight if arranged is None else arranged(weight)
         if self.lora is None:
             return multiply(x, weight, bias)
-        # First, so that a recomputation need not repeat the larger product
+        # The adapter comes first, so that a recomputation need not repeat the larger product
         # (clipmill.train.models.timesformer.linear_of).
         added = self.lora(x, arranged=arranged)
         return multiply(x, weight, bias) + added
@@ -106,9 +109,9 @@ def add_adapters(
     """Add adapters to the layers of a tower's blocks, and freeze everything else.
 
     Args:
-        targets: attention: the projections of self- and cross-attention (and TimeSformer's `time_proj`); mlp: both
-            layers of MLPs.
-        frozen: Ids of parameters whose layers get none.
+        targets: Layers to adapt. attention: the projections of self- and cross-attention (and TimeSformer's
+            `time_proj`); mlp: both layers of MLPs.
+        frozen: IDs of parameters whose layers get no adapters.
     """
     layers = {name: one for name, one in tower.named_modules() if isinstance(one, Adaptable)}
     tower.requires_grad_(False)
@@ -128,15 +131,15 @@ def peft_config(
     transposed: tuple[type[nn.Module], ...] = (),
     **more: Any,
 ) -> "LoraConfig":
-    """Return peft's adapters of a module of a library: of the linear layers and attention of its blocks.
+    """Return peft's adapters for a library's module: for the linear layers and attention of its blocks.
 
     Args:
         frozen: Parameters that stay frozen, as in `add_adapters`.
         transposed: Classes of linear layers with a matrix [I, O].
-        more: More arguments for peft.
+        more: Additional arguments for peft.
 
     Raises:
-        UserError: peft is not installed, or no layer is left.
+        UserError: peft is not installed, or no layer can be adapted.
     """
     try:
         from peft import LoraConfig
@@ -150,7 +153,7 @@ def peft_config(
             continue
         matrix = module.in_proj_weight if attends else module.weight
         target: Target = "attention" if attends or "attn" in name.lower() or "attention" in name.lower() else "mlp"
-        is_within = any(name.startswith(f"{one}.") for one in adapted)  # of attention that is adapted as a unit
+        is_within = any(name.startswith(f"{one}.") for one in adapted)  # part of attention that is adapted as a unit
         if target in lora.targets and id(matrix) not in frozen and not is_within:
             adapted[name] = module
     if not adapted:
@@ -172,7 +175,7 @@ def peft_config(
 def add_library_adapters(
     tower: nn.Module, lora: Lora, *, blocks: Iterable[nn.Module], frozen: Collection[int] = ()
 ) -> None:
-    """`add_adapters` for a module of a library, by peft.
+    """Add adapters to a library's module, as `add_adapters` does, with peft.
 
     Raises:
         UserError: See `peft_config`.
@@ -185,20 +188,20 @@ def add_library_adapters(
 
 
 def remove_adapters(model: nn.Module) -> None:
-    """Remove the adapters of a model, except in a language model."""
+    """Remove the adapters of a model, except those in a language model."""
     for path, module in list(model.named_modules()):
         if isinstance(module, Adaptable):
             module.lora = None
         for name, child in [] if path.startswith(_LANGUAGE) else list(module.named_children()):
             while hasattr(child, "lora_A") and isinstance(inner := getattr(child, "base_layer", None), nn.Module):
-                child = inner  # of peft
+                child = inner  # peft's wrapped layer
                 setattr(module, name, child)
 
 
 def merge_adapters(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
-    """Return the weights of a model without adapters that computes the same: W + s B A, computed in float64.
+    """Return the weights of an equivalent model without adapters: W + s B A, computed in float64.
 
-    The adapters of a language model stay as they are.
+    The adapters of a language model are kept.
     """
     kept = {name for name in tensors if name.startswith(_LANGUAGE) and name.endswith(_SUFFIXES[1])}
     of_adapters = tuple(chain(*_SUFFIXES))
@@ -214,19 +217,19 @@ def merge_adapters(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, 
     return merged
 
 
-NORM_EPS = 1e-5  # CLIP's
+NORM_EPS = 1e-5  # CLIP's value
 MlpActivation = Activation | Literal["gelu_tanh"]  # gelu_tanh: the tanh approximation of GELU (GPT-2)
 _MAX_GRAPHS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerSize:
-    """Dimensions of a transformer and the activation and epsilon of its blocks.
+    """Dimensions of a transformer; activation and epsilon of its blocks.
 
     Attributes:
-        has_key_bias: One bias for queries, keys and values (CLIP), instead of one each for queries and values (BEiT);
-            a bias of the keys does not change the attention.
-        mlp_ratio: Hidden width of the MLPs, in widths.
+        has_key_bias: Use one bias for queries, keys and values (CLIP), instead of separate biases for queries and
+            values (BEiT). A bias of the keys does not change the attention.
+        mlp_ratio: Hidden width of the MLPs divided by the width.
     """
 
     width: int
@@ -243,13 +246,13 @@ class TransformerSize:
         return round(self.mlp_ratio * self.width)
 
     def resize(self, *, width: int | None, depth: int | None, heads: int | None, flag: str) -> "TransformerSize":
-        """Return this size with other dimensions where they are given; heads are then as wide as these.
+        """Return this size with the given dimensions replaced. The width of the heads is kept unless `heads` is given.
 
         Args:
-            flag: Flag of the dimensions, without their names, for the error.
+            flag: Prefix of the flags of the dimensions, for the error.
 
         Raises:
-            UserError: The heads cannot share the width.
+            UserError: The width is not a multiple of the number of heads.
         """
         wide, deep = width or self.width, depth or self.depth
         heads = heads or max(1, wide * self.num_heads // self.width)
@@ -263,10 +266,10 @@ class TransformerSize:
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm that keeps the dtype of its input; statistics are computed in float32 or wider.
+    """Layer norm that keeps the dtype of its input. Statistics are computed in float32 or wider.
 
-    Autocast would convert input and output to float32, and with them the residual stream: twice the memory of a block's
-    input, which is most of what activation checkpointing keeps.
+    Autocast would convert input and output to float32, and thus the residual stream. A block's input, which is most of
+    what activation checkpointing keeps, would take twice the memory.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -321,7 +324,7 @@ class Mlp(nn.Module):
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """Return x sigmoid(1.702 x), used by OpenAI's CLIP; differs from GELU by at most 0.02."""
+    """Return x sigmoid(1.702 x), as in OpenAI's CLIP; it differs from GELU by at most 0.02."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -343,7 +346,7 @@ class Block(nn.Module):
         self.attn = SelfAttention(size.width, size.num_heads, attend=attend, has_key_bias=size.has_key_bias)
         self.ln_2 = LayerNorm(size.width, eps=size.norm_eps)
         self.mlp = Mlp(size.width, size.mlp_width, size.activation)
-        # CLIP's initialisation: the output of residual branches shrinks with the depth.
+        # CLIP's initialisation: weights at the end of residual branches shrink with the depth.
         into_residual = size.width**-0.5 * (2 * size.depth) ** -0.5
         nn.init.normal_(self.attn.in_proj_weight, std=size.width**-0.5)
         nn.init.normal_(self.attn.out_proj.weight, std=into_residual)
@@ -377,8 +380,8 @@ class Stack(HasBlocks):
     """A sequence of residual blocks.
 
     Args:
-        blocks: Take tokens [B, L, D] and `branches`, the scale of each of their `num_branches` residual branches.
-        drop_path: Probability, for each block, of skipping a sample's branch in training; empty for none.
+        blocks: Blocks that take tokens [B, L, D] and `branches`, the scales of their `num_branches` residual branches.
+        drop_path: Probability, for each block, of skipping a branch for a sample in training; empty for none.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], *, drop_path: Sequence[float] = ()) -> None:
@@ -398,22 +401,22 @@ class Stack(HasBlocks):
         self.checkpointing = True
 
     def forward(self, x_BLD: Tensor, *context: Tensor, **options: Any) -> Tensor:
-        """Run all blocks on tokens [B, L, D]; `context` and `options` are passed to each."""
+        """Run all blocks on tokens [B, L, D]; each gets `context` and `options`."""
         for number in range(len(self.resblocks)):
             x_BLD = self.run(number, x_BLD, *context, **options)
         return x_BLD
 
     def run(self, number: int, x_BLD: Tensor, *context: Tensor, **options: Any) -> Tensor:
-        """Run one block, by its index."""
+        """Run the block with an index."""
         block: Any = self.resblocks[number]
-        # Drawn outside of the block, so that compiled or recomputed blocks see the same values. For all blocks or for
-        # none, because blocks that are called alike share their compiled code.
+        # Drawn outside the block, so that compiled or recomputed blocks see the same values. They are drawn for all
+        # blocks or for none, because blocks with the same kind of arguments share their compiled code.
         drops = block.training and any(self.drop_path)
         branches = drawn_branches(x_BLD, self.drop_path[number], count=block.num_branches) if drops else None
         run = partial(block, branches=branches, **options)
         if not self.checkpointing:
             return cast(Tensor, run(x_BLD, *context))
-        # Reading a GPU's generator costs a copy for each block, and only dropout draws within one.
+        # Reading a GPU's generator costs a copy per block, and only dropout draws within a block.
         keeps = self.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in block.modules())
         return cast(Tensor, checkpoint(run, x_BLD, *context, use_reentrant=False, preserve_rng_state=keeps))
 
@@ -428,9 +431,9 @@ class Transformer(Stack):
 def drawn_branches(x_BLD: Tensor, probability: float, *, count: int = 2) -> Tensor:
     """Draw scales of a block's branches for each sample, [count, B, 1, 1], from torch's generator.
 
-    They are 0 with the given probability and 1 / (1 - probability) otherwise (stochastic depth, Huang et al. 2016). The
-    probability is changed so that the mean is 1 in the precision of the tokens: bfloat16 has 1.109 for 1 / 0.9, which
-    without this change would be 0.16 % too little.
+    A scale is 0 with the given probability, and otherwise 1 / (1 - probability) (stochastic depth, Huang et al. 2016).
+    The probability is adjusted so that the mean is 1 in the tokens' precision: in bfloat16, 1 / 0.9 is 1.109, and
+    without this adjustment the mean would be 0.16 % too small.
     """
     scale = float(torch.ones((), dtype=x_BLD.dtype) / (1 - probability))
     kept_nB11 = torch.rand(count, len(x_BLD), 1, 1, device=x_BLD.device) >= 1 - 1 / scale
@@ -438,7 +441,7 @@ def drawn_branches(x_BLD: Tensor, probability: float, *, count: int = 2) -> Tens
 
 
 def drop_path_of(probability: float, *, depth: int, is_rising: bool) -> tuple[float, ...]:
-    """Drop-path probability of each block: constant, or rising linearly from 0 to `probability` in the last block."""
+    """Return the drop-path probability of each block: constant, or rising linearly from 0 to `probability`."""
     if not is_rising or depth == 1:
         return (probability,) * depth
     return tuple(probability * number / (depth - 1) for number in range(depth))
@@ -447,7 +450,7 @@ def drop_path_of(probability: float, *, depth: int, is_rising: bool) -> tuple[fl
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return all blocks of a model: the units of sharding, checkpointing and compilation.
 
-    Blocks without parameters on this rank, such as the blocks of other pipeline stages, are omitted.
+    Blocks that have no parameters on this rank, such as blocks of other pipeline stages, are omitted.
     """
     parts = (module for module in model.modules() if isinstance(module, HasBlocks))
     return [block for part in parts for block in part.blocks() if next(block.parameters(), None) is not None]
@@ -462,7 +465,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor", fullgraph: bool = False) -> None:
     """Compile each block in place when it first runs; parameter names stay. `fullgraph` forbids graph breaks."""
-    # Training, evaluation, pixels, captions and the last batch have a graph each, shared by all blocks.
+    # Training, evaluation, pixels, captions and the last batch each have a graph, which all blocks share.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
     for block in blocks_of(model):
         block.compile(backend=backend, fullgraph=fullgraph)

@@ -1,7 +1,7 @@
-"""A joint space-time vision transformer: every cube of a clip attends to every other.
+"""A joint space-time vision transformer: every cube of a clip attends to every other cube.
 
-This is CLIP's image tower with a temporal embedding, as in AVION (section 5.2): with one frame and a zero temporal
-embedding it computes CLIP's image features. A cube is a patch of one frame or of several consecutive frames (ViViT's
+This is CLIP's image tower with a temporal embedding, as in AVION (section 5.2). With one frame and a zero temporal
+embedding, it computes CLIP's image features. A cube is a patch of one frame, or of several consecutive frames (ViViT's
 tubelets, Arnab et al. 2021, section 3.2).
 
 Shape suffixes: B batch, C channels, T frames, H and W pixels, S time steps (T / frames per cube), P patches of a frame,
@@ -22,7 +22,7 @@ from clipmill.train.models.transformer import LayerNorm, Stack, Transformer, Tra
 
 @dataclass(frozen=True)
 class CubeGrid:
-    """Number of cubes of a clip along time, height and width. Cubes are numbered in that order."""
+    """Number of cubes of a clip along time, height and width. Cubes are numbered in this order."""
 
     steps: int
     rows: int
@@ -30,21 +30,21 @@ class CubeGrid:
 
     @property
     def patches(self) -> int:
-        """Cubes of one time step."""
+        """Number of cubes in one time step."""
         return self.rows * self.columns
 
     @property
     def cubes(self) -> int:
-        """Cubes of a clip."""
+        """Number of cubes in a clip."""
         return self.steps * self.patches
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoViTSize:
-    """Dimensions of a video tower: its transformer, and the side (pixels) and length (frames) of a cube.
+    """Dimensions of a video tower: its transformer, and side (pixels) and length (frames) of a cube.
 
     Attributes:
-        num_views: Number of cameras that recorded the moment of a clip (clipmill.train.models.views).
+        num_views: Number of cameras that recorded a clip's moment (clipmill.train.models.views).
         is_divided: Attend over time and space in turn, as LaViLa's tower does, instead of over all cubes at once.
     """
 
@@ -56,7 +56,7 @@ class VideoViTSize:
     num_views: int = 1
 
     def grid(self, *, image_px: int, num_frames: int) -> CubeGrid:
-        """Return the cubes of square clips; ValueError if they cannot be cut into complete cubes."""
+        """Return the grid of square clips; ValueError if they cannot be cut into complete cubes."""
         if image_px % self.patch_px:
             raise ValueError(f"a picture of {image_px} px cannot be cut into patches of {self.patch_px} px")
         if num_frames % self.cube_frames:
@@ -83,7 +83,7 @@ def cubes_of(video_BCTHW: Tensor, *, cube_frames: int, patch_px: int) -> Tensor:
 
 
 def pick_cubes(cubes_BShw: Tensor, numbers_BK: Tensor) -> Tensor:
-    """Select cubes by their int64 indices: [B, K, ...] of a view [B, S, h, w, ...]; copies only the selection."""
+    """Select cubes by their int64 indices: [B, K, ...] from a view [B, S, h, w, ...]. Only the selection is copied."""
     rows, columns = cubes_BShw.shape[2:4]
     batch_B1 = torch.arange(len(cubes_BShw), device=cubes_BShw.device)[:, None]
     step_BK, patch_BK = numbers_BK // (rows * columns), numbers_BK % (rows * columns)
@@ -91,10 +91,10 @@ def pick_cubes(cubes_BShw: Tensor, numbers_BK: Tensor) -> Tensor:
 
 
 class CubeEmbedding(nn.Module):
-    """The convolution that embeds cubes (CLIP's `conv1`), computed as one matrix product.
+    """The convolution that embeds cubes (CLIP's `conv1`), computed as a matrix product.
 
-    `weight` is [D, C, p, p] for cubes of one frame, as in CLIP, and [D, C, t, p, p] for longer ones, as in a Conv3d.
-    VideoMAE's has a bias, CLIP's does not.
+    `weight` is [D, C, p, p] for cubes of one frame, as in CLIP, and [D, C, t, p, p] for longer cubes, as in a Conv3d.
+    VideoMAE's convolution has a bias, CLIP's has none.
     """
 
     def __init__(self, size: VideoViTSize, *, has_bias: bool = False) -> None:
@@ -120,9 +120,9 @@ class CubeEmbedding(nn.Module):
 
 
 class TokenTower(nn.Module):
-    """A video tower of blocks: `embed`, `transformer` and `finish` one after another give its tokens.
+    """A video tower with blocks: `embed`, `transformer` and `finish`, called in this order, return its tokens.
 
-    `tokens`, `token_width` and `features` (one vector a clip, before any projection) are what all video towers have.
+    All video towers have `tokens`, `token_width` and `features` (one vector per clip, before any projection).
     """
 
     size: VideoViTSize
@@ -133,7 +133,7 @@ class TokenTower(nn.Module):
         raise NotImplementedError
 
     def finish(self, x_BLD: Tensor, /) -> Tensor:
-        """Return the tower's output tokens, from the last block's output."""
+        """Convert the last block's output into the tower's output tokens."""
         raise NotImplementedError
 
     def tokens(self, video_BCTHW: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class TokenTower(nn.Module):
 
     @property
     def token_width(self) -> int:
-        """D."""
+        """Width D of the tokens."""
         return self.size.trunk.width
 
 
@@ -150,11 +150,12 @@ class VideoViT(TokenTower):
     """Video tower that embeds clips.
 
     Args:
-        num_frames: Frames of a clip, a multiple of the cube length.
+        num_frames: Number of frames per clip, a multiple of the cube length.
         embedding_width: E; None for the class token without a projection.
-        temporal_std: Standard deviation of the initial temporal embedding; 0 makes the model blind to frame order.
-        patch_dropout: Fraction of a clip's cubes dropped in training (FLIP, Li et al. 2023; AVION).
-        drop_path: Probability, for each block, of skipping a clip's branch in training; empty for none.
+        temporal_std: Standard deviation of the initial temporal embedding; 0 makes the model blind to the order of
+            frames.
+        patch_dropout: Fraction of a clip's cubes that is dropped in training (FLIP, Li et al. 2023; AVION).
+        drop_path: Probability, for each block, of skipping a branch for a clip in training; empty for none.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class VideoViT(TokenTower):
             self.proj = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
 
     def forward(self, video_BCTHW: Tensor) -> Tensor:
-        """Embed normalised clips [B, C, T, H, W] as [B, E], not of unit length; [B, D] without a projection."""
+        """Embed normalised clips [B, C, T, H, W] as [B, E], not unit-length; [B, D] without a projection."""
         class_BD = self.features(video_BCTHW)
         return class_BD @ self.proj if self.has_projection else class_BD
 
@@ -210,10 +211,10 @@ class VideoViT(TokenTower):
         positions_BND = positions_SPD.flatten(0, 1).expand(num_clips, -1, -1)
         if self.training and self.patch_dropout:
             kept_BK = drawn_cubes(num_clips, cubes_BN.shape[1], dropout=self.patch_dropout, device=cubes_BN.device)
-            # Dropped before the embedding, which saves that work too.
+            # Dropped before the embedding, which saves its computation too.
             cubes_BN, positions_BND = (choose_rows(x, kept_BK) for x in (cubes_BN, positions_BND))
         embedded_BND = self.conv1(cubes_BN)
-        # From here on in the precision of that product, as in open_clip.
+        # From here on, values have the precision of that product, as in open_clip.
         x_BND = embedded_BND + positions_BND.to(embedded_BND.dtype)
         class_D = (self.class_embedding + self.positional_embedding[0]).to(x_BND.dtype)
         return cast(Tensor, self.ln_pre(torch.cat([class_D.expand(num_clips, 1, -1), x_BND], dim=1)))
@@ -226,7 +227,7 @@ class VideoViT(TokenTower):
 def clip_tower(
     size: VideoViTSize, *, image_px: int, num_frames: int, embedding_width: int | None, attend: Attend, towers: Towers
 ) -> VideoViT:
-    """Return the tower of the kind `clip` as the settings have it."""
+    """Return a tower of the kind `clip` with the given settings."""
     trunk = size.trunk
     return VideoViT(
         size,
@@ -241,7 +242,7 @@ def clip_tower(
 
 
 def drawn_cubes(num_clips: int, num_cubes: int, *, dropout: float, device: torch.device) -> Tensor:
-    """Draw the cubes of each clip that patch dropout keeps, int64 [B, K] in ascending order, from torch's generator.
+    """Draw the cubes of each clip that patch dropout keeps from torch's generator: int64 [B, K], ascending.
 
     K = max(1, floor(num_cubes * (1 - dropout))) for all clips.
     """
@@ -251,14 +252,14 @@ def drawn_cubes(num_clips: int, num_cubes: int, *, dropout: float, device: torch
 
 
 def choose_rows(x_BNV: Tensor, kept_BK: Tensor) -> Tensor:
-    """Select rows of each sample: [B, K, V] of [B, N, V]."""
+    """Select rows of each sample: [B, K, V] from [B, N, V]."""
     return x_BNV.gather(1, kept_BK[..., None].expand(-1, -1, x_BNV.shape[2]))
 
 
 def resampled_temporal(embedding_SD: Tensor, num_steps: int) -> Tensor:
     """Resample a temporal embedding linearly to a different number of steps, as AVION does for 4 to 16 frames.
 
-    Steps are equal parts of a clip with embeddings at their centres; beyond the outer centres the values are constant.
+    Steps are equal parts of a clip, with embeddings at their centres. Beyond the outer centres, values are constant.
     """
     if len(embedding_SD) == num_steps:
         return embedding_SD
@@ -267,7 +268,7 @@ def resampled_temporal(embedding_SD: Tensor, num_steps: int) -> Tensor:
 
 
 def inflated_cubes(weight_DCPP: Tensor, cube_frames: int) -> Tensor:
-    """Inflate CLIP's `conv1` to cubes of several frames (I3D); on equal frames the output does not change."""
+    """Inflate CLIP's `conv1` to cubes of several frames (I3D). If the frames are equal, the output does not change."""
     if cube_frames == 1:
         return weight_DCPP
     return (weight_DCPP / cube_frames)[:, :, None].repeat(1, 1, cube_frames, 1, 1)

@@ -1,7 +1,7 @@
 """VideoMAE's video tower: a vision transformer on all or some cubes of a clip (Tong et al. 2022, section 3).
 
-It differs from `video_vit` as VideoMAE's weights require: no class token, fixed sinusoidal positional embeddings of the
-cube index, a bias in the cube embedding, and biases of queries and values but not of keys.
+VideoMAE's weights require these differences from `video_vit`: no class token, fixed sinusoidal positional embeddings of
+the cube index, a bias in the cube embedding, and biases of queries and values but not of keys.
 
 Shape suffixes: B batch, C channels, T frames, H and W pixels, N cubes of a clip, K visible cubes, D width.
 """
@@ -29,9 +29,9 @@ class VideoMAEEncoder(TokenTower):
     """Video tower that returns one token per cube.
 
     Args:
-        num_frames: Frames of a clip, a multiple of the cube length.
-        has_last_norm: Apply `ln_post` to the tokens; a classifier normalises their mean instead.
-        drop_path: Probability, for each block, of skipping a clip's branch in training; empty for none.
+        num_frames: Number of frames per clip, a multiple of the cube length.
+        has_last_norm: Apply `ln_post` to the tokens. A classifier normalises the tokens' mean instead.
+        drop_path: Probability, for each block, of skipping a branch for a clip in training; empty for none.
     """
 
     positions_ND: Tensor
@@ -58,7 +58,7 @@ class VideoMAEEncoder(TokenTower):
         start_as_videomae(self.transformer)
 
     def forward(self, video_BCTHW: Tensor, visible_BK: Tensor | None = None) -> Tensor:
-        """Return tokens [B, K, D] of the visible cubes of normalised clips, by int64 indices; None for all cubes."""
+        """Return tokens [B, K, D] of the visible cubes (int64 indices, None for all) of normalised clips."""
         return self.finish(self.transformer(self.embed(video_BCTHW, visible_BK)))
 
     def embed(self, video_BCTHW: Tensor, /, visible_BK: Tensor | None = None) -> Tensor:
@@ -67,15 +67,15 @@ class VideoMAEEncoder(TokenTower):
         if visible_BK is None:
             seen_BK, positions_BKD = cubes.flatten(4).flatten(1, 3), self.positions_ND
         else:
-            # Selected before the embedding, which saves that work for the others.
+            # Selected before the embedding, which saves the computation for all other cubes.
             seen_BK, positions_BKD = pick_cubes(cubes, visible_BK).flatten(2), self.positions_ND[visible_BK]
         embedded_BKD = self.conv1(seen_BK)
-        # From here on in the precision of that product.
+        # From here on, values have the precision of that product.
         x_BKD: Tensor = embedded_BKD + positions_BKD.to(embedded_BKD.dtype)
         return x_BKD
 
     def finish(self, x_BKD: Tensor, /) -> Tensor:
-        """Apply the final layer norm, if the tower has one, to the last block's output."""
+        """Apply the final layer norm to the last block's output, if the tower has one."""
         return x_BKD if self.ln_post is None else self.ln_post(x_BKD)
 
     def features(self, video_BCTHW: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ class VideoMAEEncoder(TokenTower):
 def sines(num_places: int, width: int) -> Tensor:
     """Return sinusoidal positional embeddings, float32 [num_places, width] (Vaswani et al. 2017, section 3.5).
 
-    Column 2i is sin(place / 10000 ** (2i / width)) and column 2i + 1 its cosine. VideoMAE's places are cube indices, so
-    that one table encodes time, height and width.
+    Column 2i is sin(place / 10000 ** (2i / width)), and column 2i + 1 is its cosine. VideoMAE's places are cube
+    indices, so a single table encodes time, height and width.
     """
     columns_D = torch.arange(width, dtype=torch.float64)
     periods_D = 10_000.0 ** (2 * (columns_D // 2) / width)
@@ -98,7 +98,7 @@ def sines(num_places: int, width: int) -> Tensor:
 def start_as_videomae(module: nn.Module) -> None:
     """Initialise linear layers as VideoMAE does: Glorot-uniform weights and zero biases.
 
-    Queries, keys and values count as one layer with 3 D outputs.
+    Queries, keys and values are treated as one layer with 3 D outputs.
     """
     for part in module.modules():
         if isinstance(part, SelfAttention):
@@ -109,7 +109,7 @@ def start_as_videomae(module: nn.Module) -> None:
                 nn.init.zeros_(part.bias)
 
 
-_LAST_NORM_EPS = 1e-5  # of the decoder, whatever the blocks use, as in transformers
+_LAST_NORM_EPS = 1e-5  # of the decoder, independent of the blocks, as in transformers
 _MASK_TOKEN_STD = 0.02
 
 
@@ -119,7 +119,7 @@ def decoder_size(encoder: TransformerSize, *, depth: int) -> TransformerSize:
 
 
 class MaskedDecoder(nn.Module):
-    """Predicts the values of masked cubes from the tokens of visible ones."""
+    """Decoder that predicts the values of masked cubes from the tokens of visible cubes."""
 
     positions_NE: Tensor
 
@@ -142,25 +142,25 @@ class MaskedDecoder(nn.Module):
         positions_NE = self.positions_NE.to(x_BKE.dtype)
         masked_BME = self.mask_token.to(x_BKE.dtype) + positions_NE[predicted_BM]
         x_BLE = self.transformer(torch.cat([x_BKE + positions_NE[visible_BK], masked_BME], dim=1))
-        # Norm and head, whose output is as wide as a cube, are computed for the predicted cubes only.
+        # Only the predicted cubes need norm and head, whose output is as wide as a cube.
         values_BMV: Tensor = self.head(self.ln_post(x_BLE[:, visible_BK.shape[1] :]))
         return values_BMV
 
 
-# An encoder of the visible cubes and a small decoder that predicts the masked ones: Tong et al. 2022, "VideoMAE",
-# section 3; with decoder masking, Wang et al. 2023, "VideoMAE V2", section 3.2.
+# An encoder of the visible cubes, and a small decoder that predicts the masked cubes: Tong et al. 2022, "VideoMAE",
+# section 3. Decoder masking: Wang et al. 2023, "VideoMAE V2", section 3.2.
 #
 # Shape suffixes: N cubes of a clip, K visible cubes, M predicted cubes, L = K + M, D encoder width, E decoder width,
 # V values of a cube.
 
 
 class MaskedAutoencoder(nn.Module):
-    """Masked autoencoder with parameters `video.*` (the tower, which is kept) and `decoder.*`.
+    """Masked autoencoder with the parameters `video.*` (the tower, which is kept) and `decoder.*`.
 
     Args:
-        size: Dimensions of the encoder, of kind videomae.
+        size: Dimensions of the encoder, which is of the kind videomae.
         decoder_depth: Number of decoder blocks.
-        towers: Drop path and activation checkpointing.
+        towers: Settings for drop path and activation checkpointing.
     """
 
     def __init__(
@@ -198,14 +198,14 @@ class MaskedAutoencoder(nn.Module):
 
         Args:
             video_BCTHW: Normalised clips.
-            masked_BN: Bool, cubes hidden from the encoder, the same number in each clip.
-            decoded_BN: Bool, cubes that the decoder may predict (all if None), with the same number of masked ones in
-                each clip.
-            num_masked, num_predicted: Number of masked, and of masked and decoded cubes of a clip. If None, they are
-                counted, which synchronises with the device.
+            masked_BN: True for cubes hidden from the encoder, bool; the same number in each clip.
+            decoded_BN: True for cubes that the decoder may predict, bool (None for all); each clip must have the same
+                number of masked ones among them.
+            num_masked, num_predicted: Number of a clip's masked cubes, and of its masked and decoded cubes. If None,
+                they are counted, which synchronises with the device.
 
         Returns:
-            [B, M, V], cubes in ascending order, their values in VideoMAE's order (t p p c).
+            [B, M, V]: cubes in ascending order, with values in VideoMAE's order (t p p c).
 
         Raises:
             ValueError: The counted numbers differ between clips.
@@ -219,13 +219,13 @@ class MaskedAutoencoder(nn.Module):
 
 
 def predicted_cubes(masked_BN: Tensor, decoded_BN: Tensor | None = None, *, count: int | None = None) -> Tensor:
-    """Return the indices of the cubes in the loss, which are masked and decoded, int64 [B, M] in ascending order."""
+    """Return the indices of the cubes in the loss, which are masked and decoded: int64 [B, M], ascending."""
     chosen_BN = masked_BN if decoded_BN is None else masked_BN & decoded_BN
     return numbers_of(chosen_BN, count_true(chosen_BN) if count is None else count)
 
 
 def count_true(chosen_BN: Tensor) -> int:
-    """Return the number of true values in each row; synchronises with the device. ValueError if rows differ."""
+    """Return the number of true values per row, which synchronises with the device; ValueError if rows differ."""
     counts = set(chosen_BN.sum(1).tolist())
     if len(counts) != 1:
         raise ValueError(f"clips of a batch have different numbers of cubes: {sorted(counts)}")
@@ -233,6 +233,6 @@ def count_true(chosen_BN: Tensor) -> int:
 
 
 def numbers_of(chosen_BN: Tensor, count: int) -> Tensor:
-    """Return indices of the `count` true values of each row, int64 [B, count], ascending, without synchronising."""
+    """Return the indices of the `count` true values in each row, int64 [B, count], ascending, without synchronising."""
     # A stable sort keeps the order of equal values.
     return chosen_BN.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :count]

@@ -1,10 +1,10 @@
-"""Video towers of several views: cameras that recorded one moment, as clips [B, V, C, T, H, W].
+"""Video towers for several views: cameras that recorded the same moment, given as clips [B, V, C, T, H, W].
 
-    mean    each view goes through the tower as a clip of its own, and the output is the mean over the views
-    concat  the tokens of all views go through the blocks together, so that views attend to each other; a learned
-            embedding of each view, initially zero, tells them apart
+    mean    the tower processes each view as a separate clip; the output is the mean over the views
+    concat  the blocks process the tokens of all views together, so that views attend to each other; a learned
+            embedding for each view, initially zero, distinguishes them
 
-Parameters keep the names that they have in a tower of one view. A clip [B, C, T, H, W] is a single view.
+Parameters have the same names as in a tower for one view. A clip [B, C, T, H, W] is a single view.
 
 Shape suffixes: B batch, V views, C channels, T frames, H and W pixels, L tokens of a view, D width.
 """
@@ -24,10 +24,10 @@ _CLIP_DIMS = 5
 
 
 def take_views(tower: nn.Module, *, num_views: int, rule: ViewRule) -> None:
-    """Make a tower take clips of several views.
+    """Change a tower so that it takes clips of several views.
 
     Raises:
-        UserError: The rule is concat, and the blocks of the tower do not attend to a list of tokens.
+        UserError: The rule is concat, but the tower's blocks do not attend to a list of tokens.
     """
     if rule == "concat":
         if not isinstance(tower, TokenTower) or not isinstance(tower.transformer, Transformer):
@@ -37,14 +37,14 @@ def take_views(tower: nn.Module, *, num_views: int, rule: ViewRule) -> None:
                 flags=("--towers.views",),
             )
         tower.view_embedding = nn.Parameter(torch.zeros(num_views, tower.token_width))
-    # The class is replaced, as FSDP does, so that the tower keeps its methods and the names of its parameters.
+    # The class is replaced, as FSDP does it, so that the tower keeps its methods and parameter names.
     tower.__class__ = type(f"{type(tower).__name__}OfViews", (_Views, type(tower)), {})
     assert isinstance(tower, _Views)
     tower.num_views, tower.view_rule = num_views, rule
 
 
 class _Views(nn.Module):
-    """Methods of a tower that take several views; the next class is the tower."""
+    """Methods of a tower for several views. In the method resolution order, the tower's class comes next."""
 
     num_views: int
     view_rule: ViewRule

@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights and statistics, which is used for evaluation."""
+"""Exponential moving average (EMA) of weights and statistics, which evaluations use."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +13,11 @@ from clipmill.train.optim.parameters import plain_name
 
 
 class Ema:
-    """average = d average + (1 - d) weights, after every step.
+    """average = d average + (1 - d) weights, computed after every step.
 
     d rises to `decay` as (1 + step) / (10 + step), so that the first steps have little weight. Averages are sharded
-    like the weights. The running statistics of batch norms are averaged too: statistics of the last steps are of other
-    weights than the average.
+    like the weights. The running statistics of batch norms are averaged too, because statistics of the last steps
+    belong to other weights than the average.
 
     Args:
         model: Model in training mode.
@@ -32,7 +32,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, model: nn.Module, *, step: int) -> None:
-        """Update with the weights after step 1, 2, ..."""
+        """Update the averages with the weights after step 1, 2, ..."""
         weights = _tensors(model)
         decay = min(self._decay, (1 + step) / (10 + step))
         if not self._averages:
@@ -49,7 +49,7 @@ class Ema:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore the state of `state_dict`; ValueError if it is of other weights."""
+        """Restore the state from `state_dict`; ValueError if it belongs to other weights."""
         if state.keys() != self._averages.keys():
             raise ValueError(f"averages of other tensors: {sorted(state.keys() ^ self._averages.keys())[:5]}")
         for name, average in self._averages.items():
@@ -57,13 +57,13 @@ class Ema:
 
     @contextmanager
     def swap_in(self, model: nn.Module) -> Iterator[None]:
-        """Context in which `model` has the averages as weights; it must not be trained or saved within."""
+        """Context in which the weights of `model` are the averages. The model must not be trained or saved within."""
         weights = _tensors(model)
         self._swap(weights)
         try:
             yield
         finally:
-            # FSDP may still have gathered averages, which training must not continue with.
+            # FSDP may still hold gathered averages, with which training must not continue.
             reshard(model)
             self._swap(weights)
 
@@ -77,6 +77,6 @@ class Ema:
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers of a model by plain name."""
+    """Return all parameters and buffers of a model by their plain names."""
     reshard(model)
     return {plain_name(name): one for name, one in chain(model.named_parameters(), model.named_buffers())}

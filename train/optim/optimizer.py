@@ -1,7 +1,6 @@
 """The optimizer of a run: construction, learning rate schedule, gradient clipping and steps.
 
-AdamW is torch's. SGD, Lion and LAMB work over many tensors at once, for complete or sharded parameters, with steps that
-a GPU may skip.
+AdamW is torch's. SGD, Lion and LAMB update many tensors at once, complete or sharded. A GPU may skip their steps.
 """
 
 import math
@@ -25,7 +24,7 @@ class ForeachOptimizer(Optimizer):
     """An optimizer that updates the parameters of a group together.
 
     Attributes:
-        found_inf: Zero-dimensional float on the device; the step is skipped if it is not 0, as in torch's fused
+        found_inf: Zero-dimensional float on the device. If it is not 0, the step is skipped, as in torch's fused
             optimizers. None to take every step.
     """
 
@@ -36,7 +35,7 @@ class ForeachOptimizer(Optimizer):
         raise NotImplementedError
 
     def update(self, trained: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        """Update parameters that have gradients, and their state."""
+        """Update the parameters that have gradients, and their state."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -51,8 +50,8 @@ class ForeachOptimizer(Optimizer):
                 if trained:
                     self.update(trained, group)
                 continue
-            # The device decides: copies from before the update are put back where the step is skipped. In buckets,
-            # because copies of everything might not fit into memory.
+            # The device decides: if the step is skipped, copies from before the update are restored. This is done in
+            # buckets, because copies of everything might not fit into memory.
             for bucket in buckets(trained):
                 changed = [local_part(parameter) for parameter in bucket]
                 for parameter in bucket:
@@ -68,11 +67,12 @@ class ForeachOptimizer(Optimizer):
 
 
 class Sgd(ForeachOptimizer):
-    """SGD with momentum (FastCLIP procedure 4), with the values and state of torch's.
+    """SGD with momentum (FastCLIP procedure 4), with the values and state of torch's SGD.
 
-    g += decay theta;  m = momentum m + g;  theta -= lr m. The first step's momentum is g.
+    g += decay theta;  m = momentum m + g;  theta -= lr m. The momentum of the first step is g.
 
-    torch's own cannot skip steps, except for the fused one, whose momentum is uninitialised if the first is skipped.
+    torch's own SGD cannot skip steps. Its fused version can, but its momentum is uninitialised if the first step is
+    skipped.
     """
 
     def __init__(self, params: ParamsT, *, lr: float, momentum: float, weight_decay: float = 0.0) -> None:
@@ -118,9 +118,9 @@ class Lion(ForeachOptimizer):
 class Lamb(ForeachOptimizer):
     """LAMB: Adam with a trust ratio per tensor (You et al. 2020, algorithm 2; FastCLIP procedure 4).
 
-    theta -= lr alpha (r + decay theta) with Adam's update r and alpha = |theta| / |r + decay theta|, norms of complete
-    tensors. alpha is 1 (AdamW) in groups with `adapts` False, for tensors of zeros, which could not grow otherwise, and
-    for updates of zeros.
+    theta -= lr alpha (r + decay theta), with Adam's update r and alpha = |theta| / |r + decay theta|; the norms are
+    over complete tensors. alpha is 1 (AdamW) in groups with `adapts` False, for tensors of zeros, which could not grow
+    otherwise, and for updates of zeros.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Lamb(ForeachOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapts": True})
 
     def start(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        # As in torch's optimizers, the step count is a CPU tensor, so that checkpoints treat it as one.
+        # As in torch's optimizers, the step count is a CPU tensor, so that checkpoints handle it in the same way.
         step = torch.tensor(0.0)
         return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
@@ -138,7 +138,7 @@ class Lamb(ForeachOptimizer):
         for state in states:
             state["step"] += 1
         weights, gradients = _weights_and_gradients(trained)
-        # If the device decides about steps, only the device knows their number.
+        # If the device decides about steps, only the device knows how many were taken.
         steps = [int(one["step"]) if self.found_inf is None else one["step"].double() for one in states]
         updates = _adam_updates(states, gradients, steps=steps, betas=group["betas"], eps=group["eps"])
         if group["weight_decay"]:
@@ -154,7 +154,7 @@ class Lamb(ForeachOptimizer):
 
 
 def subtract(weights: Sequence[torch.Tensor], updates: Sequence[torch.Tensor], *, lr: Scalar) -> None:
-    """weights -= lr updates, without synchronising if `lr` is on a GPU."""
+    """Compute weights -= lr updates, without synchronising if `lr` is on a GPU."""
     if isinstance(lr, torch.Tensor):
         for weight, update in zip(weights, updates, strict=True):
             weight.addcmul_(update, lr.to(weight.dtype), value=-1)
@@ -174,14 +174,14 @@ def _adam_updates(
     betas: tuple[float, float],
     eps: float,
 ) -> list[torch.Tensor]:
-    """Return Adam's updates without learning rate and decay, and advance the moments in `states`."""
+    """Return Adam's updates without learning rate and decay, and update the moments in `states`."""
     beta1, beta2 = betas
     first = [local_part(state["exp_avg"]) for state in states]
     second = [local_part(state["exp_avg_sq"]) for state in states]
     torch._foreach_lerp_(first, gradients, 1 - beta1)
     torch._foreach_mul_(second, beta2)
     torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-    # r = (m / b1) / (sqrt(v / b2) + eps), with both bias corrections b in the divisor and one copy of the weights.
+    # r = (m / b1) / (sqrt(v / b2) + eps). The divisor contains both bias corrections b, so one copy is enough.
     corrections = [1 - beta1**step for step in steps]
     factors = [one / (1 - beta2**step) ** 0.5 for one, step in zip(corrections, steps, strict=True)]
     updates = list(torch._foreach_sqrt(second))
@@ -199,7 +199,7 @@ _ONE_STAGE = World()
 
 
 def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
-    """Create the optimizer of the parameters of `model` (possibly wrapped or sharded) and `objective`."""
+    """Create the optimizer for the parameters of `model` (possibly wrapped or sharded) and `objective`."""
     groups = parameter_groups(
         model,
         objective,
@@ -222,7 +222,7 @@ def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainingSet
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, step: int, settings: TrainingSettings, *, objective: Objective
 ) -> float:
-    """Set the learning rate of each group for step 1, 2, ... and return the rate of the schedule."""
+    """Set the learning rate of each group for step 1, 2, ..., and return the rate from the schedule."""
     scale = settings.optimizer.lr_scale(settings.batch)
     lr = learning_rate(
         step,
@@ -248,11 +248,11 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Unscale gradients and clip their global norm to `max_norm`, without synchronising with a GPU.
 
-    Parameters may be complete or sharded (DTensor). All ranks call it and get the same norm.
+    Parameters may be complete or sharded (DTensor). All ranks call this function and get the same norm.
 
     Args:
-        stages: The ranks with the other stages of the model, in a pipeline.
-        repeated: Parameters of this rank that are tied to, and counted on, another stage.
+        stages: The ranks that have the other stages of the model, in a pipeline.
+        repeated: Parameters of this rank that are tied to parameters of another stage, which counts them.
 
     Returns:
         The global gradient norm before clipping, zero-dimensional float64; not finite if a gradient is not, in which
@@ -260,7 +260,7 @@ def clip_gradients(
     """
     parameters = list(parameters)
     not_counted = {id(parameter) for parameter in repeated}
-    # Counted parameters first, so that their norms are a slice.
+    # Parameters that this rank counts come first, so that their norms are a slice.
     trained = sorted(
         (parameter for parameter in parameters if parameter.grad is not None),
         key=lambda parameter: id(parameter) in not_counted,
@@ -274,7 +274,7 @@ def clip_gradients(
     if gradients:
         square = norms(parts, like=gradients)[:num_counted].square().sum()
     norm = stages.sum(square).sqrt() / loss_scale
-    # As in torch.nn.utils.clip_grad_norm_; dividing a Python number by a tensor would round its reciprocal first.
+    # As in torch.nn.utils.clip_grad_norm_. Dividing a Python number by a tensor would first round its reciprocal.
     factor = (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     # Skip the pass over all gradients if the factor is known to be 1.
     is_one = is_on_host(factor) and factor.item() == 1
@@ -285,17 +285,17 @@ def clip_gradients(
 
 
 def take_step(optimizer: torch.optim.Optimizer, may_step: torch.Tensor, *, skips: bool) -> None:
-    """Step if `may_step`, a bool on the device, is true; a GPU decides without the host.
+    """Take a step if `may_step`, a bool on the device, is true. A GPU decides without the host.
 
-    A step that is not allowed leaves weights and state unchanged. If only an error can forbid one (`skips` is False),
-    optimizers that would have to copy them first ignore `may_step` on a GPU, since the result is never saved.
+    A skipped step leaves weights and state unchanged. If only an error can forbid a step (`skips` is False), optimizers
+    that would have to make copies ignore `may_step` on a GPU, because the result is never saved.
     """
     if is_on_host(may_step):
         if may_step:
             optimizer.step()
         return
     if skips or optimizer.defaults.get("fused"):
-        # As torch.amp.GradScaler does for fused optimizers.
+        # As torch.amp.GradScaler does it for fused optimizers.
         optimizer.found_inf = (~may_step).float()  # type: ignore[attr-defined]
     optimizer.step()
 
@@ -312,8 +312,9 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of step 1, 2, ..., total_steps.
 
-    Rises linearly to `peak` at step `warmup_steps`, which the next step has too, and then decays so that it would reach
-    `end` one step after the last. It rises from `start` at step 1 (AVION), or from 0 at a step before it (open_clip).
+    The rate rises linearly to `peak` at step `warmup_steps`, stays there for one step, and then decays so that it would
+    reach `end` one step after the last. It rises from `start` at step 1 (AVION), or from 0 one step earlier
+    (open_clip).
     """
     if step <= warmup_steps:
         if start is None:

@@ -1,10 +1,10 @@
-"""Trained parameters, by names and shapes: frozen parts, groups of learning rate and weight decay.
+"""Trained parameters, selected by names and shapes: frozen parts, groups of learning rate and weight decay.
 
-In addition to torch.optim's keys, groups have three more, which checkpoints contain too:
+In addition to torch.optim's keys, groups have three keys, which checkpoints also contain:
 
     lr_scale       factor of the learning rate (layer-wise decay)
-    is_objective   the parameters are the objective's, which decides their learning rate
-    adapts         LAMB uses the trust ratio
+    is_objective   the parameters belong to the objective, which decides their learning rate
+    adapts         LAMB uses its trust ratio
 """
 
 import re
@@ -17,41 +17,41 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.train.config.model import FrozenPart
 
-# Parts of names added by DDP, torch.compile, activation checkpointing and peft.
+# Parts of names that DDP, torch.compile, activation checkpointing and peft add.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|module|base_layer)\.")
-# Names of ours and of libraries; stages of convolutional networks (`stages.0`, `layer1`) count as blocks.
+# Our names and names in libraries. Stages of convolutional networks (`stages.0`, `layer1`) count as blocks.
 _BLOCK = re.compile(
     r"(?P<tower>(?:.*?\.)??)(?:(?:transformer|encoder)\.)?"
     r"(?:(?:resblocks|blocks|layers?|stages|block|h)\.|layer(?=\d))(?P<number>\d+)\."
 )
-# Layers before the first block of a tower; all others outside of blocks come after the last block.
+# Layers before the first block of a tower. All other layers outside of blocks come after the last block.
 _STEM = re.compile(
     r"(?:^|\.)(?:\w*embedding\w*|\w*token|conv\d|bn\d|ln_pre|norm_pre|pre_\w*norm|patch\w*|pos_embed|embedder"
     r"|embed|embed_\w+|wte|wpe|word_embeddings)(?:\.|$)"
 )
 _EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*_token|pos_embed|embed_\w+|wte|wpe|embed_in)(?:\.weight)?$")
 
-# Parts of the names of parameters that a GPT-2 trained only on text lacks.
+# Parts of the names of parameters that are missing in a GPT-2 that was trained only on text.
 CROSS_ATTENTION = (".cross_attn.", ".ln_cross.")
 
 
 def parameter_groups(
     model: nn.Module, objective: nn.Module, *, weight_decay: float, layer_decay: float, adapts_all: bool
 ) -> list[dict[str, Any]]:
-    """Return groups of all trainable parameters, in an order that depends only on names.
+    """Return groups of all trainable parameters. Their order depends only on names.
 
-    Weight decay applies to matrices of the model, but not to gains, biases and embeddings (class, positional, temporal,
-    token), and not to the objective (a temperature, FastCLIP procedure 5).
+    Weight decay applies to the model's matrices. It does not apply to gains, biases and embeddings (class, positional,
+    temporal, token), nor to the objective (a temperature, FastCLIP procedure 5).
 
     Args:
-        adapts_all: LAMB's trust ratio applies to all tensors of the model, not only to those with weight decay.
+        adapts_all: Apply LAMB's trust ratio to all tensors of the model, not only to tensors with weight decay.
     """
     trained = {plain_name(name): one for name, one in model.named_parameters() if one.requires_grad}
     above = layers_above(trained, depths=block_counts(model))
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, parameter in trained.items():
         decays = parameter.ndim >= 2 and not _EMBEDDING.search(name)
-        # Without layer-wise decay all layers share groups.
+        # Without layer-wise decay, all layers share the same groups.
         height = above[name] if layer_decay != 1 else 0
         group = groups.setdefault(
             (height, decays),
@@ -66,7 +66,7 @@ def parameter_groups(
         group["params"].append(parameter)
     ordered = [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
     if not ordered:
-        # A pipeline stage with frozen layers only: an optimizer needs at least one group.
+        # A pipeline stage whose layers are all frozen: an optimizer needs at least one group.
         ordered = [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": False, "adapts": adapts_all}]
     last = [parameter for parameter in objective.parameters() if parameter.requires_grad]
     if last:
@@ -75,7 +75,7 @@ def parameter_groups(
 
 
 def rename_as_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors from plain names to the names that the model has."""
+    """Rename tensors from plain names to the names in the model."""
     names = {plain_name(name): name for name in model.state_dict()}
     return {names.get(name, name): one for name, one in tensors.items()}
 
@@ -86,9 +86,9 @@ def plain_name(name: str) -> str:
 
 
 def block_counts(model: nn.Module) -> dict[str, int]:
-    """Return the number of blocks of each tower of a model, by its name with a dot.
+    """Return the number of blocks of each tower of a model, by the tower's name with a dot.
 
-    Modules count, not parameters: a pipeline stage lacks the parameters that another stage has.
+    Modules are counted, not parameters, because a pipeline stage lacks the parameters of other stages.
     """
     return _largest_numbers(f"{plain_name(name)}." for name, _ in model.named_modules())
 
@@ -103,11 +103,11 @@ def _largest_numbers(names: Iterable[str]) -> dict[str, int]:
 def layers_above(names: Iterable[str], *, depths: Mapping[str, int] | None = None) -> dict[str, int]:
     """Return the number of layers of the same tower above each parameter: 0 for a head, 1 for the last block, ...
 
-    A tower is any module with numbered blocks; everything before its blocks is its lowest layer. Layer-wise decay
+    A tower is any module with numbered blocks. Everything before its blocks is its lowest layer. Layer-wise decay
     (BEiT, VideoMAE) multiplies a parameter's learning rate by decay ** layers_above.
 
     Args:
-        depths: Number of blocks of each tower; `names` may be a part of them. Default: as `names` show.
+        depths: Number of blocks of each tower, needed if `names` lacks some. Default: as in `names`.
     """
     names = list(names)
     blocks = {name: match for name in names if (match := _BLOCK.match(name))}
@@ -118,7 +118,7 @@ def layers_above(names: Iterable[str], *, depths: Mapping[str, int] | None = Non
             layers[name] = depths[blocks[name]["tower"]] - int(blocks[name]["number"])
             continue
         towers = [tower for tower in depths if name.startswith(tower)]
-        # The innermost tower that contains it.
+        # The innermost tower that contains the parameter.
         tower = max(towers, key=len, default=None)
         is_stem = tower is not None and _STEM.search(name[len(tower) :]) is not None
         layers[name] = depths[tower] + 1 if tower is not None and is_stem else 0
@@ -126,9 +126,9 @@ def layers_above(names: Iterable[str], *, depths: Mapping[str, int] | None = Non
 
 
 def set_training_mode(model: nn.Module) -> None:
-    """Put a model into training mode, and modules whose parameters are all frozen into evaluation mode.
+    """Put a model into training mode, except modules whose parameters are all frozen, which go into evaluation mode.
 
-    Frozen batch norms so keep their statistics, and frozen parts have no dropout.
+    Thus frozen batch norms keep their statistics, and frozen parts have no dropout.
     """
     model.train()
     for module in model.modules():
@@ -138,19 +138,19 @@ def set_training_mode(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
-    """Freeze parts of a complete model: they get no gradient and no optimizer state, and are not averaged.
+    """Freeze parts of a complete model. They get no gradient and no optimizer state, and are not averaged.
 
     The first blocks of a tower are frozen together with everything before them (embeddings, `ln_pre`), so that nothing
     below the trained blocks needs a graph.
 
     Raises:
-        UserError: A tower has fewer blocks.
+        UserError: A tower has fewer blocks than are to be frozen.
     """
     parameters, depths = dict(model.named_parameters()), block_counts(model)
     above = layers_above(parameters, depths=depths)
     for part in parts:
         prefix = f"{part.tower}."
-        # The blocks of a language model and of a library's tower are deeper in it.
+        # In a language model and in a library's tower, blocks are nested deeper.
         depth = max((count for tower, count in depths.items() if tower.startswith(prefix)), default=0)
         if part.num_blocks is not None and part.num_blocks > depth:
             raise UserError(
