@@ -51,9 +51,25 @@ def with_early_sound(path: Path) -> None:
     path.with_suffix(".mkv").unlink()
 
 
-def with_two_tracks(path: Path) -> None:
+def with_tracks(path: Path) -> None:
     second = ("-f", "lavfi", "-i", f"testsrc=s=96x96:r=10:d={SECONDS}")
-    ffmpeg(*PICTURES, *second, "-map", 0, "-map", 1, *X264, "-disposition:v:0", 0, "-disposition:v:1", "default", path)
+    sounds = [word for hz in (440, 880) for word in ("-f", "lavfi", "-i", f"sine={hz}:d={SECONDS}")]
+    maps = [word for number in range(4) for word in ("-map", number)]
+    ffmpeg(*PICTURES, *second, *sounds, *maps, *X264, "-bf", 2, "-g", 30, path)
+
+
+def with_timecode(path: Path) -> None:
+    plain = path.with_suffix(".edited.mov")
+    make_with(*X264, "-bf", 3, "-g", 30, "-timecode", "01:00:00:00")(plain)
+    edit(plain, begin_s=1, end_s=5)
+    plain.rename(path)
+
+
+def turned_hevc(path: Path) -> None:
+    upright = path.with_suffix(".upright.mp4")
+    make_with(*X265, "-x265-params", "log-level=error:keyint=24", "-tag:v", "hvc1")(upright)
+    ffmpeg("-display_rotation", 90, "-i", upright, "-c", "copy", path)
+    upright.unlink()
 
 
 def with_uneven_frames(path: Path) -> None:
@@ -81,7 +97,23 @@ SOURCES: dict[str, Make] = {
     "uneven.mp4": with_uneven_frames,
     "fragments.mp4": make_with(*X264, "-bf", 2, "-g", 30, "-movflags", "frag_keyframe+empty_moov"),
     "intra.mp4": make_with(*X264, "-g", 1),
+    "full_colour.mp4": make_with(*X264, "-pix_fmt", "yuv444p", "-bf", 2, "-g", 40),
+    "timecode.mov": with_timecode,
+    "tracks.mp4": with_tracks,
     "ends.mkv": make_with(*X264, "-g", 17, "-bf", 2, "-t", 4.4),
+}
+# Of `make nightly` only.
+VP9 = ("-c:v", "libvpx-vp9", "-b:v", "200k", "-deadline", "good", "-cpu-used", 5)
+MORE: dict[str, Make] = {
+    "more_bits.mkv": make_with(*X265, "-pix_fmt", "yuv420p10le", "-x265-params", "log-level=error:keyint=40:bframes=4"),
+    "av1.webm": make_with("-c:v", "libsvtav1", "-preset", 10, "-g", 40, *QUIET),
+    "superframes.webm": make_with(*VP9, "-auto-alt-ref", 1, "-lag-in-frames", 16, "-arnr-maxframes", 5, *QUIET),
+    "more_superframes.mp4": make_with(*VP9, "-auto-alt-ref", 1, "-lag-in-frames", 16, "-g", 50, *QUIET),
+    "turned_hevc.mp4": turned_hevc,
+    "fields.mp4": make_with(*X264, "-flags", "+ilme+ildct", "-x264-params", "interlaced=1:keyint=30"),
+    "lossless.mkv": make_with(*X264, "-qp", 0, "-g", 60),
+    "pyramid.mkv": make_with(*X264, "-bf", 5, "-x264-params", "b-pyramid=normal:ref=4:keyint=45:scenecut=0"),
+    "slices.mp4": make_with(*X264, "-slices", 4, "-bf", 2, "-g", 30),
 }
 REFUSED: dict[str, tuple[Make, str]] = {
     "mpeg4.mp4": (make_with("-c:v", "mpeg4", *QUIET), "mpeg4"),
@@ -110,16 +142,20 @@ def index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain_frames(path: Path) -> list[tuple[Fraction, NDArray[Any]]]:
-    """The luma of all frames of a file, with their times, as PyAV decodes it from the first packet to the last."""
+    """The luma of all frames of a file, upright, with their times, as PyAV decodes it from begin to end."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         start = Fraction(container.start_time or 0, 1_000_000)
         frames = [
-            (frame.pts * stream.time_base - start, np.asarray(frame.reformat(format="gray").to_ndarray()))
+            (frame.pts * stream.time_base - start, upright_luma(frame))
             for frame in container.decode(stream)
             if frame.pts is not None and stream.time_base is not None
         ]
     return sorted(frames, key=lambda entry: entry[0])
+
+
+def upright_luma(frame: av.VideoFrame) -> NDArray[Any]:
+    return np.rot90(frame.reformat(format="gray").to_ndarray(), frame.rotation // 90)
 
 
 def chunks_of(chunks: ChunkSet, video_id: str) -> list[int]:
@@ -127,11 +163,10 @@ def chunks_of(chunks: ChunkSet, video_id: str) -> list[int]:
     return [int(chunk) for chunk in np.flatnonzero(chunks.table.video_row == row)]
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_frames_on_show_are_those_of_a_plain_decode(index_folder: Path, name: str) -> None:
-    frames = plain_frames(index_folder / "videos" / name)
-    chunks, draw = ChunkSet(index_folder / "data", split="train", rule="packets"), random.Random(name)
-    numbers = chunks_of(chunks, Path(name).stem)
+def compare_frames(chunks: ChunkSet, path: Path, *, prefix: str = "") -> None:
+    """Compare frames at random moments of each chunk of a video with a plain decode of its file."""
+    frames, draw = plain_frames(path), random.Random(path.name)
+    numbers = chunks_of(chunks, f"{prefix}{path.stem}")
     assert len(numbers) >= 2
     for chunk in numbers:
         times = chunks.times(chunk)
@@ -143,6 +178,26 @@ def test_frames_on_show_are_those_of_a_plain_decode(index_folder: Path, name: st
             luma = np.asarray(decoded[frame].reformat(format="gray").to_ndarray())
             assert np.array_equal(luma, begun[-1][1]), (chunk, frame, moment)
             assert abs(times.frame_begin_us(frame) - begun[-1][0] * 1_000_000) <= 1
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_frames_on_show_are_those_of_a_plain_decode(index_folder: Path, name: str) -> None:
+    compare_frames(ChunkSet(index_folder / "data", split="train", rule="packets"), index_folder / "videos" / name)
+
+
+@pytest.mark.nightly
+def test_frames_of_further_sources_here_and_in_a_bucket(index_folder: Path, tmp_path: Path, bucket: str) -> None:
+    (tmp_path / "here").mkdir()
+    paths = [*((tmp_path / "here" / name) for name in MORE), *((index_folder / "videos" / name) for name in SOURCES)]
+    for name, make in MORE.items():
+        make(tmp_path / "here" / name)
+    for path in paths:
+        open_objects(bucket).write(f"videos/{path.parent.name}_{path.name}", path)
+    for videos, name in ((tmp_path / "here", "local"), (f"{bucket}/videos", "remote")):
+        prep_here("index", videos, "--data", tmp_path / name, "--len", "2s", "--workers", 2)
+        chunks = ChunkSet(tmp_path / name, split="train", rule="packets")
+        for path in paths if name == "remote" else paths[: len(MORE)]:
+            compare_frames(chunks, path, prefix="" if name == "local" else f"{path.parent.name}_")
 
 
 def test_columns_see_the_frames_of_the_nominal_rate(index_folder: Path) -> None:
