@@ -1,15 +1,15 @@
-"""`train caption-chunks`: caption the chunks of a split with a trained captioner, by all processes, resumable.
+"""`train caption-chunks`: caption the chunks of a split with a trained captioner, on all processes; can be resumed.
 
-The clips are divided into parts of a fixed number of batches, so that neither the number of processes nor an
-interruption changes any batch, and with it the bytes of the table, which `prep manifest captions` reads:
+The clips are divided into parts with a fixed number of batches. Therefore neither the number of processes nor an
+interruption changes any batch, or the bytes of the table, which `prep manifest captions` reads:
 
     OUT.parquet         one row per caption: video, begin_s, end_s, text, source, likelihood, sample
     OUT.failures.jsonl  the clips that could not be read or decoded; they have no row
     OUT.parts/          finished parts of unfinished work, and plan.json, which describes the work
 
-`source` is the name of the weights with the first 8 digits of their hash, `likelihood` the mean log probability per
-token (clipmill.train.tasks.caption.decoding), and `sample` the number of the caption among the captions of its clip.
-The schema metadata has a JSON object under `clipmill`: `kind`, `weights`, `weights_sha256`, `video_variant`,
+`source` is the name of the weights with the first 8 digits of their hash. `likelihood` is the mean log probability per
+token (clipmill.train.tasks.caption.decoding). `sample` is the number of the caption among the captions of its clip. The
+schema metadata has a JSON object under `clipmill`: `kind`, `weights`, `weights_sha256`, `video_variant`,
 `chunks_sha256`, `settings`, and the numbers of clips, captions, empty captions (which have no row) and failed clips.
 The table is published last.
 """
@@ -70,7 +70,7 @@ class CaptionPart:
 
 
 def require_table_path(out: Path) -> None:
-    """Raise a UserError if a table cannot have this path."""
+    """Raise a UserError if a table cannot be written to this path."""
     if out.suffix != _SUFFIX:
         raise UserError(
             f"--out {out} does not end in {_SUFFIX}", hint=f"name a Parquet file: {out}{_SUFFIX}", flags=("--out",)
@@ -78,7 +78,7 @@ def require_table_path(out: Path) -> None:
 
 
 def parts_path(out: Path) -> Path:
-    """Return the folder of unfinished work."""
+    """Return the folder for unfinished work."""
     return out.with_suffix(".parts")
 
 
@@ -108,7 +108,7 @@ _OTHER = "use another --out"
 
 
 def require_same_work(old: Mapping[str, Any], plan: Mapping[str, Any], *, path: Path) -> None:
-    """Raise a UserError that names the differences between the captions in `path` and the requested ones."""
+    """Raise a UserError that lists the differences between the captions in `path` and the requested captions."""
     if shown := differences(old, plan):
         raise UserError(
             f"{path} is stale, it has other captions: {shown}",
@@ -117,14 +117,14 @@ def require_same_work(old: Mapping[str, Any], plan: Mapping[str, Any], *, path: 
 
 
 def publish_part(path: Path, rows: pa.Table, *, failed: Sequence[FailedSample]) -> None:
-    """Publish a finished part, with the clips that failed."""
+    """Publish a finished part and its failed clips."""
     lines = json.dumps([one.as_json() for one in failed]).encode()
     with publish_atomically(path) as temporary:
         pq.write_table(rows.replace_schema_metadata({_FAILED: lines}), temporary)
 
 
 def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the parts and publish the failures and the table, in this order.
+    """Join the parts, and publish first the failures, then the table.
 
     Returns:
         The metadata of the table.
@@ -151,7 +151,7 @@ def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str,
 
 
 def _groups(parts: Sequence[CaptionPart], out: Path) -> Iterator[pa.Table]:
-    """Yield the rows of all parts in tables of about the same size."""
+    """Yield the rows of all parts as tables of similar size."""
     waiting: list[pa.Table] = []
     for part in parts:
         waiting.append(pq.read_table(part.path(out), schema=SCHEMA))
@@ -165,11 +165,11 @@ _BATCHES_PER_PART = 4
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionWork:
-    """Clips to caption.
+    """The clips to caption.
 
     Attributes:
-        batch: Number of clips in a batch of the model.
-        plan: Everything that the captions depend on, as plain values; the table's metadata begins with it.
+        batch: Number of clips per batch of the model.
+        plan: Everything that affects the captions, as plain values. The table's metadata begins with it.
     """
 
     captioner: TrainedCaptioner
@@ -189,7 +189,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
     """Open the captioner and the clips.
 
     Raises:
-        UserError: The weights or clips do not exist, or a setting does not fit them.
+        UserError: The weights or clips do not exist, or a setting contradicts them.
     """
     segment_us = None if request.segment is None else parse_length_us(request.segment, flag="--segment")
     captioner = open_captioner(weights, overrides=request.shown, device=request.device, say=say)
@@ -234,7 +234,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
 
 
 def _chunks_sha256(samples: Samples[ClipReader]) -> str:
-    """Hash the selection of chunks and their bytes, but not the captions, which the tars contain as well."""
+    """Hash the selection of chunks and their bytes, except the captions, which are also in the tars."""
     chunks = samples.reader.chunks
     table, rows = chunks.table, chunks.selection.rows
     digest = hashlib.sha256("\n".join(chunks.video_ids.to_pylist()).encode())
@@ -247,13 +247,13 @@ def _chunks_sha256(samples: Samples[ClipReader]) -> str:
 
 
 def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -> dict[str, Any]:
-    """Caption the missing parts, and publish the table; collective.
+    """Caption the missing parts, and publish the table. All ranks must call it.
 
     Returns:
         The metadata of the table.
 
     Raises:
-        UserError: The table has other captions, or another process writes it.
+        UserError: The table has other captions, or another process is writing it.
         FailedWork: No clip could be decoded, or a likelihood is not finite.
     """
     with ExitStack() as held:
@@ -349,7 +349,7 @@ def _caption_rows(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -
 
 
 def draw_number(key: str, *, begin_us: int, sample: int) -> int:
-    """Return the 64-bit number from which, with the seed, the random numbers of a caption are drawn.
+    """Return a 64-bit number. A caption's random numbers are drawn from it and the seed.
 
     Args:
         key: Key of the chunk.

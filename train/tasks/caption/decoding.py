@@ -1,14 +1,14 @@
-"""Generate captions token by token: greedy search, sampling and beam search.
+"""Generation of captions, token by token: greedy search, sampling and beam search.
 
-A decoder is anything with `start` and `step` (`Generator`): a captioner in one process, or its stages in a pipeline.
-Every process that holds a part of the model decodes in lockstep, since each gets the logits of the last stage from
-`step` and therefore chooses the same tokens.
+A decoder is any object with `start` and `step` (`Generator`): a captioner in one process, or its stages in a pipeline.
+All processes that hold a part of the model decode in lockstep: `step` gives each of them the logits of the last stage,
+so they all choose the same tokens.
 
-Shape suffixes: V videos, v unfinished videos, R rows of text (V * n, the rows of a video adjacent), r rows that are
-still computed, B beams, c candidates (2 B), L tokens, P tokens of the prompt, W words of the vocabulary.
+Shape suffixes: V videos, v unfinished videos, R rows of text (V * n; rows of a video are adjacent), r rows that are
+still computed, B beams, c candidates (2 B), L tokens, P prompt tokens, W words of the vocabulary.
 
-The likelihood of a text is the mean of the natural logarithms of its tokens' probabilities, the end token included.
-The probabilities are the model's: temperature, top-k, top-p and a minimum length do not change them.
+The likelihood of a text is the mean natural logarithm of its tokens' probabilities, including the end token. The
+model's own probabilities are used: temperature, top-k, top-p and a minimum length do not change the likelihood.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from clipmill.train.tasks.caption.spec import (
 
 # Function that chooses the next tokens from logits [r, W], the indices of the rows [r], and the number of the token.
 Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-# Finished texts stay in the batch until at most this fraction of it is unfinished; then the caches are compacted.
+# Finished texts stay in the batch until at most this fraction of it is unfinished. The caches are then compacted.
 _FEW = 0.5
 _NEVER = -1e9  # the score of an empty beam
 
@@ -42,7 +42,7 @@ class Cache(Protocol):
 
         Args:
             rows_r: Old row that each new row continues, int64.
-            videos_v: Remaining videos, whose rows these are, int64; all by default.
+            videos_v: Remaining videos, to which these rows belong, int64; all videos by default.
         """
 
 
@@ -64,9 +64,9 @@ class Generated:
     """Generated captions.
 
     Attributes:
-        tokens_VL: Tokens with the end token, if it was reached, padded with end tokens, int64; [R, L] with several
-            texts per video.
-        likelihoods_V: Mean log probability per token, float32; [R] with several texts per video.
+        tokens_VL: Tokens, int64, including the end token if it was reached, padded with end tokens; [R, L] if there are
+            several texts per video.
+        likelihoods_V: Mean log probability per token, float32; [R] if there are several texts per video.
         scores_V: Scores of a beam search: sum of log probabilities / length ** length_penalty.
     """
 
@@ -86,16 +86,16 @@ def generate_captions(
     prompt_VP: torch.Tensor | None = None,
     rows_per_video: int = 1,
 ) -> Generated:
-    """Generate captions of a batch of clips as the settings say.
+    """Generate captions for a batch of clips according to the settings.
 
     Args:
         generator: Captioner in evaluation mode.
         video: Clips as the generator takes them.
         end_id: Token before and after a caption.
-        samples: Number of each text, such as the index of its clip: sampling depends on it and on the seed, not on the
-            batch.
-        prompt_VP: First tokens of each text, int64; the end token by default.
-        rows_per_video: Number of texts per clip, which are adjacent; more than one only by sampling.
+        samples: Number that identifies each text, such as the index of its clip. Sampling depends on it and on the
+            seed, not on the batch.
+        prompt_VP: First tokens of each text, int64; by default the end token.
+        rows_per_video: Number of texts per clip, which are adjacent; more than one only for sampling.
     """
     if prompt_VP is None:
         prompt_VP = torch.full((len(samples) // rows_per_video, 1), end_id, device=video.device)
@@ -125,7 +125,7 @@ def generate(
     max_tokens: int,
     rows_per_video: int = 1,
 ) -> Generated:
-    """Generate texts of each video until all have ended, or have `max_tokens`."""
+    """Generate texts for each video until all texts have ended or have `max_tokens`."""
     num_videos, prompt_length = prompt_VP.shape
     device = prompt_VP.device
     cache = generator.start(video, num_tokens=prompt_length + max_tokens - 1, rows_per_video=rows_per_video)
@@ -158,7 +158,7 @@ def generate(
 
 
 def num_tokens_of(tokens_RL: torch.Tensor, *, end_id: int) -> torch.Tensor:
-    """Return the number of tokens of each text with its end token, if it was reached, int64 [R]."""
+    """Return the number of tokens in each text, including its end token if it was reached, int64 [R]."""
     return ((tokens_RL == end_id).cumsum(dim=1) == 0).sum(dim=1).add(1).clamp(max=tokens_RL.shape[1])
 
 
@@ -168,10 +168,10 @@ def greedy_tokens(logits_rW: torch.Tensor, rows_r: torch.Tensor, number: int) ->
 
 
 def sampling(settings: DecodingSettings, samples: Sequence[int], *, device: torch.device) -> Choose:
-    """Return a function that samples with temperature, then top-k, then top-p.
+    """Return a function that samples: it applies temperature, then top-k, then top-p.
 
     Args:
-        samples: Number of each text.
+        samples: Number that identifies each text.
     """
     positions = np.asarray(samples, dtype=np.int64)
     draws_RL = torch.from_numpy(
@@ -196,7 +196,7 @@ def with_temperature(logits_RW: torch.Tensor, temperature: float) -> torch.Tenso
 
 
 def filter_top_k(logits_RW: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Set tokens less likely than the k-th to -inf (top-k; Fan et al. 2018, section 5.4)."""
+    """Set the logits of tokens less likely than the k-th to -inf (top-k; Fan et al. 2018, section 5.4)."""
     if top_k >= logits_RW.shape[1]:
         return logits_RW
     least_R1 = logits_RW.topk(top_k, dim=1).values[:, -1:]
@@ -204,12 +204,15 @@ def filter_top_k(logits_RW: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def filter_top_p(logits_RW: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Set tokens outside the fewest that sum to `top_p` to -inf (nucleus; Holtzman et al. 2020, section 3.1)."""
+    """Keep the fewest tokens whose probabilities sum to `top_p`; set others to -inf (Holtzman et al.
+
+    2020, section 3.1).
+    """
     if top_p >= 1:
         return logits_RW
     sorted_RW, order_RW = logits_RW.sort(dim=1, descending=True, stable=True)
     probabilities_RW = sorted_RW.softmax(dim=1)
-    # A token is in if the tokens before it do not reach top_p; the first is always in.
+    # A token is kept if the tokens before it do not reach top_p; the first token is always kept.
     before_RW = probabilities_RW.cumsum(dim=1) - probabilities_RW
     is_out_RW = before_RW >= top_p
     is_out_RW[:, 0] = False
@@ -219,7 +222,7 @@ def filter_top_p(logits_RW: torch.Tensor, top_p: float) -> torch.Tensor:
 def sample_tokens(logits_RW: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
     """Draw tokens, int64 [R], by inverting the cumulative distribution at uniform numbers from [0, 1)."""
     sums_RW = logits_RW.double().softmax(dim=1).cumsum(dim=1)
-    # Rounded sums of probabilities end near 1.
+    # Due to rounding, probabilities may not sum to exactly 1.
     targets_R1 = (uniform_R[:, None] * sums_RW[:, -1:]).to(sums_RW.dtype)
     return torch.searchsorted(sums_RW, targets_R1, right=True)[:, 0].clamp(max=logits_RW.shape[1] - 1)
 
@@ -232,13 +235,13 @@ def beam_search(
     *,
     end_id: int,
 ) -> Generated:
-    """Find the best text of each video, by the rules of transformers' `generate`.
+    """Find the best text for each video, by the rules of transformers' `generate`.
 
-    The best 2 B continuations of a video's running texts are candidates, which always include B unfinished texts. The
-    ended texts among the best B compete for the B finished texts by their sum of log probabilities /
-    length ** length_penalty. A video is done when its finished texts cannot be improved, judged by the best running
-    text at its present length, or with early stopping as soon as there are B of them. At the last token every text
-    counts as ended.
+    The best 2 B continuations of a video's running texts are candidates; they always include B unfinished texts. If
+    ended texts are among the best B candidates, they compete for the B places of finished texts. They are compared by
+    the sum of their log probabilities / length ** length_penalty. A video is done when its finished texts cannot be
+    improved, judged by the best running text at its present length; with early stopping, as soon as there are B
+    finished texts. At the last token, every text counts as ended.
     """
     num_videos, prompt_length = prompt_VP.shape
     device = prompt_VP.device
@@ -247,7 +250,7 @@ def beam_search(
     given = prompt_VP.repeat_interleave(num_beams, 0)
     running_vBL = torch.full((num_videos, num_beams, max_tokens), end_id, device=device)
     running_scores_vB = torch.full((num_videos, num_beams), _NEVER, device=device)
-    running_scores_vB[:, 0] = 0  # at first, all beams are the same text
+    running_scores_vB[:, 0] = 0  # initially, all beams have the same text
     finished_vBL = running_vBL.clone()
     finished_scores_vB = torch.full_like(running_scores_vB, _NEVER)
     best_VL = running_vBL[:, 0].clone()

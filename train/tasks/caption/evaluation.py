@@ -1,6 +1,6 @@
-"""`train eval caption`: captions of the clips of a split, their metrics, examples, and a page of all captions.
+"""`train eval caption`: captions for the clips of a split, their metrics, examples, and a page with all captions.
 
-The pages load nothing, whatever captions and names contain.
+The pages load no other resources, whatever text captions and names contain.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -61,14 +61,14 @@ _ON_PAGE = {
 def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True) -> Score:
     """Caption the clips of a split with a run's latest checkpoint, and score the captions.
 
-    The best constant caption is scored for comparison.
+    For comparison, the best constant caption is scored too.
 
     Args:
         with_java: True to compute METEOR and SPICE (`score_captions`).
 
     Raises:
         UserError: The split has no captions.
-        FailedWork: Nothing could be decoded, or all captions are empty.
+        FailedWork: No clip could be decoded, or all captions are empty.
     """
     if flags.spice_jars is not None:
         check_jars(flags.spice_jars)
@@ -160,12 +160,12 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
 
 
 def write_coco_results(path: Path, captions: Mapping[str, str]) -> None:
-    """Publish captions by video id in COCO's results format, in their order."""
+    """Publish captions by video ID in COCO's results format, in the given order."""
     publish_json(path, [{"image_id": video_id, "caption": caption} for video_id, caption in captions.items()])
 
 
 def clip_names(samples: Samples[ClipReader], indices: Sequence[int]) -> dict[int, str]:
-    """Return names of clips: the video, and the times as well if a video has several clips of the split."""
+    """Return names of clips: the video's name, followed by times if the split has several clips of the video."""
     videos = {index: samples.key(index).rpartition("_")[0] for index in range(len(samples))}
     is_alone = len(set(videos.values())) == len(videos)
     names = {}
@@ -208,7 +208,7 @@ def _constant_baseline(
 
 
 def _omitted_notes(samples: Samples[ClipReader], *, every: int) -> list[str]:
-    """Return remarks on videos of a split without captions, and on clips that --max-samples omits."""
+    """Return notes about videos of a split without captions, and about clips that --max-samples omits."""
     chunks = samples.reader.chunks
     captioned = np.unique(samples.video)
     remarks = []
@@ -221,7 +221,7 @@ def _omitted_notes(samples: Samples[ClipReader], *, every: int) -> list[str]:
 
 
 def _without_words(scores: CaptionScores, left_out: Sequence[str]) -> list[str]:
-    """Return remarks on generated captions without words, and on clips omitted for references without words."""
+    """Return notes about generated captions without words, and about clips whose references have no words."""
     remarks = []
     if scores.empty:
         remarks.append(
@@ -234,9 +234,9 @@ def _without_words(scores: CaptionScores, left_out: Sequence[str]) -> list[str]:
 
 _FOLDER = Path(__file__).parent
 _NUM_EXAMPLES = 12
-# Clips with pictures on the page of all captions; each is decoded again, and has some 8 kB.
+# Clips with pictures on the page of all captions. Each of them is decoded again, and takes about 8 kB.
 _MAX_WITH_PICTURES = 2000
-_NUM_PLAYED = 30  # of the lowest and of the highest CIDEr-D each
+_NUM_PLAYED = 30  # with the lowest CIDEr-D, and as many with the highest
 PLAYED = f"the {_NUM_PLAYED} clips of the lowest and the {_NUM_PLAYED} of the highest CIDEr-D play"
 # The contact sheet of a clip.
 _NUM_COLUMNS = 2
@@ -255,7 +255,7 @@ class ScoredCaptions:
         samples: Samples of the split.
         names: Name of each captioned clip, by its index in `samples`.
         captions, references: Captions and references by name.
-        num_frames: Number of frames of a clip.
+        num_frames: Number of frames per clip.
     """
 
     samples: PicturedSamples
@@ -279,7 +279,7 @@ class ScoredCaptions:
         ]
 
     def videos(self, player: Player | None) -> "Iterator[CaptionedVideo]":
-        """Yield all clips, at most 2,000 of them with pictures; clips of the lowest and the highest CIDEr-D play."""
+        """Yield all clips, at most 2,000 with pictures. Clips with the lowest and the highest CIDEr-D can be played."""
         every = every_for(len(self.names), at_most=_MAX_WITH_PICTURES)
         by_score = sorted(self.names, key=lambda index: self.scores.per_video[self.names[index]]["cider_d"])
         played = set() if player is None else {*by_score[:_NUM_PLAYED], *by_score[-_NUM_PLAYED:]}
@@ -307,11 +307,11 @@ class CaptionedVideo:
     """One row of the page of all captions.
 
     Attributes:
-        name: Name of the video, or of the clip if a video has several.
-        detail: Text next to the name, such as its times.
-        scores: Values by metric, with keys of METRIC_LABELS.
-        picture: Data URI, or empty.
-        shown: Clip, if it plays.
+        name: Name of the video, or of the clip if the video has several.
+        detail: Text next to the name, such as the clip's times.
+        scores: Values by metric, with the keys of METRIC_LABELS.
+        picture: Data URI; empty for no picture.
+        shown: Clip, if it can be played.
     """
 
     name: str
@@ -336,10 +336,10 @@ def write_captions_page(
     """Publish the page of all captions.
 
     Args:
-        videos: Rows in their initial order, which are rendered one at a time.
-        means, baseline: Values by metric over all videos, and of the best constant caption.
-        absent: Reasons by missing metric.
-        protocol: Facts that are needed to compare the values with others.
+        videos: Rows in their initial order. They are rendered one at a time.
+        means, baseline: Values by metric over all videos: of the captions, and of the best constant caption.
+        absent: Reason for each missing metric.
+        protocol: Facts that are needed to compare the values with other results.
     """
     script = (_FOLDER / "captions.js").read_text(encoding="utf-8")
     parts = load_template(_FOLDER / "captions.html.j2").stream(
@@ -357,10 +357,10 @@ def write_captions_page(
 
 
 def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
-    """Return a contact sheet, four of the frames in two rows, as the data URI of a JPEG of some 8 kB.
+    """Return a contact sheet, four of the frames in two rows, as a data URI with a JPEG of about 8 kB.
 
-    Args:
-        frames: Frames of one size, uint8 RGB [H, W, 3]; fewer than four are in one row. The URI is empty without any.
+    Args: frames: Frames of one size, uint8 RGB [H, W, 3]. Fewer than four are in one row; without frames the URI is
+        empty.
     """
     import cv2
 

@@ -1,13 +1,13 @@
-"""Export of captioners: for transformers' VisionEncoderDecoderModel, or, with a language model, for several libraries.
+"""Export of captioners: to transformers' VisionEncoderDecoderModel, or, with a language model, for several libraries.
 
-A captioner with a language model is a folder that transformers, peft and torch open without clipmill:
+A captioner with a language model is exported as a folder that transformers, peft and torch open without clipmill:
 
     OUT/lm/                   the language model and its tokenizer, as transformers save them
     OUT/adapter/              peft's LoRA, if there is one
     OUT/model.pt2             program of torch.export: normalised clips to the prefix of their captions
     OUT/preprocessing.json    frames of a clip, their preprocessing, and the parts of the prefix
-    OUT/visual.safetensors    tensors of video tower and projector by name
-    OUT/visual.json           settings of tower and projector
+    OUT/visual.safetensors    tensors of the video tower and the projector by name
+    OUT/visual.json           settings of the tower and the projector
 """
 
 from collections.abc import Mapping
@@ -53,10 +53,10 @@ from clipmill.train.weights.source import Say, Source
 
 
 def adopted_captioner(source: Source, path: Path, *, say: Say) -> Adopted | None:
-    """Adopt a captioner of TimeSformer and GPT-2 in a folder with its tokenizer; None if the weights have no decoder.
+    """Convert a captioner of TimeSformer and GPT-2, whose folder has its tokenizer; None for weights without decoder.
 
     Raises:
-        UserError: The folder lacks sizes or tokenizer, which no tensor shows.
+        UserError: The folder lacks the sizes or the tokenizer, which tensors cannot show.
     """
     if not has_decoder(source.converted.tensors):
         return None
@@ -94,7 +94,7 @@ def exported_captioner(request: ExportRequest) -> Exported:
     """Export a captioner.
 
     Raises:
-        UserError: The format cannot hold it.
+        UserError: The format cannot represent the captioner.
     """
     settings, parts = request.settings, request.task.decoder
     assert isinstance(settings, CaptionerSettings)
@@ -143,7 +143,7 @@ def save_hf(
     Args:
         end_id: Token before and after a caption.
         pad_id: Padding token; `end_id` by default.
-        decoding: Default decoding of `generate`; transformers' defaults if it is omitted.
+        decoding: Default decoding of `generate`; if omitted, transformers' defaults.
 
     Raises:
         UserError: The video tower is not a TimeSformer.
@@ -174,10 +174,10 @@ def save_hf(
 def hf_generation_config(
     *, end_id: int, pad_id: int, decoding: DecodingSettings | None = None, context_length: int | None = None
 ) -> dict[str, Any]:
-    """Return the content of generation_config.json: special tokens and decoding of `generate`.
+    """Return the content of generation_config.json: special tokens and the decoding of `generate`.
 
     Args:
-        decoding: Settings; transformers' defaults, 20 tokens among them, if they are omitted.
+        decoding: Settings; if omitted, transformers' defaults, such as 20 tokens.
         context_length: Maximum number of tokens of the decoder.
     """
     chosen = {} if decoding is None else generate_arguments(decoding, context_length)
@@ -185,7 +185,7 @@ def hf_generation_config(
 
 
 def generate_arguments(decoding: DecodingSettings, context_length: int | None) -> dict[str, Any]:
-    """Return the arguments with which `generate` decodes as the settings say."""
+    """Return arguments with which `generate` decodes according to the settings."""
     longest = min(max_tokens_of(decoding), context_length or max_tokens_of(decoding))
     lengths = {"max_new_tokens": longest}
     if decoding.min_tokens:
@@ -266,7 +266,7 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
     from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # save_pretrained would draw it among our lines
+    disable_progress_bar()  # save_pretrained would mix a progress bar with our lines
     settings = request.settings
     captioner = build_captioner(settings, parts, attend=attend_with_sdpa)
     assert isinstance(captioner, LanguageCaptioner)

@@ -39,7 +39,7 @@ def java() -> str:
 
 
 def jar_of_pycocoevalcap(name: str) -> Path:
-    """Return a jar of the package pycocoevalcap, by its path in the package.
+    """Return a jar from the package pycocoevalcap, given its path in the package.
 
     Raises:
         MetricUnavailable: The package is not installed, or has no such jar.
@@ -54,7 +54,7 @@ def jar_of_pycocoevalcap(name: str) -> Path:
 
 
 class Dialogue:
-    """A program that answers each line with a line, runs in `folder`, and is killed after `timeout_s`."""
+    """A program that runs in `folder` and answers each line with a line. It is killed after `timeout_s`."""
 
     def __init__(self, command: Sequence[str], *, folder: Path, timeout_s: float) -> None:
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, closed at the end
@@ -66,7 +66,7 @@ class Dialogue:
         self._timer.start()
 
     def send(self, line: str) -> None:
-        """Send a line."""
+        """Send a line to the program."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line + "\n")
@@ -75,7 +75,7 @@ class Dialogue:
             raise self._end_error() from error
 
     def receive(self) -> str:
-        """Return the next line of its output."""
+        """Return the next line of the program's output."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -105,7 +105,7 @@ class Dialogue:
 
 def _failure(status: int, printed: str) -> MetricUnavailable:
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    # The first line of a Java stack trace names the error, the others its location.
+    # The first line of a Java stack trace has the error, the other lines its location.
     while len(lines) > 1 and lines[-1].startswith(("at ", "... ")):
         lines.pop()
     return MetricUnavailable(f"java ended with status {status}" + (f": {lines[-1][:200]}" if lines else ""))
@@ -114,7 +114,7 @@ def _failure(status: int, printed: str) -> MetricUnavailable:
 class Meteor:
     """METEOR 1.5 (Denkowski and Lavie 2014), with the program and options of pycocoevalcap.
 
-    One program serves a complete `with` block, as it takes seconds to start.
+    One program serves a complete `with` block, because it takes seconds to start.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Meteor:
     def __call__(
         self, candidates: Mapping[str, str], references: Mapping[str, Sequence[str]]
     ) -> tuple[float, dict[str, float]]:
-        """Return METEOR of the corpus, and of each video, from tokenized captions.
+        """Return METEOR for the corpus and for each video, from tokenized captions.
 
         Raises:
             MetricUnavailable: Java or the package is missing, or the program failed.
@@ -152,7 +152,7 @@ class Meteor:
 
 
 def check_jars(folder: Path) -> None:
-    """Raise a UserError if the two jars of SPICE are not in the folder."""
+    """Raise a UserError if the folder lacks one of SPICE's two jars."""
     missing = [name for name in _SPICE_NEEDS if not (folder / name).is_file()]
     if missing:
         raise UserError(
@@ -177,11 +177,11 @@ def require_java(spice_jars: Path | None = None) -> None:
 def spice(
     candidates: Mapping[str, str], references: Mapping[str, Sequence[str]], *, jars: Path
 ) -> tuple[float, dict[str, float]]:
-    """Compute SPICE (Anderson et al. 2016) with the program of pycocoevalcap: F-score of each video, and their mean.
+    """Compute SPICE (Anderson et al. 2016) with pycocoevalcap's program: the F-score of each video, and their mean.
 
     Args:
         candidates, references: Tokenized captions.
-        jars: Folder of Stanford CoreNLP 3.6.0 and its models, half a gigabyte that no package index has.
+        jars: Folder with Stanford CoreNLP 3.6.0 and its models, which have half a gigabyte and are in no package index.
 
     Raises:
         MetricUnavailable: Java or pycocoevalcap is missing, or the program failed.
@@ -190,7 +190,7 @@ def spice(
     classes = os.pathsep.join(map(str, (jar, *(jars.resolve() / name for name in _SPICE_NEEDS), jar.parent / "lib/*")))
     with tempfile.TemporaryDirectory(prefix="train-caption-") as folder:
         given, scored = Path(folder, "given.json"), Path(folder, "scored.json")
-        # Ids become file names in the program, so it is given numbers.
+        # IDs become file names in the program, so it gets numbers instead.
         items = [
             {"image_id": number, "test": candidate, "refs": list(references[video_id])}
             for number, (video_id, candidate) in enumerate(candidates.items())

@@ -1,15 +1,15 @@
-"""A captioner of a video tower and a causal language model of transformers, which reads the video as a prefix.
+"""A captioner that consists of a video tower and a causal language model, which reads the video as a prefix.
 
-As in LLaVA (Liu et al. 2023, section 4.1): the tower's tokens, reduced to a number, are projected to the width of the
-language model by an MLP, and take the place of words in the prompt:
+As in LLaVA (Liu et al. 2023, section 4.1), the tower's tokens are reduced to a fixed number, projected to the width of
+the language model by an MLP, and put into the prompt in place of words:
 
     [prompt before the video] [visual tokens] [prompt after it] [caption] [end]
 
-The language model is the library's unchanged module. All rows of a batch have the same prefix, and captions are padded
-after their ends, where a causal model never looks: no attention mask is needed, and positions count from 0.
+The language model is an unchanged module of transformers. All rows of a batch have the same prefix. Captions are padded
+after their ends, where a causal model never looks, so no attention mask is needed, and positions count from 0.
 
-A run keeps configuration and tokenizer in RUN/language_model, as transformers write them, so that its checkpoints can
-be used without the folder that `--decoder.lm` named. The weights are in the checkpoints.
+A run stores configuration and tokenizer in RUN/language_model, as transformers writes them, so that its checkpoints can
+be used without the folder that `--decoder.lm` names. The weights are in the checkpoints.
 
 Shape suffixes: V videos, R rows of text (V * n, grouped by video), N tokens of a video, P tokens of the prefix, L
 tokens of a caption, E width of the tower, D width of the language model, W words of the vocabulary.
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 
 _STD = 0.02
-# Number of tokens of the trial, and the largest error of its logits in float32, relative to the largest logit.
+# Number of tokens in the trial, and the maximum error of its logits in float32, relative to the largest logit.
 _PROBE, _PROBE_ERROR = 4, 1e-4
 
 
 class VisualProjector(nn.Module):
-    """Projector of a tower's tokens [V, N, E] to visual tokens [V, num_tokens, D].
+    """Projector from a tower's tokens [V, N, E] to visual tokens [V, num_tokens, D].
 
     Args:
         tower_width, width: Widths E and D.
-        num_heads: Number of heads of learned queries that attend to all tokens (as CoCa's pooler, Yu et al. 2022); None
-            for means of consecutive tokens.
+        num_heads: Number of heads with which learned queries attend to all tokens (as in CoCa's pooler, Yu et al.
+            2022); None to use means of consecutive tokens.
     """
 
     def __init__(self, tower_width: int, width: int, *, num_tokens: int, num_heads: int | None) -> None:
@@ -75,21 +75,21 @@ class VisualProjector(nn.Module):
 
 
 def prefix_of(model: nn.Module, video_VCTHW: Tensor, before_bD: Tensor, after_aD: Tensor) -> Tensor:
-    """Return the prefix that a language model reads before a caption of each clip, [V, P, D].
+    """Return the prefix that the language model reads before a clip's caption, for each clip, [V, P, D].
 
     Args:
-        model: Module with `video` and `projection` of a captioner.
+        model: Module with the `video` and `projection` of a captioner.
         before_bD, after_aD: Embeddings of the prompt around the visual tokens.
     """
     visual_VnD: Tensor = model.projection(tower_of(model).tokens(video_VCTHW))  # type: ignore[operator]
     before, after = (part.expand(len(visual_VnD), -1, -1) for part in (before_bD, after_aD))
-    # In bf16 or fp16, projections are rounded by autocast, and embeddings are not.
+    # In bf16 or fp16, autocast rounds projections, but not embeddings.
     return torch.cat([before, visual_VnD.to(before.dtype), after], dim=1)
 
 
 @dataclass
 class PrefixCache:
-    """Keys and values of texts that are being generated, and the logits of their first tokens until they are read."""
+    """Keys and values of texts that are being generated; the logits of their first tokens, until these are read."""
 
     keys_values: Any
     first_RW: Tensor | None
@@ -100,11 +100,11 @@ class PrefixCache:
 
 
 class LanguageCaptioner(nn.Module):
-    """Model of the next tokens of captions of clips; `Captioner` with another decoder.
+    """Model that predicts the next tokens of clips' captions, like `Captioner` with another decoder.
 
     Args:
-        decoder: Causal language model of transformers.
-        before, after: Token ids of the prompt around the visual tokens.
+        decoder: Causal language model from transformers.
+        before, after: Token IDs of the prompt before and after the visual tokens.
     """
 
     prompt_before: Tensor
@@ -126,23 +126,23 @@ class LanguageCaptioner(nn.Module):
             self.register_buffer(f"prompt_{name}", torch.tensor(ids, dtype=torch.int64), persistent=False)
 
     def forward(self, video_VCTHW: Tensor, tokens: Tensor) -> Tensor:
-        """Return logits [R, L, W] of the token after each of `tokens`, int64 [V, L] or [V, n, L].
+        """Return logits [R, L, W] for the token after each of `tokens`, int64 [V, L] or, with n captions, [V, n, L].
 
-        With n captions per video. The first token of a row stands for the complete prefix.
+        The first token of a row stands for the complete prefix.
         """
         tokens_RL = tokens.flatten(0, -2)
         prefix_VPD = self.encode(video_VCTHW)
         prefix_RPD = prefix_VPD.repeat_interleave(len(tokens_RL) // len(prefix_VPD), 0)
         embedded = torch.cat([prefix_RPD, self._embed(tokens_RL[:, 1:])], dim=1)
-        # Without a cache, the library looks for packed texts in the positions, for which the host waits for the device.
+        # Without a cache, the library searches the positions for packed texts, and the host waits for the device.
         return self._run(tokens_RL.shape[1], inputs_embeds=embedded, use_cache=True).logits
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:
-        """Return the prefix of a caption of each clip, [V, P, D]."""
+        """Return the prefix of each clip's caption, [V, P, D]."""
         return prefix_of(self, video_VCTHW, *self.prompt())
 
     def prompt(self) -> tuple[Tensor, Tensor]:
-        """Return embeddings of the prompt before the visual tokens and after them, [b, D] and [a, D]."""
+        """Return embeddings of the prompt before and after the visual tokens, [b, D] and [a, D]."""
         return self._embed(self.prompt_before), self._embed(self.prompt_after)
 
     def start(self, video_VCTHW: Tensor, *, num_tokens: int, rows_per_video: int = 1) -> PrefixCache:
@@ -155,7 +155,10 @@ class LanguageCaptioner(nn.Module):
         return cache
 
     def step(self, tokens_RL: Tensor, cache: PrefixCache) -> Tensor:
-        """Return logits [R, W] of the next tokens; the first token of the first step stands for the complete prefix."""
+        """Return logits [R, W] for the next tokens.
+
+        The first token of the first step stands for the complete prefix.
+        """
         if cache.first_RW is not None:
             logits_RW, cache.first_RW = cache.first_RW, None
             if tokens_RL.shape[1] == 1:
@@ -169,7 +172,7 @@ class LanguageCaptioner(nn.Module):
         return embedded
 
     def _run(self, num_logits: int, **given: Any) -> Any:
-        """Return the language model's output, with the logits of the last tokens."""
+        """Return the language model's output with the logits of the last tokens."""
         if self._can_skip_logits:
             return self.decoder(**given, logits_to_keep=num_logits)
         outputs = self.decoder(**given)
@@ -179,10 +182,10 @@ class LanguageCaptioner(nn.Module):
 
 @torch.no_grad()
 def decodes(decoder: "PreTrainedModel") -> bool:
-    """Return True if a language model gives the same logits for tokens one by one, with its cache, and all at once.
+    """Return True if a language model gives the same logits with its cache, token by token, as for all tokens at once.
 
-    Encoders fail because a token depends on later tokens there, and state-space models because they have no keys and
-    values. Rows of the cache are exchanged, as in a beam search.
+    Encoders do not, because their tokens depend on later tokens; state-space models do not, because they have no keys
+    and values. The test exchanges rows of the cache, as a beam search does.
     """
     was_training, decoder = decoder.training, decoder.eval()
     ids_RL = torch.arange(2 * _PROBE).reshape(2, _PROBE) % decoder.get_input_embeddings().num_embeddings
@@ -202,7 +205,7 @@ def decodes(decoder: "PreTrainedModel") -> bool:
 
 
 def language_blocks(decoder: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a language model of transformers, which the library does not split over devices."""
+    """Return the blocks of a transformers language model, which the library does not split over devices."""
     names = set(getattr(decoder, "_no_split_modules", None) or ())
     return [module for module in decoder.modules() if type(module).__name__ in names]
 
@@ -246,22 +249,22 @@ LANGUAGE_FILES = (
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _SUPPORTED = "name a causal language model with a cache of keys and values, such as a Qwen3, Llama, SmolLM2 or GPT-2"
-_UNLIMITED = 1 << 20  # context of a model without learned or scaled positions
+_UNLIMITED = 1 << 20  # context length of a model without learned or scaled positions
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageDecoder:
-    """A causal language model as a decoder; `clipmill.train.tasks.caption.model.DecoderParts` of another kind.
+    """A causal language model as decoder: another kind of `clipmill.train.tasks.caption.model.DecoderParts`.
 
     Attributes:
-        context_length: Number of tokens of a caption, including the end, that fit after the prompt.
-        before, after: Token ids of the prompt around the visual tokens.
-        num_visual: Number of visual tokens of a clip, made by `reducer`.
+        context_length: Number of caption tokens, including the end, that fit after the prompt.
+        before, after: Token IDs of the prompt before and after the visual tokens.
+        num_visual: Number of visual tokens per clip, which `reducer` makes.
         prompt: Prompt as the user wrote it.
-        files: Configuration and tokenizer by name.
+        files: Configuration and tokenizer files by name.
         source: Name of the model as the user wrote it.
         folder: Folder with the weights; None if a checkpoint has them.
-        loaded: Model with these weights, until the first captioner is built with it.
+        loaded: Model with these weights, until the first captioner is built from it.
     """
 
     config: "PreTrainedConfig"
@@ -283,7 +286,7 @@ class LanguageDecoder:
         return len(self.before) + self.num_visual + len(self.after)
 
     def facts(self) -> dict[str, Any]:
-        """Return the entry of run.json: facts that the files in the run's folder do not contain."""
+        """Return the entry in run.json: facts that the files in the run's folder do not contain."""
         return {
             "lm": self.source,
             "class": type(self.config).__name__.removesuffix("Config"),
@@ -294,7 +297,7 @@ class LanguageDecoder:
         }
 
     def new_model(self) -> "PreTrainedModel":
-        """Build the library's model in float32, with the weights of `folder` if there is one; without any on meta."""
+        """Build the library's model in float32, with weights if there is a `folder`, and without weights on meta."""
         from transformers import AutoModelForCausalLM
 
         if self.folder is None or torch.get_default_device().type == "meta":
@@ -308,7 +311,7 @@ def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel"
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
-    set_verbosity_error()  # misfits are reported below
+    set_verbosity_error()  # missing and unexpected tensors are reported below
     again = "get the folder of --decoder.lm again"
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -339,7 +342,7 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
 
     Raises:
         UserError: The folder is damaged, has no causal language model or no tokenizer, or the tokenizer has no end
-            token; tokenizer and model do not belong together; or prompt and captions are longer than its context.
+            token; tokenizer and model do not belong together; or prompt and captions exceed the model's context.
     """
     config = _config_of(folder)
     theirs = _tokenizer_of(tokenizer_folder)
@@ -381,7 +384,7 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
 
 
 def read_language(run: RunFolder, facts: dict[str, Any]) -> LanguageDecoder:
-    """Open the language model of a run, from its folder and its entry of run.json, without its weights.
+    """Open the language model of a run from its folder and its entry in run.json, without weights.
 
     Raises:
         UserError: A file is missing or damaged.
@@ -459,7 +462,7 @@ def _tokenizer_of(folder: Path) -> Any:
         raise UserError(f"there is no tokenizer in {folder}", hint=again)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises whatever a damaged file leads to
+    except Exception as error:  # a damaged file may lead to any exception in the library
         raise UserError(f"cannot read the tokenizer of {folder}: {first_line(error)}", hint=again) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UserError(

@@ -1,24 +1,24 @@
 """Caption metrics: BLEU, CIDEr-D, CIDEr and ROUGE-L from n-grams, METEOR and SPICE by Java; the best constant caption.
 
-BLEU-1 to BLEU-4 (Papineni et al. 2002) as in pycocoevalcap: precisions are computed over the complete corpus, not
-averaged over videos. The brevity penalty uses the reference length closest to the candidate's, the shorter one of two.
-All orders have equal weights.
+BLEU-1 to BLEU-4 (Papineni et al. 2002) are computed as in pycocoevalcap. Precisions are computed over the complete
+corpus, not averaged over videos. The brevity penalty uses the reference length closest to the candidate's length, and
+the shorter of two equally close lengths. All orders have equal weights.
 
 CIDEr-D and CIDEr (Vedantam, Zitnick, Parikh: "CIDEr: Consensus-based Image Description Evaluation", CVPR 2015) compare
-n-gram vectors whose entries are the count of an n-gram times its idf, log(V) - log(max(1, df)), where df is the number
-of the V videos that have the n-gram in any reference (equation 1; a caption's length cancels). Both are means over the
-orders 1 to 4 and over references, times 10; words are not stemmed, as in all public code.
+n-gram vectors. An entry is the count of an n-gram times its idf, log(V) - log(max(1, df)), where df is the number of
+videos, out of V, that have the n-gram in any reference (equation 1; a caption's length cancels). Both are means over
+the orders 1 to 4 and over references, times 10. Words are not stemmed, as in all public code.
 
 - CIDEr (equations 2 and 3): the cosine of the vectors of candidate and reference.
-- CIDEr-D (equation 4): entries of the candidate are clipped to the reference's, and the cosine is multiplied by a
-  Gaussian of the difference in length, sigma 6. pycocoevalcap, and with it most papers, call it "CIDEr". As in
-  pycocoevalcap, a length is the number of bigrams.
+- CIDEr-D (equation 4): the candidate's entries are clipped to the reference's entries, and the cosine is multiplied by
+  a Gaussian of the difference in length, sigma 6. pycocoevalcap, and with it most papers, call this metric "CIDEr". As
+  in pycocoevalcap, a length is the number of bigrams.
 
 With a single video, every idf is log(1) = 0, and so are both scores.
 
-ROUGE-L (Lin 2004) as in pycocoevalcap: beta 1.2, with the best precision and the best recall of all references, which
-may be different ones. In pycocoevalcap, a caption without words equals a reference without words and scores 1; here it
-scores 0, by Lin's definition.
+ROUGE-L (Lin 2004) is computed as in pycocoevalcap: beta is 1.2, with the best precision and the best recall of all
+references, which may be different references. In pycocoevalcap, a caption without words equals a reference without
+words, and scores 1. Here it scores 0, by Lin's definition.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from clipmill.train.tasks.caption.ptb_tokenizer import tokenize
 from clipmill.train.tasks.caption.spec import METRIC_LABELS
 
 MAX_ORDER = 4
-# Constants of pycocoevalcap's BLEU: they keep a precision of 0 / 0 at zero, and are part of published scores.
+# Constants of pycocoevalcap's BLEU. They keep a precision of 0 / 0 at zero, and affect published scores.
 _TINY = 1e-15
 _SMALL = 1e-9
 _SIGMA = 6.0
@@ -91,7 +91,7 @@ class Corpus:
 
 
 def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
-    """Count the n-grams of captions, given as lists of words, of the orders 1 to 4."""
+    """Count the n-grams of captions of the orders 1 to 4. A caption is a list of words."""
     known: dict[str, int] = {}
     words = np.array([known.setdefault(word, len(known)) for caption in captions for word in caption], dtype=np.int64)
     lengths = np.array([len(caption) for caption in captions], dtype=np.int64)
@@ -115,7 +115,7 @@ def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
 
 
 def look_up(queries: Ints, keys: Ints, values: Ints) -> Ints:
-    """Return the values of some keys, 0 for missing keys; `keys` are ascending."""
+    """Return the values of the keys `queries`, 0 for missing keys; `keys` must be ascending."""
     if not len(keys):
         return np.zeros_like(queries)
     place = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
@@ -123,7 +123,7 @@ def look_up(queries: Ints, keys: Ints, values: Ints) -> Ints:
 
 
 def bleu(corpus: Corpus) -> tuple[Floats, Floats]:
-    """Compute BLEU-1 to BLEU-4 of the corpus [4], and of each of its V videos [4, V]."""
+    """Compute BLEU-1 to BLEU-4 for the corpus, [4], and for each of its V videos, [4, V]."""
     lengths, num_videos = corpus.candidate_lengths, len(corpus.candidate_lengths)
     closest = _closest_lengths(lengths, corpus.reference_lengths, corpus.video_of_reference)
     matches = np.zeros((MAX_ORDER, num_videos))
@@ -136,7 +136,7 @@ def bleu(corpus: Corpus) -> tuple[Floats, Floats]:
 
 
 def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_reference: Ints) -> Ints:
-    """Return for each video the reference length closest to the candidate's."""
+    """Return, for each video, the reference length that is closest to the candidate's length."""
     distance = np.abs(reference_lengths - candidate_lengths[video_of_reference])
     order = np.lexsort((reference_lengths, distance, video_of_reference))
     first = np.searchsorted(video_of_reference, np.arange(len(candidate_lengths)))
@@ -144,7 +144,7 @@ def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_
 
 
 def _clipped_matches(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> Floats:
-    """Count the n-grams of each candidate, each at most as often as it is in one of its references."""
+    """Count the n-grams of each candidate, each at most as often as it occurs in one of the references."""
     keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
     order = np.argsort(keys, kind="stable")
     distinct, first = np.unique(keys[order], return_index=True)
@@ -180,7 +180,7 @@ def cider(corpus: Corpus) -> tuple[Floats, Floats]:
 
 
 def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> tuple[Floats, Floats]:
-    """Return cosines of each reference and its candidate for one order, with clipped entries and plain; [R] each."""
+    """Return the cosines of each reference and its candidate for one order, [R]: with clipped entries, and plain."""
     num_references = len(video_of_reference)
     keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
     ascending = np.sort(keys)  # np.unique hashes, which takes ten times as long
@@ -192,7 +192,7 @@ def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num
     their_entry = theirs.count * idf[theirs.gram]
     their_norm = np.sqrt(np.bincount(theirs.caption, weights=their_entry**2, minlength=num_references))
 
-    # For each n-gram of a reference, the entry of its candidate.
+    # For each n-gram of a reference, the matching entry of its candidate.
     our_entry = look_up(keys, ours.caption * ours.num_grams + ours.gram, ours.count) * idf[theirs.gram]
     clipped = np.bincount(
         theirs.caption, weights=np.minimum(our_entry, their_entry) * their_entry, minlength=num_references
@@ -208,7 +208,7 @@ def rouge_l(candidate: str, references: Sequence[str]) -> float:
     if not candidate:
         return 0.0
     words = candidate.split(" ")
-    places: dict[str, int] = {}  # positions of each word, as a bit set
+    places: dict[str, int] = {}  # word -> its positions, as a bit set
     for place, word in enumerate(words):
         places[word] = places.get(word, 0) | 1 << place
     precision = recall = 0.0
@@ -233,7 +233,7 @@ def _common_length(places: dict[str, int], num_words: int, others: Sequence[str]
 
 
 _MAX_NAMED = 3
-# Rule by which the constant caption is chosen, for result files.
+# Rule for choosing the constant caption, as stored in result files.
 CONSTANT_RULE = "of all its captions the one with the highest mean CIDEr-D as a caption of every clip"
 _SHORTLIST = 8
 
@@ -243,13 +243,14 @@ class CaptionScores:
     """Metrics of captions.
 
     Attributes:
-        means: Values by metric, with the keys of METRIC_LABELS; means over videos, but BLEU and METEOR of the corpus.
+        means: Values by metric, with the keys of METRIC_LABELS: means over videos, except BLEU and METEOR of the
+            corpus.
         per_video: Values by video and metric, in the order of the candidates.
-        absent: Reasons by missing metric.
-        empty: Videos whose captions have no words; they score 0 in every metric.
+        absent: Reason for each missing metric.
+        empty: Videos whose captions have no words. They score 0 in every metric.
         num_references: Number of references of all videos.
         idf: Source of CIDEr's document frequencies.
-        ids_hash: Hash of the video ids, so that scores of different sets are not compared by mistake.
+        ids_hash: Hash of the video IDs, which prevents a comparison of scores of different sets by mistake.
     """
 
     means: dict[str, float]
@@ -277,14 +278,14 @@ def score_captions(
     """Score one caption per video against all its references.
 
     Args:
-        candidates: Generated caption of each video id, which may be empty.
-        references: Captions of the same video ids; at least one of each has words (`without_words` lists the others).
-        with_java: True to compute METEOR and SPICE, which take seconds to start, and time for each video.
-        spice_jars: Folder of the two jars that SPICE needs.
+        candidates: Video ID -> generated caption, which may be empty.
+        references: Video ID -> captions; at least one of them must have words (`without_words` lists other videos).
+        with_java: Compute METEOR and SPICE, which take seconds to start, and time for each video.
+        spice_jars: Folder with the two jars that SPICE needs.
         meteor: Entered instance, to score several sets of captions with one program; by default a new one.
 
     Raises:
-        UserError: There are no videos, or not the same, or a video has no references with words, or a jar is missing.
+        UserError: There are no videos; the IDs differ; a video has no reference with words; or a jar is missing.
     """
     if not candidates:
         raise UserError("there are no captions to score", hint="a split without captioned videos has no scores")
@@ -381,13 +382,13 @@ def _require_videos(lacking: Sequence[str], what: str) -> None:
 
 
 def best_constant(references: Mapping[str, Sequence[str]]) -> str:
-    """Return the best caption that ignores the clip: it has the highest mean CIDEr-D as a caption of every clip.
+    """Return the best caption that ignores the clip. It has the highest mean CIDEr-D as the caption of every clip.
 
-    CIDEr of one caption with every clip is a single product with their mean; CIDEr-D is not, and is computed for a
-    shortlist by CIDEr.
+    The CIDEr of a caption with all clips is a single product with their mean. CIDEr-D has no such shortcut, and is
+    computed only for a shortlist by CIDEr.
 
     Args:
-        references: At least one caption of each clip; clips whose captions have no words are ignored.
+        references: Captions of each clip, at least one. Clips whose captions have no words are ignored.
     """
     wordless = set(without_words(references))
     if len(wordless) == len(references):
@@ -405,7 +406,7 @@ def best_constant(references: Mapping[str, Sequence[str]]) -> str:
 
 
 def mean_cider(captions: Sequence[Sequence[str]], clip_of: np.ndarray) -> Floats:
-    """Return the mean CIDEr of each caption as the caption of every clip, [R], without the factor 10.
+    """Return the mean CIDEr of each caption if it is used for every clip, [R], without the factor 10.
 
     Args:
         captions: Captions as lists of words.

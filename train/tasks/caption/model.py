@@ -1,9 +1,9 @@
-"""Build a captioner from its settings, open its decoder, and initialise it from weights.
+"""Captioner models: build a captioner from its settings, open its decoder, and initialise it from weights.
 
-The decoder comes from one of four places: `--decoder.weights` (a GPT-2) and `--decoder.lm` (any causal language model,
+The decoder has one of four origins: `--decoder.weights` (a GPT-2) or `--decoder.lm` (any causal language model,
 `clipmill.train.tasks.caption.language`), each a folder or a Hugging Face name; the captioner that `--init.weights`
-names; or new weights with a tokenizer that is trained on the captions. Size and tokenizer always belong together: no
-tensor shape shows that a token id means another piece of text in another tokenizer.
+names; or new weights, with a tokenizer that is trained on the captions. Size and tokenizer always belong together,
+because no tensor shape shows that a token ID means another piece of text in another tokenizer.
 """
 
 import re
@@ -52,7 +52,7 @@ from clipmill.train.weights.loading import Change, Loaded, fit_to
 from clipmill.train.weights.source import KINDS, Say, Source, effective_clip_settings
 from clipmill.train.weights.sources import place_of_weights
 
-# Pattern of a name on Hugging Face; anything else can only be a folder.
+# Pattern of a Hugging Face name. Any other text can only be a folder.
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
@@ -63,7 +63,7 @@ class DecoderParts:
     Attributes:
         tensors: Weights by their names in a captioner; empty for new weights.
         source: Origin of the weights, as the user named it.
-        hint: Hint of the error if tokenizer and decoder do not belong together.
+        hint: Hint for the error if tokenizer and decoder do not belong together.
     """
 
     tokenizer: CaptionTokenizer
@@ -93,11 +93,11 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     """Open the decoder that the settings name.
 
     Args:
-        texts: Captions on which a tokenizer is trained if none is named.
+        texts: Captions for training a tokenizer if none is named.
 
     Raises:
-        UserError: A folder is missing, damaged, or of another model; tokenizer and decoder do not fit; the width is not
-            a multiple of the heads; captions may be longer than the decoder's context.
+        UserError: A folder is missing, damaged, or belongs to another model; tokenizer and decoder do not belong
+            together; the width is not a multiple of the heads; captions may exceed the decoder's context.
     """
     if settings.lm is not None:
         its = decoder_folder(settings.lm, flag="--decoder.lm", files=LANGUAGE_FILES, say=say)
@@ -137,7 +137,7 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
 
 
 def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
-    """Return size and tokenizer of the decoder in the folder of `--init.weights`; None if it has no captioner.
+    """Return size and tokenizer of the decoder in the `--init.weights` folder; None if it contains no captioner.
 
     If `--decoder.lm` replaces the decoder of a captioner, only its tower is used.
 
@@ -211,7 +211,7 @@ def decoder_folder(
 
 
 def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size:
-    """Return the size of the decoder: the size of `--decoder.name`, with the changes of the settings.
+    """Return the size of the decoder: the size `--decoder.name` with the changes from the settings.
 
     Raises:
         UserError: The width is not a multiple of the number of heads.
@@ -224,7 +224,7 @@ def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size
 
 
 def decoder_facts(decoder: Decoder) -> dict[str, Any]:
-    """Return the entry of run.json with the size of the decoder, so that the folder of its weights is not needed."""
+    """Return the entry in run.json with the decoder's size, so that the folder with its weights is not needed."""
     if isinstance(decoder, LanguageDecoder):
         return decoder.facts()
     trunk = decoder.size.trunk
@@ -239,14 +239,14 @@ def decoder_facts(decoder: Decoder) -> dict[str, Any]:
 
 
 def decoder_files(decoder: Decoder) -> dict[str, bytes]:
-    """Return the files of a run that its weights need, by path in its folder."""
+    """Return the files that a run needs in addition to its weights, by path in the run's folder."""
     if isinstance(decoder, LanguageDecoder):
         return {f"{LANGUAGE_FOLDER}/{name}": content for name, content in decoder.files.items()}
     return {TOKENIZER_FILE: decoder.tokenizer.as_json()}
 
 
 def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
-    """Return the entry of run.json about the decoder's initial weights; `model` may be on the meta device."""
+    """Return the entry in run.json about the decoder's initial weights; `model` may be on the meta device."""
     state = {name: one for name, one in model.state_dict().items() if name.startswith("decoder.")}
     copied = parts.tensors if isinstance(parts, DecoderParts) else state if parts.folder is not None else {}
     if not copied:
@@ -265,7 +265,7 @@ def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
 
 
 def start_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return the entries of `start_facts` as lines for the console."""
+    """Format the entries of `start_facts` as lines for the console."""
     lines = []
     if (start := facts.get("decoder_weights")) is not None:
         num_copied, num_new = start["num_copied"], len(start["changes"])
@@ -276,7 +276,7 @@ def start_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def kept_decoder(run: RunFolder) -> dict[str, Decoder]:
-    """Return tokenizer and decoder of a run, without weights, as an argument of its task (`TaskSpec.kept`)."""
+    """Return a run's tokenizer and decoder without weights, as an argument for its task (`TaskSpec.kept`)."""
     facts = run.require_facts().get("decoder")
     if isinstance(facts, dict) and "lm" in facts:
         return {"decoder": read_language(run, facts)}
@@ -326,11 +326,11 @@ AnyCaptioner = Captioner | LanguageCaptioner
 
 
 def build_captioner(settings: CaptionerSettings, decoder: Decoder, *, attend: Attend) -> AnyCaptioner:
-    """Build a captioner with the decoder's weights if there are any; otherwise they are drawn from torch's generator.
+    """Build a captioner with the decoder's weights or, if there are none, with weights from torch's generator.
 
     Raises:
-        UserError: The tower's width is not a multiple of its heads; the decoder's weights do not fit; or a clip has
-            too few tokens for the prefix of a language model.
+        UserError: The tower's width is not a multiple of its heads; the decoder's weights do not fit; or a clip has too
+            few tokens for the prefix of a language model.
     """
     tower = _tower(settings, attend=attend)
     if settings.num_views > 1:
@@ -400,10 +400,10 @@ def _tower(settings: CaptionerSettings, *, attend: Attend) -> nn.Module:
 
 @torch.no_grad()
 def copy_decoder(captioner: Captioner, parts: DecoderParts) -> None:
-    """Copy the decoder's weights, if there are any, into a captioner; missing cross-attention keeps its new weights.
+    """Copy the decoder's weights into a captioner, if there are any. Missing cross-attention keeps its new weights.
 
     Raises:
-        UserError: Another tensor is missing, unknown, or of another shape.
+        UserError: Another tensor is missing, is unknown, or has another shape.
     """
     if not parts.tensors:
         return
@@ -420,7 +420,7 @@ def copy_decoder(captioner: Captioner, parts: DecoderParts) -> None:
 
 
 def effective_settings(settings: CaptionerSettings, source: Source | None, *, say: Say) -> CaptionerSettings:
-    """Return the settings that take effect with the weights of `source`; the default tower is a TimeSformer.
+    """Return the settings that apply with the weights of `source`; the default tower is a TimeSformer.
 
     Raises:
         UserError: The settings contradict the weights.
@@ -440,10 +440,10 @@ def effective_settings(settings: CaptionerSettings, source: Source | None, *, sa
 
 
 def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) -> CaptionerSettings:
-    """Return the settings of a captioner that starts from `source`, with its decoder if it has one.
+    """Return the settings of a captioner that starts from `source`, including the decoder if `source` has one.
 
     Raises:
-        UserError: The settings name another decoder, or captions longer than its context; or there is no tokenizer.
+        UserError: The settings name another decoder, or captions that exceed its context; or there is no tokenizer.
     """
     tensors, decoder = source.converted.tensors, settings.decoder
     folder = place_of_weights(settings.init.weights or "")
@@ -474,7 +474,7 @@ def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) ->
 
 
 def _with_language_of(settings: CaptionerSettings, source: Source, folder: Path) -> CaptionerSettings:
-    """Return the settings of a captioner that starts from a captioner with a language model."""
+    """Return the settings of a captioner that starts from another captioner with a language model."""
     settings_of_decoder, decoder = settings.decoder, kept_decoder(RunFolder(folder))["decoder"]
     assert isinstance(decoder, LanguageDecoder)
     if (named := settings_of_decoder.lm or settings_of_decoder.weights) is not None:
@@ -512,7 +512,7 @@ def has_decoder(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[str], say: Say) -> Loaded:
-    """Fit a complete captioner, or the video tower of other weights, to a captioner that may be on the meta device.
+    """Fit a complete captioner's weights, or a video tower's weights, to a captioner that may be on the meta device.
 
     Raises:
         UserError: The weights do not fit.
@@ -529,7 +529,7 @@ def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[s
 
 
 def _resize_embeddings(tensors: Mapping[str, torch.Tensor], tower: TimeSformer, *, say: Say) -> dict[str, torch.Tensor]:
-    """Resize a TimeSformer's position and time embeddings to other clips by nearest neighbours, as in transformers."""
+    """Resize a TimeSformer's position and time embeddings to other clips, by nearest neighbours as in transformers."""
     fitted = dict(tensors)
     for name, what in ((_POSITIONS, "positional"), (_TIMES, "temporal")):
         if name not in tensors:

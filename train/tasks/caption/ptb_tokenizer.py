@@ -1,17 +1,17 @@
-"""Tokenize captions as all published caption metrics do, without Java.
+"""Tokenizer of captions that all published caption metrics use, without Java.
 
-The same tokens as `pycocoevalcap.tokenizer.PTBTokenizer`: Stanford's PTBTokenizer (CoreNLP 3.4.1, `-preserveLines
--lowerCase`), then without punctuation. docs/captions.md describes the comparison and the differences.
+The tokens equal those from `pycocoevalcap.tokenizer.PTBTokenizer`: Stanford's PTBTokenizer (CoreNLP 3.4.1,
+`-preserveLines -lowerCase`), followed by the removal of punctuation. docs/captions.md describes the comparison and the
+differences.
 
-At each position of a caption, the rule with the longest match determines the next token, the first one of equally long
-ones. The required context after a token counts for the length, but is not part of the token. The rules were derived by
-comparison with the original (Stanford's PTBTokenizer of CoreNLP 3.4.1) on some millions of strings, and agree with it
-on all.
+At each position of a caption, the rule with the longest match determines the next token; of equally long matches, the
+first rule wins. Required context after a token counts for the length, but is not part of the token. The rules were
+derived by comparison with the original on some millions of strings, and agree with it on all of them.
 
-The original is from 2014 and knows the characters of that year's Unicode, of the basic plane only. Its treatment of
-each of the 63,000 was measured; `ptb_characters.tsv` lists those beyond ASCII as ranges of three kinds: a `letter`
-(including digits of any script), a `mark`, which may be part of a word but not of a number, and a `symbol`, a token of
-its own. All others that no rule names, such as emoji, are dropped.
+The original is from 2014. It knows the Unicode characters of that year, in the basic plane only. Its treatment of each
+of these 63,000 characters was measured. `ptb_characters.tsv` lists the characters beyond ASCII as ranges of three
+kinds: a `letter` (or a digit of any script); a `mark`, which may be part of a word but not of a number; and a `symbol`,
+which is a separate token. All other characters, such as emoji, are dropped unless a rule contains them.
 """
 
 import re
@@ -25,8 +25,8 @@ Rewrite = Callable[[str], str]
 
 # Lists of words, separated by spaces.
 
-# These keep their full stop. A sentence may end with a word of the first group, but not of the second,
-# which matters where a letter follows at once: "etc.x" is two tokens, "mr.x" one.
+# These words keep their full stop. A sentence may end with a word of the first group, but not of the second. This
+# matters if a letter follows at once: "etc.x" is two tokens, "mr.x" is one.
 ABBREVIATIONS_AT_ENDS = (
     "al ala apr ariz assn aug bancorp bhd bldg blvd bros calif co colo conn corp cos ct dak dec esq est etc ext feb "
     "fla fri ga inc ind intl jan jr jul jun kan kans ky ltd mar md mich minn mo mon mont neb nev nov oct okla penn "
@@ -37,18 +37,18 @@ ABBREVIATIONS_BEFORE_NAMES = (
     "gov govs hon insp invt jos lieut lt maj messrs mlle mme mr mrs ms msgr mt natl pfc ph pres prof profs pvt rep "
     "reps rev sen sens sfc sgt spc st ste supt treas vs wm"
 )
-# Abbreviations only with a capital, because they are words without: "Mass." and "mass".
+# Abbreviations only if capitalised, because they are words otherwise: "Mass." and "mass".
 ABBREVIATIONS_WITH_CAPITALS = "ark az del ill la mass miss ore pa tex wash"
 # Abbreviations only before a number: "no. 5", but "no."
 ABBREVIATIONS_BEFORE_NUMBERS = "art ca fig figs no nos op pp prop"
 
-# Two tokens each.
+# Words that are two tokens.
 DOUBLE_WORDS = (("can", "not"), ("gim", "me"), ("gon", "na"), ("got", "ta"), ("lem", "me"), ("wan", "na"))
 
-# One token each, in spite of their apostrophe.
+# Words that are one token in spite of their apostrophe.
 WORDS_WITH_APOSTROPHES = "nor'easter c'mon c'est e'er s'mores ev'ry li'l nat'l cap'n"
 
-# With a capital and after a letter with a full stop, they begin a sentence: "the U.S. The man", "option a. He".
+# If these words are capitalised and follow a letter with a full stop, they begin a sentence: "the U.S. The man".
 SENTENCE_STARTERS = (
     "A About According Additionally After An As At But Earlier He Her Here However If In It Last Many More Mr. Ms. "
     "Now Once One Other Our She Since So Some Such That The Their Then There These They This We When While What Yet You"
@@ -65,8 +65,9 @@ class Rule:
     """A kind of token.
 
     Attributes:
-        pattern: Pattern whose first group is the token, before required context. Two newlines follow every caption.
-        rewrite: Function that replaces the token; an empty result drops it.
+        pattern: Pattern whose first group is the token, followed by required context. Two newlines follow every
+            caption.
+        rewrite: Function that replaces the token. If it returns an empty text, the token is dropped.
     """
 
     pattern: re.Pattern[str]
@@ -74,7 +75,7 @@ class Rule:
 
 
 def _replace_spaces(token: str) -> str:
-    """Replace spaces within a token, which must differ from spaces between tokens."""
+    """Replace spaces within a token, because they must differ from spaces between tokens."""
     return token.replace(" ", "\u00a0")
 
 
@@ -95,7 +96,7 @@ _QUOTES = dict(
 )
 _FRACTIONS = {"\u00bc": "1/4", "\u00bd": "1/2", "\u00be": "3/4", "\u2153": "1/3", "\u2154": "2/3"}
 _DASHES = ("&md;", "&mdash;", "&ndash;")
-# "&quot;" and "&apos;" are recognised in lower case only.
+# "&quot;" and "&apos;" are recognised only in lower case.
 _ENTITIES = {"&quot;": "''", "&apos;": "'"}
 _ENTITIES_OF_ANY_CASE = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&nbsp;": "", **dict.fromkeys(_DASHES, "--")}
 
@@ -155,7 +156,7 @@ def rules() -> tuple[Rule, ...]:
     rule(f"n{any_apostrophe}t", rewrite=_plain_apostrophe, flags=any_case)
     rule(f"'{suffix}", r"[^A-Za-z]", _plain_apostrophe, flags=any_case)
     rule(f"(?:[\u0092\u2019]|&apos;){suffix}", rewrite=_plain_apostrophe, flags=any_case)
-    # Addresses and names of the web.
+    # Web addresses and names.
     rule(r'https?://[^ \t\n\f\r"<>|(){}]+[^ \t\n\f\r"<>|.!?(){},-]', flags=any_case)
     rule(r'(?i:www)\.(?:[^ \t\n\f\r"<>|.!?(){},]+\.)+[A-Za-z]{2,4}' + path)
     rule(r"""(?:[^ \t\n\f\r"`'<>|.!?(){},-_$]+\.)+(?:com|net|org|edu)""" + path)
@@ -181,7 +182,7 @@ def rules() -> tuple[Rule, ...]:
     rule(_any_of(ABBREVIATIONS_BEFORE_NUMBERS.split()) + r"\.", " ?[0-9]", flags=any_case)
     for stem in (word, words, hyphenated, dotted):
         rule(rf"(?:{stem})\.", "[,:;]")
-    # Numbers, fractions, dates, telephones, money.
+    # Numbers, fractions, dates, telephone numbers, money.
     rule(f"[-+]?{number}")
     rule("[0-9]{1,2}[-/][0-9]{1,2}[-/][0-9]{2,4}")
     rule("(?:[0-9]{1,4}[- \u00a0])?[0-9]{1,4}(?:\\\\?/|\u2044)[0-9]{1,4}", rewrite=_replace_spaces)
@@ -196,7 +197,7 @@ def rules() -> tuple[Rule, ...]:
     rule("[\u0080\u00a4\u20a0\u20ac]", rewrite=lambda token: "$")
     rule("\u00a3", rewrite=lambda token: "#")
     rule("\u00a2", rewrite=lambda token: "cents")
-    # Words with hyphens, strokes, ampersands, apostrophes.
+    # Words with hyphens, slashes, ampersands, apostrophes.
     rule(hyphenated)
     rule(dotted)
     rule(rf"{spelled}(?:\\?/{spelled}){{1,2}}")
@@ -212,7 +213,7 @@ def rules() -> tuple[Rule, ...]:
     rule(f"{apostrophe}(?:till?|cause)", flags=any_case)
     rule(f"y{apostrophe}", letter, flags=any_case)
     rule("'", "[A-Za-z][^ \\t\\n\\r\u00a0]")
-    # Faces.
+    # Emoticons.
     rule(r"[<>]?[:;=][\-o*']?[()DPdpO\\{@|\[\]]", "[^A-Za-z0-9]", _round_brackets)
     rule(r"[\-^x=~<>']_[\-^x=~<>']", rewrite=_round_brackets)
     rule(r"\([\-^x=~<>'][_.]?[\-^x=~<>']\)|\([\^x=~<>']-[\^x=~<>'`]\)", rewrite=_round_brackets)
@@ -234,7 +235,7 @@ def rules() -> tuple[Rule, ...]:
 
 
 def character_classes() -> dict[str, str]:
-    """Return contents of a regular expression's character class for `letter`, `mark` and `symbol`, without ASCII."""
+    """Return the content of a regex character class for `letter`, `mark` and `symbol`, without ASCII."""
     inside = {"letter": "", "mark": "", "symbol": ""}
     for line in _TABLE.read_text(encoding="ascii").splitlines()[1:]:
         first, last, kind = line.split("\t")
@@ -242,22 +243,22 @@ def character_classes() -> dict[str, str]:
     return inside
 
 
-# The original lower-cases brackets ("-lrb-") before it drops punctuation, so that brackets are never dropped.
+# The original converts brackets to lower case ("-lrb-") before it drops punctuation, so it never drops brackets.
 PUNCTUATION = frozenset(["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", *".?!,:;-", "--", "..."])
 
-# Characters at which the original starts a new line, which makes its caller lose count of the captions.
+# At these characters, the original starts a new line, so that its caller loses count of the captions.
 _LINE_ENDS = re.compile("[\n\r\x0b\x0c\u2028\u2029]")
 _SOFT_HYPHEN = "\u00ad"
-# Fast path: most captions are letters and spaces, perhaps with a full stop.
+# Fast path: most captions consist of letters and spaces, perhaps with a full stop.
 _PLAIN_CAPTION = re.compile(r"[A-Za-z ]*[a-z]{2}\.?")
-# Fast path: most words are letters between spaces.
+# Fast path: most words consist of letters between spaces.
 _PLAIN = re.compile(r"([A-Za-z]+)(?=[ \n])")
 _DOUBLE = frozenset(first + second for first, second in DOUBLE_WORDS)
 _SKIPPED = re.compile("[ \t][ \t\u00a0\u2000-\u200a\u3000]*")
 
 
 def tokenize(caption: str) -> str:
-    """Return the caption's tokens in lower case without punctuation, separated by single spaces; may be empty."""
+    """Return a caption's tokens in lower case without punctuation, separated by single spaces; may be empty."""
     if _PLAIN_CAPTION.fullmatch(caption):
         words = caption.lower().removesuffix(".").split()
         if words[-1] not in _special_words() and _DOUBLE.isdisjoint(words):
@@ -268,7 +269,7 @@ def tokenize(caption: str) -> str:
 
 @cache
 def _special_words() -> frozenset[str]:
-    """Return words that are two tokens, or that keep their full stop."""
+    """Return the words that are two tokens, or that keep their full stop."""
     lists = [ABBREVIATIONS_AT_ENDS, ABBREVIATIONS_BEFORE_NAMES, ABBREVIATIONS_WITH_CAPITALS]
     lists.append("pte ptes pty ptys ppte ppty mfg mtg")
     return _DOUBLE.union(*(words.split() for words in lists))
@@ -297,7 +298,7 @@ def tokens_of(caption: str) -> list[str]:
 
 
 def _next_token(text: str, place: int) -> tuple[str, int]:
-    """Return the token at a position, empty for a dropped character, and the position after it."""
+    """Return the token at a position, and the position after it; the token is empty for a dropped character."""
     matches = [(match, rule) for rule in rules() if (match := rule.pattern.match(text, place))]
     if not matches:
         return "", place + 1

@@ -1,4 +1,4 @@
-"""`TaskSpec` of the captioner, its settings, and flags and table of its evaluation; loads nothing heavy."""
+"""`TaskSpec` of the captioner; its settings; flags and table of its evaluation. Imports no heavy library."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
 from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec
 
 Method = Literal["greedy", "sample", "beam"]
-VideoFormat = Literal["json", "srt"]  # of `train caption-video`
+VideoFormat = Literal["json", "srt"]  # format of `train caption-video`
 
 _TEMPERATURE, _NUM_BEAMS, _LENGTH_PENALTY, _MAX_TOKENS = 1.0, 4, 1.0, 30
 # Meaning of None.
@@ -69,7 +69,7 @@ class DecodingSettings(Checked):
     """sample: random seed, combined with the index of the clip."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error for a minimum length that leaves no room for a caption."""
+        """Yield an error if the minimum length leaves no room for a caption."""
         # The default maximum depends on the decoder: see `fit_decoding`.
         if self.max_tokens is not None and self.min_tokens >= self.max_tokens:
             yield UserError(
@@ -88,12 +88,12 @@ def temperature_of(settings: DecodingSettings) -> float:
 
 
 def num_beams_of(settings: DecodingSettings) -> int:
-    """Return the number of captions of a clip that are generated in parallel."""
+    """Return the number of captions that are generated in parallel for a clip."""
     return _NUM_BEAMS if settings.num_beams is None else settings.num_beams
 
 
 def length_penalty_of(settings: DecodingSettings) -> float:
-    """Return the power of the length by which log probabilities are divided."""
+    """Return the exponent of the length by which log probabilities are divided."""
     return _LENGTH_PENALTY if settings.length_penalty is None else settings.length_penalty
 
 
@@ -103,13 +103,13 @@ def max_tokens_of(settings: DecodingSettings) -> int:
 
 
 def fit_decoding(settings: Decoding, context_length: int, *, is_of_run: bool = False) -> Decoding:
-    """Return the effective decoding with a decoder; it is equal for settings that generate equal captions.
+    """Return the decoding settings that apply to a decoder. They are equal for settings that generate equal captions.
 
-    `max_tokens` is a number, limited by the decoder's context. Other values that equal their defaults, or that the
-    method does not use, are omitted.
+    `max_tokens` is a number, limited by the decoder's context. Other values are omitted if they equal their defaults,
+    or if the method does not use them.
 
     Args:
-        is_of_run: True for the settings of a run. Old runs saved a default of 30, which is reduced without an error.
+        is_of_run: True for the settings of a run. Old runs stored a default of 30, which is reduced without an error.
 
     Raises:
         UserError: A limit that the user set exceeds the context.
@@ -148,7 +148,7 @@ _OF_LM = GoesWith("lm")
 DECODER = help_group("Decoder", 6)
 DECODING = help_group("Decoding", 7)
 
-# Metrics of the evaluation in the loop.
+# Metrics of the evaluation during training.
 NUMBERS = ("loss", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "cider_d", "cider", "exact_match")
 # Metrics in the order of tables, with their names.
 METRIC_LABELS = {
@@ -163,7 +163,7 @@ METRIC_LABELS = {
     "spice": "SPICE",
     "exact_match": "exact match",
 }
-# Settings of a new decoder or tokenizer, and the settings that bring one.
+# Settings of a new decoder or tokenizer, and settings that provide a complete one.
 _OF_WHAT_IS_NEW = {"name": ("weights", "lm"), "vocabulary": ("weights", "lm", "tokenizer")}
 
 
@@ -205,7 +205,7 @@ class DecoderSettings(Checked):
     """Dropout probability of embeddings and residual branches."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for a size with pretrained weights, which have one, and prompts without a video mark."""
+        """Yield errors for a size with pretrained weights, which have a size, and for prompts without a video mark."""
         pretrained = "lm" if self.lm is not None else "weights"
         for name in ("width", "depth", "heads", *(("weights", "dropout") if pretrained == "lm" else ())):
             if getattr(self, pretrained) is not None and getattr(self, name):
@@ -236,7 +236,7 @@ class CaptionEvaluation(EvaluationSettings):
     """Folder of the two jar files that SPICE needs. Default: SPICE is omitted."""
 
     def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
-        """Return the names of the metrics of generated captions."""
+        """Return the metric names of generated captions."""
         with_java = ("meteor",) if self.spice_jars is None else ("meteor", "spice")
         return (*NUMBERS, *with_java) if self.java else NUMBERS
 
@@ -271,11 +271,11 @@ class CaptionerSettings(ClipSettings):
         return ("video", "decoder")
 
     def trains_besides_towers(self) -> bool:
-        """Return True if there is a projector between the towers, which --freeze does not name."""
+        """Return True if there is a projector between the towers, which --freeze cannot name."""
         return self.decoder.lm is not None
 
     def adapts_pretrained(self) -> bool:
-        """Return True if the towers with adapters have pretrained weights, as a language model always does."""
+        """Return True if towers with adapters have pretrained weights; a language model always does."""
         is_of_lm = self.decoder.lm is not None and adapted_towers(self) == ("decoder",)
         return is_of_lm or super().adapts_pretrained()
 
@@ -303,7 +303,7 @@ class CaptionerSettings(ClipSettings):
         yield from errors_of(check_picture, self.model, self.towers, size_px=self.size_px)
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors for flags about a new decoder or tokenizer with an existing one."""
+        """Yield errors for flags of a new decoder or tokenizer if an existing one is used."""
         yield from super().without_effect(typed)
         start = self.init.weights
         for name, others in _OF_WHAT_IS_NEW.items():
@@ -321,13 +321,16 @@ class CaptionerSettings(ClipSettings):
 
 
 def has_captioner(folder: Path) -> bool:
-    """Return True for a run of `train caption`, or transformers' model of encoder and decoder; small files are read."""
+    """Return True for a run of `train caption`, or for transformers' encoder-decoder model.
+
+    Only small files are read.
+    """
     is_run = _value(folder / "run.json", "task") == "caption"
     return is_run or _value(folder / "config.json", "model_type") == "vision-encoder-decoder"
 
 
 def _value(path: Path, name: str) -> object:
-    """Return an entry of a JSON file; None if the file is missing or damaged, which the code that needs it reports."""
+    """Return an entry of a JSON file; None if the file is missing or damaged, which other code reports."""
     try:
         values = parse_json(path.read_bytes())
     except (OSError, ValueError):
@@ -335,7 +338,7 @@ def _value(path: Path, name: str) -> object:
     return values.get(name) if isinstance(values, dict) else None
 
 
-# Columns of the table; the first is the metric by which captioners are compared.
+# Columns of the table. Captioners are compared by the first metric.
 _CAPTION_COLUMNS = {
     "cider_d": "CIDEr-D",
     "bleu4": "BLEU-4",

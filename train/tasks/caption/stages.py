@@ -1,4 +1,4 @@
-"""A captioner as a flat list of layers, which a pipeline cuts into stages anywhere.
+"""A captioner as a flat list of layers. A pipeline can cut the list into stages anywhere.
 
     video_embedding                 clips -> x
     video_block 0, 1, ...           x -> x
@@ -7,9 +7,9 @@
     text_block 0, 1, ...            video, text -> video, text
     head                            video, text -> logits
 
-One or two floating point tensors go from one stage to the next; the stage with the token embedding gets the tokens.
-Parameters keep the names that they have in the complete captioner. The token embedding belongs to two layers, the first
-and the last of the decoder: stages that have one of them each hold a copy.
+One or two floating-point tensors go from one stage to the next. The stage with the token embedding also gets the
+tokens. Parameters keep their names from the complete captioner. The token embedding belongs to two layers, the
+decoder's first and last layer: if these are in different stages, each stage has a copy.
 
 Shape suffixes: V videos, R rows of text (V * n), L tokens, W words of the vocabulary.
 """
@@ -51,7 +51,7 @@ class Layer:
 
 
 def layers_for(*, video_depth: int, text_depth: int) -> tuple[Layer, ...]:
-    """Return the layers of a captioner with these numbers of blocks, in order."""
+    """Return the layers of a captioner with the given numbers of blocks, in order."""
     return (
         Layer("video_embedding"),
         *(Layer("video_block", number) for number in range(video_depth)),
@@ -71,7 +71,7 @@ def all_layers(captioner: Captioner) -> tuple[Layer, ...]:
 
 
 def owners_of(name: str) -> tuple[Layer, ...]:
-    """Return the layers of a parameter or buffer of a captioner; two for the tied embedding.
+    """Return the layers that have a parameter or buffer of a captioner; two for the tied embedding.
 
     Raises:
         ValueError: A captioner has no parameter or buffer of that name.
@@ -92,7 +92,7 @@ def owners_of(name: str) -> tuple[Layer, ...]:
 
 
 def parameters_by_layer(captioner: Captioner) -> list[int]:
-    """Return the number of parameters of each layer; tied parameters count in both."""
+    """Return the number of parameters in each layer; tied parameters count in both layers."""
     counts = dict.fromkeys(all_layers(captioner), 0)
     for name, parameter in captioner.named_parameters():
         for layer in owners_of(name):
@@ -101,7 +101,7 @@ def parameters_by_layer(captioner: Captioner) -> list[int]:
 
 
 def layers_of(captioner: Captioner) -> list[LayerCost]:
-    """Return the layers with their costs, in order; blocks of tower and decoder are of one kind."""
+    """Return the layers with their costs, in order. Blocks of the tower and of the decoder are of the same kind."""
     kinds = [_BLOCK_KIND if layer.kind.endswith(_BLOCK_KIND) else layer.kind for layer in all_layers(captioner)]
     return [LayerCost(*layer) for layer in zip(kinds, parameters_by_layer(captioner), strict=True)]
 
@@ -109,7 +109,8 @@ def layers_of(captioner: Captioner) -> list[LayerCost]:
 class CaptionerPart(nn.Module):
     """Consecutive layers of a captioner.
 
-    Parameters of other layers are removed from the captioner; on the meta device they never need memory.
+    Parameters of other layers are removed from the captioner. If it was built on the meta device, they never need
+    memory.
 
     Args:
         begin, end: Index of the first layer, and index after the last.
@@ -125,12 +126,12 @@ class CaptionerPart(nn.Module):
         _drop_all_but(captioner, self.layers)
 
     def has(self, kind: LayerKind) -> bool:
-        """Return True if one of its layers is of a kind."""
+        """Return True if one of the layers is of this kind."""
         return any(layer.kind == kind for layer in self.layers)
 
     @property
     def is_last(self) -> bool:
-        """True if its output is logits."""
+        """True if the output is logits."""
         return self.has("head")
 
     def forward(
@@ -139,8 +140,8 @@ class CaptionerPart(nn.Module):
         """Run all layers.
 
         Args:
-            given: Clips for the first part, otherwise the outputs of the previous part.
-            tokens: Tokens for the part that embeds them (`Captioner.forward`).
+            given: Clips for the first part; otherwise the previous part's outputs.
+            tokens: Tokens, for the part that embeds them (`Captioner.forward`).
         """
         carried = given
         for layer in self.layers:
@@ -148,7 +149,7 @@ class CaptionerPart(nn.Module):
         return carried[0] if len(carried) == 1 else carried
 
     def encode(self, *given: torch.Tensor) -> torch.Tensor:
-        """Run only the layers of the tower; without any, the input is returned."""
+        """Run only the tower's layers; without any, return the input."""
         carried = given
         for layer in self.layers:
             if layer.kind.startswith("video_"):
@@ -162,13 +163,13 @@ class CaptionerPart(nn.Module):
         return decoder.start(video_VND, num_tokens=num_tokens, rows_per_video=rows_per_video, numbers=numbers)
 
     def step(self, given: torch.Tensor, cache: TextCache) -> torch.Tensor:
-        """Run the decoder's layers on the tokens that follow those in the cache.
+        """Run the decoder's layers on the tokens after the cached ones.
 
         Args:
-            given: Tokens, int64 [R, L], for the part that embeds them, otherwise the previous part's output, [R, L, D].
+            given: Tokens, int64 [R, L], for the part that embeds them; otherwise the previous part's output, [R, L, D].
 
         Returns:
-            Logits [R, W] of the next token from the last part; otherwise [R, L, D].
+            Logits [R, W] for the next token from the last part; otherwise the part's output, [R, L, D].
         """
         decoder = self._decoder()
         x_RLD = decoder.embed(given, begin=cache.num_tokens) if self.has("token_embedding") else given
@@ -207,7 +208,7 @@ def _tower_of(module: nn.Module) -> TokenTower:
     """Return the video tower, which runs block by block.
 
     Raises:
-        UserError: The tower is a library's tower, which is one module.
+        UserError: The tower comes from a library, where it is one module.
     """
     if not isinstance(module.video, TokenTower):
         raise UserError(
@@ -219,12 +220,12 @@ def _tower_of(module: nn.Module) -> TokenTower:
 
 
 def part_of(captioner: Captioner, layers: range) -> CaptionerPart:
-    """Move some layers of a captioner to a part."""
+    """Move the given layers from a captioner to a part."""
     return CaptionerPart(captioner, begin=layers.start, end=layers.stop)
 
 
 def _drop_all_but(captioner: nn.Module, layers: Sequence[Layer]) -> None:
-    """Remove all parameters and buffers of a captioner that belong to none of these layers."""
+    """Remove all parameters and buffers of a captioner that belong to other layers than `layers`."""
     kept = set(layers)
     names = [name for name, _ in chain(captioner.named_parameters(), captioner.named_buffers())]
     for name in names:
@@ -238,7 +239,7 @@ def _drop_all_but(captioner: nn.Module, layers: Sequence[Layer]) -> None:
 
 
 def whole_captioner(model: nn.Module, *, stages: World, device: torch.device) -> nn.Module:
-    """Return a module that every pipeline stage can call like a complete captioner; the model if there is one stage."""
+    """Return a module that every pipeline stage calls like a complete captioner; `model` itself for a single stage."""
     if stages.size == 1:
         return model
     assert isinstance(model, CaptionerPart)
@@ -246,24 +247,24 @@ def whole_captioner(model: nn.Module, *, stages: World, device: torch.device) ->
 
 
 class StagedCaptioner(nn.Module):
-    """A captioner in stages, called like `clipmill.train.models.captioner.Captioner`; the first stage needs the pixels.
+    """A captioner in stages, called like `clipmill.train.models.captioner.Captioner`. Only the first needs pixels.
 
-    The encoder's output passes through the stages once, and each stage caches keys and values of its blocks. The last
-    stage broadcasts its logits, R * W numbers per token, so that all choose the same tokens.
+    The encoder's output passes through the stages once. Each stage caches keys and values of its blocks. The last stage
+    broadcasts its logits, R * W numbers per token, so that all stages choose the same tokens.
 
     Args:
-        part: Layers of this stage.
+        part: Layers on this stage.
     """
 
     def __init__(self, part: CaptionerPart, *, stages: World, device: torch.device) -> None:
         super().__init__()
         self.part = part
         self._stages, self._device = stages, device
-        # The first stage that has text.
+        # The first stage with text layers.
         self._first = stages.gather_objects(part.has("token_embedding")).index(True)
 
     def forward(self, video_VCTHW: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, L, W] of the token after each (`Captioner.forward`)."""
+        """Return logits [R, L, W] for the token after each token (`Captioner.forward`)."""
 
         def run(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             outputs = self.part(*(given or (video_VCTHW,)), tokens=tokens)
@@ -272,7 +273,7 @@ class StagedCaptioner(nn.Module):
         return self._from_last(run_along(self._stages, run, device=self._device))
 
     def start(self, video_VCTHW: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> TextCache:
-        """Return a cache of this stage's blocks (`Captioner.start`)."""
+        """Return a cache for this stage's blocks (`Captioner.start`)."""
 
         def run(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return (self.part.encode(*(given or (video_VCTHW,))),)
@@ -281,7 +282,7 @@ class StagedCaptioner(nn.Module):
         return self.part.start(video_VND, num_tokens=num_tokens, rows_per_video=rows_per_video)
 
     def step(self, tokens_RL: torch.Tensor, cache: TextCache) -> torch.Tensor:
-        """Return logits [R, W] of the next token (`Captioner.step`)."""
+        """Return logits [R, W] for the next token (`Captioner.step`)."""
 
         def run(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return (self.part.step(given[0] if given else tokens_RL, cache),)

@@ -1,8 +1,8 @@
-"""The captioner, a video tower and a decoder that attends to its tokens: task, evaluation in the loop, and loss.
+"""The captioning task: a video tower, and a decoder that attends to its tokens; evaluation during training; loss.
 
 A sample has one or several captions of its clip as tokens with an end token, padded with `NO_TOKEN`. The decoder
-predicts each token from the tokens before it and, by cross-attention, from the clip; the loss is the mean over all
-tokens of the batch. In an evaluation, one caption per clip is generated and compared with all captions of that clip.
+predicts each token from the tokens before it and, by cross-attention, from the clip. The loss is the mean over all
+tokens of the batch. An evaluation generates one caption per clip, and compares it with all captions of that clip.
 
 Shape suffixes: B batch of a rank, R rows of a microbatch, K captions of a clip, L tokens, V vocabulary, C channels,
 T frames, H and W pixels.
@@ -77,7 +77,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
     """The task of `train caption`.
 
     Args:
-        decoder: Decoder of an existing run; by default the decoder that the settings name.
+        decoder: Decoder of an existing run; by default, the decoder that the settings name.
     """
 
     name = "caption"
@@ -95,16 +95,16 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         self._say = say
         self._decoder, self._is_of_run = decoder, decoder is not None
         self._held_out: dict[str, Samples[ClipReader]] = {}
-        self._captions_per_clip: str | None = None  # of the training set
+        self._captions_per_clip: str | None = None  # description of the training set
 
     @property
     def decoder(self) -> Decoder:
         """Tokenizer, size and weights of the decoder."""
-        assert self._decoder is not None  # given, or made by training_set
+        assert self._decoder is not None  # was given, or training_set made it
         return self._decoder
 
     def facts(self) -> dict[str, Any]:
-        """Return the entries of run.json: size of the decoder, its weights, number of parameters."""
+        """Return the entries for run.json: size of the decoder, its weights, number of parameters."""
         parts = self.decoder
         with torch.device("meta"):
             model = self.new_model()
@@ -112,19 +112,19 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return {"decoder": decoder_facts(parts), **captions, **start_facts(model, parts), **super().facts()}
 
     def files(self) -> dict[str, bytes]:
-        """Return the files that the weights need: the tokenizer, and the configuration of a language model."""
+        """Return the files that are needed besides the weights: the tokenizer, and a language model's configuration."""
         return decoder_files(self.decoder)
 
     def training_set(self, world: World) -> "AnySamples":
         """Open this rank's part of the clips and captions of the split that the settings name.
 
         Raises:
-            UserError: The split is empty, or the named decoder is not available or has too short a context.
+            UserError: The split is empty, the named decoder is not available, or its context is too short.
         """
         settings = self._settings
         sets: list[Samples[ClipReader]] = []
 
-        # The words of all folders decide about the tokens of each.
+        # A tokenizer trained on captions depends on the words in all folders.
         def tokenizer(_: Iterable[str]) -> CaptionTokenizer:
             return self._tokenizer(text for samples in sets for text in samples.captions.all_texts())
 
@@ -133,7 +133,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             return sets[-1]
 
         samples = self.open_mixture(open_folder_of)
-        _ = sets[0].captions.tokenizer  # made now, as the decoder depends on it
+        _ = sets[0].captions.tokenizer  # created now, because the decoder depends on it
         self._captions_per_clip = f"{sum(one.captions.num_entries for one in sets) / sum(map(len, sets)):.3g}"
         # Checked now, so that a mistake in --decoding is reported before training starts.
         self.decoding()
@@ -154,7 +154,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             UserError: The split is empty, or the named decoder is not available.
         """
         samples = self._open(split, world, make_tokenizer=self._tokenizer)
-        _ = samples.captions.tokenizer  # made now, as the decoder depends on it
+        _ = samples.captions.tokenizer  # created now, because the decoder depends on it
         return samples
 
     def _open(
@@ -182,27 +182,27 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return start_of_captioner(model, source, allow=self._settings.init.allow, say=say)
 
     def fit_whole(self, model: AnyCaptioner, source: Source, *, say: Say) -> Loaded:
-        """Fit tower and decoder to a captioner's weights."""
+        """Fit a captioner's weights to the tower and the decoder."""
         return start_of_captioner(model, source, allow=(), say=say)
 
     def build_model(self, samples: "AnySamples | None" = None) -> AnyCaptioner:
-        """Build a captioner with the weights to start from, and frozen parts."""
+        """Build a captioner with its initial weights, and freeze parts."""
         return super().build_model(samples)
 
     def adapt(self, model: AnyCaptioner, tower: Tower) -> None:
-        """Add adapters to a tower; a language model has peft's."""
+        """Add adapters to a tower; peft adapts a language model."""
         if tower == "decoder" and isinstance(model, LanguageCaptioner):
             add_language_adapters(model.decoder, self._settings.lora)
         else:
             super().adapt(model, tower)
 
     def towers_of_start(self) -> Sequence[Tower]:
-        """Return the towers with adapters, without a language model, which brings its weights."""
+        """Return the towers with adapters that need initial weights; a language model already has weights."""
         brings_weights = self._settings.decoder.lm is not None
         return [tower for tower in super().towers_of_start() if not (brings_weights and tower == "decoder")]
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the blocks of tower and decoder."""
+        """Return the blocks of the tower and the decoder."""
         blocks = super().units(model)
         return [*blocks, *language_blocks(model.decoder)] if isinstance(model, LanguageCaptioner) else blocks
 
@@ -218,17 +218,17 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         )
 
     def layers(self, model: Captioner) -> list[LayerCost]:
-        """Return the layers between which a pipeline is cut."""
+        """Return the layers between which a pipeline can cut."""
         return layers_of(model)
 
     def part(self, model: Captioner, layers: range) -> nn.Module:
-        """Return some layers of a captioner, for a stage of a pipeline."""
+        """Return layers of a captioner for a pipeline stage."""
         return part_of(model, layers)
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
         """Return clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
         if "video" not in batch:
-            # On later pipeline stages, only the number of clips matters.
+            # Later pipeline stages need only the number of clips.
             return torch.empty(len(batch["position"][rows]), 0, device=self._device)
         mean, std = normalisation_of(self._settings)
         return self.pixels(batch, rows, mean=mean, std=std, is_training=is_training)
@@ -262,11 +262,11 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             )
 
         losses = [loss for part in parts for loss in part.batch_losses]
-        # One program of Java, not one for each process.
+        # One Java program, not one per process.
         return world.first(metrics) if how.java else metrics(), losses
 
     def decoding(self, settings: DecodingSettings | None = None) -> DecodingSettings:
-        """Return the given settings of decoding, or the run's, limited by the decoder's context.
+        """Return decoding settings, the given ones or the run's, limited by the decoder's context.
 
         Raises:
             UserError: A requested limit exceeds the context.
@@ -288,7 +288,7 @@ class GeneratedCaptions:
     Attributes:
         captions: Captions by the index of the clip.
         summed_loss: Cross-entropy of the first reference captions of each clip, summed over `num_tokens` tokens.
-        batch_losses: Mean cross-entropy over the tokens of each batch.
+        batch_losses: Mean cross-entropy per token for each batch.
     """
 
     captions: dict[int, str] = field(default_factory=dict)
@@ -298,7 +298,7 @@ class GeneratedCaptions:
     failed: list[FailedSample] = field(default_factory=list)
 
 
-@torch.no_grad()  # not inference_mode: tensors that a model caches are used in training too
+@torch.no_grad()  # not inference_mode, because training also uses tensors that a model caches
 def captions_of(
     model: nn.Module,
     batches: Iterable[LoadedBatch],
@@ -356,15 +356,15 @@ def metrics_of(
 ) -> dict[str, float]:
     """Return metrics of the captions of all ranks: loss, n-gram metrics, exact matches, and metrics of Java programs.
 
-    The numbers of failed clips, of empty captions and of clips whose references have no words are added if they are
+    The numbers of failed clips, of empty captions, and of clips whose references have no words are added if they are
     not 0.
 
     Args:
-        references: Function that returns all captions of a clip, by its index.
+        references: Function from the index of a clip to all its captions.
         with_java, spice_jars: Arguments of `score_captions`.
 
     Raises:
-        FailedWork: See `loss_of`; also if a Java program failed.
+        FailedWork: See `loss_of`; or a Java program failed.
         UserError: No clip has references with words.
     """
     loss = loss_of(parts)
@@ -384,7 +384,7 @@ def metrics_of(
 def comparable_captions(
     captions: Mapping[str, str], references: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, str], dict[str, Sequence[str]], list[str]]:
-    """Return captions and references of clips that can be scored, and names of clips whose references have no words.
+    """Return captions and references of clips that can be scored, and names of clips whose references lack words.
 
     Raises:
         UserError: No clip has references with words.
@@ -403,16 +403,16 @@ _NUM_BUCKETS, _MIN_BUCKET = 8, 8
 
 
 class CaptionLoss(Objective):
-    """Next-token cross-entropy, mean over all tokens of the complete batch, including end tokens.
+    """Cross-entropy of the next token, averaged over all tokens of the complete batch, including end tokens.
 
-    Every token has the same weight, on whichever rank and in whichever microbatch it is; padding has none.
+    All tokens have the same weight, whatever rank and microbatch they are in; padding has no weight.
 
     Args:
         inputs: Function that returns clips [R, C, T, H, W] of some rows of a batch.
-        end_id: Token that the decoder is given before the first token of a caption.
+        end_id: Token that the decoder gets before the first token of a caption.
         label_smoothing: Label smoothing (Szegedy et al. 2016, section 7).
-        num_before: Number of tokens of the decoder before a caption, which are computed for each caption; None for a
-            decoder without any. With a number, microbatches hold captions of similar lengths.
+        num_before: Number of decoder tokens before a caption, which are computed for each caption; None if there are
+            none. If it is given, a microbatch holds captions of similar lengths.
     """
 
     def __init__(
@@ -461,7 +461,7 @@ class CaptionLoss(Objective):
             )
             total = model.backward(pipelined, step)
         else:
-            # Losses are summands of the complete batch's loss, and gradients are averaged over ranks.
+            # Losses are summands of the complete batch's loss, while gradients are averaged over ranks.
             losses = backward_microbatches(loss_of, num_samples=num_samples, step=step, gradient_factor=step.world.size)
             total = sum((loss.double() for loss in losses[1:]), losses[0].double())
         metrics: dict[str, Scalar] = {"loss": step.world.sum(total), "num_tokens": num_tokens}
@@ -473,27 +473,27 @@ class CaptionLoss(Objective):
 
 
 def sort_by_length(batch: Batch) -> Batch:
-    """Sort the tensors of a batch by the lengths of captions; of K captions, the longest counts."""
+    """Sort a batch's tensors by the lengths of captions; if a clip has K captions, the longest one counts."""
     order = batch["length"].argsort(stable=True)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     return cast(Batch, {**batch, **{name: value[send(order, value.device)] for name, value in tensors.items()}})
 
 
 def bucket_step(step: Step, *, num_samples: int) -> Step:
-    """Return the step with a microbatch of at most a fraction of the samples, if there are enough samples.
+    """Return the step with smaller microbatches, if there are enough samples.
 
-    Sorted by length, each microbatch is padded to its longest caption. The number of microbatches depends only on the
-    number of samples, as FSDP gathers weights for each on all ranks.
+    Samples are sorted by length, and each microbatch is padded to its longest caption. The number of microbatches
+    depends only on the number of samples, because FSDP gathers weights on all ranks for each microbatch.
     """
     size = max(_MIN_BUCKET, -(-num_samples // _NUM_BUCKETS))
     return replace(step, microbatch=min(size, step.microbatch or size))
 
 
 def without_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) -> torch.Tensor:
-    """Remove trailing positions that are padding in all captions; at least one position remains.
+    """Remove positions at the end that are padding in all captions; at least one position remains.
 
     Args:
-        longest: Number of tokens of the longest caption. By default, the host waits for the device to count.
+        longest: Number of tokens of the longest caption. If omitted, the host waits for the device to count them.
     """
     if longest is None:
         longest = int((targets_BKL != NO_TOKEN).sum(dim=-1).max())
@@ -501,14 +501,14 @@ def without_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) ->
 
 
 def shift_targets(targets: torch.Tensor, *, end_id: int) -> torch.Tensor:
-    """Return decoder inputs for targets: each position has the token before its target, the first the end token.
+    """Return the decoder's inputs for targets: before each target, the previous token; before the first, the end token.
 
     Args:
         targets: Target tokens, int64 [..., L].
     """
     before = torch.roll(targets, 1, dims=-1)
     before[..., 0] = end_id
-    # Positions after the end may hold any token: they have no target, and attention is causal.
+    # Positions after the end may have any token: they have no target, and attention is causal.
     return before.masked_fill(before == NO_TOKEN, end_id)
 
 

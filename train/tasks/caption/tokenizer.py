@@ -1,6 +1,6 @@
-"""Captions as token ids: byte-level BPE as GPT-2's, read from a folder or trained on the captions; targets of clips.
+"""Captions as token IDs: GPT-2's kind of byte-level BPE, read from a folder or trained on captions; targets of clips.
 
-The tokenizers library of transformers does the work, and reads the files of GPT-2.
+The tokenizers library does the work, and reads GPT-2's files.
 
 Shape suffixes: K captions of a visit, L tokens.
 """
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 END = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
-# Older files of GPT-2 with the same content.
+# Older names of GPT-2's files, which have the same content.
 _PARTS = ("vocab.json", "merges.txt")
-# Target that a loss ignores; torch's number.
+# Target that the loss ignores; this is torch's value.
 NO_TOKEN = -100
 _LETTERS = string.ascii_letters + string.digits
 
 
 class CaptionTokenizer:
-    """A byte-level BPE: every text has tokens, from which it can be restored.
+    """A byte-level BPE. Any text can be converted to tokens and back.
 
     Attributes:
         end_id: Token before the first and after the last token of a caption.
-        vocabulary_size: Number of ids, which start at 0.
+        vocabulary_size: Number of IDs, which start at 0.
 
     Args:
-        end: Token at the end of a caption, as text.
+        end: Text of the token at the end of a caption.
     """
 
     def __init__(self, tokenizer: "Tokenizer", *, where: str, end: str = END) -> None:
@@ -77,14 +77,14 @@ class CaptionTokenizer:
         return ids
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Return the tokens of a part of a prompt, whose line breaks count."""
+        """Return the tokens of a part of a prompt. Line breaks are kept."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
         return ids
 
     def targets(self, text: str, *, max_tokens: int) -> NDArray[np.int64]:
-        """Return the target tokens of a decoder, int64 [max_tokens]: the tokens, the end, and -100 after it.
+        """Return target tokens for a decoder, int64 [max_tokens]: the caption's tokens, the end token, and then -100.
 
-        A longer caption is cut, and has no end then: the decoder does not learn to stop there.
+        A longer caption is cut, and gets no end token, so the decoder does not learn to stop there.
         """
         ids = [*self.ids(text), self.end_id][:max_tokens]
         targets = np.full(max_tokens, NO_TOKEN, np.int64)
@@ -92,21 +92,21 @@ class CaptionTokenizer:
         return targets
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens up to the first end token, on one line; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of tokens up to the first end token, on one line; invalid UTF-8 bytes become U+FFFD."""
         ids = list(ids)
         if self.end_id in ids:
             ids = ids[: ids.index(self.end_id)]
         return one_line(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def num_longer(self, texts: Iterable[str], *, max_tokens: int) -> int:
-        """Count captions that do not fit with all of their tokens and the end token."""
-        # A token has at least one byte: most captions need no encoding.
+        """Count captions that exceed `max_tokens`, including the end token."""
+        # A token has at least one byte, so most captions need no encoding.
         long = [line for line in map(one_line, texts) if len(line.encode()) >= max_tokens]
         encoded = self._tokenizer.encode_batch(long, add_special_tokens=False)
         return sum(len(caption.ids) >= max_tokens for caption in encoded)
 
     def numbers(self) -> dict[str, int]:
-        """Return the id of each token."""
+        """Return the ID of each token."""
         ids: dict[str, int] = self._tokenizer.get_vocab()
         return ids
 
@@ -116,17 +116,17 @@ class CaptionTokenizer:
 
 
 def one_line(text: str) -> str:
-    """Return a caption without control characters, with one space between words."""
+    """Remove control characters from a caption, and put one space between words."""
     return " ".join("".join(" " if unicodedata.category(char) == "Cc" else char for char in text).split())
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> CaptionTokenizer:
-    """Train a BPE of the most frequent pairs of these captions, starting from 256 bytes (Sennrich et al. 2016).
+    """Train a BPE on the most frequent pairs in these captions, starting from 256 bytes (Sennrich et al. 2016).
 
     The same texts give the same tokenizer.
 
     Args:
-        vocabulary_size: Maximum size; few texts have fewer pairs.
+        vocabulary_size: Maximum size; a small number of texts may have fewer pairs.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -144,7 +144,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> CaptionTok
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if the folder has the files that `read_tokenizer` reads."""
+    """Return True if a folder has the files that `read_tokenizer` needs."""
     return (folder / TOKENIZER_FILE).is_file() or all((folder / name).is_file() for name in _PARTS)
 
 
@@ -152,10 +152,10 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
     """Read the tokenizer in a folder: tokenizer.json, or GPT-2's vocab.json and merges.txt.
 
     Args:
-        hint: Hint of errors about a missing or damaged tokenizer, instead of the default.
+        hint: Hint for errors about a missing or damaged tokenizer; replaces the default hint.
 
     Raises:
-        UserError: The tokenizer is missing, damaged, or has no token for the end of a text.
+        UserError: The tokenizer is missing, is damaged, or has no token for the end of a text.
     """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -186,15 +186,15 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
 
 
 class TargetCaptions(Captions):
-    """The captions of clips as targets; batches have `targets`.
+    """The captions of clips as targets. Batches get `targets`.
 
-    A visit in training has `per_visit` of the clip's captions, drawn without repeats, or all if there are no more; an
-    evaluation has the first captions. Places of captions that a clip lacks hold no tokens.
+    A training sample has `per_visit` of the clip's captions, drawn without replacement, or all if the clip has fewer.
+    An evaluation uses the first captions. If a clip has too few captions, the other rows are padding.
 
     Args:
-        make_tokenizer: Function that returns the tokenizer, and may read the captions for it.
-        max_tokens: Number L of tokens, the end of a caption included; longer captions are cut, and counted.
-        per_visit: Number K of captions of a visit.
+        make_tokenizer: Function that returns the tokenizer. It may read captions to train it.
+        max_tokens: Number L of tokens, including the end of a caption. Longer captions are cut and counted.
+        per_visit: Number K of captions per training sample.
     """
 
     def __init__(
@@ -211,11 +211,11 @@ class TargetCaptions(Captions):
 
     @cached_property
     def tokenizer(self) -> CaptionTokenizer:
-        """Tokenizer of the targets; created on first use, since it may depend on the captions of several sets."""
+        """Tokenizer of the targets. Created on first use, because it may depend on the captions of several sets."""
         return self._make_tokenizer(self.all_texts())
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Return the visits of an epoch, which shows as many captions as a loader of (video, caption) pairs does."""
+        """Return the number of samples per epoch, in which as many captions are shown as in a loader of pairs."""
         return max(num_samples, self.num_entries / self._per_visit)
 
     @cached_property
@@ -223,11 +223,11 @@ class TargetCaptions(Captions):
         return self.tokenizer.num_longer(self.all_texts(), max_tokens=self._max_tokens)
 
     def facts(self) -> tuple[Any, ...]:
-        """Return the hash of the tokenizer, for the fingerprint of the samples."""
+        """Return the tokenizer's hash for the fingerprint of the samples."""
         return (sha256(self.tokenizer.as_json()).hexdigest(),)
 
     def describe(self) -> list[str]:
-        """Return the number of captions that are cut, for the log."""
+        """Return a log line with the number of captions that are cut."""
         return [f"{self._num_cut:,} cut to {self._max_tokens} tokens"] if self._num_cut else []
 
     def add(self, sample: Sample, request: SampleRequest) -> None:
@@ -240,12 +240,12 @@ class TargetCaptions(Captions):
         sample["targets"] = targets_KL
 
     def _draw_entries(self, request: SampleRequest) -> list[int]:
-        """Draw the entries of the captions that a visit shows, in order."""
+        """Draw the captions of a training sample, and return their entries in order."""
         choice = self.rows.choice
         entries = choice.entries(request.sample)
         if request.seed is None or len(entries) <= self._per_visit:
             return list(entries[: self._per_visit])
-        # Weighted drawing without repeats: the smallest of exponential waiting times (Efraimidis and Spirakis 2006).
+        # Weighted drawing without replacement: the smallest exponential waiting times (Efraimidis and Spirakis 2006).
         position = np.array([request.position])
         shares: NDArray[np.float64] = draw_uniform(position, len(entries), seed=request.seed, purpose="captions")[0]
         waits = -np.log1p(-shares) / choice.weights(request.sample)

@@ -1,7 +1,7 @@
 """`train caption-video`: caption video files with a trained captioner, and write the captions of their windows.
 
-Nothing is published before it is complete: json and srt files appear under their names at the end of a run, or, with
-one file for each video, at the end of the video.
+Nothing is published before it is complete. A json or srt file gets its name at the end of the run or, if each video has
+a file, at the end of the video.
 """
 
 import json
@@ -55,7 +55,7 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class TrainedCaptioner:
-    """A run, called `name`, and its model with the weights of the latest checkpoint, in evaluation mode."""
+    """A run with the name `name`, and its model with the weights of the latest checkpoint, in evaluation mode."""
 
     name: str
     trained: TrainedRun[CaptionerSettings]
@@ -64,12 +64,12 @@ class TrainedCaptioner:
 
     @cached_property
     def weights_sha256(self) -> str:
-        """Identity of the weights, equal for a run and its exports."""
+        """Identity of the weights, which is equal for a run and its exports."""
         return identity_of(self.model, self.trained.settings, task=self.task.name)
 
     @property
     def source(self) -> str:
-        """Name of the model as a source of captions, without characters that sources cannot have, and its hash."""
+        """Name of the model as a source of captions, without forbidden characters, followed by its hash."""
         name = re.sub(r"[^\w.-]+", "-", self.name)
         return f"{name}@{self.weights_sha256[:8]}"
 
@@ -77,11 +77,11 @@ class TrainedCaptioner:
     def captions(
         self, batch: Batch, decoding: DecodingSettings, *, samples: Sequence[int], rows_per_video: int = 1
     ) -> tuple[list[str], NDArray[np.float32]]:
-        """Generate captions of each clip of a batch, and their likelihoods (clipmill.train.tasks.caption.decoding).
+        """Generate captions for each clip of a batch, and their likelihoods (clipmill.train.tasks.caption.decoding).
 
         Args:
-            samples: Number of each caption, on which sampling depends.
-            rows_per_video: Number of captions per clip; the captions of a clip are adjacent.
+            samples: Number that identifies each caption; sampling depends on it.
+            rows_per_video: Number of captions per clip; captions of the same clip are adjacent.
         """
         tokenizer = self.task.decoder.tokenizer
         batch = to_device(batch, self.trained.device)
@@ -114,8 +114,7 @@ def caption_files(
 
     Raises:
         UserError: A flag, the weights or a path is invalid.
-        FailedWork: Some videos could not be read to the end (the others are done), or captions could not be
-            written.
+        FailedWork: Some videos could not be read to the end (all others are done), or captions could not be written.
     """
     if batch < 1:
         raise UserError(f"--batch is {batch}", hint="it must be 1 or more", flags=("--batch",))
@@ -126,7 +125,7 @@ def caption_files(
             flags=("--format",),
         )
     window_us, videos = parse_length_us(length), find_videos(paths)
-    if out is not None:  # a file of captions is read in other folders
+    if out is not None:  # a file with captions may be read from another folder
         videos = [video.parent.resolve() / video.name for video in videos]
     sink = print_windows() if out is None else open_sink(out, videos, form=form)
     with Activity(f"loading {weights}"):
@@ -157,7 +156,7 @@ def caption_files(
 
 
 def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings, *, source: str) -> CaptionClips:
-    """Return a function that captions clips with a model; sampling depends on the begin of a window."""
+    """Return a function that captions clips with a model. Sampling depends on the begin of a window."""
 
     def caption(clips: list[WindowClip]) -> list[Caption]:
         batch = Batch(
@@ -179,10 +178,10 @@ def open_captioner(
     """Open a run's latest checkpoint, or another captioner; no data is needed.
 
     Args:
-        device: Device instead of the run's.
+        device: Device to use in place of the run's device.
 
     Raises:
-        UserError: The weights do not exist, are of another task, or damaged.
+        UserError: The weights do not exist, belong to another task, or are damaged.
     """
     opened = open_weights_as({TASK.name: lambda: TASK}, weights, Use(overrides=overrides, device=device), say=say)
     name = opened.name if opened.run is not None else Path(opened.title).name
@@ -197,7 +196,7 @@ _JOINER = "\u2060"
 
 @contextmanager
 def json_writer(path: Path) -> Iterator[Write]:
-    """Write one JSON file for all videos, which is published at the end of the block."""
+    """Write a JSON file for all videos, and publish it at the end of the block."""
     with _text_file(path) as file:
         separator = "["
 
@@ -212,7 +211,7 @@ def json_writer(path: Path) -> Iterator[Write]:
 
 @contextmanager
 def srt_writer(path: Path) -> Iterator[Write]:
-    """Write the subtitles of one video, which are published at the end of the block."""
+    """Write the subtitles of one video, and publish them at the end of the block."""
     with _text_file(path) as file:
         number = 0
 
@@ -223,7 +222,7 @@ def srt_writer(path: Path) -> Iterator[Write]:
             number += 1
             times = f"{srt_time(window.begin_us)} --> {srt_time(window.end_us)}"
             caption = window.caption
-            for mark in ("<", "{", "--"):  # players read them as markup, and "-->" as a time
+            for mark in ("<", "{", "--"):  # players would read these as markup, and "-->" as a timing line
                 caption = caption.replace(mark, mark + _JOINER)
             file.write(f"{number}\r\n{times}\r\n{caption}\r\n\r\n")
 
@@ -237,7 +236,7 @@ WRITERS: dict[VideoFormat, Callable[[Path], AbstractContextManager[Write]]] = {
 
 
 def srt_time(time_us: int) -> str:
-    """Return hours, minutes, seconds and milliseconds, rounded."""
+    """Return a time as hours, minutes, seconds and milliseconds, rounded."""
     seconds, milliseconds = divmod(round(time_us / 1000), 1000)
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
@@ -245,10 +244,10 @@ def srt_time(time_us: int) -> str:
 
 
 def format_of(path: Path, form: VideoFormat | None) -> VideoFormat:
-    """Return the format of --format, or of the file's suffix.
+    """Return the format from --format, or from the file's suffix.
 
     Raises:
-        UserError: Format and suffix are both missing, or contradict each other.
+        UserError: Format and suffix are both missing, or they contradict each other.
     """
     named = next((known for known in WRITERS if path.suffix.lower() == f".{known}"), None)
     if form is not None and named not in (None, form):
@@ -267,7 +266,7 @@ def format_of(path: Path, form: VideoFormat | None) -> VideoFormat:
 
 
 def subtitle_names(videos: Sequence[Path]) -> list[str]:
-    """Return unique file names for the subtitles of each video: its name with .srt, as players expect."""
+    """Return unique file names for the videos' subtitles: a video's name with .srt, as players expect."""
     stems = Counter(video.stem.casefold() for video in videos)
     stems_of_videos = [video.stem if stems[video.stem.casefold()] == 1 else video.name for video in videos]
     taken = Counter(name.casefold() for name in stems_of_videos)
@@ -284,7 +283,7 @@ def subtitle_names(videos: Sequence[Path]) -> list[str]:
 
 @contextmanager
 def _text_file(path: Path) -> Iterator[TextIO]:
-    # newline="": each format defines its line ends, on every system.
+    # newline="": each format defines its own line ends, independent of the system.
     with publish_atomically(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         yield file
         file.flush()
@@ -316,7 +315,7 @@ def print_windows() -> Iterator[Take]:
 
 @contextmanager
 def one_file(writer: AbstractContextManager[Write]) -> Iterator[Take]:
-    """Write all windows to one file, which is published at the end of the block."""
+    """Write all windows to one file, and publish it at the end of the block."""
     with _writing():
         write = writer.__enter__()
 
@@ -337,12 +336,12 @@ def one_file(writer: AbstractContextManager[Write]) -> Iterator[Take]:
 
 @contextmanager
 def file_per_video(paths: dict[Path, Path]) -> Iterator[Take]:
-    """Write the subtitles of each video to a separate file, which is published when the video is finished.
+    """Write each video's subtitles to a separate file, and publish it when the video is finished.
 
-    A video without any captioned window gets no file.
+    If no window of a video is captioned, the video gets no file.
 
     Args:
-        paths: File of each video.
+        paths: File for each video.
     """
     windows: list[CaptionedWindow] = []
 
@@ -360,12 +359,12 @@ def file_per_video(paths: dict[Path, Path]) -> Iterator[Take]:
 
 
 def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) -> AbstractContextManager[Take]:
-    """Open the output of `--out` and `--format`.
+    """Open the output that `--out` and `--format` name.
 
-    An SRT file has the subtitles of one video: for several videos, or if `out` is a folder, there is one file each.
+    An SRT file has the subtitles of one video. For several videos, or if `out` is a folder, each video gets a file.
 
     Raises:
-        UserError: The format is unknown, a file exists already, or cannot be written.
+        UserError: The format is unknown, or a file already exists or cannot be written.
     """
     form = format_of(out, form)
     is_folder = form == "srt" and (out.is_dir() or len(videos) > 1)
@@ -380,7 +379,7 @@ def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) ->
             f"--out {out} is a folder", hint=f"name a file, such as {out / 'captions'}.{form}", flags=("--out",)
         )
     if out.exists() and not out.is_dir() and not out.is_file():
-        # A device or a pipe, which publishing would replace by a file.
+        # A device or a pipe; publishing would replace it by a file.
         raise UserError(
             f"--out {out} is not a regular file",
             hint="name a file, or omit --out to print lines",
@@ -393,7 +392,7 @@ def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) ->
         raise UserError(f"{existing[0]} exists already{more}", hint="use another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Permission bits do not tell whether a folder is writable, so try it.
+        # Permission bits do not show whether a folder is writable, so try it.
         with tempfile.NamedTemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX, suffix=f"-{out.name}"):
             pass
     except OSError as error:

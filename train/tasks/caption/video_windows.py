@@ -1,7 +1,8 @@
-"""Video files of any origin: their timing and frames, windows of fixed length, and the captions of windows.
+"""Video files of any origin: their timing and frames, windows of fixed length, and captions of windows.
 
-Files are only opened as video containers, through the file protocol, so that a playlist disguised as a video reads
-nothing else. `clipmill.shards.timeline` decides which frame is displayed at which time, as for the chunks of prep.
+Files are opened only as video containers, through the file protocol, so a playlist with the name of a video reads
+nothing else. `clipmill.shards.timeline` decides which frame is displayed at which time, as for the chunks that prep
+makes.
 """
 
 import os
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
     from av.container import InputContainer
 
 
-_SLACK_S = 1  # a decoder may keep the last frames of a damaged file
+_SLACK_S = 1  # a decoder may not output the last frames of a damaged file
 
-# Suffixes of video files in folders; a named file is opened whatever its suffix.
+# Suffixes of video files in folders. A file that is named directly is opened with any suffix.
 SUFFIXES = frozenset(
     (
         *(".3gp", ".asf", ".avi", ".flv", ".gif", ".ivf", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg"),
@@ -46,7 +47,7 @@ SUFFIXES = frozenset(
 
 
 class VideoFailed(ClipmillError):
-    """A video cannot be read, or not to its end; the message says why."""
+    """A video cannot be read, or cannot be read to its end. The message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,8 @@ class VideoTiming:
     Attributes:
         end_us: End of the last existing frame.
         last_us: Time of the last existing frame.
-        missing_us: Duration that the header promises beyond the last packet, if it is more than containers round.
-        fps: Frames per second, averaged where they vary.
+        missing_us: Duration that the header promises beyond the last packet, if it exceeds the rounding of containers.
+        fps: Frames per second; the average if the rate varies.
         timeline: Times and shape of the video.
         packets: Packets of the video track.
     """
@@ -72,7 +73,7 @@ class VideoTiming:
 
 @dataclass(frozen=True)
 class TimedFrame:
-    """A frame, upright and cropped, with its presentation time in microseconds and the aspect of its pixels."""
+    """An upright, cropped frame, with its presentation time in microseconds and its pixel aspect ratio."""
 
     begin_us: Fraction
     frame: "av.VideoFrame"
@@ -106,8 +107,8 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
     """Yield the frames of a video in presentation order, decoded once from start to end.
 
     Raises:
-        VideoFailed: The decoder reports an error, a frame is damaged, or the last frames are missing. Frames before
-            that are valid.
+        VideoFailed: The decoder reports an error, a frame is damaged, or the last frames are missing. All earlier
+            frames are valid.
     """
     last, num_frames, timeline = Fraction(-1), 0, timing.timeline
     try:
@@ -117,7 +118,7 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
             stream.codec_context.options = {"err_detect": "explode"}  # report errors instead of concealing them
             for time_s, frame in shown_frames(container, timeline, timing.packets):
                 if frame.is_corrupt:
-                    # A recording may begin between two key frames: the first key frame of some frames is missing.
+                    # A recording may begin between two key frames, and its first frames then lack their key frame.
                     if not num_frames:
                         continue
                     raise VideoFailed(f"the frame at {float(time_s):.2f} s is damaged")
@@ -135,7 +136,7 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
 
 
 class _Unreadable(VideoFailed):
-    """libav reports an error while it reads or decodes."""
+    """libav reported an error while reading or decoding."""
 
 
 @contextmanager
@@ -164,10 +165,10 @@ def _reason(error: Exception) -> str:
 
 
 def find_videos(paths: Iterable[Path]) -> list[Path]:
-    """Return the named files, and the videos of named folders, recursively and sorted; each file once.
+    """Return the named files, and the videos in named folders, recursively and sorted. Each file occurs once.
 
     Raises:
-        UserError: A file or folder does not exist, or a folder holds no videos.
+        UserError: A file or folder does not exist, or a folder contains no videos.
     """
     video_of_path: dict[str, Path] = {}
     for path in paths:
@@ -210,7 +211,7 @@ _MIN_REMAINDER = Fraction(1, 4)
 
 @dataclass(frozen=True)
 class Window:
-    """A span [begin_us, end_us) of a video, counted from the container's start as in players."""
+    """A span [begin_us, end_us) of a video, counted from the start of the container, as in players."""
 
     begin_us: int
     end_us: int
@@ -219,8 +220,8 @@ class Window:
 def windows_of(video_us: int, *, length_us: int) -> Iterator[Window]:
     """Yield the consecutive windows of a video that lasts `video_us`, in exact arithmetic.
 
-    The remainder at the end is a shorter window, or is added to the last window if it is shorter than a quarter of a
-    window. A video shorter than a window is one window.
+    A remainder at the end is a shorter window, or joins the last window if it is shorter than a quarter of a window. A
+    video shorter than a window is a single window.
     """
     full, rest = divmod(video_us, length_us)
     if full and rest < _MIN_REMAINDER * length_us:
@@ -263,18 +264,18 @@ class WindowClip:
 
 
 def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int) -> Iterator[WindowClip]:
-    """Yield the clips of a video's windows; only one of them is in memory at a time.
+    """Yield the clips of a video's windows. Only one clip at a time is in memory.
 
     Raises:
-        VideoFailed: The video cannot be read, or not to its end. Clips before that are valid.
+        VideoFailed: The video cannot be read, or not to its end. All earlier clips are valid.
     """
     timing = read_timing(path)
     pictures = _Pictures(frames_of(path, timing), size_px=size_px)
-    # In a truncated video, the complete windows before its end are valid.
+    # In a truncated video, complete windows before its end are valid.
     good_us = timing.end_us - timing.end_us % length_us if timing.missing_us else timing.end_us
     for window in windows_of(good_us, length_us=length_us):
         video, colour = pictures.at(_moments(window, sampling, timing))
-        # Decode to the end of the window, so that damage after its last frame is detected, too.
+        # Decode to the end of the window, to also detect damage after the last sampled frame.
         pictures.go_to(window.end_us)
         if timing.missing_us and pictures.are_over_before(timing.last_us):
             break
@@ -285,7 +286,7 @@ def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int
 
 
 def _moments(window: Window, sampling: Sampling, timing: VideoTiming) -> Moments:
-    # Sampling rules in frames refer to frames of the file.
+    # Sampling rules that count frames refer to the frames of the file.
     fps = timing.fps.limit_denominator(_LARGEST_RATE)
     return moments_of(
         window.begin_us, window.end_us, sampling, fps_num=fps.numerator, fps_den=fps.denominator, rng=None
@@ -293,18 +294,18 @@ def _moments(window: Window, sampling: Sampling, timing: VideoTiming) -> Moments
 
 
 class _Pictures:
-    """Sampler of pictures at ascending times in one pass over the frames; it holds two of them at a time."""
+    """Sampler of pictures at ascending times, in one pass over the frames. It holds two frames at a time."""
 
     def __init__(self, frames: Iterator[TimedFrame], *, size_px: int) -> None:
         self._frames, self._size_px = frames, size_px
-        self._now = next(frames)  # also displayed before its begin, as in chunks
+        self._now = next(frames)  # also displayed before it begins, as in chunks
         self._next = next(frames, None)
         self._picture: tuple[Planes, int] | None = None
 
     def at(self, moments: Moments) -> tuple[Planes, int]:
-        """Return the pictures displayed at these times, [T, S * S * 3 / 2], and the colour of the first one.
+        """Return the pictures displayed at these times, [T, S * S * 3 / 2], and the first picture's colour.
 
-        If color tags change within a clip, pictures keep their values, as in chunks.
+        If color tags change within a clip, pictures keep their pixel values, as in chunks.
         """
         pictures = []
         for numerator in moments.numerators:
@@ -315,19 +316,19 @@ class _Pictures:
         return np.stack([planes for planes, _ in pictures]), pictures[0][1]
 
     def are_over_before(self, time_us: int) -> bool:
-        """Return True if the last picture was reached, and began before this time."""
+        """Return True if the last picture was reached and began before this time."""
         return self._next is None and round(self._now.begin_us) < time_us
 
     def go_to(self, moment_us: Fraction | int) -> None:
-        """Advance to the picture displayed at a time; the next picture is decoded, too."""
+        """Advance to the picture displayed at a time. The next picture is also decoded."""
         while self._next is not None and self._next.begin_us <= moment_us:
-            # Released before the next frame is decoded, so that only two are in memory.
+            # Released before the next frame is decoded, so that only two frames are in memory.
             self._now, self._next, self._picture = self._next, None, None
             self._next = next(self._frames, None)
 
 
 def picture_of(frame: "av.VideoFrame", *, aspect: Fraction, size_px: int) -> tuple[Planes, int]:
-    """Return the largest centred square of an upright frame: planes, uint8 [S * S * 3 / 2], and colour."""
+    """Return the largest centred square of an upright frame as planes, uint8 [S * S * 3 / 2], and its colour."""
     planar = as_yuv420(frame)
     rectangle = shown_square(planar.width, planar.height, aspect=aspect)
     [planes] = crop_clip([planar], rectangle, size_px=size_px)
@@ -340,10 +341,10 @@ def picture_of(frame: "av.VideoFrame", *, aspect: Fraction, size_px: int) -> tup
 
 
 def shown_square(width: int, height: int, *, aspect: Fraction) -> Rectangle:
-    """Return the part of a coded picture that is displayed as its largest centred square.
+    """Return the part of a coded picture that is displayed as the largest centred square.
 
     Args:
-        aspect: Width of a pixel divided by its height.
+        aspect: Pixel aspect ratio (width / height).
     """
     side = min(width * aspect, Fraction(height))
     cut_width, cut_height = max(1, int(side / aspect)), max(1, int(side))
@@ -370,7 +371,7 @@ CaptionClips = Callable[[list[WindowClip]], list[Caption]]
 
 @dataclass(frozen=True)
 class CaptionedWindow:
-    """A window with its caption, a single line; `video_us` is the duration of the complete video."""
+    """A window with its caption, which is a single line; `video_us` is the duration of the complete video."""
 
     video: Path
     begin_us: int
@@ -383,7 +384,7 @@ class CaptionedWindow:
 
 @dataclass(frozen=True)
 class VideoEnd:
-    """The end of a video, or its failure with the reason. Its windows before that are valid."""
+    """The end of a video, or its failure with the reason. All earlier windows of the video are valid."""
 
     video: Path
     failure: str | None = None
@@ -402,10 +403,10 @@ def caption_videos(
     length_us: int,
     batch: int,
 ) -> Iterator[CaptionedWindow | VideoEnd]:
-    """Yield the captioned windows of videos in order; a `VideoEnd` follows the windows of each video.
+    """Yield the captioned windows of videos in order. A `VideoEnd` follows the windows of each video.
 
     Args:
-        batch: Number of windows that are captioned at once.
+        batch: Number of windows that are captioned together.
     """
     items = _clips(videos, sampling=sampling, size_px=size_px, length_us=length_us)
     for group in _decode_ahead(_groups(items, batch=batch)):
@@ -429,7 +430,7 @@ def caption_videos(
 
 
 def _decode_ahead(groups: Iterator[Group]) -> Iterator[Group]:
-    """Decode the next group while the model runs on this one."""
+    """Decode the next group while the model runs on the current one."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
     try:
         coming = pool.submit(next, groups, None)
@@ -441,7 +442,7 @@ def _decode_ahead(groups: Iterator[Group]) -> Iterator[Group]:
 
 
 def _groups(clips: Iterator[Clip | VideoEnd], *, batch: int) -> Iterator[Group]:
-    """Yield groups of `batch` clips, with the ends of videos between them."""
+    """Yield groups of `batch` clips. The ends of videos are in the groups, between the clips."""
     group: Group = []
     num_clips = 0
     for item in clips:
@@ -488,7 +489,7 @@ class VideoProgress:
         self._activity.__exit__(kind, error, trace)
 
     def say_done(self, where: str) -> None:
-        """Print how much was captioned, where the captions are, and how many are empty."""
+        """Print how much was captioned, where the captions are, and how many captions are empty."""
         windows, videos = count_noun(self._num_windows, "window"), count_noun(self._num_videos, "video")
         rates = f"{self._seen_s():.0f} s of video, {self._speed()}"
         empty = (

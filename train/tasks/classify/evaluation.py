@@ -1,7 +1,7 @@
 """Score a classifier on a split: top-1, top-5 and mean class accuracy; the classes of a run.
 
-The probability of a class is the mean over a clip's views of the softmax of the logits. The probability of a verb or
-noun of EPIC-KITCHENS-100 is the sum over all actions that have it, or 0 if none has. Logits are never summed.
+A class's probability is the mean, over a clip's views, of the softmax of the logits. The probability of a verb or noun
+in EPIC-KITCHENS-100 is the sum over all actions that have it, or 0 if no action has it. Logits are never summed.
 
 Shape suffixes: N samples, B batch, V views, K classes, M marginal classes (verbs or nouns).
 """
@@ -32,15 +32,15 @@ _TOP = (1, 5)
 
 
 def view_mean(logits_BVK: torch.Tensor) -> torch.Tensor:
-    """Return probabilities [B, K] of clips: the mean of the softmax over their views."""
+    """Return class probabilities of clips, [B, K]: the mean over views of the softmax."""
     return logits_BVK.float().softmax(dim=-1).mean(dim=1)
 
 
 def marginal_probabilities(probabilities_BK: torch.Tensor, part_K: torch.Tensor) -> torch.Tensor:
-    """Return marginal probabilities [B, M] of the parts of classes.
+    """Return marginal probabilities [B, M] for the parts of classes.
 
     Args:
-        part_K: Part of each class, int64; M is the highest + 1.
+        part_K: Part of each class, int64; M is the highest value + 1.
     """
     num_parts = int(part_K.max()) + 1
     sums_BM = probabilities_BK.new_zeros(len(probabilities_BK), num_parts)
@@ -48,7 +48,7 @@ def marginal_probabilities(probabilities_BK: torch.Tensor, part_K: torch.Tensor)
 
 
 def ranks(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
-    """Return the rank of the right class, int64 [B], 1 is best. Of equal probabilities, the lowest class is first."""
+    """Return the rank of the correct class, int64 [B]; 1 is best. Equal probabilities are ranked by ascending class."""
     own_B1 = probabilities_BK.gather(1, label_B[:, None])
     before_BK = probabilities_BK > own_B1
     lower_BK = torch.arange(probabilities_BK.shape[1], device=label_B.device) < label_B[:, None]
@@ -56,7 +56,7 @@ def ranks(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor
 
 
 def hits(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
-    """Return True where the right class is the first, and where it is among the first five, bool [B, 2]."""
+    """Return two bools per clip, [B, 2]: the correct class is first, and it is among the first five."""
     return torch.stack([ranks(probabilities_BK, label_B) <= k for k in _TOP], dim=1)
 
 
@@ -86,7 +86,7 @@ class Tally:
         self.num_all.index_add_(0, label_B, torch.ones_like(label_B))
 
     def metrics(self) -> dict[str, float]:
-        """Return top1 and top5 over samples, and mean_class, the mean of top-1 over the classes that occur."""
+        """Return top1 and top5 over samples, and mean_class: the mean top-1 over the classes that occur."""
         num_samples = int(self.num_all.sum())
         top1, top5 = (self.num_right.sum(dim=0).double() / max(num_samples, 1)).tolist()
         occurs = self.num_all > 0
@@ -96,7 +96,7 @@ class Tally:
 
 @dataclass
 class ClassTallies:
-    """Tallies of a classifier's classes, and of verbs and nouns if its classes are actions."""
+    """Tallies for a classifier's classes and, if its classes are actions, for verbs and nouns."""
 
     classes: ClassList
     device: torch.device
@@ -123,7 +123,7 @@ class ClassTallies:
         self.predictions.setdefault(name, []).append(predictions)
 
     def by_class(self) -> list[dict[str, Any]]:
-        """Return results by class of each kind of classes, for this rank's clips; see `Predictions.by_class`."""
+        """Return results by class, for each kind of class, for this rank's clips; see `Predictions.by_class`."""
         return [
             Predictions.join(self.predictions[name]).by_class(
                 self.classes.names if name == self.classes.label else list(map(str, range(len(tally.num_all)))),
@@ -134,7 +134,7 @@ class ClassTallies:
         ]
 
     def metrics(self, world: World) -> dict[str, float]:
-        """Return `<label>_top1` and so on, over all ranks; collective."""
+        """Return `<label>_top1` and other metrics over all ranks. All ranks must call it."""
         metrics: dict[str, float] = {}
         for name, tally in self.tallies.items():
             of_all_ranks = Tally(world.sum(tally.num_right), world.sum(tally.num_all))
@@ -148,8 +148,8 @@ class ClassResult:
 
     Attributes:
         metrics: Metrics over all ranks (`ClassTallies.metrics`).
-        num_samples, num_failed: Numbers over all ranks.
-        failed, by_class: Failures and results by class of this rank.
+        num_samples, num_failed: Numbers of samples and failures over all ranks.
+        failed, by_class: Failures, and results by class, of this rank.
     """
 
     metrics: dict[str, float]
@@ -159,7 +159,7 @@ class ClassResult:
     by_class: list[dict[str, Any]]
 
 
-@torch.no_grad()  # not inference_mode: tensors that a model caches are used in training too
+@torch.no_grad()  # not inference_mode, because training also uses tensors that a model caches
 def score_classifier(
     model: nn.Module,
     batches: Iterable[LoadedBatch],
@@ -170,13 +170,13 @@ def score_classifier(
     world: World,
     device: torch.device,
 ) -> ClassResult:
-    """Score a model in evaluation mode on this rank's part of a split; collective.
+    """Score a model in evaluation mode on this rank's part of a split. All ranks must call it.
 
     Args:
-        inputs: Function that returns clips [B, C, T, H, W] of a batch, with the frames of all views one after another.
+        inputs: Function from a batch to clips [B, C, T, H, W], in which the frames of all views follow one another.
 
     Raises:
-        FailedWork: Nothing could be decoded, or logits are not finite.
+        FailedWork: No clip could be decoded, or logits are not finite.
     """
     tallies = ClassTallies(classes, device)
     failed: list[FailedSample] = []
@@ -245,10 +245,10 @@ def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:
 
 
 def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dict[str, str]]:
-    """Return the names of numbered classes by label and number; for actions also the names of verbs and nouns.
+    """Return the names of numbered classes by label and number; for actions, also the names of verbs and nouns.
 
     Args:
-        files: Class file of the label; for actions the files of verbs and nouns; empty for no names.
+        files: Class file of the label, or for actions the files of verbs and nouns; empty for no names.
 
     Raises:
         UserError: The number of files is wrong, a file has no name for a class, or the classes have names.
@@ -277,7 +277,7 @@ def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dic
 
 
 def kept_classes(run: RunFolder) -> dict[str, ClassList]:
-    """Return the classes that a run was trained on, as an argument of its task (`TaskSpec.kept`).
+    """Return the classes on which a run was trained, as an argument for its task (`TaskSpec.kept`).
 
     Raises:
         UserError: `run` is not a run of `train classify`.

@@ -1,4 +1,4 @@
-"""Conversion of classifiers with a videomae tower to and from VideoMAE's checkpoints and transformers' classifiers."""
+"""Conversion of classifiers with a videomae tower from and to VideoMAE's checkpoints and transformers' classifiers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,17 +21,17 @@ from clipmill.train.weights.files import read_config
 from clipmill.train.weights.source import Say, Source, effective_clip_settings
 from clipmill.train.weights.videomae import exported_videomae
 
-# Clips of VideoMAE's classifiers: one frame in four, which no file records.
+# Clips of VideoMAE's classifiers: every fourth frame, which no file records.
 _NUM_FRAMES, _STRIDE = 16, 4
 
 
 def adopted_classifier(source: Source, path: Path, *, say: Say) -> Adopted | None:
-    """Adopt the weights of a fine-tuned VideoMAE as a classifier; None if they have no last layer.
+    """Convert the weights of a fine-tuned VideoMAE to a classifier; None if they have no last layer.
 
-    Its classes are the `id2label` of config.json; a checkpoint without it names none.
+    Its classes are the `id2label` in config.json; without that file, classes have no names.
 
     Raises:
-        UserError: config.json names a different number of classes.
+        UserError: The number of classes in config.json is wrong.
     """
     head = source.converted.tensors.get("head.weight")
     if head is None or source.kind is None:
@@ -81,7 +81,7 @@ def exported_classifier(request: ExportRequest) -> Exported:
     """Export a classifier with a videomae tower.
 
     Raises:
-        UserError: The format cannot hold it, or it has another tower.
+        UserError: The format cannot represent the classifier, or its tower is of another kind.
     """
     if request.form in PROGRAM_FORMATS:
         model = VideoClassifier(
@@ -103,7 +103,7 @@ def exported_classifier(request: ExportRequest) -> Exported:
             flags=("--format",),
         )
     require_format(request.form, ("hf", "videomae", *PROGRAM_FORMATS), what="a classifier of videos")
-    # VideoMAE's checkpoints do not name the classes.
+    # VideoMAE's checkpoints do not contain names of classes.
     classes = request.task.classes.names if request.form == "hf" else ()
     return exported_videomae(
         request.settings, request.weights, shape=request.shape, form=request.form, model=classifier_config(classes)
@@ -111,7 +111,7 @@ def exported_classifier(request: ExportRequest) -> Exported:
 
 
 def classifier_config(classes: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a VideoMAEForVideoClassification's configuration other than the encoder's."""
+    """Return the values in the configuration of a VideoMAEForVideoClassification that are not about the encoder."""
     return {
         "architectures": ["VideoMAEForVideoClassification"],
         "use_mean_pooling": True,

@@ -1,4 +1,4 @@
-"""`TaskSpec` of the classifier, its settings, and flags and table of its evaluation; loads nothing heavy."""
+"""`TaskSpec` of the classifier; its settings; flags and table of its evaluation. Imports no heavy library."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -38,7 +38,7 @@ _ALPHA = Range(0, 100)
 class ClassEvaluation(EvaluationSettings):
     """Evaluation of a classifier in training."""
 
-    # The split is always read, for its classes.
+    # The split is always read, because its classes are needed.
     split: str = "val"
     clips: Annotated[int, VIEWS, EVERY] = 1
     """Number of temporal views per clip. Probabilities are averaged over all views."""
@@ -72,7 +72,7 @@ class ClassifySettings(LatentSettings):
     evaluate: Annotated[ClassEvaluation, groups.EVALUATION] = field(default_factory=ClassEvaluation)
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for towers that do not suit the input, and for augmentation that does not apply to it."""
+        """Yield errors for towers that contradict the input, and for augmentation that does not apply to it."""
         yield from super().rules()
         if (kind := self.towers.kind) not in (None, "clip", "videomae", LIBRARY):
             yield UserError(
@@ -134,7 +134,7 @@ class ClassificationFlags(Checked):
 
 
 def classification_table(result: dict[str, Any]) -> Table:
-    """Return a table with a row for each kind of class."""
+    """Return a table with one row per kind of class."""
     rows, clips = [], count_noun(result["num_samples"], "clip")
     for name, num_classes in result["num_classes"].items():
         shares = [result["numbers"][f"{name}_{key}"] for key in ("top1", "top5", "mean_class")]

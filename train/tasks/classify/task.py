@@ -1,8 +1,8 @@
 """The classifier: model, objective with mixup and CutMix, and the task that fine-tunes a tower on labelled clips.
 
 Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): one share and one kind of mixing are drawn per batch, from
-torch's CPU generator. Clip i of B is mixed with clip B - 1 - i, and its target with that clip's target by the same
-share. CutMix replaces one rectangle in all frames.
+torch's CPU generator. Clip i of B is mixed with clip B - 1 - i, and its target with that clip's target, with the same
+share. CutMix replaces the same rectangle in all frames.
 
 Shape suffixes: B batch, R rows of a microbatch, K classes, D width, C channels, T frames, F frames of a segment of
 latents, H and W pixels (or values of a latent).
@@ -47,21 +47,21 @@ from clipmill.train.weights.loading import Loaded, fit_to
 from clipmill.train.weights.source import Say, Source
 
 _FEATURE_NORM = "fc_norm."
-# Standard deviation of the last layer's initial weights: AVION's; VideoMAE's 0.02 times its init_scale of 0.001.
+# Standard deviation of the last layer's initial weights: AVION's value. VideoMAE uses 0.02 times its init_scale, 0.001.
 _HEAD_STD = {"clip": 0.01, "videomae": 2e-5, LIBRARY: 0.01}
 
 
 class VideoClassifier(nn.Module):
-    """Classifier of clips: one feature vector per clip, dropout and a linear layer with small initial weights.
+    """Classifier of clips: one feature vector per clip, dropout, and a linear layer with small initial weights.
 
-    The feature vector is the class token of a CLIP tower, without CLIP's projection, a library's embedding, or the mean
-    of all tokens of a videomae tower, through a layer norm that replaces the tower's last one (as in VideoMAE's
-    fine-tuning).
+    The feature vector is the class token of a CLIP tower without CLIP's projection, or a library's embedding, or the
+    mean of all tokens of a videomae tower. In the last case, a layer norm follows the mean and replaces the tower's
+    last norm, as in VideoMAE's fine-tuning.
 
-    Parameters keep the names `video.*` of other tasks' towers; `fc_norm.*` and `head.*` are the classifier's.
+    Parameters have the same names `video.*` as in other tasks. The classifier adds `fc_norm.*` and `head.*`.
 
     Args:
-        size: Size of the tower, whose kind is in `towers`.
+        size: Size of the tower. Its kind is in `towers`.
     """
 
     video: VideoViT | VideoMAEEncoder | LibraryImage
@@ -154,7 +154,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
     """The task of `train classify`.
 
     Args:
-        classes: Classes of an existing run; by default they are read with the training set.
+        classes: Classes of an existing run; by default, they are read with the training set.
     """
 
     name = "classify"
@@ -167,19 +167,19 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
 
     @property
     def classes(self) -> ClassList:
-        """Classes of the model."""
-        assert self._classes is not None  # given, or read by training_set
+        """Classes of the model, in order."""
+        assert self._classes is not None  # were given, or training_set read them
         return self._classes
 
     def facts(self) -> dict[str, Any]:
-        """Return the entries of run.json."""
+        """Return the entries for run.json."""
         return {"classes": self.classes.as_json(), **super().facts()}
 
     def training_set(self, world: World) -> "AnySamples":
         """Open this rank's part of the labelled clips, or segments of latents, of the split that the settings name.
 
         Raises:
-            UserError: The split is empty, or all clips are of one class.
+            UserError: The split is empty, or all clips belong to one class.
         """
         settings = self._settings
         if self._classes is None:
@@ -205,17 +205,17 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         """Open this rank's part of the labelled samples of any split.
 
         Args:
-            views: Views of an evaluation.
-            repeats: Number of samples of a clip, in training.
+            views: Views for an evaluation.
+            repeats: Number of samples per clip, in training.
 
         Raises:
-            UserError: The split is empty, or does not fit the settings.
+            UserError: The split is empty, or contradicts the settings.
         """
         settings = self._settings
         loading = loader_settings(settings, world, device=self._device)
         loading = replace(loading, group=loading.group * repeats)
         if views is not None:
-            # A clip takes the memory of all its views.
+            # A clip needs the memory of all its views.
             loading = replace(loading, batch=max(1, loading.batch // len(views)))
         query = DataQuery(
             settings=settings,
@@ -248,7 +248,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         return self.pixels(batch, rows, mean=CLIP_MEAN, std=CLIP_STD, is_training=is_training)
 
     def _frames(self, latents_BFCHW: torch.Tensor, positions: Positions | None) -> torch.Tensor:
-        """Return frames [B, T, C, H, W] of segments of latents: random for `positions`, otherwise centred."""
+        """Return frames [B, T, C, H, W] of segments of latents: random frames given `positions`, else centred."""
         count, seed = self._settings.num_frames, self._settings.seed
         if self._settings.sampling == "stride":
             within = None if positions is None else draw_uniform(positions, 1, seed=seed, purpose="window")[:, 0]
@@ -269,7 +269,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
     def score(
         self, model: nn.Module, samples: "Samples[Any]", world: World, *, views: Views, every: int = 1
     ) -> ClassResult:
-        """Score a model in evaluation mode on samples that were opened with `views`; collective."""
+        """Score a model in evaluation mode on samples that were opened with `views`. All ranks must call it."""
         return score_classifier(
             model,
             counted_batches(samples.evaluation_batches(every=every), "classifying", total=-(-len(samples) // every)),
@@ -302,12 +302,12 @@ def _views(evaluation: ClassEvaluation) -> Views:
     return Views(num_clips=evaluation.clips, num_crops=evaluation.crops)
 
 
-# Index of the random draw of a batch's mix; microbatches are numbered from 0.
+# Index of the random draw for a batch's mix. Microbatches are numbered from 0.
 _MIXING = -1
 
 
 class SoftCrossEntropy(Objective):
-    """Cross-entropy with soft targets, mean over the batch.
+    """Cross-entropy with soft targets, averaged over the batch.
 
     Args:
         inputs: Function that returns clips [R, C, T, H, W] of some rows of a batch.
@@ -351,16 +351,16 @@ class SoftCrossEntropy(Objective):
 
 
 def soft_cross_entropy(logits_RK: torch.Tensor, targets_RK: torch.Tensor) -> torch.Tensor:
-    """Return the mean over rows of the cross-entropy between targets and softmax of logits."""
+    """Return the cross-entropy between targets and the softmax of logits, averaged over rows."""
     return -(targets_RK * logits_RK.log_softmax(dim=1)).sum(dim=1).mean()
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Mix of the clips of a batch with their partners.
+    """Mix of the clips in a batch with their partners.
 
     Attributes:
-        share: Weight of a clip's target; the rest is the partner's.
+        share: Weight of a clip's target; the rest is the weight of the partner's target.
         box: Rows [top, bottom) and columns [left, right) that come from the partner; None for mixup.
     """
 
@@ -375,8 +375,8 @@ def draw_mix(*, mixup: float, cutmix: float, size_px: int) -> Mix:
     """Draw the mix of a batch.
 
     Args:
-        mixup, cutmix: Alpha of the Beta distribution of shares; 0 turns it off. With both, each applies to half of the
-            batches.
+        mixup, cutmix: Alpha of the Beta distribution of shares; 0 turns it off. If both are given, each is used for
+            half of the batches.
     """
     if not mixup and not cutmix:
         return NO_MIX
@@ -390,7 +390,7 @@ def draw_mix(*, mixup: float, cutmix: float, size_px: int) -> Mix:
 
 
 def cut_around(row: int, column: int, *, share: float, size_px: int) -> Mix:
-    """Return the mix by a square of area 1 - `share` around a pixel, clipped at the borders, with its actual share."""
+    """Return the mix for a square of area 1 - `share` around a pixel, clipped at the borders, with its actual share."""
     half = int(size_px * math.sqrt(1 - share)) // 2
     top, bottom = max(row - half, 0), min(row + half, size_px)
     left, right = max(column - half, 0), min(column + half, size_px)
@@ -408,7 +408,7 @@ def mix_clips(clips_BCTHW: torch.Tensor, partners_BCTHW: torch.Tensor, mix: Mix)
 
 
 def mixed_targets(label_B: torch.Tensor, *, num_classes: int, smoothing: float, mix: Mix) -> torch.Tensor:
-    """Return targets, float32 [B, K], of a complete batch; each row sums to 1.
+    """Return the targets of a complete batch, float32 [B, K]; each row sums to 1.
 
     Args:
         smoothing: Label smoothing (Szegedy et al. 2016, section 7).

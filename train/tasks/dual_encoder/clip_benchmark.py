@@ -1,9 +1,10 @@
-"""Data sets of CLIP_benchmark (LAION) in image tars: zero-shot classification, retrieval by several captions.
+"""Data sets of CLIP_benchmark (LAION) in image tars: zero-shot classification, retrieval with several captions.
 
-    DIR/classnames.txt                             a class in each line; line 0 is class 0
-    DIR/zeroshot_classification_templates.txt      a prompt in each line, with {c} for the name
-    DIR/test/0.tar, 1.tar, ...                     images with `cls`, the number of the class, or `txt`, with a caption
-                                                   in each line
+    DIR/classnames.txt                             one class per line; the first line is class 0
+                                                   DIR/zeroshot_classification_templates.txt      one prompt per line,
+                                                   with {c} for the name DIR/test/0.tar, 1.tar, ...
+                                                   images with `cls`, the number of the class, or `txt`, with one
+                                                   caption per line
 
 Two classes may have the same name (ImageNet has two "sunglasses"): they are distinguished by number.
 """
@@ -29,10 +30,10 @@ _CLASSES, _TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 
 
 def class_numbers(pattern: str, classes: Path | None) -> ClassList:
-    """Return the numbers of the classes of tars, which `cls` contains.
+    """Return the numbers of the classes of tars, as they occur in `cls`.
 
     Args:
-        classes: File of the names; None for the file next to the tars.
+        classes: File with the names; None for the file beside the tars.
 
     Raises:
         UserError: The file is missing, cannot be read, or is empty.
@@ -44,7 +45,7 @@ def class_prompts(samples: Samples[Any], pattern: str, evaluation: DualEncoderEv
     """Return the classes of images that were opened with `class_numbers`.
 
     Raises:
-        UserError: See `class_numbers`; also if another label than `class` is requested.
+        UserError: See `class_numbers`; or a label other than `class` was requested.
     """
     if evaluation.label not in (None, LABEL):
         raise UserError(f"images in tars have no label {evaluation.label!r}", hint=f"omit it: {LABEL} is their cls")
@@ -58,7 +59,7 @@ def class_prompts(samples: Samples[Any], pattern: str, evaluation: DualEncoderEv
 
 
 def image_captions(samples: Samples[Any]) -> pa.Table:
-    """Return every line of every image's text as the captions of a protocol; their ids are the images'."""
+    """Return every line of each image's text as a caption for a protocol. A caption has the ID of its image."""
     texts = [[line for line in samples.text(image).splitlines() if line.strip()] for image in range(len(samples))]
     image_M = np.repeat(np.arange(len(texts)), list(map(len, texts)))
     return pa.table(
@@ -88,7 +89,7 @@ def _class_names(pattern: str, classes: Path | None) -> list[str]:
 
 
 def _file_beside(pattern: str, name: str) -> Path | None:
-    """Find a file in the folder of the tars or above it; None if it is missing, or the tars are remote."""
+    """Find a file in the folder of the tars or above; None if it is missing, or if the tars are remote."""
     if is_remote(pattern):
         return None
     folder = Path(expand(pattern)[0]).absolute().parent

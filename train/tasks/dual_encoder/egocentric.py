@@ -1,15 +1,15 @@
-"""Benchmarks of egocentric video: EPIC-KITCHENS-100's multi-instance retrieval (MIR), and EgoMCQ.
+"""Benchmarks of egocentric video: multi-instance retrieval (MIR) in EPIC-KITCHENS-100, and EgoMCQ.
 
-MIR: clips are the captions of a split, sentences their distinct texts. Rows of the relevancy are the captions of the
-split in the order of their ids, as in the annotation file. Columns are the distinct texts in the order in which they
-first appear, or the texts of a sentence file (EPIC_100_retrieval_test_sentence.csv: `narration_id,narration`). The
-published relevancy is a pickle, and a pickle is a program: the few calls that rebuild an array are replaced by
-stand-ins that only record their arguments, and any other name is refused. The array is built from the checked
-arguments.
+MIR: clips are the captions of a split; sentences are their distinct texts. The rows of the relevancy matrix are the
+captions of the split in the order of their IDs, as in the annotation file. The columns are the distinct texts in the
+order of their first occurrence, or the texts of a sentence file (EPIC_100_retrieval_test_sentence.csv:
+`narration_id,narration`). The published relevancy is a pickle, and a pickle is a program. Its few calls that rebuild an
+array are replaced by stand-ins that only record their arguments, and any other name is rejected. The array is then
+built from the checked arguments.
 
 EgoMCQ (Lin et al. 2022, section 4.1): which of five clips does a narration describe? The questions are in
-`egomcq.json`; their clips are captions of the manifest (`prep manifest ego4d`), found by video, begin and end. A
-question is of the kind inter if its clips are of different videos, intra if they are of one.
+`egomcq.json`. Their clips are captions of the manifest (`prep manifest ego4d`), found by video, begin and end. A
+question is of the kind inter if its clips come from different videos, and intra if they come from one video.
 """
 
 import pickle
@@ -41,7 +41,7 @@ from clipmill.train.tasks.dual_encoder.protocols import Embeddings, EmbedTexts
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
 _LOST = re.compile(r"captions lost: (\d+)$")  # clipmill.manifests.adapters.reading
-# Narrations with the same text may have different classes, so not every clip has relevancy 1 for its sentence.
+# Narrations with the same text may have different classes, so a clip may have a relevancy below 1 for its sentence.
 _LEAST_RIGHT_SHARE = 0.5
 
 
@@ -52,11 +52,12 @@ class MirTable:
     Attributes:
         relevancy: Relevancies [N, M].
         sentences: Texts [M].
-        caption_ids: Ids of captions, int64 [N], ascending.
-        span_of_N: Number of the span, int64; captions of the same span of a video are one clip for the loader.
+        caption_ids: IDs of the captions, int64 [N], ascending.
+        span_of_N: Number of the caption's span, int64. Captions with the same span of a video are one clip for the
+            loader.
         sentence_of_N: Index of the clip's sentence, int64; -1 if it is not among the sentences.
-        source: Description of the origin of the relevancy.
-        num_rejected: Number of captions of the split's annotation files that the manifest rejected, if recorded.
+        source: Description of where the relevancy comes from.
+        num_rejected: Number of captions in the split's annotation files that the manifest rejected, if recorded.
     """
 
     relevancy: Relevancy
@@ -68,7 +69,7 @@ class MirTable:
     num_rejected: int = 0
 
     def describe_missing(self, num_shown: int) -> str:
-        """Describe which part of the split a result of `num_shown` clips lacks; empty for nothing."""
+        """Describe which part of the split is missing in a result for `num_shown` clips; empty if it is complete."""
         num_clips = len(self.caption_ids)
         parts = [f"{num_shown:,} of {count_noun(num_clips, 'clip')} scored"] if num_shown < num_clips else []
         if self.num_rejected:
@@ -76,10 +77,10 @@ class MirTable:
         return "; ".join([*parts, "not comparable with published numbers"]) if parts else ""
 
     def rows_shown(self, caption_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the rows whose clips were embedded, ascending, and for each the index of its clip in `caption_ids`.
+        """Return the rows whose clips were embedded, ascending, and each clip's index in `caption_ids`.
 
         Args:
-            caption_ids: A caption of each embedded clip; ids without a row are ignored.
+            caption_ids: A caption of each embedded clip; IDs without a row are ignored.
         """
         place = np.searchsorted(self.caption_ids, caption_ids).clip(max=len(self.caption_ids) - 1)
         given = np.flatnonzero(self.caption_ids[place] == caption_ids)
@@ -90,10 +91,10 @@ class MirTable:
 
 
 def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, sentences: Path | None) -> MirTable:
-    """Read the captions of a split, and their relevancies from a file or from their classes.
+    """Read the captions of a split, and their relevancies, from a file or computed from their classes.
 
     Raises:
-        UserError: A file cannot be read or is of another split, or there are no classes to compute relevancies from.
+        UserError: A file cannot be read or belongs to another split, or relevancies cannot be computed without classes.
     """
     captions = select_split(read_captions(data_dir), data_dir, split)
     if _VERB in captions.column_names:
@@ -122,7 +123,7 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
 
 
 def _count_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
-    """Count captions of a split's annotation files that the manifest lacks; 0 for remote data without the list."""
+    """Count the captions in a split's annotation files that the manifest lacks; 0 for remote data without the list."""
     if not (manifest_dir(data_dir) / REJECTED_FILE).exists():
         return 0
     videos, rejected = read_videos(data_dir), read_rejected_rows(data_dir)
@@ -134,7 +135,7 @@ def _count_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
         if row["dataset"] not in datasets or not file.endswith(".csv"):
             continue
         if split_in_file_name(file.rsplit("/", 1)[-1]) == split:
-            # A row stands for all captions of a video without a file, and otherwise for one.
+            # If a video has no file, a row stands for all its captions; otherwise for a single caption.
             count += int(lost[1]) if (lost := _LOST.search(row["detail"])) else 1
     return count
 
@@ -231,7 +232,7 @@ _BYTE_ORDERS = ("<", ">", "|", "=")
 
 
 def load_array_pickle(path: Path) -> NDArray[Any]:
-    """Read the array of numbers in a pickle of any protocol, of Python 2 or 3.
+    """Read an array of numbers from a pickle of any protocol, written by Python 2 or 3.
 
     Raises:
         UserError: The file cannot be read, is not a pickle, or contains anything but one array of numbers.
@@ -250,7 +251,7 @@ def load_array_pickle(path: Path) -> NDArray[Any]:
             "need it",
             hint=_HINT,
         ) from error
-    # A damaged pickle raises more than UnpicklingError (Python's documentation of pickle.load).
+    # A damaged pickle may raise more than UnpicklingError (see Python's documentation of pickle.load).
     except (
         pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError,
         MemoryError,
@@ -264,11 +265,11 @@ _HINT = "save it as .npy: numpy.save(FILE, array)"
 
 
 class _Refused(Exception):
-    """The pickle refers to something that an array of numbers does not need."""
+    """The pickle refers to an object that an array of numbers does not need."""
 
 
 class _Dtype:
-    """Stand-in for numpy.dtype, with code and byte order."""
+    """Stand-in for numpy.dtype, which records code and byte order."""
 
     def __init__(self, code: str, *_: Any) -> None:
         if not isinstance(code, str) or not _NUMBER_TYPES.fullmatch(code):
@@ -300,28 +301,28 @@ class _Array:
         _, shape, dtype, is_fortran, content = self._state
         if not isinstance(dtype, _Dtype):
             raise ValueError("it has no type")
-        # Python 2 pickles store bytes as text.
+        # Pickles of Python 2 store bytes as text.
         raw = content.encode("latin1") if isinstance(content, str) else bytes(content)
         flat = np.frombuffer(raw, np.dtype(dtype.byte_order + dtype.code))
         return flat.reshape(shape, order="F" if is_fortran else "C")
 
 
 def _from_buffer(content: bytes, dtype: Any, shape: Any, order: str, *_: Any) -> _Array:
-    """Stand-in for the function by which protocol 5 stores an array."""
+    """Stand-in for the function with which protocol 5 stores an array."""
     array = _Array()
     array.__setstate__((1, shape, dtype, order == "F", content))
     return array
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """Stand-in for the function by which protocols before 3 store bytes."""
+    """Stand-in for the function with which protocols before 3 store bytes."""
     if encoding != "latin1":
         raise _Refused(f"the encoding {encoding!r:.20}")
     return text.encode("latin1")
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
-    ("__builtin__", "bytes"): lambda: b"",  # protocols before 3 store empty bytes by this call
+    ("__builtin__", "bytes"): lambda: b"",  # protocols before 3 store empty bytes as this call
     ("numpy", "dtype"): _Dtype,
     ("numpy", "ndarray"): _Array,
     ("_codecs", "encode"): _encode,
@@ -367,7 +368,7 @@ class EgoMcqScorer:
 
     @property
     def means_of(self) -> tuple[int, str]:
-        """Number and noun of the items that its metrics are means of."""
+        """Number and noun of the items over which its metrics are means."""
         return len(self.questions), "question"
 
     def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
@@ -405,16 +406,16 @@ class EgoMcqScorer:
 
 
 def is_nearest(similarity: NDArray[np.float32], answer: int) -> bool:
-    """Return True if the answer is nearer than all other clips; NaN is not."""
+    """Return True if the answer is nearer than all other clips; False for NaN."""
     others = np.delete(similarity, answer)
     return bool((others < similarity[answer]).all())
 
 
 def open_questions(path: Path | None, captions: pa.Table, *, data_dir: Path) -> EgoMcqScorer:
-    """Open the questions of a file whose clips are among `captions`, the captions of EgoMCQ in the manifest.
+    """Open the questions in a file whose clips are among `captions`, the captions of EgoMCQ in the manifest.
 
     Raises:
-        UserError: No file is given, or none of its questions is of these captions.
+        UserError: No file is given, or none of its questions is about these captions.
     """
 
     if path is None:

@@ -1,11 +1,11 @@
-"""Evaluations of a dual encoder, of a trained run or in the training loop on all ranks; examples for the page.
+"""Evaluations of a dual encoder: of a trained run, or during training on all ranks; examples for the page.
 
-1. The files of the protocol are read; a mistake in them is reported before training starts.
-2. Every rank embeds its part of the split; the embeddings are gathered in the order of the samples.
-3. A `Scorer` turns them into plain values for the result file, or into metrics for the training log.
+1. The files of the protocol are read. A mistake in them is reported before training starts.
+2. Every rank embeds its part of the split. The embeddings are gathered in the order of the samples.
+3. A `Scorer` converts them to plain values for the result file, or to metrics for the training log.
 
-Examples on the page: half of the texts have a correct clip first and half have not, as far as there are some, so that a
-page shows failures as well as successes; both are spread evenly over the split.
+Examples on the page show both failures and successes: half of the texts have a correct clip first and half have not, if
+there are enough. Both halves are spread evenly over the split.
 
 Shape suffixes: N clips, M texts.
 """
@@ -64,13 +64,13 @@ _NUM_FOUND = 4
 
 @dataclass(frozen=True)
 class Ranking:
-    """Texts and clips with their similarities, for examples.
+    """Texts and clips with their similarities, from which examples are chosen.
 
     Attributes:
         similarity_NM: Similarities of clips and texts.
         relevancy_NM: Relevancies in [0, 1]; clips of relevancy 1 are correct.
         sample_N: Sample of each clip, int64.
-        text: Function from the index of a text to the text.
+        text: Function that returns the text with an index.
     """
 
     similarity_NM: NDArray[np.floating]
@@ -82,10 +82,10 @@ class Ranking:
 def retrieval_examples(
     ranking: Ranking, samples: PicturedSamples, *, num_frames: int, player: Player | None
 ) -> list[dict[str, Any]]:
-    """Return texts with the best clips and the best correct clip, as plain values.
+    """Return texts with their best clips and their best correct clip, as plain values.
 
     Args:
-        num_frames: Number of frames of a clip.
+        num_frames: Number of frames per clip.
     """
     similarity_NM, sample_N = ranking.similarity_NM, ranking.sample_N
     rank_M = ranks(similarity_NM.T, ranking.relevancy_NM.T == 1)
@@ -107,7 +107,7 @@ def retrieval_examples(
     examples = []
     for text in chosen_texts(rank_M):
         order = np.argsort(-similarity_NM[:, text], kind="stable")
-        # If no correct clip is among the first, the best correct clip takes the last of their places.
+        # If no correct clip is among the best, the best correct clip replaces the last of them.
         best_right = int(np.flatnonzero(ranking.relevancy_NM[order, text] == 1)[0])
         places = [*range(min(_NUM_FOUND, len(order)))]
         places[-1] = max(places[-1], best_right)
@@ -117,7 +117,7 @@ def retrieval_examples(
 
 
 def chosen_texts(rank_M: NDArray[np.int64], *, at_most: int = _NUM_QUERIES) -> list[int]:
-    """Return indices of texts, alternately with a correct clip first (rank 1) and without."""
+    """Return indices of texts, alternating between texts with a correct clip first (rank 1) and without."""
     right, wrong = np.flatnonzero(rank_M == 1).tolist(), np.flatnonzero(rank_M > 1).tolist()
     num_wrong = min(len(wrong), max(at_most // 2, at_most - len(right)))
     spread = (
@@ -128,7 +128,7 @@ def chosen_texts(rank_M: NDArray[np.int64], *, at_most: int = _NUM_QUERIES) -> l
 
 
 class Scorer(Protocol):
-    """A protocol with its files read, ready to score embeddings: a result, and metrics for the training log."""
+    """A protocol whose files have been read. It scores embeddings: a result, and metrics for the training log."""
 
     @property
     def definition(self) -> str:
@@ -136,11 +136,11 @@ class Scorer(Protocol):
         ...
 
     def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
-        """Return the result as plain values; `embed` gives unit-length embeddings of texts that are not captions."""
+        """Return the result as plain values; `embed` returns unit-length embeddings of texts that are not captions."""
         ...
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics of a result that are logged during training."""
+        """Return the metrics of a result that are logged in training."""
         ...
 
 
@@ -149,7 +149,7 @@ _MAX_EXAMPLE_SENTENCES = 256
 
 @dataclass(frozen=True)
 class MirMatch:
-    """Similarities and relevancy of clips and sentences; `clip_N` are the clips' rows of the embeddings."""
+    """Similarities and relevancies of clips and sentences; `clip_N` are the clips' rows in the embeddings."""
 
     similarity_NM: NDArray[np.float32]
     relevancy: Relevancy
@@ -158,7 +158,7 @@ class MirMatch:
 
 @dataclass(frozen=True)
 class MirScorer:
-    """EPIC-KITCHENS-100 multi-instance retrieval (clipmill.train.tasks.dual_encoder.metrics)."""
+    """Multi-instance retrieval in EPIC-KITCHENS-100 (clipmill.train.tasks.dual_encoder.metrics)."""
 
     table: MirTable
     definition: str = MIR_PROTOCOL
@@ -167,7 +167,7 @@ class MirScorer:
         return self.result(self.match(embeddings, embed))
 
     def match(self, embeddings: Embeddings, embed: EmbedTexts) -> "MirMatch":
-        """Match the clips that have a row in the relevancy with all sentences."""
+        """Match all sentences with the clips that have a row in the relevancy matrix."""
         table = self.table
         rows, place = table.rows_shown(embeddings.caption_id)
         if not len(rows):
@@ -184,7 +184,7 @@ class MirScorer:
         return {**scores, "relevancy": self.table.source, "coverage": coverage, "incomplete": incomplete}
 
     def ranking(self, match: "MirMatch", sample_N: NDArray[np.int64]) -> Ranking:
-        """Return evenly spread sentences that have a clip of relevancy 1; `sample_N` are samples of all embeddings."""
+        """Return evenly spaced sentences with a clip of relevancy 1; `sample_N` are the samples of all embeddings."""
         num_sentences = len(self.table.sentences)
         chosen = np.array(evenly_spaced_items(range(num_sentences), at_most=_MAX_EXAMPLE_SENTENCES))
         relevancy_NM = match.relevancy.take(np.arange(len(match.clip_N)), chosen).rows(slice(None))
@@ -205,15 +205,15 @@ class MirScorer:
 def make_scorer(
     settings: DualEncoderEvaluation, *, data_dir: Path | None, has_text_tower: bool, sources: str | None = None
 ) -> Scorer:
-    """Return the scorer of `settings.protocol`, with its files read.
+    """Read the files of `settings.protocol`, and return its scorer.
 
     Args:
-        data_dir: Data folder; None for data without a manifest.
+        data_dir: Data folder; None if the data have no manifest.
         has_text_tower: True if the run has a text tower, which embeds prompts.
         sources: `--captions.sources`, for named protocols.
 
     Raises:
-        UserError: A file cannot be read or does not fit, or the data do not suit the protocol.
+        UserError: A file cannot be read or does not match, or the data contradict the protocol.
     """
     protocol, split = settings.protocol, settings.split
     if protocol == "retrieval":
@@ -254,7 +254,7 @@ class EmbedsTexts(Protocol):
     tokenize: Tokenize
 
     def embed_text(self, text: torch.Tensor) -> torch.Tensor:
-        """Return unit-length embeddings [B, E] of token ids [B, L]."""
+        """Return unit-length embeddings [B, E] for token IDs [B, L]."""
         ...
 
 
@@ -262,17 +262,17 @@ class LoopEvaluation:
     """Repeated evaluation of a model on the same samples during training.
 
     Args:
-        samples: Part of this rank of the split.
+        samples: This rank's part of the split.
         settings: Settings of the run, with the data to evaluate.
         evaluation: Settings of the evaluation.
-        name: Prefix of its metrics.
+        name: Prefix of the metrics.
 
     Attributes:
-        protocol: Name and definition of the protocol, and the missing part of its data.
-        means_of: Number and noun of the items that its metrics are means of; None for clips.
+        protocol: Name and definition of the protocol, and a description of missing data.
+        means_of: Number and noun of the items over which its metrics are means; None for clips.
 
     Raises:
-        UserError: The split cannot be evaluated by this protocol.
+        UserError: The protocol cannot evaluate the split.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class LoopEvaluation:
             self.protocol += f"; incomplete: {incomplete}"
 
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Return the protocol's metrics as `<name>/<metric>`, equal on all ranks; collective."""
+        """Return the protocol's metrics as `<name>/<metric>`, equal on all ranks. All ranks must call it."""
         batches = self._samples.evaluation_batches(every=self._every)
         of_rank = embed_all(self._task, model, batches, device=self._device)
         embeddings = gather_embeddings(of_rank, world, device=self._device)
@@ -317,10 +317,10 @@ class LoopEvaluation:
 
 
 def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings, samples: Any) -> Scorer:
-    """Return the scorer of a protocol for a run's data; `samples` of images replace the manifest.
+    """Return the scorer of a protocol for a run's data. For `samples` of images, no manifest is needed.
 
     Raises:
-        UserError: See `make_scorer`; also for protocols of clips on latents, or of images on clips.
+        UserError: See `make_scorer`; or a protocol of clips is used for latents, or a protocol of images for clips.
     """
     if kind_of(settings.folder, settings).has_images:
         from clipmill.train.tasks.dual_encoder.clip_benchmark import class_prompts, image_captions
@@ -352,18 +352,18 @@ def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings
 
 
 def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
-    """Return a function to unit-length embeddings of texts by the text tower of `model`."""
-    # A wrapper such as DDP forwards calls of the model, but not its other methods.
+    """Return a function that embeds texts with the text tower of `model`, as unit-length embeddings."""
+    # A wrapper such as DDP forwards calls of the model, but not calls of its other methods.
     towers = cast(EmbedsTexts, getattr(model, "module", model))
     return lambda texts: embed_texts(towers.embed_text, texts, tokenize=towers.tokenize, device=device)
 
 
 def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags | ZeroShotFlags) -> Score:
-    """Score a run's latest checkpoint by a protocol.
+    """Score a run's latest checkpoint with a protocol.
 
     Raises:
-        UserError: The run's data do not suit the protocol.
-        FailedWork: Nothing could be decoded.
+        UserError: The run's data contradict the protocol.
+        FailedWork: No clip could be decoded.
     """
     settings, trained, task = opened.settings, opened.trained, opened.task
     evaluation, num_clips = flags.evaluation(), flags.clips
@@ -410,7 +410,7 @@ def _ranking(match: Match, embeddings: Embeddings, samples: PicturedSamples) -> 
 
 
 def _result_name(evaluation: DualEncoderEvaluation, *, num_clips: int) -> str:
-    """Return the name of the result file: each protocol has its file, which a repeated evaluation replaces."""
+    """Return the name of the result file. Each protocol has its own file, which a repeated evaluation replaces."""
     parts: list[str] = [evaluation.protocol, evaluation.split]
     parts += [path.stem for path in (evaluation.relevancy, evaluation.classes) if path is not None]
     parts += [] if evaluation.label is None else [evaluation.label]

@@ -41,12 +41,12 @@ _RGB, _CUBE_DIMS = 3, 5
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTowers:
-    """A dual encoder whose video tower takes single frames.
+    """A dual encoder whose video tower takes a single frame.
 
     Attributes:
         tensors: Tensors by our name, without a temporal embedding.
         extras: Tensors of the video tower that were changed or omitted.
-        lost: Limits of the image tower, for the user.
+        lost: Limitations of the image tower, as sentences for the user.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -55,12 +55,12 @@ class ImageTowers:
 
 
 def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
-    """Convert the towers to single frames.
+    """Convert the towers to take a single frame.
 
     Args:
         weights: Weights of a DualEncoder.
-        rule: mean: adds the mean temporal embedding to the positional embeddings of the patches (an image is a frame
-            from anywhere in a clip); zero: omits it (the tower before it learned a temporal embedding).
+        rule: mean: add the mean temporal embedding to the positional embeddings of the patches (an image is a frame
+            from anywhere in a clip); zero: omit it (the tower before it learned a temporal embedding).
     """
     tensors, extras, lost = dict(weights), {}, []
     temporal_TD = extras[TEMPORAL_EMBEDDING] = tensors.pop(TEMPORAL_EMBEDDING)
@@ -81,7 +81,7 @@ def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
 
 
 def adopted_clip(source: Source, path: Path, *, say: Say) -> Adopted | None:
-    """Adopt the weights of a CLIP as a dual encoder; None without a text tower, or with another kind of video tower."""
+    """Convert a CLIP's weights to a dual encoder; None if they have no text tower, or another kind of video tower."""
     tensors, named = source.converted.tensors, source.facts.towers
     is_library = source.kind == LIBRARY and {"image", "text"} <= named.keys()
     if not (is_library or (source.kind == "clip" and any(name.startswith("text.") for name in tensors))):
@@ -109,7 +109,7 @@ def exported_clip(request: ExportRequest) -> Exported:
     """Export a dual encoder.
 
     Raises:
-        UserError: The format cannot hold such towers.
+        UserError: The format cannot represent such towers.
     """
     form, settings, log_scale = request.form, request.settings, request.logits.log_scale
     if form in PROGRAM_FORMATS:
@@ -160,7 +160,7 @@ def exported_clip(request: ExportRequest) -> Exported:
 
 
 def _exported_library(request: ExportRequest) -> Exported:
-    """Export towers in the format of the image tower's library; the rest is a file next to it."""
+    """Export towers in the format of the image tower's library. The rest goes into a file beside it."""
     settings = request.settings
     library, _, name = settings.towers.image.partition(":")
     require_format(request.form, (library, *PROGRAM_FORMATS), what=f"{library}'s tower {name}")
@@ -184,7 +184,7 @@ def _exported_library(request: ExportRequest) -> Exported:
 
 
 class _VideoTower(nn.Module):
-    """The video tower of a dual encoder: clips [B, C, T, H, W] to unit-length embeddings [B, E]."""
+    """The video tower of a dual encoder: from clips [B, C, T, H, W] to unit-length embeddings [B, E]."""
 
     def __init__(self, model: DualEncoder) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class _VideoTower(nn.Module):
 
 
 def _exported_video_tower(request: ExportRequest) -> Exported:
-    """Export the video tower as a program."""
+    """Export the video tower as a program of torch.export."""
     settings, size = request.settings, request.shape.size
     model = DualEncoder(
         size,

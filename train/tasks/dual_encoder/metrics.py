@@ -1,17 +1,17 @@
-"""Retrieval metrics: R@k and median rank; mAP and nDCG of EPIC-KITCHENS-100's multi-instance retrieval (MIR).
+"""Retrieval metrics: R@k and median rank; mAP and nDCG for multi-instance retrieval (MIR) in EPIC-KITCHENS-100.
 
 Text-video retrieval, in both directions:
 
-If several clips have the same caption ("a red circle moves to the left"), any of them is correct. Captions with equal
-tokens, or equal stored embeddings, are one text (clipmill.train.tasks.dual_encoder.protocols). The protocol:
+If several clips have the same caption ("a red circle moves to the left"), all of them are correct. Captions with equal
+tokens, or equal stored embeddings, are one text (clipmill.train.tasks.dual_encoder.protocols). The plain protocol:
 
     text to video   query: each distinct text; gallery: all clips; correct: every clip that has this text
     video to text   query: each clip; gallery: the distinct texts; correct: the clip's own text
 
-Named protocols have other texts and correct pairs (clipmill.train.tasks.dual_encoder.protocols).
+Named protocols define other texts and correct pairs (clipmill.train.tasks.dual_encoder.protocols).
 
-The rank of a query is 1 + the number of incorrect items that score at least as high as its best correct item: ties
-count against the model, so that constant scores get the worst ranks.
+The rank of a query is 1 + the number of incorrect items that score at least as high as its best correct item. Ties
+count against the model, so constant scores get the worst ranks.
 """
 
 from bisect import bisect_left
@@ -29,7 +29,7 @@ RECALL_AT = (1, 5, 10)
 
 @dataclass(frozen=True)
 class Direction:
-    """Result of one direction; recall and chance are fractions in [0, 1], by k."""
+    """Result of one direction. Recall and chance level are fractions in [0, 1], by k."""
 
     num_queries: int
     gallery_size: int
@@ -54,7 +54,7 @@ class Retrieval:
 def score_retrieval(
     similarity_NM: NDArray[np.float32], is_right_NM: NDArray[np.bool_], *, temperature: float | None = None
 ) -> Retrieval:
-    """Score similarities of N clips and M texts.
+    """Score the similarities of N clips and M texts.
 
     Args:
         is_right_NM: True where a text is correct for a clip, and the clip for the text.
@@ -69,9 +69,9 @@ def score_retrieval(
 
 
 def dual_softmax(similarity_QG: NDArray[np.float32], *, temperature: float) -> NDArray[np.float64]:
-    """Multiply similarities by their softmax over all queries, per item (Cheng et al. 2021); float64 [Q, G].
+    """Multiply similarities by their softmax over all queries, for each item (Cheng et al. 2021); float64 [Q, G].
 
-    It takes 16 bytes for each query and item. In float32, most weights would be 0, and the scores tied.
+    It takes 16 bytes per pair of query and item. In float32, most weights would be 0, and scores would be tied.
     """
     scores_QG = similarity_QG.astype(np.float64)
     weight_QG = np.exp((scores_QG - scores_QG.max(axis=0)) / temperature)
@@ -81,9 +81,9 @@ def dual_softmax(similarity_QG: NDArray[np.float32], *, temperature: float) -> N
 
 
 def ranks(similarity_QG: NDArray[np.floating], is_right_QG: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the rank (1 is best) of each query's best correct item among it and all incorrect items, int64 [Q]."""
+    """Return each query's rank, int64 [Q]: the place of its best correct item among this and all incorrect items."""
     best_right_Q = np.where(is_right_QG, similarity_QG, -np.inf).max(axis=1)
-    # Negated, so that NaN counts against the model.
+    # Negated comparison, so that NaN counts against the model.
     ahead_QG = ~is_right_QG & ~(similarity_QG < best_right_Q[:, None])
     return 1 + ahead_QG.sum(axis=1)
 
@@ -103,7 +103,7 @@ def _direction(similarity_QG: NDArray[np.floating], is_right_QG: NDArray[np.bool
 
 
 def chance(gallery_size: int, num_right: int, k: int) -> float:
-    """Return the probability that a random ranking has a correct item in its first k: 1 - C(G - R, k) / C(G, k)."""
+    """Return the probability that a random ranking has a correct item among the first k: 1 - C(G - R, k) / C(G, k)."""
     if k + num_right > gallery_size:
         return 1.0
     missed = np.arange(gallery_size - k - num_right + 1, gallery_size - k + 1)
@@ -124,21 +124,22 @@ def _chance_median_rank(gallery_size: int, num_right_Q: NDArray[np.int64]) -> fl
     return float(depths[bisect_left(depths, 0.5, key=lambda k: _mean_chance(gallery_size, num_right_Q, k))])
 
 
-# EPIC-KITCHENS-100 multi-instance retrieval (MIR): graded mAP and nDCG, in both directions.
+# Multi-instance retrieval (MIR) in EPIC-KITCHENS-100: graded mAP and nDCG, in both directions.
 #
-# A clip has many relevant sentences, each with a relevancy in [0, 1] (clipmill.train.data.relevancy). With rel_k the
-# relevancy of the item at rank k of a query's ranking:
+# A clip has many relevant sentences, each with a relevancy in [0, 1] (clipmill.train.data.relevancy). rel_k is the
+# relevancy of the item at rank k in a query's ranking:
 #
 #     AP    mean, over the ranks k at which rel_k = 1, of (rel_1 + ... + rel_k) / k
-#     nDCG  (sum over k <= K of rel_k / log2(k + 1)) / the same of the best ranking; K = number of items with rel > 0
+#     nDCG  (sum over k <= K of rel_k / log2(k + 1)) / the same sum for the best ranking; K = number of items with rel >
+# 0
 #
-# Partial relevancy counts in the precision, and the mean is over full relevancy only, as in the challenge's code: the
-# ranking [.5, 1, 0, 1] has (1.5 / 2 + 2.5 / 4) / 2 = .6875, where its binary AP would be .5. A query without an item
-# of relevancy 1 has no AP, and a query without any relevant item has no nDCG: such queries are excluded from the mean
-# and counted.
+# As in the challenge's code, partial relevancy counts in the precision, but the mean is only over full relevancy: the
+# ranking [.5, 1, 0, 1] has (1.5 / 2 + 2.5 / 4) / 2 = .6875, while its binary AP is .5. A query without an item of
+# relevancy 1 has no AP, and a query without any relevant item has no nDCG. Such queries are excluded from the mean, and
+# counted.
 #
-# Of items with equal scores, the least relevant is ranked first: ties count against the model. The public code leaves
-# their order to the sorting algorithm.
+# Among items with equal scores, the least relevant one is ranked first: ties count against the model. The public code
+# leaves their order to the sorting algorithm.
 
 
 _BLOCK_VALUES = 1 << 22
@@ -152,7 +153,7 @@ MIR_PROTOCOL = (
 
 @dataclass(frozen=True)
 class DirectionScores:
-    """Means over queries of one direction; None if no query has the metric.
+    """Means over the queries of one direction; None if the metric is undefined for all queries.
 
     Attributes:
         mean_ap, ndcg: Fractions in [0, 1].
@@ -173,7 +174,7 @@ class DirectionScores:
 
 @dataclass(frozen=True)
 class MultiInstance:
-    """Result of both directions, and their means, by which the challenge ranks."""
+    """Results of both directions, and their means, by which the challenge ranks."""
 
     video_to_text: DirectionScores
     text_to_video: DirectionScores
@@ -192,7 +193,7 @@ class MultiInstance:
 
 
 def score_mir(similarity_NM: NDArray[np.floating], relevancy: Relevancy) -> MultiInstance:
-    """Score similarities of N clips and M sentences.
+    """Score the similarities of N clips and M sentences.
 
     Raises:
         ValueError: The shapes differ.
@@ -206,7 +207,7 @@ def score_mir(similarity_NM: NDArray[np.floating], relevancy: Relevancy) -> Mult
 
 
 def average_precision(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the AP of each query, [Q], from the relevancies in the order of its ranking; NaN where none is 1."""
+    """Return each query's AP, [Q], from the relevancies in the order of its ranking; NaN if no relevancy is 1."""
     num_first = np.arange(1, ranked_QG.shape[1] + 1)
     precision_QG = np.where(ranked_QG == 1, np.cumsum(ranked_QG, axis=1) / num_first, 0)
     num_full_Q = (ranked_QG == 1).sum(axis=1)
@@ -214,7 +215,7 @@ def average_precision(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def ndcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the nDCG of each query, [Q], from the relevancies in the order of its ranking; NaN where all are 0."""
+    """Return each query's nDCG, [Q], from the relevancies in the order of its ranking; NaN if all are 0."""
     best_QG = -np.sort(-ranked_QG, axis=1)
     return _divide(_dcg(ranked_QG), _dcg(best_QG))
 
@@ -254,9 +255,9 @@ def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> Direct
 
 
 def chance_ap(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the expected AP of each query under random rankings, [Q].
+    """Return each query's expected AP under random rankings, [Q].
 
-    An item of relevancy 1 is equally likely at each rank k, and the items before it have the others' mean relevancy.
+    An item of relevancy 1 is equally likely at each rank k. The items before it have the mean relevancy of the others.
     """
     size = relevancy_QG.shape[1]
     share_first = (1 / np.arange(1, size + 1)).sum() / size
@@ -266,14 +267,14 @@ def chance_ap(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def chance_ndcg(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the expected nDCG of each query under random rankings, [Q]: every rank gains the mean relevancy."""
+    """Return each query's expected nDCG under random rankings, [Q]: every rank gains the mean relevancy."""
     discount = 1 / np.log2(np.arange(2, relevancy_QG.shape[1] + 2))
     counted_Q = np.concatenate([[0.0], np.cumsum(discount)])[(relevancy_QG > 0).sum(axis=1)]
     return _divide(relevancy_QG.mean(axis=1) * counted_Q, _dcg(-np.sort(-relevancy_QG, axis=1)))
 
 
 def _blocks(num_queries: int, gallery_size: int) -> Iterator[slice]:
-    """Return slices of the queries whose tables take at most some hundred megabytes."""
+    """Return slices of the queries whose tables take at most a few hundred megabytes."""
     step = max(1, _BLOCK_VALUES // max(gallery_size, 1))
     return (slice(begin, min(begin + step, num_queries)) for begin in range(0, num_queries, step))
 

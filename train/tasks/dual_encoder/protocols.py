@@ -1,13 +1,13 @@
-"""Embeddings of a split on all ranks, and the named protocols of text-video retrieval that score them.
+"""Embeddings of a split on all ranks; the named protocols of text-video retrieval, which score them.
 
-Each rank embeds a part; `gather_embeddings` gives every rank all of them, in the order of the samples.
+Each rank embeds a part; `gather_embeddings` gives every rank all embeddings, in the order of the samples.
 
-A protocol is the rule of a published benchmark: its texts and clips, and the correct pairs. Data that contradict it are
-refused; data with a part of its videos are scored, and the result is called incomplete. Sources and differences from
-public code: docs/evaluation.md.
+A protocol is the rule of a published benchmark: its texts, its clips and the correct pairs. If data contradict it, they
+are rejected. If data have only a part of its videos, they are scored, and the result is marked as incomplete.
+docs/evaluation.md has sources and differences from public code.
 
-Shape suffixes: B samples of a batch, L their views, C channels, F frames of all views, T frames of a view, H height,
-W width, E width of the embeddings, N clips, M distinct texts.
+Shape suffixes: B samples of a batch, L their views, C channels, F frames of all views, T frames of a view, H height, W
+width, E width of the embeddings, N clips, M distinct texts.
 """
 
 import hashlib
@@ -47,21 +47,22 @@ class TakesBatches(Protocol):
     """A task whose model embeds clips and captions."""
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return clips and captions of a batch, as the model takes them."""
+        """Return the clips and captions of a batch, as the model takes them."""
         ...
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """One row for each sample that could be decoded.
+    """Embeddings, with one row for each sample that could be decoded.
 
     Attributes:
         video: Embeddings of clips, float32 [N, E], unit length.
         text: Embeddings of captions, float32 [N, E], unit length.
-        text_key: Keys of texts, int64 [N], equal for equal tokens, or equal stored embeddings.
-        caption_id: Ids of captions in the manifest, int64 [N].
+        text_key: Keys of texts, int64 [N]. They are equal for equal tokens, or equal stored embeddings.
+        caption_id: IDs of captions in the manifest, int64 [N].
         samples: Indices of the samples, int64 [N].
-        num_failed: Number of samples that could not be decoded; after `gather_embeddings` on all ranks.
+        num_failed: Number of samples that could not be decoded: on this rank, or on all ranks after
+            `gather_embeddings`.
         failed: Failed samples of this rank.
     """
 
@@ -77,15 +78,15 @@ class Embeddings:
         return len(self.samples)
 
 
-@torch.no_grad()  # not inference_mode: tensors that a model caches, such as masks, are used in training too
+@torch.no_grad()  # not inference_mode, because training also uses tensors that a model caches, such as masks
 def embed_all(
     task: TakesBatches, model: nn.Module, batches: Iterable[LoadedBatch], *, device: torch.device, num_clips: int = 1
 ) -> Embeddings:
     """Run a model in evaluation mode on all batches of this rank.
 
     Args:
-        num_clips: Number of temporal views of each clip, one after another in the frames of a batch. The embedding of a
-            clip is the normalised mean of the unit-length embeddings of its views.
+        num_clips: Number of temporal views per clip, which follow one another in the frames of a batch. The embedding
+            of a clip is the normalised mean of the unit-length embeddings of its views.
 
     Raises:
         FailedWork: An embedding is not finite.
@@ -109,7 +110,7 @@ def embed_all(
                 video_BE.cpu().numpy(),
                 text_BE.float().cpu().numpy(),
                 text_keys(captions.cpu().numpy()),
-                # Copied: later batches reuse the buffers.
+                # Copied, because later batches reuse the buffers.
                 *(one.cpu().clone().numpy() for one in ids),
             )
         )
@@ -128,10 +129,10 @@ def embed_all(
 def embed_texts(
     embed: Callable[[torch.Tensor], torch.Tensor], texts: Sequence[str], *, tokenize: Tokenize, device: torch.device
 ) -> NDArray[np.float32]:
-    """Embed texts by a text tower; return unit-length embeddings, float32 [N, E].
+    """Embed texts with a text tower; return unit-length embeddings, float32 [N, E].
 
     Args:
-        embed: Function from token ids [B, L] to unit-length embeddings [B, E].
+        embed: Function from token IDs [B, L] to unit-length embeddings [B, E].
     """
     parts = []
     for begin in range(0, len(texts), _TEXTS_AT_ONCE):
@@ -141,14 +142,14 @@ def embed_texts(
 
 
 def text_keys(text_NX: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Hash each text, int64 [N], by its tokens or its stored embedding."""
+    """Return a hash of each text, int64 [N], computed from its tokens or its stored embedding."""
     rows = np.ascontiguousarray(text_NX)
     digests = (hashlib.blake2b(row.tobytes(), digest_size=_KEY_BYTES).digest() for row in rows)
     return np.frombuffer(b"".join(digests), "<i8").astype(np.int64)
 
 
 def distinct_texts(text_key_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the row of the first caption of each distinct text [M], and the text of each caption [N], in order."""
+    """Return the row of each distinct text's first caption, [M], and each caption's distinct text, [N], in order."""
     _, first, text_of = np.unique(text_key_N, return_index=True, return_inverse=True)
     order = np.argsort(first)
     new_number = np.empty_like(order)
@@ -157,7 +158,7 @@ def distinct_texts(text_key_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], ND
 
 
 def gather_embeddings(embeddings: Embeddings, world: World, *, device: torch.device) -> Embeddings:
-    """Return the embeddings of all ranks in the order of the samples, on every rank; collective.
+    """Return the embeddings of all ranks in the order of the samples, on every rank. All ranks must call it.
 
     Ranks may have different numbers of samples, or none.
 
@@ -186,7 +187,7 @@ def gather_embeddings(embeddings: Embeddings, world: World, *, device: torch.dev
 
 
 OF_IMAGES: RetrievalName = "clip-benchmark"
-EGOMCQ: ProtocolName = "egomcq"  # also the name of the source of its clips
+EGOMCQ: ProtocolName = "egomcq"  # also the source of its clips in the manifest
 _TIES = "ties count against the model"
 _OWN = f"only a video's own texts are correct for it, even where two videos have equal texts; {_TIES}"
 _HINT = "use --protocol retrieval (in training --evaluate.protocol), or the data of this benchmark"
@@ -199,7 +200,7 @@ class RetrievalProtocol:
     Attributes:
         title: Title of tables.
         definition: Queries, galleries, correct pairs, and the source.
-        num_videos, num_captions: Number of videos of the test set, and of captions per video; None if they may differ.
+        num_videos, num_captions: Number of videos in the test set, and of captions per video; None if it may vary.
     """
 
     title: str
@@ -244,7 +245,7 @@ PROTOCOLS: dict[str, RetrievalProtocol] = {
 }
 
 
-# Protocols of benchmarks, which choose the captions.
+# Protocols of benchmarks that determine the captions.
 NAMED = (*(name for name in PROTOCOLS if name not in ("retrieval", OF_IMAGES)), EGOMCQ)
 
 
@@ -256,10 +257,10 @@ def _dual_softmax_rule(temperature: float) -> str:
 
 
 def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources: str | None) -> pa.Table:
-    """Return the captions of a split by a protocol of `NAMED`, from one source; a paragraph is one caption.
+    """Return the captions of a split for a protocol of `NAMED`, from one source. A paragraph is one caption.
 
     Args:
-        sources: `--captions.sources`, whose first source is used; EgoMCQ has a fixed source.
+        sources: `--captions.sources`; the first source is used. EgoMCQ has a fixed source.
 
     Raises:
         UserError: The captions contradict the protocol.
@@ -269,7 +270,7 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
     captions = select_split(captions, data_dir, split)
     if not captions.num_rows:
         raise no_captions(data_dir, split)
-    for name_of_column in ("video_id", "source"):  # dictionaries, which may differ between chunks
+    for name_of_column in ("video_id", "source"):  # dictionaries may differ between chunks
         number = captions.column_names.index(name_of_column)
         captions = captions.set_column(number, name_of_column, captions[name_of_column].cast(pa.string()))
     sources_of_split = pc.unique(captions["source"]).to_pylist()
@@ -288,7 +289,7 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
 
 
 def _misfit(captions: pa.Table, name: ProtocolName) -> str:
-    """Return the contradiction to a protocol; empty if there is none. A part of its videos or captions is none."""
+    """Describe how captions contradict a protocol; empty if they do not. Missing videos or captions are allowed."""
     counts = pc.value_counts(captions["video_id"].combine_chunks())
     num_N, videos = counts.field("counts").to_numpy(), counts.field("values")
     has_times = len(captions.group_by(["video_id", "begin_s", "end_s"]).aggregate([])) > len(num_N)
@@ -307,7 +308,7 @@ def _misfit(captions: pa.Table, name: ProtocolName) -> str:
 
 
 def _join_sentences(captions: pa.Table) -> pa.Table:
-    """Return a caption for each complete video: its sentences in order of time, with the id of the first."""
+    """Return one caption per complete video: its sentences in order of time, with the ID of the first one."""
     order = [("begin_s", "ascending"), ("end_s", "ascending"), ("caption_id", "ascending")]
     columns = captions.select(["video_id", "begin_s", "end_s", "caption_id", "source", "text"])
     grouped = columns.sort_by(order).group_by(["video_id"], use_threads=False)
@@ -329,11 +330,11 @@ class Match:
     """Similarities and correct pairs of clips and texts.
 
     Attributes:
-        clip_N: Rows of the embeddings, int64.
+        clip_N: Rows of the clips in the embeddings, int64.
         row_M: First of these rows that has the text, int64.
-        texts: Texts of a named protocol; None for the texts of the samples.
-        incomplete: Missing part of the protocol's data; empty for nothing.
-        notes: Further remarks.
+        texts: Texts of a named protocol; None if the texts of the samples are used.
+        incomplete: Description of the protocol's missing data; empty if there are none.
+        notes: Additional remarks.
     """
 
     similarity_NM: NDArray[np.float32]
@@ -350,8 +351,8 @@ class RetrievalScorer:
     """Text-video retrieval by a named protocol.
 
     Attributes:
-        captions: Captions of the protocol (`protocol_captions`); None for `retrieval`, which has the samples' texts.
-        temperature: Temperature of dual softmax, which has a separate result; None turns it off.
+        captions: Captions of the protocol (`protocol_captions`); None for `retrieval`, which uses the samples' texts.
+        temperature: Temperature of dual softmax, which gives a separate result; None turns it off.
     """
 
     name: RetrievalName = "retrieval"
@@ -361,12 +362,12 @@ class RetrievalScorer:
 
     @property
     def definition(self) -> str:
-        """Definition of the protocol, and of dual softmax."""
+        """Definition of the protocol and of dual softmax."""
         dual = "" if self.temperature is None else f"; dual softmax: {_dual_softmax_rule(self.temperature)}"
         return PROTOCOLS[self.name].definition + dual
 
     def describe_missing(self, num_videos: int) -> str:
-        """Describe which part of the protocol's data `num_videos` with their captions lack; empty for nothing."""
+        """Describe which of the protocol's data are missing if there are `num_videos`; empty if none."""
         num_texts = 0 if self.captions is None else len(self.captions)
         return _missing_text(PROTOCOLS[self.name], num_videos=num_videos, num_texts=num_texts)
 
@@ -375,7 +376,7 @@ class RetrievalScorer:
         return self.result(self.match(embeddings, embed))
 
     def match(self, embeddings: Embeddings, embed: EmbedTexts) -> Match:
-        """Match clips and texts of the protocol; raise FailedWork if none of its clips could be decoded."""
+        """Match the protocol's clips and texts; raise FailedWork if none of its clips could be decoded."""
         if self.captions is not None:
             return self._match_protocol(self.captions, embeddings, embed)
         row_M, text_of_N = distinct_texts(embeddings.text_key)
@@ -400,7 +401,7 @@ class RetrievalScorer:
         return result
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics that are logged during training; those with dual softmax have separate names."""
+        """Return the metrics that are logged in training. Metrics with dual softmax have separate names."""
         metrics: dict[str, float] = {}
         for kind in ("", "dual_softmax"):
             scored = result.get(kind, {}) if kind else result

@@ -1,4 +1,4 @@
-"""`TaskSpec` of the dual encoder, its settings, and flags and tables of its evaluations; loads nothing heavy."""
+"""`TaskSpec` of the dual encoder; its settings; flags and tables of its evaluations. Imports no heavy library."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ def _retrieval_numbers(kind: str = "", *, numbers: tuple[str, ...] = ("r1", "r5"
     return tuple(f"{way}{kind}_{number}" for way in ("text_to_video", "video_to_text") for number in numbers)
 
 
-# Metrics that a protocol logs during training.
+# Metrics that each protocol logs in training.
 _NUMBERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(RETRIEVAL_NAMES, _retrieval_numbers()),
     "mir": tuple(
@@ -82,13 +82,13 @@ class DualEncoderEvaluation(EvaluationSettings):
     """zero-shot: label column of the captions, such as verb."""
 
     def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
-        """Return the names of the metrics of its protocol, with dual softmax included."""
+        """Return the metric names of the protocol, including dual softmax."""
         protocol = data.protocol or self.protocol
         has_more = self.dual_softmax is not None and protocol in RETRIEVAL_NAMES
         return _NUMBERS.get(protocol, ()) + (_retrieval_numbers(_SOFTMAX) if has_more else ())
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors for settings of protocols that none of the evaluations uses."""
+        """Yield errors for settings of protocols that no evaluation uses."""
         try:
             used = {one.protocol or self.protocol for one in self.evaluated_data()}
         except UserError:
@@ -104,7 +104,7 @@ class DualEncoderEvaluation(EvaluationSettings):
                 )
 
     def protocol_named(self, name: str) -> ProtocolName:
-        """Return the protocol called `name`; UserError if it is unknown."""
+        """Return the protocol with the name `name`; UserError if it is unknown."""
         known: dict[str, ProtocolName] = {protocol: protocol for protocol in get_args(ProtocolName)}
         if name not in known:
             raise UserError(
@@ -144,11 +144,11 @@ class DualEncoderSettings(LatentSettings):
     evaluate: Annotated[DualEncoderEvaluation, groups.EVALUATION] = field(default_factory=DualEncoderEvaluation)
 
     def tower_names(self) -> tuple[Tower, ...]:
-        """Return the towers of the model: stored embeddings take the place of a text tower."""
+        """Return the towers of the model. Stored embeddings replace the text tower."""
         return ("video",) if self.text_tower == "frozen" else ("video", "text")
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for batches without negatives, and settings that do not suit the input or the text tower."""
+        """Yield errors for batches without negatives, and for settings that contradict the input or the text tower."""
         yield from super().rules()
         if self.reads_latents and self.captions.min_relevancy is not None:
             yield UserError(
@@ -304,7 +304,7 @@ def mir_table(result: dict[str, Any]) -> Table:
         chances = [result[key][f"chance_{name}"] for key in _DIRECTIONS]
         chance = None if None in chances else sum(chances) / len(chances)
         means.append(share_cell(result["average"][name], chance))
-    # Results of earlier versions repeat the word.
+    # Results of earlier versions contain the word twice.
     relevancy = result["relevancy"].removeprefix("relevancy of ").removeprefix("relevancy ")
     is_computed = relevancy.startswith("computed from ")
     rows.append(Row("average" if is_computed else f"average, {relevancy}", "of both directions", tuple(means)))
@@ -314,7 +314,7 @@ def mir_table(result: dict[str, Any]) -> Table:
 
 
 def egomcq_table(result: dict[str, Any]) -> Table:
-    """Return accuracies among clips of different videos, and of one video."""
+    """Return accuracies among clips of different videos, and among clips of one video."""
     kinds = {"inter": "inter-video", "intra": "intra-video"}
     cells = tuple(share_cell(result[kind]["accuracy"], result[kind]["chance"]) for kind in kinds)
     sizes = ", ".join(count_noun(result[kind]["num_questions"], f"{name} question") for kind, name in kinds.items())

@@ -1,7 +1,7 @@
 """The CLIP-style dual encoder of clips and captions: samples, model, contrastive loss, effect of initial weights.
 
-Clips are pixels or precomputed VAE latents; captions are tokens for a text tower or precomputed text embeddings.
-Initial weights decide towers, normalisation, widths, context and temperature.
+Clips are pixels or precomputed VAE latents. Captions are tokens for a text tower, or precomputed text embeddings.
+Initial weights determine towers, normalisation, widths, context length and temperature.
 """
 
 import math
@@ -78,10 +78,10 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         return samples
 
     def samples_of(self, evaluation: DualEncoderEvaluation, world: World, *, num_clips: int = 1) -> "OneFolder":
-        """Open this rank's part of the clips and captions of an evaluation by its protocol.
+        """Open this rank's part of the clips and captions for an evaluation with its protocol.
 
         Raises:
-            UserError: See `samples`; also if they contradict the protocol.
+            UserError: See `samples`; or the samples contradict the protocol.
         """
         from clipmill.train.tasks.dual_encoder.protocols import NAMED, protocol_captions
 
@@ -99,7 +99,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
                 classes=(numbers,),
             )
         if settings.reads_latents or not kind_of_data(settings.folder).has_manifest or evaluation.protocol not in NAMED:
-            # In multi-instance retrieval, two narrations of one span are two queries.
+            # In multi-instance retrieval, two narrations of the same span are two queries.
             each_caption = evaluation.protocol == "mir"
             return self.samples(evaluation.split, world, num_clips=num_clips, each_caption=each_caption)
         table = protocol_captions(
@@ -126,15 +126,15 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         each_caption: bool = False,
         table: pa.Table | None = None,
     ) -> "OneFolder":
-        """Open this rank's part of the clips and captions of any split; streamed tars have no splits.
+        """Open this rank's part of the clips and captions of any split. Streamed tars have no splits.
 
         Args:
-            num_clips: Number of temporal views of each clip in an evaluation.
-            each_caption: True for a sample for each caption (`open_captioned_clips`).
-            table: Captions of a protocol, instead of the manifest's.
+            num_clips: Number of temporal views per clip in an evaluation.
+            each_caption: Make a separate sample for each caption (`open_captioned_clips`).
+            table: Captions of a protocol, which replace the manifest's captions.
 
         Raises:
-            UserError: The split is empty, or does not fit the settings.
+            UserError: The split is empty, or contradicts the settings.
         """
         settings, has_text_tower = self._settings, self._settings.text_tower == "trained"
         if not has_text_tower:
@@ -159,10 +159,10 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         return samples
 
     def _require_texts(self) -> None:
-        """Raise a UserError if the embeddings that take the place of a text tower are missing."""
+        """Raise a UserError if the embeddings that replace a text tower are missing."""
         settings = self._settings
         if not kind_of_data(settings.folder).has_manifest:
-            return  # opening them raises the error that such data have no embeddings
+            return  # opening such data raises the error that they have no embeddings
         folder = open_data_folder(settings.folder, cache=settings.cache, column=None)
         if current_variant(folder.path, TEXT) is None:
             raise UserError(
@@ -172,7 +172,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
             )
 
     def new_model(self, samples: "AnySamples") -> DualEncoder:
-        """Build the two towers in the size that the settings name, for the clips of `samples`."""
+        """Build both towers in the named size, for the clips of `samples`."""
         settings, shape = self._settings, self._shape
         if shape is None:
             size = size_of(settings.model, settings.towers)
@@ -189,11 +189,11 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         )
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return clips [B, C, T, H, W] and captions (tokens or stored embeddings) as the model takes them."""
+        """Return clips [B, C, T, H, W] and captions (tokens or stored embeddings), as the model takes them."""
         return self.clips(batch, is_training=is_training), batch["text"] if "text" in batch else batch["tokens"]
 
     def _training_inputs(self, batch: Batch) -> tuple[Any, ...]:
-        """Return `inputs` in training, with the lengths of captions on the host."""
+        """Return `inputs` for training, with the lengths of captions on the host."""
         clips, captions = self.inputs(batch, is_training=True)
         return clips, captions, batch["length"].numpy() if "length" in batch else None
 
@@ -235,10 +235,10 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
 
 
 def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> DatasetSize | None:
-    """Return the size of the training set for losses that keep state for each sample; None for other losses.
+    """Return the size of the training set if the loss keeps state for each sample; otherwise None.
 
     Raises:
-        UserError: The samples are a stream, without ids.
+        UserError: The samples are a stream, which has no IDs.
     """
     if not settings.loss.spec.is_global:
         return None
@@ -252,17 +252,17 @@ def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> Datas
     return DatasetSize(num_clips=samples.num_clips, num_captions=samples.num_caption_ids, num_epochs=num_epochs)
 
 
-# Losses whose temperature has the meaning of CLIP's. Other losses have their initial values.
+# Losses whose temperature has the same meaning as in CLIP. Other losses have their own initial values.
 _CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
 
 
 def effective_settings(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
-    """Return the settings with the values of the initial weights: towers, normalisation, embedding width, temperature.
+    """Return the settings with the values that initial weights determine: towers, normalisation, width, temperature.
 
     Raises:
-        UserError: The weights need something that the towers do not have.
+        UserError: The weights need something that the towers lack.
     """
-    if source is None or source.kind != LIBRARY:  # the weights of a run name its library's tower
+    if source is None or source.kind != LIBRARY:  # a run's weights already name its library's tower
         kind = kind_of(settings.towers)
         if TOWERS[kind].build is None:
             known = [tower.name for tower in TOWERS.list_usable() if tower.build is not None]
@@ -274,13 +274,13 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
         settings = replace(settings, towers=replace(settings.towers, kind=kind))
     settings = with_towers_of(settings, source, say=say)
     if (has_text := settings.text_tower == "trained") and library_width(settings.towers) is not None:
-        # The width of the run, whatever the library's configuration says later.
+        # The width of the run takes precedence over later changes of the library's configuration.
         library_embedding = size_of(settings.model, settings.towers).embedding_width
         settings = replace(settings, towers=replace(settings.towers, embedding_width=library_embedding))
     if source is None:
         return settings
     towers, projection = settings.towers, source.converted.tensors.get(PROJECTION)
-    # With stored text embeddings, the width is theirs.
+    # Stored text embeddings determine the width.
     if projection is not None and has_text and towers.image is None:
         width = choose_value("--towers.embedding-width", towers.embedding_width, projection.shape[-1], say=say)
         settings = replace(settings, towers=replace(towers, embedding_width=width))
@@ -292,10 +292,10 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
 
 
 def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
-    """Return the settings with activation, eps and normalisation of weights.
+    """Return the settings with activation, epsilon and normalisation of the weights.
 
     Raises:
-        UserError: The weights need something that the towers do not have.
+        UserError: The weights need something that the towers lack.
     """
     if source is None:
         return effective_clip_settings(settings, None, say=say)
@@ -306,7 +306,7 @@ def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say:
             hint="use the weights of a plain CLIP",
         )
     settings = effective_clip_settings(settings, source, say=say)
-    towers = settings.towers  # an exported video tower may have plain ones
+    towers = settings.towers  # an exported video tower may have plain settings
     if settings.text_tower == "trained" and isinstance(towers, DualEncoderTowers) and not towers.text:
         positions = source.converted.tensors.get("text.positional_embedding")
         theirs = None if positions is None or len(positions) == CONTEXT_LENGTH else len(positions)
@@ -316,7 +316,7 @@ def with_towers_of(settings: DualEncoderSettings, source: Source | None, *, say:
 
 
 def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> float | None:
-    """Return the temperature of the weights if the loss starts with it; otherwise None, and print the reason."""
+    """Return the temperature of the weights if the loss starts with it; otherwise print the reason and return None."""
     loss, tensors = settings.loss, source.converted.tensors
     if LOGIT_SCALE not in tensors:
         return None

@@ -1,18 +1,17 @@
 """Zero-shot classification (CLIP, section 3.1.4): classes, prompts and accuracy.
 
-The predicted class of a clip is the class with the nearest prompts. A class has one embedding: the normalised mean of
-the unit-length embeddings of its prompts (each of its names in each template). The rank of a clip's class is 1 + the
-number of other classes that score at least as high: ties count against the model, so that constant scores are always
-wrong.
+A clip's predicted class is the class with the nearest prompts. A class has one embedding: the normalised mean of the
+unit-length embeddings of its prompts (each of its names in each template). The rank of the correct class is 1 + the
+number of other classes that score at least as high. Ties count against the model, so constant scores are always wrong.
 
-A class file is a list or a table (clipmill.train.data.classes); a template file has one template per line, with {}
-or {c} for the name. Without a class file, classes and names come from a label of the captions:
+A class file is a list or a table (clipmill.train.data.classes). A template file has one template per line, with {} or
+{c} for the name. Without a class file, classes and names come from a label of the captions:
 
     text (Kinetics' `class`)                the label is the name
-    number (EK-100's `verb`), or `action`   the names are the distinct texts of all captions that have it
+    number (EK-100's `verb`), or `action`   the names are the distinct texts of all captions with this label
 
-With a class file, a numeric label is the number of a class in it, and a text label must be a name in the file. Without
-a label, the text of a caption must be a name in the file.
+With a class file, a numeric label is the number of a class in the file, and a text label must be a name in the file.
+Without a label, the text of a caption must be a name in the file.
 """
 
 from dataclasses import asdict, dataclass
@@ -51,8 +50,8 @@ class ClassPrompts:
         templates: Prompts with {} for a name.
         caption_ids: Captions that have a class, int64 [N], ascending.
         class_of_N: Class of each caption, int64.
-        source: Description of the origin of the classes.
-        num_without: Number of captions of the split without a class.
+        source: Description of where the classes come from.
+        num_without: Number of captions of the split that have no class.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -63,7 +62,7 @@ class ClassPrompts:
     num_without: int
 
     def prompts(self) -> tuple[list[str], NDArray[np.int64]]:
-        """Return every name of every class in every template, and the class of each prompt."""
+        """Return every name of every class in every template, and each prompt's class."""
         texts, classes = [], []
         for number, names in enumerate(self.names):
             for name in names:
@@ -126,7 +125,7 @@ def read_templates(path: Path) -> tuple[str, ...]:
 
 
 def _label_of(captions: pa.Table, label: str | None, *, needed: bool) -> str | None:
-    """Return the requested label, or the only label."""
+    """Return the requested label, or else the only label."""
     names = class_labels(captions.schema)
     known = ", ".join(names) or "none"
     if label is not None:
@@ -160,7 +159,7 @@ def _classes_of_labels(
 
 
 def _classes_of_lines(labels: pa.Array, names: Names, *, path: Path, what: str) -> NDArray[np.int64]:
-    """Return the class of each label; -1 for none."""
+    """Return the class of each label; -1 if it has none."""
     if pa.types.is_integer(labels.type):
         numbers = labels.to_numpy().astype(np.int64)
         require_names(numbers, names, path=path, label=what)
@@ -177,7 +176,7 @@ class ZeroShot:
         num_classes: Number of classes to choose from.
         num_classes_seen: Number of classes that have clips.
         top: Fraction of clips whose class is among the first k, by k.
-        chance: Fraction when one of all classes is guessed, by k.
+        chance: Same fraction for a random guess among all classes, by k.
     """
 
     num_clips: int
@@ -193,7 +192,7 @@ class ZeroShot:
 
 
 def class_embeddings(prompt_PE: NDArray[np.float32], class_of_prompt_P: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return unit-length embeddings of the classes 0 ... C - 1, which all have prompts, float32 [C, E].
+    """Return unit-length embeddings of the classes 0 to C - 1, each of which has prompts, float32 [C, E].
 
     Args:
         prompt_PE: Embeddings of prompts, unit length.

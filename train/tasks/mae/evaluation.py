@@ -1,10 +1,10 @@
-"""Evaluate the reconstruction of masked cubes: the loss on clips of a split, and pictures for the results page.
+"""Evaluation of the reconstruction of masked cubes: the loss on a split's clips, and pictures for the results page.
 
-A model predicts the values of each masked cube minus their mean and divided by their standard deviation, per channel
-(clipmill.train.tasks.mae.task). A picture needs that mean and deviation from elsewhere: here, visible cubes of the clip
-are averaged with weights 1 / d^4, where d is the distance between cubes in cubes along time, height and width. Nothing
-of the masked cubes enters a picture. Published pictures often use the masked cubes' statistics; docs/mae.md discusses
-the consequences.
+A model predicts the values of each masked cube, minus their mean and divided by their standard deviation, per channel
+(clipmill.train.tasks.mae.task). A picture needs a mean and a deviation, too. They are averages over visible cubes of
+the clip with weights 1 / d^4, where d is the distance between cubes, counted in cubes along time, height and width. No
+value of a masked cube enters a picture. Published pictures often use the masked cubes' statistics; docs/mae.md
+discusses the consequences.
 
 Shape suffixes: B clips, C channels, T frames, H and W pixels, N cubes of a clip, M masked cubes of a clip, R masked
 cubes of all clips, V values of a cube in one channel, K all values of a cube (V * C, channels last), G displayed
@@ -40,15 +40,15 @@ from clipmill.train.tasks.mae.task import MaskedClips
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.source import Say
 
-_AT_ONCE = 32  # clips: batches of training may be larger than one GPU can hold
-_POWER = 4  # compared with other powers in docs/mae.md
+_AT_ONCE = 32  # clips; a training batch may be larger than one GPU can hold
+_POWER = 4  # docs/mae.md compares it with other powers
 GREY = 0.5
 ToDisplay = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class ReconstructedClip:
-    """Frames of one clip, uint8 RGB [G, H, W, 3] each: original, masked, and with masked cubes filled in."""
+    """Frames of one clip, each uint8 RGB [G, H, W, 3]: original, masked, and with masked cubes filled in."""
 
     sample: int
     key: str
@@ -77,12 +77,12 @@ class ReconstructionResult:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Choice and display of clips.
+    """Selection of clips for display.
 
     Attributes:
         samples: Indices of the clips.
-        frames: Indices of frames of a clip.
-        to_display: Function from clips as the model takes them [B, C, T, H, W] to values from 0 to 1.
+        frames: Indices of the displayed frames of a clip.
+        to_display: Function from clips as the model takes them, [B, C, T, H, W], to values from 0 to 1.
     """
 
     samples: Collection[int]
@@ -100,10 +100,10 @@ def evaluate_reconstruction(
     autocast: Callable[[], AbstractContextManager[None]],
     device: torch.device,
 ) -> ReconstructionResult:
-    """Evaluate a model in evaluation mode; the mask of a sample depends only on its index and the seed.
+    """Evaluate a model in evaluation mode. A sample's mask depends only on its index and the seed.
 
     Raises:
-        FailedWork: Nothing could be decoded, or predictions are not finite.
+        FailedWork: No clip could be decoded, or predictions are not finite.
     """
     losses: list[torch.Tensor] = []
     failed: list[FailedSample] = []
@@ -151,7 +151,8 @@ def _frames(
     pictures: Pictures,
 ) -> list[NDArray[np.uint8]]:
     """Return the displayed frames of one clip: original, masked, filled in."""
-    # Predictions are normalised per cube and channel, so an affine `to_display` of the channels does not change them.
+    # Predictions are normalised per cube and channel, so `to_display`, which is affine per channel, does not change
+    # them.
     shown = reconstruct(
         pictures.to_display(clip_1CTHW), values_1MV, masked_1N, cube_frames=size.cube_frames, patch_px=size.patch_px
     )
@@ -166,7 +167,7 @@ def _frames(
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean and unbiased standard deviation of each cube and channel, [B, N, C] each."""
+    """Mean and unbiased standard deviation of each cube and channel, each [B, N, C]."""
 
     mean_BNC: torch.Tensor
     std_BNC: torch.Tensor
@@ -182,7 +183,7 @@ class Reconstruction:
 
 
 def values_of(video_BCTHW: torch.Tensor, *, cube_frames: int, patch_px: int) -> torch.Tensor:
-    """Return the values of all cubes of clips, [B, N, V, C], in the order in which a model predicts them."""
+    """Return the values of all cubes of clips, [B, N, V, C], in the order in which the model predicts them."""
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
     return cubes.permute(0, 1, 2, 3, 5, 6, 7, 4).flatten(4, 6).flatten(1, 3)
 
@@ -195,12 +196,12 @@ def clips_of(values_BNVC: torch.Tensor, grid: CubeGrid, *, cube_frames: int, pat
 
 
 def true_statistics(values_BNVC: torch.Tensor) -> Statistics:
-    """Return the statistics by which targets are normalised."""
+    """Return the statistics with which targets are normalised."""
     return Statistics(values_BNVC.mean(2), values_BNVC.std(2))
 
 
 def visible_statistics(values_BNVC: torch.Tensor, masked_BN: torch.Tensor, *, grid: CubeGrid) -> Statistics:
-    """Return statistics of visible cubes; masked cubes get averages of visible ones with weights 1 / distance^4.
+    """Return statistics of visible cubes. Masked cubes get averages over visible cubes with weights 1 / distance^4.
 
     Raises:
         ValueError: A clip has no visible cube.
@@ -228,12 +229,12 @@ def reconstruct(
     patch_px: int,
     statistics: Statistics | None = None,
 ) -> Reconstruction:
-    """Fill in the masked cubes of clips; visible cubes stay unchanged.
+    """Fill in the masked cubes of clips. Visible cubes remain unchanged.
 
     Args:
         video_BCTHW: Values to display, from 0 to 1.
         predicted_BMK: Normalised values of the masked cubes, in the order of their indices, channels last.
-        statistics: Statistics that undo the normalisation; `visible_statistics` by default.
+        statistics: Statistics with which the normalisation is undone; by default `visible_statistics`.
     """
     size = {"cube_frames": cube_frames, "patch_px": patch_px}
     grid, num_channels = grid_of(video_BCTHW, **size), video_BCTHW.shape[1]
@@ -248,7 +249,7 @@ def reconstruct(
 
 _NUM_CLIPS = 4
 _MAX_FRAMES = 4
-_FEW_PX = 96  # pictures with shorter sides are enlarged without interpolation, and stored without loss
+_FEW_PX = 96  # pictures with shorter sides are enlarged without interpolation, and stored losslessly
 _PROTOCOL = (
     "mean squared error of the normalised values of masked cubes (per cube and channel); baseline: the error of "
     "predicting the mean of each cube; explained: 1 - loss / baseline"
@@ -266,14 +267,14 @@ _PICTURES = {
 
 
 def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = "") -> Score:
-    """Reconstruct masked cubes of clips of a split with a run's latest checkpoint.
+    """Reconstruct masked cubes of a split's clips with a run's latest checkpoint.
 
     Args:
-        chosen: Reason for the choice of this split, if the user named none.
+        chosen: Reason why this split was chosen, if the user named none.
 
     Raises:
         UserError: The split has no clips.
-        FailedWork: Nothing could be decoded.
+        FailedWork: No clip could be decoded.
     """
     opened.require_whole()
     settings, trained, task = opened.settings, opened.trained, opened.task
@@ -317,12 +318,12 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = ""
 
 
 def reconstruct_at_end(run: RunFolder, settings: MaeSettings, *, say: Say) -> None:
-    """Reconstruct clips at the end of a run: of the evaluation split, or of the training split if there is no other.
+    """Reconstruct clips at the end of a run, from the evaluation split or, without one, from the training split.
 
-    Errors are printed, and do not fail the run.
+    Errors are printed, and do not make the run fail.
     """
     for folder in settings.folders:
-        # Each folder of a mixture has a separate result; a single folder is the data of the run.
+        # In a mixture, each folder has a separate result. A single folder has the name of the run's data.
         _reconstruct(run, settings, shards=folder if len(settings.folders) > 1 else None, say=say)
 
 
@@ -341,7 +342,7 @@ def _reconstruct(run: RunFolder, settings: MaeSettings, *, shards: str | None, s
 
 
 def _to_display(settings: MaeSettings) -> ToDisplay:
-    """Return a function from inputs to values from 0 to 1: undo the normalisation, or map latents to false colours."""
+    """Return a function from inputs to values in [0, 1]: it undoes the normalisation, or gives latents false colours."""
     if settings.reads_latents:
         return lambda latents: latents / (2 * FALSE_COLOUR_STDS) + 0.5
     mean_C111, std_C111 = (
@@ -364,5 +365,5 @@ def _figures(clips: Sequence[ReconstructedClip], samples: Samples[Any], *, num_f
 
 
 def picture_uri(frame: NDArray[np.uint8]) -> str:
-    """Return a picture (uint8 RGB [H, W, 3]) as a data URI: JPEG, or PNG for small pictures."""
+    """Return a picture (uint8 RGB [H, W, 3]) as a data URI: JPEG, or PNG if it is small."""
     return png_uri(frame) if min(frame.shape[:2]) < _FEW_PX else jpeg_uri(frame)

@@ -1,4 +1,4 @@
-"""Conversion of masked autoencoders to and from VideoMAE's checkpoints and transformers' VideoMAEForPreTraining."""
+"""Conversion of masked autoencoders from and to VideoMAE's checkpoints and transformers' VideoMAEForPreTraining."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from clipmill.train.weights.videomae import exported_videomae
 
 
 def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> Adopted | None:
-    """Adopt the weights of a VideoMAE, with or without decoder; None for a classifier's and other weights."""
+    """Convert a VideoMAE's weights, with or without decoder; None for a classifier or other weights."""
     shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     if source.kind != "videomae" or "head.weight" in shapes:
         return None
@@ -40,7 +40,7 @@ def exported_autoencoder(request: ExportRequest) -> Exported:
     """Export a masked autoencoder.
 
     Raises:
-        UserError: The format cannot hold it.
+        UserError: The format cannot represent it.
     """
     require_format(request.form, ("hf", "videomae"), what="a masked autoencoder")
     decoder = decoder_size(request.shape.size.video.trunk, depth=request.settings.decoder_depth)
@@ -50,10 +50,10 @@ def exported_autoencoder(request: ExportRequest) -> Exported:
 
 
 def pretraining_config(decoder: TransformerSize) -> dict[str, Any]:
-    """Return the values of a VideoMAEForPreTraining's configuration other than the encoder's."""
+    """Return the values in the configuration of a VideoMAEForPreTraining that are not about the encoder."""
     return {
         "architectures": ["VideoMAEForPreTraining"],
-        # Only without mean pooling does the encoder end with a layer norm.
+        # The encoder ends with a layer norm only without mean pooling.
         "use_mean_pooling": False,
         "norm_pix_loss": True,
         "decoder_hidden_size": decoder.width,

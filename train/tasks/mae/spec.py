@@ -1,4 +1,4 @@
-"""`TaskSpec` of the masked autoencoder, its settings, and flags and table of its evaluation; loads nothing heavy."""
+"""`TaskSpec` of the masked autoencoder; its settings; flags and table of its evaluation. Imports no heavy library."""
 
 import math
 from collections.abc import Iterator
@@ -52,7 +52,10 @@ class MaeOptimizer(OptimizerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MaeTowers(Towers):
-    """An encoder of the kind videomae. The help omits settings that it lacks; the settings of runs have them."""
+    """An encoder of the kind videomae.
+
+    The help omits settings that it does not use, but a run's settings include them.
+    """
 
     kind: Annotated[Kind | None, groups.HIDDEN] = "videomae"
     temporal: Annotated[Literal["zero", "random"], groups.HIDDEN] = "zero"
@@ -64,7 +67,7 @@ class MaeTowers(Towers):
     patch_dropout: Annotated[float, groups.HIDDEN] = 0.0
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for other values of the settings that the help omits."""
+        """Yield errors if settings that the help omits have other values."""
         hint = "omit it: train mae has no other kind of tower"
         if self.image is not None:
             yield UserError(
@@ -130,7 +133,7 @@ class MaeSettings(LatentSettings):
         return ("video", "decoder")
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for masks that leave nothing to see or predict, and settings that contradict each other."""
+        """Yield errors for masks that leave nothing to see or predict, and for settings that contradict each other."""
         yield from super().rules()
         if self.views is not None:
             yield UserError(
@@ -174,11 +177,11 @@ def without_effect(settings: MaeSettings) -> list[str]:
 
 
 def check_mask(ratio: float, *, num_places: int) -> None:
-    """Raise a UserError if a mask leaves no cube of a moment visible, or none to reconstruct."""
+    """Raise a UserError if a mask leaves no cube of a time step visible, or no cube to reconstruct."""
     num_masked = num_masked_places(ratio, num_places=num_places)
     if 0 < num_masked < num_places:
         return
-    # Rounded up, so that it suffices.
+    # Rounded up, so that the suggestion suffices.
     least = math.ceil(1e4 / num_places) / 1e4
     raise UserError(
         f"--mask-ratio is {ratio}, and of the {num_places} cubes of a moment {num_masked} are masked",
@@ -190,7 +193,7 @@ def check_mask(ratio: float, *, num_places: int) -> None:
 
 
 def num_masked_places(ratio: float, *, num_places: int) -> int:
-    """Return the number of masked cubes of a moment: rounded down, as in VideoMAE (176 of 196)."""
+    """Return the number of masked cubes in a time step: rounded down, as in VideoMAE (176 of 196)."""
     return int(ratio * num_places)
 
 
@@ -205,7 +208,7 @@ class ReconstructionFlags(Checked):
 
 
 def reconstruction_table(result: dict[str, Any]) -> Table:
-    """Return the loss next to the loss of predicting the mean of each cube."""
+    """Return the loss, and beside it the loss of predicting the mean of each cube."""
     loss, flat = result["loss"], result["flat_loss"]
     explained = 1 - loss / flat if flat else None
     cells = (

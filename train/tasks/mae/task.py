@@ -1,10 +1,10 @@
 """The masked autoencoder (VideoMAE) on videos without captions, pixels or latents: masks, objective, task.
 
-Clips [B, C, T, H, W] come with their positions in the run. `tube_masks` draws the masked cubes, `decoded_cubes` the
-predicted cubes among them. The model embeds only the visible cubes and returns [B, M, V] for the predicted ones;
-`normalised_cubes` computes their targets, and the loss is the mean squared error (Tong et al. 2022).
+Clips [B, C, T, H, W] come with their positions in the run. `tube_masks` draws the masked cubes, and `decoded_cubes`
+draws the predicted cubes among them. The model embeds only the visible cubes, and returns [B, M, V] for the predicted
+cubes. `normalised_cubes` computes their targets. The loss is the mean squared error (Tong et al. 2022).
 
-Masks are drawn on the device only from seed and position of the sample, so they do not depend on ranks, resuming or
+Masks are drawn on the device from seed and position of the sample only, so they do not depend on ranks, resumption or
 microbatches.
 
 Shape suffixes: B batch of a rank, C channels, T frames, H and W pixels, F frames of a segment of latents, S steps of
@@ -52,7 +52,7 @@ _CELL_PLACES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class MaskCounts:
-    """Numbers of masked cubes of a clip, and of predicted cubes among them; the same for all clips."""
+    """Number of masked cubes per clip, and of predicted cubes among them; the same for all clips."""
 
     num_masked: int
     num_predicted: int
@@ -68,10 +68,10 @@ def mask_counts(
 
 
 def tube_masks(positions_B: torch.Tensor, grid: CubeGrid, *, ratio: float, seed: int) -> torch.Tensor:
-    """Draw tube masks, bool [B, N]: int(ratio * P) patches, the same at every step (VideoMAE, section 3.2).
+    """Draw tube masks, bool [B, N]: int(ratio * P) patches, which are the same at every step (VideoMAE, section 3.2).
 
     Args:
-        positions_B: Positions of the samples in the run, int64, on the device where masks are drawn.
+        positions_B: Positions of the samples in the run, int64, on the device on which masks are drawn.
     """
     drawn_BP = device_uniform(positions_B, grid.patches, seed=seed, purpose="tube mask")
     masked_BP = _lowest_mask(drawn_BP, num_masked_places(ratio, num_places=grid.patches))
@@ -89,13 +89,14 @@ def decoded_cubes(
 ) -> torch.Tensor:
     """Draw the predicted cubes, bool [B, N]: exactly M - int(ratio * M) of the M masked cubes of each clip.
 
-    random: any masked cubes. running-cell: each cell of 2 x 2 patches keeps a fraction 1 - ratio of its patches, and
-        the kept patches move on by one around the cell with each step (Qing et al. 2022, "MAR"), from a random start
-        per clip. If the number of steps is a multiple of 4, every patch is kept in equally many steps, so that the
-        number of masked and kept cubes is right whatever the tubes; otherwise random cubes are dropped or added.
+    random: any masked cubes. running-cell: each cell of 2 x 2 patches keeps a fraction 1 - ratio of its patches. With
+        each step, the kept patches move by one around the cell (Qing et al. 2022, "MAR"), from a random start per clip.
+        If the number of steps is a multiple of 4, every patch is kept in equally many steps, so the number of cubes
+        that are masked and kept is right for any tubes. Otherwise random cubes are dropped or added.
 
-    VideoMAE V2 (section 3.2) draws decoder masks over all cubes and takes the loss on the intersection of both masks,
-    whose size differs between clips. Drawn among the masked cubes, it is the same for all, and a batch is dense.
+    VideoMAE V2 (section 3.2) draws decoder masks over all cubes, and computes the loss on the intersection of both
+    masks, whose size differs between clips. If cubes are drawn among the masked cubes, their number is the same for all
+    clips, and a batch is dense.
     """
     device = masked_BN.device
     last_BN = device_uniform(positions_B, grid.cubes, seed=seed, purpose="decoder mask", device=device)
@@ -111,8 +112,8 @@ def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> to
     """Return the cubes that running cells keep, bool [B, N].
 
     Args:
-        starts_B: First patch of a cell (0 to 3, around the cell) that is kept in the first step, int64.
-        ratio: Fraction of a cell's patches that is not kept at a step: 0.25, 0.5 or 0.75.
+        starts_B: Patch of a cell (0 to 3, around the cell) that is kept first in the first step, int64.
+        ratio: Fraction of a cell's patches that is dropped at each step: 0.25, 0.5 or 0.75.
     """
     device = starts_B.device
     cell = constant_tensor(_CELL, device, torch.int64)
@@ -124,14 +125,14 @@ def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> to
 
 
 def _lowest_mask(values_BN: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
-    """Return a mask of the `count` lowest values of each row, bool [B, N]; `count` is an int or int64 [B, 1]."""
+    """Return a mask of each row's `count` lowest values, bool [B, N]; `count` is an int or int64 [B, 1]."""
     ranks_BN = values_BN.argsort(dim=1).argsort(dim=1)
     return ranks_BN < count
 
 
 @dataclass(frozen=True)
 class Masks:
-    """Masked cubes of clips, bool [B, N], and predicted cubes among them; None for all."""
+    """Masked cubes of clips, bool [B, N], and the predicted cubes among them; None if all are predicted."""
 
     masked_BN: torch.Tensor
     decoded_BN: torch.Tensor | None
@@ -139,14 +140,14 @@ class Masks:
 
 @dataclass(frozen=True)
 class Masking:
-    """Source of the masks of a run, for clips with a grid of cubes."""
+    """Source of a run's masks, for clips with a given grid of cubes."""
 
     settings: MaeSettings
     grid: CubeGrid
 
     @cached_property
     def counts(self) -> MaskCounts:
-        """Numbers of masked and of predicted cubes of a clip."""
+        """Numbers of masked and of predicted cubes per clip."""
         settings = self.settings
         return mask_counts(
             self.grid,
@@ -156,7 +157,7 @@ class Masking:
         )
 
     def draw(self, positions_B: torch.Tensor, *, device: torch.device, is_training: bool = True) -> Masks:
-        """Draw masks of the samples at some positions; all masked cubes are predicted except in training."""
+        """Draw masks for the samples at the given positions. Except in training, all masked cubes are predicted."""
         settings, grid, positions_B = self.settings, self.grid, send(positions_B, device)
         masked_BN = tube_masks(positions_B, grid, ratio=settings.mask_ratio, seed=settings.seed)
         if settings.decoder_mask == "none" or not is_training:
@@ -192,7 +193,7 @@ class MaskedClips:
     std: Sequence[float] | None
 
     def targets(self, clips_RCTHW: torch.Tensor, predicted_RM: torch.Tensor) -> torch.Tensor:
-        """Return `normalised_cubes` of clips."""
+        """Return the targets for clips (`normalised_cubes`)."""
         return normalised_cubes(
             clips_RCTHW,
             predicted_RM,
@@ -205,7 +206,8 @@ class MaskedClips:
 class MaskedReconstruction(Objective):
     """Mean squared error over the predicted cubes of all clips of a batch (VideoMAE, section 3).
 
-    Every clip has equally many predicted cubes, so the mean over microbatches and ranks is the mean over the batch.
+    Every clip has the same number of predicted cubes, so the mean over microbatches and ranks is the mean over the
+    batch.
     """
 
     def __init__(self, clips: MaskedClips) -> None:
@@ -230,7 +232,7 @@ class MaskedReconstruction(Objective):
                     num_masked=counts.num_masked,
                     num_predicted=counts.num_predicted,
                 )
-            # The share of the microbatch, so that the sum over microbatches is the mean over the batch.
+            # Scaled by the microbatch's share, so that the sum over microbatches is the mean over the batch.
             return reconstruction_loss(values_RMV, targets_RMV) * ((rows.stop - rows.start) / num_samples)
 
         losses = backward_microbatches(loss_of, num_samples=num_samples, step=step)
@@ -246,21 +248,21 @@ def normalised_cubes(
     patch_px: int,
     std: Sequence[float] | None = None,
 ) -> torch.Tensor:
-    """Return targets of predicted cubes, [B, M, V], at least float32: (x - mean) / (sqrt(unbiased variance) + 1e-6).
+    """Return targets for predicted cubes, [B, M, V], at least float32: (x - mean) / (sqrt(unbiased variance) + 1e-6).
 
-    Mean and variance are over the t * p * p values of a cube in one channel (VideoMAE, section 3.3; its code and
-    transformers have the same constants).
+    Mean and variance are computed over the t * p * p values of a cube in one channel (VideoMAE, section 3.3; its code
+    and transformers use the same constants).
 
     Args:
         video_BCTHW: Clips as the model takes them.
         predicted_BM: Indices of the cubes, int64.
-        std: Divisor of the clips' channels. VideoMAE defines targets on pixels before the division, which changes only
-            the effect of 1e-6; so 1e-6 is divided instead. None for latents.
+        std: Divisor of the clips' channels; None for latents. VideoMAE defines targets on pixels before this division.
+            The division changes only the effect of the constant 1e-6, so 1e-6 is divided by it as well.
     """
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
     targets_BMtppC = pick_cubes(cubes.permute(0, 1, 2, 3, 5, 6, 7, 4), predicted_BM)
     x = targets_BMtppC.flatten(2, 4).to(torch.promote_types(video_BCTHW.dtype, torch.float32))
-    # In place: this is the largest part of a batch.
+    # In place, because this is the largest part of a batch.
     x.sub_(x.mean(2, keepdim=True))
     deviation = torch.linalg.vector_norm(x, dim=2, keepdim=True).div_((x.shape[2] - 1) ** 0.5)
     eps = _EPS / constant_tensor(tuple(std or (1.0,)), x.device, x.dtype)
@@ -269,7 +271,7 @@ def normalised_cubes(
 
 
 def reconstruction_loss(predicted_BMV: torch.Tensor, targets_BMV: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error over the predicted cubes, in the targets' precision."""
+    """Return the mean squared error over the predicted cubes, with the targets' precision."""
     return functional.mse_loss(predicted_BMV.to(targets_BMV.dtype), targets_BMV)
 
 
@@ -294,14 +296,14 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         """Open this rank's part of the chunks, or of the segments of latents, of the split that the settings name.
 
         Raises:
-            UserError: The split is empty, cannot be cut and masked as the settings say, or the data lack the split to
-                evaluate on.
+            UserError: The split is empty, cannot be cut and masked as the settings say, or the data lack the evaluation
+                split.
         """
         settings = self._settings
         per_chunk = settings.samples_per_chunk
         samples = self.open_mixture(lambda task: task.samples(settings.split, world, per_chunk=per_chunk))
         if settings.evaluate.split != ProbeEvaluation.split:
-            # The run reconstructs clips of this split at the end; only the default split may be missing.
+            # The run reconstructs clips of this split at the end. Only the default split may be missing.
             for folder in settings.folders:
                 if not kind_of(folder).has_manifest:
                     continue
@@ -327,10 +329,10 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         """Open this rank's part of the samples of any split.
 
         Args:
-            per_chunk: Number of samples of each chunk.
+            per_chunk: Number of samples per chunk.
 
         Raises:
-            UserError: The split is empty, or does not fit the settings.
+            UserError: The split is empty, or contradicts the settings.
         """
         settings = self._settings
         query = DataQuery(
@@ -347,7 +349,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return samples
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Return the reconstruction error of masked cubes."""
+        """Return the reconstruction error of masked cubes as the objective."""
         return MaskedReconstruction(self.masked_clips(samples, is_training=True))
 
     def masked_clips(self, samples: "AnySamples", *, is_training: bool = False) -> MaskedClips:
@@ -357,7 +359,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
             inputs=partial(self.inputs, is_training=is_training),
             masking=self.masking(samples),
             size=self.size(samples),
-            # Latents are not divided.
+            # Latents were not divided.
             std=None if settings.reads_latents else settings.init.pixel_std or IMAGENET_STD,
         )
 
@@ -383,9 +385,9 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return self.pixels(batch, rows, mean=IMAGENET_MEAN, std=IMAGENET_STD, is_training=is_training)
 
     def fit_whole(self, model: MaskedAutoencoder, source: Source, *, say: Say) -> Loaded:
-        """Fit encoder and decoder, or only the encoder to weights without a decoder.
+        """Fit weights to the encoder and decoder, or only to the encoder if the weights have no decoder.
 
-        If the weights have no last norm, as with transformers' use_mean_pooling, the encoder has none either.
+        If the weights have no last norm, as with transformers' use_mean_pooling, the encoder gets none either.
         """
         names = source.converted.tensors
         if "video.ln_post.weight" not in names:
@@ -417,7 +419,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
 
 
 def effective_settings(settings: MaeSettings, source: Source | None, *, say: Say) -> MaeSettings:
-    """Return the settings that take effect with the weights of `source` (`effective_clip_settings`)."""
+    """Return the settings that apply with the weights of `source` (`effective_clip_settings`)."""
     if unused := without_effect(settings):
         say(f"without effect with --input {settings.input}, given or from a preset: {', '.join(unused)}")
     return effective_clip_settings(settings, source, say=say)
