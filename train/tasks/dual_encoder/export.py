@@ -1,4 +1,4 @@
-"""Export of dual encoders for open_clip and transformers' CLIPModel, whose towers are of images; adoption of CLIPs."""
+"""Export of dual encoders to open_clip and transformers' CLIPModel, whose towers take images; their conversion."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -342,7 +342,7 @@ def _reconstruct(run: RunFolder, settings: MaeSettings, *, shards: str | None, s
 
 
 def _to_display(settings: MaeSettings) -> ToDisplay:
-    """Return a function from inputs to values in [0, 1]: it undoes the normalisation, or gives latents false colours."""
+    """Return a function from inputs to values in [0, 1]: it undoes normalisation, or gives latents false colours."""
     if settings.reads_latents:
         return lambda latents: latents / (2 * FALSE_COLOUR_STDS) + 0.5
     mean_C111, std_C111 = (
