@@ -1,1 +1,1 @@
-"""Weights from elsewhere, and for elsewhere: open_clip, OpenAI, Hugging Face, AVION, LaViLa, VideoMAE."""
+"""Weights from and for other projects: open_clip, OpenAI, Hugging Face, AVION, LaViLa, VideoMAE."""

@@ -1,4 +1,4 @@
-"""Facts that weights of other projects show: dimensions of the towers by shapes of tensors, temperature and bias."""
+"""Facts that the weights of other projects show: dimensions of towers from shapes of tensors, temperature and bias."""
 
 import math
 from dataclasses import dataclass, replace
@@ -18,18 +18,19 @@ from clipmill.train.weights.loading import depth_of
 from clipmill.train.weights.source import Source
 
 _POSITIONS = "video.positional_embedding"
-# Width of a head in published CLIPs and VideoMAEs, except for these widths: ViT-H and ViT-g have 16 heads.
+# Width of a head in published CLIPs and VideoMAEs. ViT-H and ViT-g, which have these widths, have 16 heads instead.
 _HEAD_WIDTH, _NUM_HEADS = 64, {1280: 16, 1408: 16}
 _RGB = 3
 
 
 def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
-    """Return `size` with the dimensions of the towers that the weights have.
+    """Return `size` with the dimensions of the towers in the weights.
 
-    The number of heads, which no tensor shows, comes from their configuration; else from `size` for a tower as wide.
+    No tensor shows the number of heads. It comes from their configuration, or else from `size` if the width is the
+    same.
 
     Raises:
-        UserError: The configuration is of a tower with another depth or width.
+        UserError: The configuration describes a tower of another depth or width.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     video, text, width = size.video, size.text, size.embedding_width
@@ -67,17 +68,17 @@ def _trunk(trunk: TransformerSize, width: int, depth: int, num_heads: int | None
 
 
 def model_like(source: Source) -> ModelName:
-    """Return the name of a model with patches as the weights have; b16 if none has."""
+    """Return the name of a model whose patches have the same size as in the weights; b16 if there is none."""
     conv = source.converted.tensors.get(CONV)
     names: list[ModelName] = ["b16", "l14"]
     return next((one for one in names if conv is not None and PATCH_PX[one] == conv.shape[-1]), "b16")
 
 
 def picture_px_of(source: Source, *, default: int) -> int:
-    """Return the side of the pictures that the weights were trained on, by their embedding of places or configuration.
+    """Return the side of the pictures that weights were trained on, from their positional embedding or configuration.
 
     Raises:
-        UserError: The weights take latents, whose size and column no file of another project names.
+        UserError: The weights take latents, whose size and column are in no file of another project.
     """
     tensors = source.converted.tensors
     conv, positions = tensors.get(CONV), tensors.get(_POSITIONS)
@@ -92,7 +93,7 @@ def picture_px_of(source: Source, *, default: int) -> int:
 
 
 def num_frames_of(source: Source, *, default: int) -> int:
-    """Return the number of frames that the weights have a temporal embedding of."""
+    """Return the number of frames in the temporal embedding of the weights."""
     temporal = source.converted.tensors.get(TEMPORAL_EMBEDDING)
     return default if temporal is None else len(temporal) * (source.tubelet or 1)
 
@@ -102,10 +103,10 @@ _LOG_SCALE, _TEMPERATURE, _BIAS = "objective.logit_scale", "objective.temperatur
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits are cosines times exp(log_scale), plus the bias.
+    """The map from cosines to logits: cosine times exp(log_scale), plus the bias.
 
     Attributes:
-        log_scale: log(1 / temperature); None if the weights do not say, or have a temperature for each sample.
+        log_scale: log(1 / temperature); None if it is unknown, or if each sample has its own temperature.
         bias: SigLIP's bias; None if there is none.
     """
 
@@ -114,7 +115,7 @@ class Logits:
 
 
 def logits_of(tensors: Tensors) -> Logits:
-    """Return the logits of weights of another project or of an export, by our names."""
+    """Return the logits of weights from another project or from an export, which have our names."""
     scale = tensors.get(LOGIT_SCALE)
     return Logits(None if scale is None else float(scale))
 
@@ -123,7 +124,7 @@ def read_logits(checkpoint: Path) -> Logits:
     """Return the logits of the loss in a checkpoint.
 
     Raises:
-        UserError: The checkpoint cannot be read, or a number is not finite.
+        UserError: The checkpoint cannot be read, or a number in it is not finite.
     """
     table, values = read_table(checkpoint), dict[str, float]()
     for name in (_LOG_SCALE, _TEMPERATURE, _BIAS):

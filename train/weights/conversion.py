@@ -1,7 +1,8 @@
-"""Converts state dicts of other projects to this project's parameter names, and back.
+"""Conversion of other projects' state dicts to this project's parameter names, and back.
 
-`video.*` and `text.*` are the parameters of clipmill.train.models.dual_encoder.DualEncoder. A MaskedAutoencoder or a
-Captioner also has `decoder.*`, a VideoClassifier `fc_norm.*` and `head.*`. `logit_scale` belongs to the objective.
+`video.*` and `text.*` are parameters of clipmill.train.models.dual_encoder.DualEncoder. A MaskedAutoencoder or a
+Captioner also has `decoder.*`, and a VideoClassifier has `fc_norm.*` and `head.*`. `logit_scale` belongs to the
+objective.
 """
 
 import re
@@ -23,7 +24,7 @@ LOGIT_SCALE = "logit_scale"
 TEMPORAL_EMBEDDING = "video.temporal_embedding"
 CONV = "video.conv1.weight"
 PROJECTION = "video.proj"
-# Normalisation of pixel values from 0 to 1, in the order R, G, B. VideoMAE uses ImageNet's.
+# Normalisation of pixel values from 0 to 1, in the order R, G, B. VideoMAE uses ImageNet's values.
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _TIMESFORMER_MEAN, _TIMESFORMER_STD = (0.45, 0.45, 0.45), (0.225, 0.225, 0.225)
@@ -47,9 +48,9 @@ class SourceFacts:
         video_depth: Blocks of the video tower.
         text_depth: Blocks of the text tower.
         decoder_heads: Attention heads of a masked autoencoder's decoder.
-        picture_px: Side of the frames that the weights were trained on.
-        towers: Settings `--towers.*` by name that say which modules the weights are of.
-        remarks: Notices for the user.
+        picture_px: Side of the frames that the weights were trained on, in pixels.
+        towers: `--towers.*` settings by name, which say to which modules the weights belong.
+        remarks: Notes for the user.
     """
 
     activation: Activation | None = None
@@ -72,13 +73,13 @@ _UNKNOWN = SourceFacts()
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedStateDict:
-    """A state dict under our names.
+    """A state dict with our names.
 
     Attributes:
         tensors: Tensors by our names.
-        origins: The name in the source, by our name; `{q,k,v}` in it lists tensors that were concatenated.
-        unknown: Tensors without a name of ours, by their name in the source.
-        ignored: Names of buffers that the format explains (sizes, position ids, masks).
+        origins: Our name -> name in the source; `{q,k,v}` in it lists tensors that were concatenated.
+        unknown: Tensors for which we have no name, by their name in the source.
+        ignored: Names of buffers that the format explains (sizes, position IDs, masks).
     """
 
     tensors: dict[str, torch.Tensor]
@@ -96,20 +97,20 @@ def _keep_tensor(_: str, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class NameTable:
-    """Parameter names of another project, each with our name.
+    """Parameter names of another project, with our names.
 
-    In a name, `N` is the index of a block and `*` is weight or bias. Their name may list in braces the tensors that are
-    one tensor here, concatenated along the first dimension: `attention.{query,key,value}.*`.
+    In a name, `N` is the index of a block, and `*` is weight or bias. A foreign name may list several tensors in braces
+    that are a single tensor here, concatenated along the first dimension: `attention.{query,key,value}.*`.
 
     Attributes:
         owner: Model class or project, for errors.
-        names: Their names by ours; read and written.
-        aliases: Our name by theirs; only read.
-        roots: Our first component of a name by theirs, for names that are in no row; only read.
-        ignored: Suffixes of names of buffers.
-        canonical: Gives a name of theirs the prefix that it has in `names`, where variants of the model lack it.
-        to_ours: Converts the tensor of our name from their layout.
-        to_theirs: Converts the tensor of our name to their layout.
+        names: Our name -> foreign name; used for reading and writing.
+        aliases: Foreign name -> our name; used only for reading.
+        roots: Foreign first component -> our first component, for names that are in no row; used only for reading.
+        ignored: Suffixes of buffer names.
+        canonical: Function that gives a foreign name its prefix in `names`, for variants of the model that lack it.
+        to_ours: Function that converts the tensor with our name from the foreign layout.
+        to_theirs: Function that converts the tensor with our name to the foreign layout.
     """
 
     owner: str
@@ -122,7 +123,7 @@ class NameTable:
     to_theirs: Transform = _keep_tensor
 
     def read(self, state: Tensors) -> ConvertedStateDict:
-        """Return their state dict under our names."""
+        """Convert a foreign state dict to our names."""
         tensors: dict[str, torch.Tensor] = {}
         origins: dict[str, str] = {}
         unknown: dict[str, torch.Tensor] = {}
@@ -141,15 +142,15 @@ class NameTable:
             try:
                 tensors[ours] = self.to_ours(ours, tensor)
             except (IndexError, RuntimeError):
-                tensors[ours] = tensor  # its shape is wrong, which the comparison with the model reports
+                tensors[ours] = tensor  # its shape is wrong; the comparison with the model reports this
             origins[ours] = name
         return ConvertedStateDict(tensors=tensors, origins=origins, unknown=unknown, ignored=tuple(ignored))
 
     def write(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Return our tensors as their state dict.
+        """Convert our tensors to a foreign state dict.
 
         Raises:
-            ValueError: Their model has no such parameter.
+            ValueError: The foreign model has no such parameter.
         """
         state: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -166,8 +167,8 @@ class NameTable:
         return {**{theirs: ours for ours, theirs in self.names.items()}, **self.aliases}
 
     def _concatenate(self, state: Tensors) -> dict[str, torch.Tensor]:
-        """Return the state dict with queries, keys and values concatenated, unless one of them is missing."""
-        # The name of the first of several tensors -> the name of all of them.
+        """Return the state dict with queries, keys and values concatenated, unless one of the three is missing."""
+        # Name of the first of several tensors -> names of all of them.
         first_parts = {_expand_name(theirs)[0]: theirs for theirs in self.names.values() if "{" in theirs}
         tensors = dict(state)
         for name in state:
@@ -181,7 +182,7 @@ class NameTable:
 
 
 def _in_rows(rows: Mapping[str, str], name: str) -> str | None:
-    """Return the other name in a row, with the index and the weight or bias of `name`; None without such a row."""
+    """Return the other name in a row, with the index and the suffix of `name`; None if no row matches."""
     index, leaf = _INDEX.search(name), _LEAF.search(name)
     pattern = _INDEX.sub(".N.", name, count=1)
     name_pattern = rows.get(pattern)
@@ -199,16 +200,17 @@ def _expand_name(name: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format of weights: one row of clipmill.train.weights.sources.
+    """A format of weights: a row of clipmill.train.weights.sources.
 
     Attributes:
         name: Value of `--init.format`.
-        title: Title for the user.
-        convert: A state dict under our names.
-        matches: Function that returns True if names of tensors are of this format.
-        facts: Facts that all weights of this format have in common.
-        model_types: Patterns of the `model_type` in config.json.
-        read_config: Facts from config.json and the processor (`read_processor`), and the folder for errors.
+        title: Name of the format for the user.
+        convert: Function that converts a state dict to our names.
+        matches: Function that returns True if names of tensors belong to this format.
+        facts: Facts that are the same for all weights of this format.
+        model_types: Patterns for the `model_type` in config.json.
+        read_config: Function that returns facts from config.json and the processor (`read_processor`); its last
+            argument is the folder, for errors.
     """
 
     name: str
@@ -221,12 +223,12 @@ class Format:
 
 
 def any_begins(names: Iterable[str], *prefixes: str) -> bool:
-    """Return True if a name begins with one of the prefixes."""
+    """Return True if at least one name begins with one of the prefixes."""
     return any(name.startswith(prefixes) for name in names)
 
 
 def kind_of_tensors(names: Iterable[str]) -> Kind | None:
-    """Return the kind of the video tower among parameters of our names; None if there is none."""
+    """Return the kind of the video tower, given parameters with our names; None without a video tower."""
     video = [name for name in names if name.startswith("video.")]
     if any(name.startswith("video.model.") for name in video):
         return "library"
@@ -237,15 +239,15 @@ def kind_of_tensors(names: Iterable[str]) -> Kind | None:
     return "clip" if video else None
 
 
-# Checks of tensors from elsewhere.
+# Checks of foreign tensors.
 
 _MIN_BYTES = 2
 
 
 def require_floats(tensors: Tensors, *, source: object) -> None:
-    """Raise a UserError at the first tensor that is not of floating point of 16, 32 or 64 bits.
+    """Raise a UserError at the first tensor that is not floating-point with 16, 32 or 64 bits.
 
-    Quantisation leaves integers and 8-bit floats, whose values mean nothing without their scales.
+    Quantised weights have integers and 8-bit floats, whose values mean nothing without their scales.
     """
     for name, tensor in tensors.items():
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < _MIN_BYTES:
@@ -257,7 +259,7 @@ def require_floats(tensors: Tensors, *, source: object) -> None:
 
 
 def require_float_weights(state: Tensors, *, source: object) -> None:
-    """`require_floats` of a state dict before conversion, without integer tensors that may be buffers."""
+    """Apply `require_floats` to a state dict before conversion, except to integer tensors that may be buffers."""
     weights = {
         name: tensor
         for name, tensor in state.items()
@@ -272,7 +274,7 @@ def by_origin(converted: ConvertedStateDict) -> dict[str, torch.Tensor]:
 
 
 def require_finite(tensors: Tensors, *, source: object) -> None:
-    """Raise a UserError at the first tensor with NaN or infinity in float32, the dtype of training."""
+    """Raise a UserError at the first tensor that has NaN or infinity in float32, the dtype of training."""
     for name, tensor in tensors.items():
         if not bool(tensor.float().isfinite().all()):
             raise UserError(

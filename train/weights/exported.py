@@ -1,8 +1,8 @@
-"""Exported folders, which are written completely or not at all, and the files that all formats share.
+"""Exported folders, which are written completely or not at all, and the files that all formats have.
 
-An image tower has no parameters for time. What it lacks of a video tower stays next to it in video_extras.safetensors,
-so that `--init.weights FOLDER` restores the video tower bit for bit. That file names the SHA-256 of the weights that it
-belongs to: once they have been trained on elsewhere, it no longer fits them.
+An image tower has no parameters for time. The other tensors of a video tower are in video_extras.safetensors beside it,
+so that `--init.weights FOLDER` restores the video tower bit for bit. That file contains the SHA-256 of the weights to
+which it belongs: if they are trained further elsewhere, it is rejected.
 """
 
 import hashlib
@@ -31,10 +31,11 @@ class Exported:
     """An export that can be written.
 
     Attributes:
-        write: Fills a folder.
-        remarks: Notices for the user.
-        sees: Input of the exported model where it computes something else than the run, such as "single images".
-        usage: How a program is run, as Markdown. Empty for weights, which `WEIGHTS` can name; a program has no record.
+        write: Function that fills a folder.
+        remarks: Notes for the user.
+        sees: Input of the exported model if it does not compute the same as the run, such as "single images".
+        usage: Instructions for a program, as Markdown. Empty for weights, which `WEIGHTS` can name. A program has no
+            record.
     """
 
     write: Callable[[Path], None]
@@ -44,7 +45,7 @@ class Exported:
 
 
 def require_format(form: str, known: Sequence[str], *, what: str) -> None:
-    """Raise a UserError if a model cannot be exported to a format."""
+    """Raise a UserError if a model cannot be exported to the format."""
     if form not in known:
         raise UserError(
             f"--format is {form}, which has no place for {what}",
@@ -54,7 +55,7 @@ def require_format(form: str, known: Sequence[str], *, what: str) -> None:
 
 
 def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder under a temporary name and rename it: `out` is complete or missing.
+    """Fill a folder under a temporary name, and rename it: `out` is either complete or missing.
 
     Raises:
         UserError: The folder cannot be written.
@@ -71,7 +72,7 @@ def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
         sync(temporary)
         temporary.replace(out)
         sync(out.parent)
-    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: of torch.save on a full disk
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises a RuntimeError on a full disk
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"cannot write {out}: {reason}", hint="use another --out") from error
     finally:
@@ -89,17 +90,17 @@ def save_tensors(tensors: Tensors, path: Path, *, metadata: dict[str, str] | Non
 
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    # Clones: safetensors refuses views of one tensor.
+    # Cloned, because safetensors rejects views of the same tensor.
     save_file({name: one.detach().clone().contiguous() for name, one in tensors.items()}, path, metadata)
     path.chmod(mode)  # safetensors renames a temporary file that only its owner can read
 
 
 def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) -> dict[str, Any]:
-    """Return preprocessor_config.json: resize the short side, crop the centre, normalise.
+    """Return preprocessor_config.json, which says: resize the short side, crop the centre, normalise.
 
     Args:
-        processor: Class of transformers, such as CLIPImageProcessor.
-        kind: Kind of the tower, whose normalisation is the default.
+        processor: Class in transformers, such as CLIPImageProcessor.
+        kind: Kind of the tower, which determines the default normalisation.
     """
     import transformers
 
@@ -114,12 +115,12 @@ def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) ->
 
 
 def save_extras(extras: Tensors, folder: Path, *, beside: Path) -> None:
-    """Write what an image tower lacks of a video tower, next to the weights in the file `beside`."""
+    """Write the tensors of a video tower that an image tower lacks, with the SHA-256 of the file `beside`."""
     save_tensors(extras, folder / EXTRAS_FILE, metadata={_OWNER: _digest(beside)})
 
 
 def read_extras(folder: Path, *, beside: Path) -> dict[str, torch.Tensor]:
-    """Return what an exported image tower lacks of a video tower, by our names; {} if the folder has no such file.
+    """Read the tensors of a video tower that an exported image tower lacks, by our names; {} if there is no such file.
 
     Raises:
         UserError: The file belongs to other weights than the file `beside`, or is damaged.

@@ -1,8 +1,8 @@
 """Reader of tensors from untrusted files. Nothing in a file is ever executed.
 
-safetensors hold only tensors. Files of torch.save are read with `weights_only`, which builds tensors and plain
-containers and refuses everything else. OpenAI's own archives are programs (TorchScript): one is opened only if its
-SHA-256 is in open_clip's list of the archives that OpenAI published.
+safetensors files contain only tensors. torch.save files are read with `weights_only`, which builds tensors and plain
+containers, and rejects everything else. OpenAI's own archives are programs (TorchScript). Such an archive is opened
+only if its SHA-256 is in open_clip's list of the archives that OpenAI published.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from clipmill.train.config.model import EPS_RANGE, PIXEL_MEAN, PIXEL_STD
 from clipmill.train.models.hugging_face import PROCESSOR_FILES, is_triple
 from clipmill.train.weights.conversion import Mean
 
-# Configuration files next to weights: reads JSON, checks the values used, builds transformers' classes.
+# Configuration files beside weights: read JSON, check the values that are used, build transformers' classes.
 
 
 _DAMAGED = "correct it, or get the folder again"
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if the file does not exist.
+    """Read the JSON object in a file; return None if the file does not exist.
 
     Raises:
-        UserError: The file cannot be read, or a value has a type or is in a range that its key does not take.
+        UserError: The file cannot be read, or a value has a wrong type or is out of range for its key.
     """
     if not path.is_file():
         return None
@@ -51,21 +51,21 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 
 def as_config(config_class: Callable[..., Any], given: Mapping[str, Any], *, keys: str, source: str) -> Any:
-    """Return a configuration object of transformers, with its defaults where `given` has no value.
+    """Return a transformers configuration object, with defaults for values that `given` lacks.
 
     Args:
-        config_class: Such as VideoMAEConfig.
-        given: An object of a checked config.json.
-        keys: Keys that are used, separated by spaces. The others are omitted: their values may be anything.
+        config_class: Class, such as VideoMAEConfig.
+        given: Object from a checked config.json.
+        keys: Keys that are used, separated by spaces. Other keys are omitted, because their values may be anything.
         source: Source for errors.
 
     Raises:
-        UserError: The class refuses the values.
+        UserError: The class rejects the values.
     """
     from huggingface_hub.errors import StrictDataclassError
 
     values = {key: given[key] for key in keys.split() if key in given}
-    # The classes take no integer where they expect a float.
+    # The classes accept no integer where they expect a float.
     values |= {key: float(value) for key, value in values.items() if key in _EPS}
     try:
         return config_class(**values)
@@ -74,7 +74,7 @@ def as_config(config_class: Callable[..., Any], given: Mapping[str, Any], *, key
 
 
 def colours(values: Any) -> Mean | None:
-    """Return the values of a configuration for R, G and B; None if it has none."""
+    """Return a configuration value for R, G and B; None if it is missing."""
     if values is None:
         return None
     red, green, blue = (float(value) for value in values)
@@ -98,7 +98,7 @@ def _is_size(value: Any) -> bool:
     return _is_integer(value) and value >= 1
 
 
-# Nested objects, whose keys are checked too.
+# Nested objects, whose keys are also checked.
 _OBJECTS = frozenset(
     {
         *("vision_config", "text_config", "encoder", "decoder", "model_config", "model_cfg", "preprocess_cfg"),
@@ -147,12 +147,12 @@ _TYPES: tuple[tuple[frozenset[str], Callable[[Any], bool], str], ...] = (
 )
 
 
-# Raised by torch.load for a file with more than tensors and plain containers.
+# torch.load raises these for a file that contains more than tensors and plain containers.
 _Refused: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
 _DOWNLOAD_AGAIN = "get the file again, and compare its size with the original's"
-_scalar = np.float64(0).__reduce__()[0]  # builds a NumPy scalar from bytes
-# Training checkpoints of AVION and LaViLa hold arguments and a score as well as tensors: a namespace of plain values,
-# and NumPy scalars, under their names in old and new versions.
+_scalar = np.float64(0).__reduce__()[0]  # function that builds a NumPy scalar from bytes
+# Training checkpoints of AVION and LaViLa contain arguments and a score besides tensors: a namespace of plain values,
+# and NumPy scalars, with their names in old and new versions of NumPy.
 _PLAIN: list[Any] = [
     argparse.Namespace,
     np.dtype,
@@ -160,7 +160,7 @@ _PLAIN: list[Any] = [
     (_scalar, "numpy.core.multiarray.scalar"),
     (_scalar, "numpy._core.multiarray.scalar"),
 ]
-# Names of a folder's weights, by priority. An index names the shards of weights that are in several files.
+# File names of a folder's weights, by priority. An index lists the shards of weights that are in several files.
 _INDEX = ".index.json"
 WEIGHT_FILES = (
     "open_clip_model.safetensors",
@@ -172,18 +172,18 @@ WEIGHT_FILES = (
     f"pytorch_model.bin{_INDEX}",
     "checkpoint.pth",
 )
-# Keys of the model in training checkpoints, the most usual first.
+# Keys under which training checkpoints store the model, the most common first.
 _INNER = ("state_dict", "model_state_dict", "model", "module")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True if a folder has a file of weights."""
+    """Return True if a folder has a weights file."""
     return any((folder / name).is_file() for name in WEIGHT_FILES)
 
 
 def weights_file(folder: Path) -> Path:
-    """Return the file of weights in a folder, or the index of its shards; UserError if there is none."""
+    """Return the weights file in a folder, or the index of its shards; UserError if there is none."""
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return folder / name
@@ -191,13 +191,13 @@ def weights_file(folder: Path) -> Path:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the state dict in a file, or in the shards that an index names, on the CPU.
+    """Read the state dict in a file, or in the shards that an index lists, on the CPU.
 
     Raises:
-        UserError: The file cannot be read, is damaged, holds no tensors, or would run a program.
+        UserError: The file cannot be read, is damaged, contains no tensors, or would execute code.
     """
     try:
-        with os.fdopen(open_regular(path), "rb") as file:  # not a pipe or a device, which have no end
+        with os.fdopen(open_regular(path), "rb") as file:  # not a pipe or a device, which may have no end
             begin = file.read(512)
     except OSError as error:
         raise UserError(f"cannot read the weights {path}: {error.strerror}", hint="name a file or a folder") from error
@@ -237,7 +237,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def without_prefixes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors without a prefix of wrappers on all names: DDP's `module.`, torch.compile's `_orig_mod.`."""
+    """Remove a wrapper's prefix that all names have: DDP's `module.`, torch.compile's `_orig_mod.`."""
     names = list(state)
     for _ in range(len(_PREFIXES)):
         for prefix in _PREFIXES:
@@ -247,7 +247,7 @@ def without_prefixes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def _read_shards(index: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of all shards, as transformers writes models that are larger than a file may be."""
+    """Read the tensors of all shards. transformers writes large models in several files."""
     try:
         shard_of = parse_json(index.read_bytes())["weight_map"]
         names = sorted(set(shard_of.values()))
@@ -274,7 +274,7 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
         with torch.serialization.safe_globals(_PLAIN):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except _Refused as error:
-        # Not torch's own words: they advise to load the file with everything that it can run.
+        # torch's own message is not used: it advises to load the file and execute its code.
         reason, _, after = "it is not a tensor file", *str(error).partition("GLOBAL ")[1:]
         if after:
             reason = f"it holds {after.split()[0]}, and only tensors and plain values are loaded"
@@ -299,9 +299,9 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_printable(begin: bytes) -> bool:
-    """Return True if the first bytes of a file are printable: tensor files begin with lengths, marks and opcodes."""
+    """Return True if the first bytes of a file are printable; tensor files begin with lengths, marks and opcodes."""
     try:
-        # Piece by piece: a letter of several bytes may be cut at the end.
+        # Decoded incrementally, because a multi-byte character may be cut at the end.
         text = codecs.getincrementaldecoder("utf-8")().decode(begin)
     except UnicodeDecodeError:
         return False
@@ -321,7 +321,7 @@ def _read_openai_archive(path: Path) -> dict[str, torch.Tensor]:
 
 
 def openai_digests() -> frozenset[str]:
-    """Return SHA-256 of the archives that OpenAI published, from the addresses in open_clip's list."""
+    """Return the SHA-256 of each archive that OpenAI published, taken from the addresses in open_clip's list."""
     from open_clip.pretrained import get_pretrained_url, list_pretrained_models_by_tag
 
     addresses = [get_pretrained_url(name, "openai") for name in list_pretrained_models_by_tag("openai")]
@@ -333,10 +333,10 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
 
 
 def hub_folder(name: str, *, files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES), what: str = "weights") -> Path:
-    """Return the folder of a model of the Hub, from its cache, else downloaded.
+    """Return the folder of a model on the Hub: from the cache if possible, otherwise downloaded.
 
     Args:
-        files: Patterns of the files that are needed.
+        files: Patterns of the required files.
         what: Content of the folder, for the hint.
 
     Raises:

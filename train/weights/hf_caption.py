@@ -1,8 +1,9 @@
-"""Hugging Face's VisionEncoderDecoderModel of TimeSformer and GPT-2, or one of the two: names, configuration.
+"""Hugging Face's VisionEncoderDecoderModel with TimeSformer and GPT-2, or one of these: names, configuration.
 
-A separate TimesformerModel has its names without `encoder.`, a TimesformerForVideoClassification with `timesformer.`
-instead; a GPT2LMHeadModel has its names without `decoder.`, a GPT2Model without `decoder.transformer.`. GPT-2's
-matrices are transposed, and its last layer is the token embedding, `decoder.lm_head.weight` in old files.
+In a separate model, some prefixes of names are missing: a TimesformerModel has no `encoder.` (a
+TimesformerForVideoClassification has `timesformer.` instead), a GPT2LMHeadModel has no `decoder.`, and a GPT2Model has
+no `decoder.transformer.`. GPT-2's matrices are transposed. Its last layer is the token embedding, which old files store
+as `decoder.lm_head.weight`.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ from clipmill.train.weights.files import as_config, colours, read_config, read_t
 
 @dataclass(frozen=True, kw_only=True)
 class TimeSformerShape:
-    """Sizes of a TimeSformer and of the clips that it takes."""
+    """Dimensions of a TimeSformer, and of the clips that it takes."""
 
     size: VideoViTSize
     image_px: int
@@ -41,7 +42,7 @@ class TimeSformerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionConfig:
-    """Sizes in a config.json; None for a missing part."""
+    """Dimensions in a config.json; None for a missing part."""
 
     video: TimeSformerShape | None
     decoder: Gpt2Size | None
@@ -50,12 +51,12 @@ class CaptionConfig:
 def hf_caption_config(
     video: TimeSformerShape, decoder: Gpt2Size, *, end_id: int, pad_id: int, dropout: float
 ) -> dict[str, Any]:
-    """Return config.json of a VisionEncoderDecoderModel.
+    """Return the config.json of a VisionEncoderDecoderModel.
 
     Args:
-        end_id: The token before and after a caption.
-        pad_id: The padding token.
-        dropout: Dropout of the decoder.
+        end_id: Token before and after a caption.
+        pad_id: Padding token.
+        dropout: Dropout probability of the decoder.
     """
     from transformers import GPT2Config, TimesformerConfig, VisionEncoderDecoderConfig
 
@@ -90,7 +91,7 @@ def hf_caption_config(
         encoder=encoder.to_dict(),
         decoder=gpt2.to_dict(),
         architectures=["VisionEncoderDecoderModel"],
-        # Encoder and decoder have no embedding in common.
+        # Encoder and decoder share no embedding.
         **{**tokens, "decoder_start_token_id": end_id, "tie_word_embeddings": False},
     )
     return whole.to_dict()
@@ -106,7 +107,7 @@ def generation_config(*, end_id: int, pad_id: int, decoding: Mapping[str, Any]) 
 
     tokens = {"bos_token_id": end_id, "decoder_start_token_id": end_id, "eos_token_id": end_id, "pad_token_id": pad_id}
     values = {**tokens, **decoding}
-    # Values that are defaults of this version of transformers are written too: other versions have other defaults.
+    # Default values of this version of transformers are also written, because other versions have other defaults.
     return {**GenerationConfig(**values).to_diff_dict(), **values}
 
 
@@ -116,13 +117,13 @@ def caption_config_of(
     source: str,
     hint: str = "use a TimeSformer, a GPT-2, or a vision-encoder-decoder of both",
 ) -> CaptionConfig:
-    """Return the sizes in a config.json of a captioner, of a TimeSformer, or of a GPT-2.
+    """Return the dimensions in the config.json of a captioner, a TimeSformer, or a GPT-2.
 
     Args:
-        hint: Advice what to use instead of another model.
+        hint: Advice on what to use if the model is another one.
 
     Raises:
-        UserError: The model is of another kind, or computes something else than the models here.
+        UserError: The model is of another kind, or computes something that our models do not.
     """
     kind = config.get("model_type")
     if kind == "timesformer":
@@ -180,7 +181,7 @@ def _timesformer_of(given: Mapping[str, Any], *, source: str) -> TimeSformerShap
 def _gpt2_of(given: Mapping[str, Any], *, source: str) -> Gpt2Size:
     from transformers import GPT2Config
 
-    # Its default for the ends of a text is of the largest vocabulary: it would warn about smaller ones.
+    # Its default for the end of a text belongs to the largest vocabulary, and would cause warnings for smaller ones.
     ends = {"bos_token_id": None, "eos_token_id": None}
     config = as_config(GPT2Config, {**given, **ends}, keys=_GPT2_KEYS, source=source)
     _require(
@@ -200,7 +201,7 @@ def _gpt2_of(given: Mapping[str, Any], *, source: str) -> Gpt2Size:
 
 
 def _require(config: Any, *, source: str, **values: tuple[Any, ...]) -> None:
-    """Raise a UserError for a value that is another model's; `values` has the values of the models here."""
+    """Raise a UserError if a value belongs to another model; `values` has the values of our models."""
     for name, known in values.items():
         if getattr(config, name) not in known:
             raise UserError(
@@ -210,7 +211,7 @@ def _require(config: Any, *, source: str, **values: tuple[Any, ...]) -> None:
 
 
 def _require_divisible(config: Any, *, width: str, heads: str, source: str) -> None:
-    """No tensor shows the number of heads: a wrong one is found here or nowhere."""
+    """Raise a UserError if the width is not a multiple of the heads. No tensor shows the number of heads."""
     if getattr(config, width) % getattr(config, heads):
         raise UserError(
             f"{source}: {width} is {getattr(config, width)}, which {heads} {getattr(config, heads)} cannot share",
@@ -219,10 +220,10 @@ def _require_divisible(config: Any, *, width: str, heads: str, source: str) -> N
 
 
 def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Return facts from config.json and the processor (`read_processor`) of a TimeSformer or a captioner with one.
+    """Return facts from config.json and the processor (`read_processor`) of a TimeSformer, or a captioner with one.
 
     Raises:
-        UserError: See `caption_config_of`; or there is no TimeSformer in it.
+        UserError: See `caption_config_of`; or the model contains no TimeSformer.
     """
     video = caption_config_of(config, source=source).video
     if video is None:
@@ -242,12 +243,12 @@ def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any]
 
 _VIDEO, _TEXT = "video.transformer.resblocks.N", "decoder.transformer.resblocks.N"
 _LAYER, _H = "encoder.encoder.layer.N", "decoder.transformer.h.N"
-# Leading dimensions of 1 that theirs have and ours do not.
+# Leading dimensions of 1 that foreign tensors have and ours lack.
 _LEADING = {"video.class_embedding": 2, "video.positional_embedding": 1, "video.temporal_embedding": 1}
 
 
 def _whole_name(name: str) -> str:
-    """Return the name in the complete captioner of a tensor of one of its parts."""
+    """Return the name that a tensor of a separate part has in the complete captioner."""
     if name.startswith("timesformer."):
         return f"encoder.{name.removeprefix('timesformer.')}"
     if name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
@@ -294,7 +295,7 @@ NAMES = NameTable(
         f"{_TEXT}.mlp.c_proj.*": f"{_H}.mlp.c_proj.*",
         "decoder.ln_final.*": "decoder.transformer.ln_f.*",
     },
-    # Masks that old versions kept among GPT-2's weights, the tied embedding, and a TimeSformer's classifier.
+    # Masks that old versions stored with GPT-2's weights, the tied embedding, and a TimeSformer's classifier.
     ignored=(
         *(".attn.bias", ".crossattention.bias", "attn.masked_bias", "attention.masked_bias"),
         *("lm_head.weight", "classifier.weight", "classifier.bias"),
@@ -308,20 +309,20 @@ from_hf_caption, to_hf_caption = NAMES.read, NAMES.write
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionFolder:
-    """The sizes in a folder of transformers, and its weights under our names."""
+    """The dimensions in a transformers folder, and its weights with our names."""
 
     config: CaptionConfig
     converted: ConvertedStateDict
 
 
 def read_caption_folder(folder: Path, *, needs_decoder: bool = False) -> CaptionFolder:
-    """Read config.json and the weights of the captioner, of a TimeSformer, or of a GPT-2.
+    """Read config.json and the weights of a captioner, a TimeSformer, or a GPT-2.
 
     Args:
-        needs_decoder: True to refuse a TimeSformer without a decoder.
+        needs_decoder: Reject a TimeSformer without a decoder.
 
     Raises:
-        UserError: The files are missing, damaged, or of a model that a captioner cannot be made of.
+        UserError: The files are missing or damaged, or belong to a model that cannot be part of a captioner.
     """
     values = read_config(folder / "config.json")
     if values is None:

@@ -1,4 +1,4 @@
-"""Hugging Face's CLIPModel: names and configuration. q, k and v are separate matrices, projections transposed."""
+"""Hugging Face's CLIPModel: names and configuration. q, k and v are separate matrices; projections are transposed."""
 
 import html
 import re
@@ -19,7 +19,7 @@ from clipmill.train.weights.files import as_config, colours
 _OUR_BLOCK, _LAYER = "transformer.resblocks.N", "encoder.layers.N"
 _PROJECTIONS = {"video.proj": "visual_projection.weight", "text.text_projection": "text_projection.weight"}
 _START_TOKEN_ID = 49406
-# transformers ends captions at the largest id where a configuration says 2, as files of old versions do.
+# If a configuration says 2, as in files of old versions, transformers ends captions at the largest ID.
 _OLD_END_TOKEN_ID = 2
 
 
@@ -45,7 +45,7 @@ NAMES = NameTable(
     names={
         "video.class_embedding": "vision_model.embeddings.class_embedding",
         "video.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
-        "video.ln_pre.*": "vision_model.pre_layrnorm.*",  # spelled so
+        "video.ln_pre.*": "vision_model.pre_layrnorm.*",  # this is the original spelling
         **_tower_names("video", "vision_model"),
         "video.ln_post.*": "vision_model.post_layernorm.*",
         "text.token_embedding.weight": "text_model.embeddings.token_embedding.weight",
@@ -65,7 +65,7 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
     """Return facts from the config.json and the processor (`read_processor`) of a CLIPModel.
 
     Raises:
-        UserError: The model computes something that the towers here do not.
+        UserError: The model computes something that our towers do not.
     """
     from transformers import CLIPTextConfig, CLIPVisionConfig
 
@@ -98,7 +98,7 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
 
 
 def hf_config(size: DualEncoderSize, *, image_px: int, log_scale: float) -> dict[str, Any]:
-    """Return config.json of a CLIPModel whose vision tower takes single frames."""
+    """Return the config.json of a CLIPModel whose vision tower takes single frames."""
     from transformers import CLIPConfig
 
     towers = {
@@ -116,7 +116,7 @@ def hf_config(size: DualEncoderSize, *, image_px: int, log_scale: float) -> dict
     vision = {"image_size": image_px, "num_channels": size.video.num_channels, "patch_size": size.video.patch_px}
     text = {
         "bos_token_id": _START_TOKEN_ID,
-        # The largest id, at whose first position both read the embedding.
+        # The largest ID. Both models read the embedding at its first position.
         "eos_token_id": size.text.vocabulary_size - 1,
         "max_position_embeddings": size.text.context_length,
         "vocab_size": size.text.vocabulary_size,
@@ -134,7 +134,7 @@ def hf_config(size: DualEncoderSize, *, image_px: int, log_scale: float) -> dict
 _SPLIT = r"'[s\u017f]|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
-# For the user of an export.
+# Note for the user of an export.
 TOKENIZER_REMARK = (
     "its tokenizer, loaded with AutoTokenizer, cleans texts as training did, except that it does not repair text in a "
     "wrong encoding; the exact list of exceptions and a way without any are in docs/weights.md"
@@ -144,8 +144,8 @@ TOKENIZER_REMARK = (
 def save_tokenizer(folder: Path, *, context_length: int) -> None:
     """Write CLIP's tokenizer for transformers, from the vocabulary that open_clip ships, with open_clip's cleaning.
 
-    transformers' CLIPTokenizer builds another normaliser whatever tokenizer.json says, so that the files are
-    of a tokenizer that is taken as it is.
+    transformers' CLIPTokenizer builds another normaliser, whatever tokenizer.json says. Therefore the files describe a
+    tokenizer class that is used unchanged.
     """
     from open_clip.tokenizer import SimpleTokenizer
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -162,7 +162,7 @@ def save_tokenizer(folder: Path, *, context_length: int) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    # open_clip looks for them after cleaning.
+    # open_clip looks for these tokens after cleaning.
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=True) for token in (start, end)])
     ends = (end, theirs.eot_token_id), (start, theirs.sot_token_id)
     tokenizer.post_processor = processors.RobertaProcessing(*ends, trim_offsets=False, add_prefix_space=False)
@@ -191,17 +191,17 @@ HF_CLIP = Format(
 )
 
 
-# open_clip's cleaning of texts as a normaliser of tokenizers, for exported tokenizers.
+# open_clip's cleaning of texts, written as a normaliser of the tokenizers library for exported tokenizers.
 #
-# open_clip repairs texts with ftfy, decodes HTML twice, folds white space and lowers the case. A normaliser is a list
-# of replacements, so that it has every step whose result depends only on a few characters. What it lacks depends on the
-# text around them:
+# open_clip repairs texts with ftfy, decodes HTML twice, folds white space and converts to lower case. A normaliser is a
+# list of replacements. It therefore has every step whose result depends only on a few characters. It lacks the steps
+# that depend on the surrounding text:
 #
-# - text that was decoded with the wrong encoding ("schÃ¶n"), which ftfy recognises by statistics,
-# - HTML in a text with "<", where ftfy leaves the quotes and ligatures that HTML stands for,
-# - character references by number outside of `_NUMBERED`, and HTML that was escaped again and again without semicolons.
+# - text that was decoded with the wrong encoding ("schÃ¶n"), which ftfy recognises by statistics;
+# - HTML in a text with "<", in which ftfy keeps the quotes and ligatures that HTML stands for;
+# - numeric character references outside of `_NUMBERED`, and HTML that was escaped repeatedly without semicolons.
 
-# Latin letters, punctuation, signs, and emoji. Each is a replacement that takes time for every text.
+# Latin letters, punctuation, symbols, and emoji. Each of them is a replacement that costs time for every text.
 _NUMBERED = (
     *(range(32, 0x180), range(0x2000, 0x2070), range(0x20A0, 0x20C0), range(0x2100, 0x2150)),
     *(range(0x2600, 0x27C0), range(0x1F300, 0x1F650)),
@@ -216,14 +216,14 @@ def cleaning_normalizer() -> Any:
 
     rules = (*_replacements(), None, *_without_semicolons(), (Regex(r"\s+"), " "))
     steps = [normalizers.NFC() if rule is None else normalizers.Replace(*rule) for rule in rules]
-    # Rust lowers letter by letter; Python knows the sigma that ends a word.
+    # Rust lowers each letter separately; Python knows the sigma at the end of a word.
     return normalizers.Sequence(
         [*steps, normalizers.Strip(), normalizers.Replace(Regex(_SIGMA), "\u03c2"), normalizers.Lowercase()]
     )
 
 
 def _replacements() -> Iterator[tuple[Any, str]]:
-    """Yield the texts or patterns, and what replaces them, in the order in which ftfy replaces them."""
+    """Yield the texts or patterns to replace, with their replacements, in ftfy's order."""
     from open_clip import tokenizer as theirs
     from tokenizers import Regex
 
@@ -239,7 +239,7 @@ def _replacements() -> Iterator[tuple[Any, str]]:
         patterns[value] += [f"&#0*{number}(?![0-9]);?", f"&#[xX]0*(?i:{number:x})(?![0-9a-fA-F]);?"]
     for value, alternatives in patterns.items():
         yield Regex("|".join(alternatives)), value
-    # Control characters of ISO 8859-1 are meant as characters of Windows-1252.
+    # Control characters of ISO 8859-1 are interpreted as characters of Windows-1252.
     for number in range(0x80, 0xA0):
         yield chr(number), bytes([number]).decode("cp1252", errors="replace").replace("\ufffd", chr(number))
     for number, value in {**chardata.LIGATURES, **chardata.WIDTH_MAP}.items():
@@ -252,7 +252,7 @@ def _replacements() -> Iterator[tuple[Any, str]]:
 
 
 def _without_semicolons() -> Iterator[tuple[Any, str]]:
-    """Return old names of HTML, which need no semicolon; the longest first, since others are its beginning."""
+    """Return old HTML names that need no semicolon. Longer names come first, because others are their prefixes."""
     from tokenizers import Regex
 
     names = sorted((name for name in html5 if not name.endswith(";")), key=len, reverse=True)

@@ -1,11 +1,12 @@
-"""Weights of towers that libraries build (`--towers.image`, `--towers.text`): under our names, and back.
+"""Weights of towers that libraries build (`--towers.image`, `--towers.text`): conversion to our names, and back.
 
     ours                     open_clip                  transformers
     video.model.*            visual.*                   vision_model.*, visual_projection, or all of a model's
     text.model.*             text.*, or CLIP's          text_model.*, text_projection, or all of a model's
 
-timm's files are only of an image tower. What else is in a file is converted like the weights of a CLIP. No library has
-our parts around its tower: `video.proj`, `video.pool.*`, `video.temporal_embedding`, `text.text_projection`.
+timm's files contain only an image tower. Other tensors in a file are converted like the weights of a CLIP. No library
+has the parts that we add to its tower: `video.proj`, `video.pool.*`, `video.temporal_embedding`,
+`text.text_projection`.
 """
 
 from collections.abc import Mapping
@@ -35,11 +36,12 @@ LOGIT_BIAS = "logit_bias"
 _ANY_PX = 224
 _PLAIN = Towers()
 _OF_IMAGE = ("visual", "vision_model", "visual_projection")
-OF_TEXT = ("text", "text_model", *TEXT_ROOTS)  # first parts of the names of a CLIP's text tower, and of its temperature
+# First components of the names in a CLIP's text tower, and its temperature.
+OF_TEXT = ("text", "text_model", *TEXT_ROOTS)
 
 
 def library_format(towers: Towers) -> Format | None:
-    """Return the format of weights for towers with a library tower; None if no tower comes from a library."""
+    """Return the weight format for towers that a library builds; None if no tower comes from a library."""
     names = dict[str, frozenset[str]]()
     if towers.image is not None:
         names[IMAGE] = image_outline(towers.image, preprocessing_of(towers.image).size_px or _ANY_PX).names
@@ -54,11 +56,11 @@ def library_format(towers: Towers) -> Format | None:
 def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> ConvertedStateDict:
     tensors, origins = dict[str, torch.Tensor](), dict[str, str]()
     unknown, rest, ignored = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[str]()
-    # Of a model with two towers, the first part of a name says which.
+    # In a model with two towers, the first component of a name says which tower it belongs to.
     has_both = any_begins(state, "token_embedding.", *(f"{root}." for root in ("text", "text_model", *_OF_IMAGE)))
     for name, tensor in state.items():
         root = name.partition(".")[0]
-        # The name, and the same without its first part, and without its first two.
+        # The name itself, without its first component, and without its first two.
         parts = name.split(".")
         endings = [".".join(parts[begin:]) for begin in range(min(3, len(parts)))]
         sides = list(names)
@@ -82,7 +84,7 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
 
 
 def library_facts(folder: Path) -> SourceFacts:
-    """Return how the pictures were normalised that weights in a folder were trained on."""
+    """Return the normalisation of the pictures on which the weights in a folder were trained."""
     config = read_config(folder / "open_clip_config.json")
     preprocess = (config.get("preprocess_cfg") or {}) if config is not None else read_processor(str(folder))
     preprocess = preprocess or (read_config(folder / "config.json") or {}).get("pretrained_cfg") or {}
@@ -90,7 +92,7 @@ def library_facts(folder: Path) -> SourceFacts:
 
 
 def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _PLAIN) -> SourceFacts:
-    """Return facts from the entry of a tag of open_clip, whose weights are for `towers`."""
+    """Return facts from open_clip's entry for a tag, whose weights are for `towers`."""
     mean, std = (colours(None if entry.get(name) is None else list(entry[name])) for name in ("mean", "std"))
     is_other = entry.get("quick_gelu") and not (towers.image or "").endswith("-quickgelu")
     remarks = ("trained with QuickGELU, which open_clip:NAME-quickgelu has",) if is_other else ()
@@ -100,20 +102,21 @@ def facts_of_entry(entry: Mapping[str, Any], towers: Towers = _PLAIN) -> SourceF
 
 
 def state_of(weights: Tensors, prefix: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a library's module (`IMAGE` or `TEXT`), by the library's names."""
+    """Return the tensors of a library's module (`IMAGE` or `TEXT`), with the library's names."""
     return {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
 
 
-# Export of towers in their library's own format: what it has a place for, as the library itself writes it.
+# Export of towers in their library's own format: the tensors for which it has a place, as the library itself writes
+# them.
 
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryTowers:
-    """Towers of a dual encoder, whose image tower is a library's.
+    """Towers of a dual encoder whose image tower comes from a library.
 
     Attributes:
-        weights: Tensors by our names, with `logit_scale`.
-        logits: Logits of the loss.
+        weights: Tensors with our names, including `logit_scale`.
+        logits: Map from cosines to logits.
     """
 
     settings: ClipSettings
@@ -123,25 +126,25 @@ class LibraryTowers:
 
     @property
     def towers(self) -> DualEncoderTowers:
-        """Their settings."""
+        """Settings of the towers."""
         assert isinstance(self.settings.towers, DualEncoderTowers)
         return self.settings.towers
 
     @property
     def image(self) -> str:
-        """The name of the image tower."""
+        """Name of the image tower."""
         assert self.towers.image is not None
         return self.towers.image
 
     @property
     def normalisation(self) -> dict[str, list[float]]:
-        """Mean and standard deviation of pixels."""
+        """Mean and standard deviation with which pixels are normalised."""
         init = self.settings.init
         return {"mean": list(init.pixel_mean or ()), "std": list(init.pixel_std or ())}
 
 
 def write_library(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
-    """Write towers in the format of their image tower's library: the file of weights, and our names of what it holds.
+    """Write towers in the format of their image tower's library; return the weights file, and our names of its tensors.
 
     Raises:
         UserError: The library has no place for such towers.
@@ -203,12 +206,12 @@ def _write_timm(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
 def _write_hf(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # of save_pretrained, among our own lines
+    transformers.utils.logging.disable_progress_bar()  # save_pretrained would mix one with our own lines
     library: Any = library_of(towers.image)[0]
     name, weights = towers.image.partition(":")[2], towers.weights
     held = {one for one in weights if one.startswith(IMAGE)}
     if towers.towers.text == towers.image:
-        # Both halves of one model.
+        # Both halves come from the same model.
         config = library.config(name)
         if towers.towers.context_length is not None:
             config.text_config.max_position_embeddings = towers.towers.context_length

@@ -1,6 +1,6 @@
-"""Loading of weights into a model: which tensors are copied, resized, created or dropped, as a table or as an error.
+"""Loading of weights into a model: a table, or an error, shows which tensors are copied, resized, created or dropped.
 
-Shape suffixes: P positions (1 + patches), D width, H and W patches of a frame.
+Shape suffixes: P positions (1 + number of patches), D width, H and W patches of a frame.
 """
 
 import math
@@ -33,7 +33,7 @@ ChangeKind = Literal["resized", "created", "dropped", "missing", "unexpected", "
 Shape = tuple[int, ...]
 
 _PROJECTIONS = (PROJECTION, "text.text_projection")
-# Parts that weights of images lack, and what says how they begin.
+# Parts that weights of images lack, and the reason with the parts' initial values.
 _CREATED = {
     TEMPORAL_EMBEDDING: "as --towers.temporal says",
     "video.view_embedding": "--towers.views concat: zero at first",
@@ -41,19 +41,19 @@ _CREATED = {
     ".ln_temporal.": "--towers.attention divided",
     "video.pool.": "--towers.pool-frames attention, which begins as the mean",
 }
-_KEPT_POSITIONS = 20  # of a CLIP's texts when they are stretched (Long-CLIP)
+_KEPT_POSITIONS = 20  # number of a CLIP's text positions that stretching keeps (Long-CLIP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A tensor that was not copied as it is.
+    """A tensor that was not copied unchanged.
 
     Attributes:
-        name: Ours, or the source's if there is none of ours.
-        origin: Name in the source, '' if it is missing there.
+        name: Our name, or the source's name if we have none.
+        origin: Name in the source; '' if it is missing there.
         old: Shape in the source.
         new: Shape in the model.
-        why: The reason; '' if there is none, so that training must not begin.
+        why: Reason; '' if there is none, in which case training must not begin.
     """
 
     kind: ChangeKind
@@ -70,13 +70,13 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """The weights of a model.
+    """Weights that are fitted to a model.
 
     Attributes:
-        tensors: Tensors by our names, with the model's shapes; without tensors that the model initialises itself.
+        tensors: Tensors by our names, with the model's shapes, except those that the model initialises itself.
         logit_scale: log(1 / temperature) of the source; None if it has none, or if its projections are not used.
-        num_copied: Number of tensors that were copied as they are.
-        changes: All the others.
+        num_copied: Number of tensors that were copied unchanged.
+        changes: All other tensors.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -86,7 +86,7 @@ class Fitted:
 
     @property
     def unexplained_changes(self) -> tuple[Change, ...]:
-        """Changes without a reason."""
+        """Changes that have no reason."""
         return tuple(change for change in self.changes if not change.why)
 
 
@@ -95,7 +95,7 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
 
     Args:
         shapes: Shapes of the model's parameters, by name.
-        allow: Patterns of names, ours or the source's, of tensors that may differ without a reason.
+        allow: Patterns of tensor names (ours or the source's) that may differ without a reason.
     """
     tensors: dict[str, torch.Tensor] = {}
     changes: list[Change] = []
@@ -133,7 +133,7 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
     for name, tensor in source.unknown.items():
         leave(name, name, tensor)
     logit_scale = source.tensors.get(LOGIT_SCALE)
-    # Towers of libraries may have their own instead.
+    # Towers from libraries may have their own parameters instead.
     if logit_scale is not None and shapes.keys() & set(_PROJECTIONS) and not tensors.keys() & set(_PROJECTIONS):
         why = "the projections are new, so their temperature is too"
         leave(LOGIT_SCALE, source.origins[LOGIT_SCALE], logit_scale, why)
@@ -147,7 +147,7 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
 
 
 def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeKind, torch.Tensor | None, str]:
-    """Return the tensor in the shape `new`, None if the model initialises it; and why, '' if there is no reason."""
+    """Return the tensor in the shape `new` (None if the model initialises it), and the reason ('' if there is none)."""
     old = tuple(tensor.shape)
     if name == CONV and len(old) == 4 and len(new) == 5 and old == (*new[:2], *new[3:]):
         return "resized", inflated_cubes(tensor, new[2]), "a cube of equal frames gives what one frame gave"
@@ -170,7 +170,7 @@ def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeK
     return "reshaped", None, ""
 
 
-# Of our text tower, and of CLIPs that open_clip or transformers build.
+# Positional embeddings of our text tower, and of CLIPs that open_clip or transformers build.
 _TEXT_POSITIONS = (
     "text.positional_embedding",
     "text.model.positional_embedding",
@@ -179,9 +179,10 @@ _TEXT_POSITIONS = (
 
 
 def stretched_positions(positions_LD: torch.Tensor, num_places: int) -> torch.Tensor:
-    """Stretch positional embeddings to longer texts: the first 20 stay, the others are interpolated linearly.
+    """Stretch positional embeddings for longer texts: the first 20 are kept, the others are interpolated linearly.
 
-    Beyond the last one, the line through the last two continues. From 77 to 248 as Long-CLIP (Zhang et al. 2024).
+    Beyond the last position, the line through the last two continues. Long-CLIP (Zhang et al. 2024) stretches 77 to 248
+    so.
     """
     kept_KD, rest_LD = positions_LD[:_KEPT_POSITIONS], positions_LD[_KEPT_POSITIONS:].double()
     step = len(rest_LD) / (num_places - _KEPT_POSITIONS)
@@ -193,7 +194,7 @@ def stretched_positions(positions_LD: torch.Tensor, num_places: int) -> torch.Te
 
 
 def resize_positions(positions_PD: torch.Tensor, *, num_places: int) -> torch.Tensor:
-    """Resize positional embeddings to a different number of patches; the first, of the class token, stays as it is."""
+    """Resize positional embeddings to another number of patches. The class token's embedding, the first, is kept."""
     class_1D, grid_PD = positions_PD[:1], positions_PD[1:]
     old, new = math.isqrt(len(grid_PD)), math.isqrt(num_places - 1)
     grid_1DHW = grid_PD.float().T.unflatten(1, (old, old))[None]
@@ -210,7 +211,7 @@ _MAX_LINES, _MAX_NAMES = 40, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Weights that fit a model.
+    """Weights that fit a model, with a description of their use.
 
     Attributes:
         title: Origin and format.
@@ -222,7 +223,7 @@ class Loaded:
 
     @property
     def logit_scale(self) -> float | None:
-        """log(1 / temperature) that the weights were trained with, if it is of use to the model."""
+        """log(1 / temperature) with which the weights were trained, if the model uses it."""
         return self.fitted.logit_scale
 
     def as_json(self) -> dict[str, Any]:
@@ -239,14 +240,15 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     """Fit the weights of `source` to a model, which may be on the meta device and is not changed.
 
     Args:
-        allow: Patterns of names of tensors that may differ without a reason.
-        say: Prints how the tensors were used.
+        allow: Patterns of tensor names that may differ without a reason.
+        say: Function that prints how the tensors were used.
 
     Raises:
-        UserError: A tensor is missing, unexpected or of another shape without a reason, or not finite; or the number of
-            attention heads differs.
+        UserError: A tensor is missing, unexpected, or of another shape, without a reason; a tensor is not finite; or
+            the number of attention heads differs.
     """
-    # Tensors that weights may have: neither counters nor second names of tied tensors, which weights of a run have too.
+    # Tensors that weights may have: no counters, and no second names of tied tensors. A run's weights have all of
+    # these.
     here: dict[str, Shape] = {}
     seen = set[int]()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -279,23 +281,23 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
 
 @torch.no_grad()
 def copy_into(model: nn.Module, loaded: Loaded) -> None:
-    """Copy fitted weights into a model; parameters that they lack stay as they are."""
+    """Copy fitted weights into a model. Parameters that they lack are kept."""
     parameters = {plain_name(name): one for name, one in model.state_dict().items()}
     for name, tensor in loaded.fitted.tensors.items():
         parameters[name].copy_(tensor)
 
 
 def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], say: Say) -> None:
-    """Fill a model that will not be trained: each parameter has its values in `source`, or is interpolated from them.
+    """Load all parameters of a model that will not be trained. Each is copied from `source`, or interpolated.
 
     Args:
-        fit: (model, source, say=) fits all parameters of the model.
+        fit: Function (model, source, say=) that fits all parameters of the model.
 
     Raises:
-        UserError: A parameter has no values in `source`.
+        UserError: `source` has no values for a parameter.
     """
     loaded = fit(model, source, say=say)
-    # Only parameters of the model have a new shape.
+    # Only parameters of the model get a new shape.
     changed = [one.name for one in loaded.fitted.changes if one.new is not None]
     if new := [name for name in changed if name not in loaded.fitted.tensors and name != TEMPORAL_EMBEDDING]:
         raise UserError(
@@ -304,7 +306,8 @@ def load_whole(model: nn.Module, source: Source, *, fit: Callable[..., Loaded], 
         )
     copy_into(model, loaded)
     if TEMPORAL_EMBEDDING in changed and TEMPORAL_EMBEDDING not in loaded.fitted.tensors:
-        model.get_parameter(TEMPORAL_EMBEDDING).detach().zero_()  # an image model; its initial zeros have random signs
+        # An image model, whose initial zeros have random signs.
+        model.get_parameter(TEMPORAL_EMBEDDING).detach().zero_()
 
 
 _HEADS_OF_DECODER = (
@@ -316,7 +319,7 @@ _HEADS_OF_DECODER = (
 def _check_heads(
     model: nn.Module, facts: SourceFacts, *, source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], title: str
 ) -> None:
-    """Compare numbers of heads, which no shape shows. A configuration may name a part that the weights do not have."""
+    """Compare numbers of heads, which no shape shows. A configuration may name a part that the weights lack."""
     for tower, what, heads, flag in (
         ("video", "video tower", facts.video_heads, "--towers.heads"),
         ("text", "text tower", facts.text_heads, "--towers.text-heads"),
@@ -348,7 +351,7 @@ _TITLES = {
 
 
 def _table_of(changes: Sequence[Change]) -> list[str]:
-    """Return lines that show the changes; equal changes of several blocks share a line."""
+    """Format the changes as lines; equal changes of several blocks share a line."""
     groups: dict[tuple[str, ...], list[Change]] = {}
     for change in changes:
         pattern = re.sub(r"\.\d+\.", ".*.", change.origin or change.name)
@@ -375,16 +378,16 @@ def _title(change: Change) -> str:
     return _NEW if change.kind == "missing" else _NOT_USED
 
 
-# Errors and hints, from names and shapes.
+# Errors and hints, derived from names and shapes.
 
-# A captioner's decoder, and what brings the tower's tokens to the decoder's width.
+# A captioner's decoder, and the projection from the tower's width to the decoder's width.
 _TOKENS, _OF_CAPTIONS = "decoder.token_embedding.weight", ("decoder.", "projection.")
-# Parts that a model may have and its weights lack, or the other way round, and that can be learned.
+# Parts that either a model or its weights may lack, and that can be learned.
 _PARTS = ("decoder.", "video.ln_post.", "fc_norm.", "head.")
 
 
 def _summary_of(changes: Sequence[Change]) -> str:
-    """Describe the unexplained changes in one line."""
+    """Describe the unexplained changes on one line."""
     parts = []
     for kind, words in (("missing", "missing"), ("unexpected", "left over"), ("reshaped", "of another shape")):
         names = [change.origin or change.name for change in changes if change.kind == kind]
@@ -395,7 +398,7 @@ def _summary_of(changes: Sequence[Change]) -> str:
 
 
 def _architecture_of(shapes: Mapping[str, Shape]) -> str:
-    """Describe width, depth and patches, as far as names and shapes show them."""
+    """Describe width, depth and patches, if names and shapes show them."""
     parts = []
     for tower in ("video", "text", "decoder"):
         gains = [shape for name, shape in shapes.items() if name.startswith(tower) and name.endswith("ln_1.weight")]
@@ -409,7 +412,7 @@ def _architecture_of(shapes: Mapping[str, Shape]) -> str:
 def _hint_about(
     unexplained: Sequence[Change], facts: SourceFacts, *, source_shapes: Mapping[str, Shape], here: Mapping[str, Shape]
 ) -> str:
-    """Return the hint for weights that do not fit, by the shapes of the weights and of the model."""
+    """Return the hint for weights that do not fit, derived from the shapes of the weights and of the model."""
     if CONV in source_shapes and CONV in here and source_shapes[CONV][1] != here[CONV][1]:
         return (
             f"the weights see {source_shapes[CONV][1]} channels, the model {here[CONV][1]} (pixels have 3, latents "
@@ -449,7 +452,7 @@ def _hint_about(
 
 
 def _size_flags(source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], facts: SourceFacts) -> str:
-    """Return the flags that give the towers of a model the size of the weights; '' if the shapes do not differ."""
+    """Return the flags with which a model's towers get the size of the weights; '' if the shapes do not differ."""
     (source_sizes, model_sizes), heads = map(_sizes_of, (source_shapes, here)), {"width": ("heads", facts.video_heads)}
     heads["text-width"] = ("text-heads", facts.text_heads)
     flags = []
@@ -461,7 +464,7 @@ def _size_flags(source_shapes: Mapping[str, Shape], here: Mapping[str, Shape], f
 
 
 def _sizes_of(shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Return settings of the towers that shapes show."""
+    """Return the tower settings that shapes show."""
     sizes = {f"{tower}depth": depth_of(shapes, of) for tower, of in (("", "video"), ("text-", "text"))}
     if conv := shapes.get(CONV):
         sizes |= {"width": conv[0], "patch-px": conv[-1]}

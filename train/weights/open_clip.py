@@ -1,4 +1,4 @@
-"""open_clip's and OpenAI's CLIP: names, configuration, and pretrained tags.
+"""CLIPs of open_clip and OpenAI: names, configuration, and pretrained tags.
 
 ours                 open_clip, OpenAI       open_clip's CustomTextCLIP
 video.*              visual.*                visual.*
@@ -32,11 +32,11 @@ from clipmill.train.weights.conversion import (
 from clipmill.train.weights.files import colours
 
 _TEXT_PARTS = ("positional_embedding", "token_embedding", "transformer", "ln_final", "text_projection")
-# The text tower's parts have no prefix in open_clip's CLIP.
+# In open_clip's CLIP, the text tower's parts have no prefix.
 TEXT_ROOTS = {part: f"text.{part}" for part in _TEXT_PARTS} | {LOGIT_SCALE: LOGIT_SCALE}
-# Sizes that OpenAI's archives hold as tensors.
+# Sizes that OpenAI's archives store as tensors.
 _OPENAI_SIZES = frozenset({"input_resolution", "context_length", "vocab_size"})
-# Those, and masks of old versions of open_clip.
+# The same sizes, and masks of old open_clip versions.
 BUFFERS = (*_OPENAI_SIZES, "attn_mask")
 
 NAMES = NameTable(owner="CLIP", roots={"visual": "video", "text": "text", **TEXT_ROOTS}, ignored=BUFFERS)
@@ -44,7 +44,7 @@ from_open_clip = NAMES.read
 
 
 def to_open_clip(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Return our tensors as a state dict of open_clip's CLIP, which has no temporal embedding."""
+    """Return our tensors as a state dict for open_clip's CLIP, which has no temporal embedding."""
     roots = {"video.": "visual.", "text.": ""}
     state = {}
     for name, tensor in tensors.items():
@@ -54,7 +54,7 @@ def to_open_clip(tensors: Tensors) -> dict[str, torch.Tensor]:
     return state
 
 
-# Fields of CLIPVisionCfg and CLIPTextCfg that show in shapes, or do not change what a tower computes.
+# Fields of CLIPVisionCfg and CLIPTextCfg that shapes show, or that do not change what a tower computes.
 _FREE = frozenset(
     {
         *("image_size", "layers", "width", "head_width", "heads", "mlp_ratio", "patch_size", "patch_dropout"),
@@ -66,10 +66,10 @@ _POOLING = frozenset({"pool_type", "proj_type"})
 
 
 def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
-    """Return facts from `model_cfg` and `preprocess_cfg` of open_clip_config.json, or from the entry of a tag.
+    """Return facts from `model_cfg` and `preprocess_cfg` in open_clip_config.json, or from the entry for a tag.
 
     Raises:
-        UserError: The model computes something that the towers here do not.
+        UserError: The model computes something that our towers do not.
     """
     from open_clip import CLIPTextCfg, CLIPVisionCfg
 
@@ -78,7 +78,7 @@ def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], 
         defaults, given = {field.name: field.default for field in fields(config_class)}, model.get(part) or {}
         for name, value in given.items():
             is_plain = value == defaults.get(name) or (not value and name not in _POOLING)
-            # The layers of a ResNet are a list.
+            # In a ResNet, `layers` is a list.
             if not is_plain and (name not in _FREE or isinstance(value, list)):
                 raise UserError(
                     f"{source}: {part}.{name} is {value!r}, which the towers here do not have",
@@ -106,7 +106,7 @@ def _eps(tower: Mapping[str, Any]) -> float:
 
 
 def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dict[str, Any]:
-    """Return open_clip_config.json of a CLIP for single frames, without defaults: other versions know other fields."""
+    """Return open_clip_config.json for a CLIP of single frames. It omits defaults: versions know different fields."""
     video, text = size.video.trunk, size.text.trunk
     norm = {} if video.norm_eps == NORM_EPS else {"norm_kwargs": {"eps": video.norm_eps}}
     return {
@@ -137,13 +137,13 @@ def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dic
 def file_of_tag(
     name: str, tag: str, *, read_facts: Callable[[Mapping[str, Any]], SourceFacts] | None = None
 ) -> tuple[Path, SourceFacts]:
-    """Return the file of pretrained weights in open_clip's cache; download it if it is missing.
+    """Return the file with pretrained weights from open_clip's cache; download it if it is missing.
 
     Args:
-        read_facts: Function that reads facts from the entry of the tag, for a model that open_clip itself builds.
+        read_facts: Function that reads facts from the entry for the tag, for a model that open_clip itself builds.
 
     Raises:
-        UserError: open_clip knows no such weights, or cannot download them.
+        UserError: open_clip does not know the weights, or cannot download them.
     """
     import open_clip
     from open_clip.pretrained import download_pretrained, get_pretrained_cfg, list_pretrained_tags_by_model
@@ -169,7 +169,7 @@ def file_of_tag(
 
 
 def named_towers(name: str, tag: str) -> DualEncoderTowers | None:
-    """Return the towers that open_clip has to build for pretrained weights; None for towers here and unknown names."""
+    """Return the towers that open_clip must build for pretrained weights; None for our own towers and unknown names."""
     import open_clip
     from open_clip.pretrained import get_pretrained_cfg
 
@@ -179,7 +179,8 @@ def named_towers(name: str, tag: str) -> DualEncoderTowers | None:
     try:
         facts_of_open_clip(model, entry, source=f"{name}:{tag}")
     except UserError:
-        quick = f"{name}-quickgelu"  # is not the default of the configuration, whatever the weights were trained with
+        # The default configuration has no quick_gelu, even if the weights were trained with it.
+        quick = f"{name}-quickgelu"
         of_weights = quick if entry.get("quick_gelu") and open_clip.get_model_config(quick) else name
         return DualEncoderTowers(image=f"open_clip:{of_weights}", text=f"open_clip:{of_weights}")
     return None
@@ -212,18 +213,18 @@ OPENAI = Format(
 )
 
 
-# Both projects normalise by (108.3272985, 116.7460125, 104.0937) of 255. The red mean is a slip for CLIP's 122.77, but
-# what was trained with it needs it.
-# AVION's and LaViLa's dual encoders: names, and what else their weights were trained with.
+# Both projects normalise with (108.3272985, 116.7460125, 104.0937) of 255. The red mean is a mistake (CLIP's is
+# 122.77), but weights that were trained with it need it. AVION's and LaViLa's dual encoders: names, and other facts
+# about the training of their weights.
 #
 #     ours                  AVION                                          LaViLa (TimeSformer)
 #     video.*               visual.*                                       visual.*, with timm's names
 #     video.proj            visual.image_projection, image_projection      image_projection
 #     text.*                textual.*                                      *
 #
-# AVION has other names in a block after training with FlashAttention (`attn.Wqkv`, `mlp.fc1`), and a matrix for conv1
-# after training with --use-fast-conv1. LaViLa's video tower attends to time and to space in turn
-# (`clipmill.train.models.space_time`, --towers.attention divided); a tower with joint attention has no parameter for
+# AVION's blocks have other names after training with FlashAttention (`attn.Wqkv`, `mlp.fc1`), and its conv1 is a matrix
+# after training with --use-fast-conv1. LaViLa's video tower attends to time and space in turn
+# (`clipmill.train.models.space_time`, --towers.attention divided). A tower with joint attention has no parameter for
 # its `timeattn` and `norm3`.
 
 MISTYPED_MEAN = (108.3272985 / 255, 116.7460125 / 255, 104.0937 / 255)
@@ -233,7 +234,7 @@ _OUR_BLOCK, _AVION_BLOCK = "video.transformer.resblocks.N", "visual.transformer.
 
 
 def _conv_of_matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Reshape [D, 3 p p], as --use-fast-conv1 has it, to [D, 3, p, p]."""
+    """Reshape [D, 3 p p], the shape with --use-fast-conv1, to [D, 3, p, p]."""
     if name != CONV or tensor.ndim != 2 or tensor.shape[1] % 3:
         return tensor
     patch_px = round((tensor.shape[1] // 3) ** 0.5)

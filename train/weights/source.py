@@ -1,8 +1,8 @@
-"""Weights that were read, and the settings that take effect with them.
+"""Weights that were read, and the settings that apply with them.
 
-Settings that the user left open (None) become the settings that the weights were trained with. Settings that the user
-gave are kept, and a difference is reported. Only the kind of the tower cannot differ. The result is what the run saves:
-to resume, score or export it, the weights are not needed again.
+If the user left a setting open (None), it gets the value that the weights were trained with. If the user set it, the
+value is kept, and a difference is reported. Only the kind of the tower cannot differ. A run saves the resulting
+settings, so it can be resumed, scored and exported without the weights.
 
 `Base` records the weights that checkpoints omit (clipmill.train.weights.sources).
 """
@@ -31,11 +31,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Weights that were read.
+    """Weights that were read from a source.
 
     Attributes:
         title: Origin and format, for the user.
-        converted: The tensors under our names.
+        converted: Tensors with our names.
         facts: Facts that no tensor shows.
     """
 
@@ -45,12 +45,12 @@ class Source:
 
     @property
     def kind(self) -> Kind | None:
-        """The kind of the video tower; None if there is none."""
+        """Kind of the video tower; None without a video tower."""
         return kind_of_tensors(self.converted.tensors)
 
     @property
     def tubelet(self) -> int | None:
-        """Frames of a cube of the video tower; None if it has patches, or is missing."""
+        """Frames per cube of the video tower; None if it has patches, or is missing."""
         conv = self.converted.tensors.get(CONV)
         return int(conv.shape[2]) if conv is not None and conv.ndim == 5 else None
 
@@ -60,11 +60,11 @@ class Base:
     """Frozen tensors that checkpoints omit.
 
     Attributes:
-        weights: Origin of the weights: a path or a NAME:TAG; `format` as in --init.format.
+        weights: Origin of the weights: a path or a NAME:TAG; `format` is the value of --init.format.
         sha256: SHA-256 of their names, shapes and values.
         tensors: Shapes of the tensors by name.
         scale: Scale of the adapters.
-        text: Origin of the weights of the text tower, if it is another one.
+        text: Origin of the text tower's weights, if it differs.
     """
 
     weights: str
@@ -87,10 +87,10 @@ KINDS: dict[str, str] = {
 
 
 def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """Return the settings with the tower's kind, cubes, activation, eps and normalisation that the weights have.
+    """Return the settings with kind, cubes, activation, epsilon and normalisation of the tower in the weights.
 
     Raises:
-        UserError: The settings say another kind of tower than the weights are of.
+        UserError: The settings name another kind of tower than the weights have.
     """
     settings = _without_idle_temporal(settings, source, say=say)
     if source is None:
@@ -102,7 +102,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     are_ours = towers.image is None or getattr(towers, "text", towers.image) is None
     if facts.activation is None and towers.activation is None and are_ours:
         say("weights: their activation is not recorded, so gelu is used (change it with --towers.activation)")
-    # Of another package's tower, no file says that it holds the weights.
+    # If the tower comes from another package, no file says that it contains the weights.
     kind_of_model = LIBRARY if towers.image is not None else towers.kind
     of_weights = source.kind if kind_of_model is None or kind_of_model in KINDS else None
     if of_weights is not None and kind_of_model not in (None, of_weights):
@@ -138,7 +138,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
         pixel_std=choose_value("--init.pixel-std", init.pixel_std, facts.std or std, say=say),
     )
     if kind == "videomae" and facts.picture_px not in (None, settings.size_px):
-        # CLIP's tower has an embedding of each place, which is resized; here places are fixed and cannot be.
+        # CLIP's tower has an embedding for each place, which is resized. In this tower, places are fixed.
         say(
             f"weights: their positions are cube indices in frames of {facts.picture_px} px; with "
             f"--size-px {settings.size_px} an index is another position (--size-px {facts.picture_px} keeps theirs)"
@@ -147,7 +147,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
 
 
 def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """Drop the temporal embedding, which videomae towers lack: presets are for any kind of tower."""
+    """Drop a temporal embedding that videomae towers lack: presets are for any kind of tower."""
     towers = settings.towers
     kind = towers.kind or (None if source is None else source.kind)
     if kind != "videomae" or towers.temporal == "zero":
@@ -157,7 +157,7 @@ def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) 
 
 
 def _with_normalisation(settings: Clips) -> Clips:
-    """Return the settings with the normalisation of the tower's kind unless the user gave another."""
+    """Return the settings with the normalisation of the tower's kind, unless the user chose another one."""
     kind, init = kind_of(settings.towers), settings.init
     if kind == "clip" or kind not in KINDS:
         return settings
@@ -167,10 +167,10 @@ def _with_normalisation(settings: Clips) -> Clips:
 
 
 def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
-    """Return mean and standard deviation of pixels for the kind of a tower, or for a library's by its name.
+    """Return mean and standard deviation of pixels for a kind of tower, or for a library's tower by its name.
 
     Raises:
-        UserError: The library does not say, or the tower does not exist or takes pictures of another size.
+        UserError: The library does not state them; or the tower does not exist, or takes pictures of another size.
     """
     kind, towers, init = kind_of(settings.towers), settings.towers, settings.init
     if towers.image is None:
@@ -191,7 +191,7 @@ def _normalisation_of(settings: ClipSettings) -> tuple[Mean, Mean]:
 
 
 def _with_modules_of(settings: Clips, source: Source, *, say: Say) -> Clips:
-    """Return the settings with the towers that weights of a run, or with divided attention, are of."""
+    """Return the settings with the towers that the weights need: weights of a run, or with divided attention."""
     names, towers, theirs = source.converted.tensors, settings.towers, source.facts.towers
     changes: dict[str, Any] = {}
     if source.kind == LIBRARY and towers.image is None and towers.kind in (None, LIBRARY):
@@ -206,7 +206,7 @@ def _with_modules_of(settings: Clips, source: Source, *, say: Say) -> Clips:
 
 
 def choose_value(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:
-    """Return the value that the user gave for a flag, else the value of the weights; a difference is printed."""
+    """Return the user's value for a flag, or else the value of the weights; print a difference."""
     if given is None:
         return known
     if known is not None and given != known:

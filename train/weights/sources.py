@@ -1,7 +1,7 @@
 """Sources of weights: a file, a folder, a run of this project, or a name and tag of open_clip.
 
-`FORMATS` is the table of formats; which of them a file or a folder has is detected. A video tower of one source may
-have the text tower of another (`--init.text`).
+`FORMATS` is the table of formats. The format of a file or folder is detected. The text tower may come from another
+source than the video tower (`--init.text`).
 """
 
 import hashlib
@@ -45,13 +45,13 @@ from clipmill.train.weights.open_clip import AVION, LAVILA, OPEN_CLIP, OPENAI, f
 from clipmill.train.weights.source import Base, Say, Source
 from clipmill.train.weights.videomae import HF_VIDEOMAE, VIDEOMAE
 
-# The formats, in the order in which names of tensors are compared with them. A new one is a file next to this one that
-# defines a Format, its row here, and its name among the choices of `--init.format` (config/model.py).
+# The formats, in the order in which names of tensors are compared with them. A new format needs a file in this folder
+# that defines a Format, a row here, and its name among the choices of `--init.format` (config/model.py).
 FORMATS = {one.name: one for one in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)}
 
 
 def detect_format(names: Iterable[str]) -> Format:
-    """Return the format of a state dict, by the names of its tensors.
+    """Detect the format of a state dict from the names of its tensors.
 
     Raises:
         UserError: No format has such names, or a tower is of another kind.
@@ -72,7 +72,7 @@ def facts_in(folder: Path) -> SourceFacts | None:
     """Return facts from the configuration files in a folder; None if it has none.
 
     Raises:
-        UserError: A file is damaged, or of a model that the towers here cannot be.
+        UserError: A file is damaged, or describes a model that our towers cannot represent.
     """
     clip_config = read_config(folder / "open_clip_config.json")
     if clip_config is not None:
@@ -96,7 +96,7 @@ _PLAIN = Towers()
 
 
 def place_of_weights(weights: str) -> Path:
-    """Return the file or folder of `--init.weights`; of hf:NAME its folder, downloaded if it is not cached.
+    """Return the file or folder of `--init.weights`. For hf:NAME, it is the cached folder, downloaded if missing.
 
     Raises:
         UserError: The Hub has no such model, or cannot be reached.
@@ -107,7 +107,7 @@ def place_of_weights(weights: str) -> Path:
 
 
 def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
-    """Download weights by name that are not in the cache of open_clip or Hugging Face; do nothing for files.
+    """Download named weights that are not in the cache of open_clip or Hugging Face. Do nothing for files.
 
     Raises:
         UserError: The weights do not exist, or cannot be downloaded.
@@ -123,14 +123,14 @@ def fetch_tag(init: Init, towers: Towers = _PLAIN, *, say: Say) -> None:
 
 
 def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
-    """Read the weights that the settings name; None if they name none.
+    """Read the weights that the settings name; return None if they name none.
 
     Args:
-        towers: Whose modules may be a library's, and their weights by its names.
+        towers: Settings of the towers. If a library builds a tower, its weights have the library's names.
 
     Raises:
-        UserError: The weights are missing, damaged, of an unknown format, not of floating point, or of a model that the
-            towers here cannot be.
+        UserError: The weights are missing or damaged, have an unknown format, are not floating-point, or belong to a
+            model that our towers cannot represent.
     """
     if init.weights is None:
         return None
@@ -143,7 +143,7 @@ def open_weights(init: Init, towers: Towers = _PLAIN) -> Source | None:
 
 
 def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
-    """Return the settings of each source of weights, with the towers that it is for."""
+    """Return the settings for each source of weights, with the towers that the source is for."""
     if not isinstance(init, DualEncoderInit) or init.text is None:
         return [(init, towers)]
     of_text = DualEncoderTowers()
@@ -153,7 +153,7 @@ def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
 
 
 def _open_source(init: Init, towers: Towers) -> Source:
-    """Return the weights of one source."""
+    """Read the weights of one source."""
     assert init.weights is not None
     path, match = place_of_weights(init.weights), NAME_AND_TAG.fullmatch(init.weights)
     if is_run(path):
@@ -186,22 +186,22 @@ def _open_source(init: Init, towers: Towers) -> Source:
     return Source(title=f"{init.weights} ({form.title})", converted=converted, facts=facts or form.facts)
 
 
-# Runs of this project.
+# Weights of runs.
 
 _TOWERS = "towers."
 
 
 def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Source:
-    """Return the weights of a run's latest checkpoint, or of the one that is named; averages if it kept some.
+    """Return the weights of a run's latest checkpoint, or of a named checkpoint; its averages if it has any.
 
     Raises:
         UserError: The run has no checkpoint, or the checkpoint cannot be read.
     """
     path = checkpoint or run.require_checkpoint()
     facts = read_metadata(path)
-    # The settings that the checkpoint was trained with; settings.yaml may have been edited since.
+    # The settings with which the checkpoint was trained; settings.yaml may have been edited since then.
     settings = facts.settings
-    # Batch norms count their batches, which no model starts from.
+    # Batch norms count their batches, but no model starts from this count.
     tensors = {name: one for name, one in whole_weights(path).items() if one.is_floating_point()}
     if (log_scale := read_logits(path).log_scale) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
@@ -226,20 +226,21 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
 
 
 def _towers_in(settings: Mapping[str, Any]) -> DualEncoderTowers:
-    """Return the settings `--towers.*` among the settings of a run."""
+    """Return the `--towers.*` settings in a run's settings."""
     towers = {name.removeprefix(_TOWERS): value for name, value in settings.items() if name.startswith(_TOWERS)}
     common = {field.name for field in fields(DualEncoderTowers)}
     return DualEncoderTowers(**{name: value for name, value in towers.items() if name in common})
 
 
-# Checkpoints with nothing but adapters.
+# Checkpoints that contain only adapters.
 #
-# Where parts are frozen and others have low-rank adapters, a checkpoint holds what is trained. The frozen tensors that
-# were copied from --init.weights as they are, the base, are read from there again, if they are still the same.
+# If parts are frozen and others have low-rank adapters, a checkpoint contains only trained tensors. The base consists
+# of the frozen tensors that were copied unchanged from --init.weights. They are read from there again, if they are
+# still the same.
 
 
 def base_of(source: Source, init: Init, *, names: Iterable[str], scale: float) -> Base:
-    """Return the base made of some tensors of a source, which the settings name."""
+    """Return the base that consists of tensors from a source that the settings name."""
     assert init.weights is not None
     names, text = sorted(names), getattr(init, "text", None)
     return Base(
@@ -266,10 +267,10 @@ def _digest_of(source: Source, names: Iterable[str]) -> str:
 
 
 def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
-    """Open the weights that a checkpoint omits; None if it is complete.
+    """Read the weights that a checkpoint omits; return None if it is complete.
 
     Raises:
-        UserError: The checkpoint is damaged; the weights are missing, or are no longer those that it was trained with.
+        UserError: The checkpoint is damaged; or the weights are missing, or have changed since the training.
     """
     metadata = read_metadata(checkpoint)
     if not metadata.base:
@@ -291,10 +292,10 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
 
 
 def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all weights of a checkpoint (the EMA if there is one), with adapters merged into their matrices.
+    """Return all weights of a checkpoint (its EMA if it has one), with adapters merged into their matrices.
 
     Raises:
-        UserError: The checkpoint cannot be read, or lacks weights that no longer exist (`open_base`).
+        UserError: The checkpoint cannot be read, or weights that it needs no longer exist (`open_base`).
     """
     stored = read_weights(checkpoint)
     if not content_of(checkpoint).get("base") or (opened := open_base(checkpoint)) is None:
@@ -313,9 +314,9 @@ _SETTINGS_OF_TEXT = ("text", "text_pooling", "context_length")
 
 
 def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title: str) -> ConvertedStateDict:
-    """Return the tensors of `video`, with the text tower of `text` instead of its text tower.
+    """Return the tensors of `video`, in which the text tower of `text` replaces the text tower.
 
-    The temperature of `video` is omitted: it belongs to the pair that was replaced.
+    The temperature of `video` is omitted, because it belongs to the original pair of towers.
 
     Args:
         title: Title of `text`.
@@ -339,10 +340,10 @@ def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title
 
 
 def paired_facts(video: SourceFacts, text: SourceFacts, towers: Towers) -> SourceFacts:
-    """Return what no tensor of `paired_tensors` shows.
+    """Return the facts about `paired_tensors` that no tensor shows.
 
     Raises:
-        UserError: Both towers are of this project, where they share one activation, but they were trained with two.
+        UserError: Both towers are ours and must share one activation, but they were trained with different ones.
     """
     has_own_text = getattr(towers, "text", None) is None
     of_video, of_text = video.activation or "gelu", text.activation or "gelu"

@@ -1,8 +1,8 @@
-"""VideoMAE's own checkpoints, of pre-training and of fine-tuning; VideoMAE V2 has the same names.
+"""VideoMAE's own checkpoints from pre-training and fine-tuning. VideoMAE V2 has the same names.
 
 Fine-tuned checkpoints have the encoder's names without `encoder.`. Queries, keys and values share a matrix without
-bias; the biases of queries and values are `attn.q_bias` and `attn.v_bias`, as here. Position embeddings are fixed,
-and in no checkpoint. The values of a cube are in the same order (t p p c).
+bias; the biases of queries and values are `attn.q_bias` and `attn.v_bias`, as in our tower. Position embeddings are
+fixed, and not in the checkpoints. The values of a cube have the same order (t p p c).
 """
 
 import math
@@ -32,7 +32,7 @@ from clipmill.train.weights.exported import Exported, preprocessor_config, save_
 from clipmill.train.weights.files import as_config, colours
 
 CHECKPOINT_FILE = "checkpoint.pth"
-# What other vision Transformers with the same names have, and VideoMAE does not.
+# Tensors of other vision transformers with the same names, which VideoMAE lacks.
 CLASS_TOKENS = ("cls_token", "embeddings.cls_token")
 _MASK_TOKEN = "decoder.mask_token"
 _EPS, _RGB, _IMAGE_DIMS, _CUBE_DIMS = 1e-6, 3, 4, 5
@@ -57,14 +57,14 @@ SHARED_NAMES = {
 
 
 def to_our_layout(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat mask token; patches instead of cubes of one frame."""
+    """Return a flat mask token; patches instead of cubes of a single frame."""
     if name == _MASK_TOKEN:
         return tensor.flatten()
     return tensor[:, :, 0] if name == CONV and tensor.ndim == _CUBE_DIMS and tensor.shape[2] == 1 else tensor
 
 
 def to_their_layout(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the mask token as [1, 1, D]; cubes of one frame instead of patches."""
+    """Return the mask token as [1, 1, D]; cubes of a single frame instead of patches."""
     if name == _MASK_TOKEN:
         return tensor[None, None]
     return tensor[:, :, None] if name == CONV and tensor.ndim == _IMAGE_DIMS else tensor
@@ -92,7 +92,7 @@ from_videomae = NAMES.read
 
 
 def to_videomae(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Return our tensors as a state dict of VideoMAE, of fine-tuning if a classifier's are among them.
+    """Return our tensors as a state dict for VideoMAE: of a fine-tuned model if they include a classifier's tensors.
 
     Raises:
         ValueError: VideoMAE has no such parameter.
@@ -102,7 +102,7 @@ def to_videomae(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) -> Exported:
-    """Return checkpoint.pth as VideoMAE's code writes it: `{"model": state dict}`, which `weights_only` reads.
+    """Return checkpoint.pth as VideoMAE's code writes it: `{"model": state dict}`, which `weights_only` can read.
 
     Raises:
         UserError: VideoMAE's code has no such activation.
@@ -131,7 +131,7 @@ def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) ->
     return Exported(write=write, remarks=tuple(remarks))
 
 
-# What configurations of VideoMAE V2 may turn on, and the towers here do not have.
+# Features that configurations of VideoMAE V2 may turn on, but our towers lack.
 _V2_OPTIONS = ("init_values", "use_learnable_pos_emb", "cos_attn", "qk_scale")
 
 
@@ -139,7 +139,7 @@ def facts_of_videomae_v2(config: Mapping[str, Any], preprocess: Mapping[str, Any
     """Return facts from the config.json of a model that VideoMAE V2's authors published with their code.
 
     Raises:
-        UserError: The model computes something that the towers here do not.
+        UserError: The model computes something that our towers do not.
     """
     model = config.get("model_config")
     if not isinstance(model, dict):
@@ -175,9 +175,9 @@ VIDEOMAE = Format(
 
 # Hugging Face's VideoMAEForPreTraining and VideoMAEForVideoClassification: names, configuration, and exported folders.
 #
-# A bare VideoMAEModel has the same names without `videomae.`. Files have `q_bias` and `v_bias`, whatever the version of
-# transformers that wrote them calls these parameters itself, except for some versions 5. The values of a cube are in
-# the same order (t p p c).
+# A bare VideoMAEModel has the same names without `videomae.`. Files contain `q_bias` and `v_bias`, whatever name the
+# writing version of transformers uses for these parameters, except for some versions 5. The values of a cube have the
+# same order (t p p c).
 
 _OUR_BLOCK, _ATTENTION = "transformer.resblocks.N", "attention.attention"
 _HF_BLOCK = {
@@ -206,7 +206,7 @@ HF_NAMES = NameTable(
             for tower, layer in _LAYERS.items()
             for ours, theirs in _HF_BLOCK.items()
         },
-        "video.ln_post.*": "videomae.layernorm.*",  # only where use_mean_pooling is false
+        "video.ln_post.*": "videomae.layernorm.*",  # only if use_mean_pooling is false
         **SHARED_NAMES,
         "head.*": "classifier.*",
     },
@@ -215,7 +215,7 @@ HF_NAMES = NameTable(
         for tower, layer in _LAYERS.items()
         for theirs, ours in (("query", "q"), ("value", "v"))
     },
-    # Some versions of transformers give keys a bias. It adds the same to all scores of a query: softmax cancels it.
+    # Some transformers versions give keys a bias. It adds the same value to all scores of a query; softmax cancels it.
     ignored=(f"{_ATTENTION}.key.bias",),
     canonical=_with_videomae,
     to_ours=to_our_layout,
@@ -233,7 +233,7 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
     """Return facts from the config.json and the processor (`read_processor`) of a VideoMAE.
 
     Raises:
-        UserError: The model computes something that the towers here do not.
+        UserError: The model computes something that our towers do not.
     """
     from transformers import VideoMAEConfig
 
@@ -279,14 +279,14 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
 def exported_videomae(
     settings: ClipSettings, weights: Tensors, *, shape: ModelShape, form: str, model: Mapping[str, Any]
 ) -> Exported:
-    """Return a model with a videomae tower, as VideoMAE's own checkpoint or as a folder of transformers.
+    """Prepare the export of a model with a videomae tower to VideoMAE's own checkpoint or to a transformers folder.
 
     Args:
         form: videomae or hf.
-        model: Values of the VideoMAEConfig other than the values of the encoder.
+        model: Values for the VideoMAEConfig that are not about the encoder.
 
     Raises:
-        UserError: The format cannot hold it.
+        UserError: The format cannot represent it.
     """
     trunk = shape.size.video.trunk
     if form == "videomae":
@@ -316,7 +316,7 @@ def exported_videomae(
         from transformers import VideoMAEConfig
 
         save_tensors(to_hf_videomae(weights), folder / "model.safetensors", metadata={"format": "pt"})
-        # Old versions of transformers read `qkv_bias`, and new ones take it for `qv_bias`.
+        # Old versions of transformers read `qkv_bias`; new versions interpret it as `qv_bias`.
         save_json(folder / "config.json", {**VideoMAEConfig(**encoder, **model).to_dict(), "qkv_bias": True})
         if is_rgb:
             preprocessor = preprocessor_config("VideoMAEImageProcessor", settings, kind="videomae")

@@ -192,7 +192,7 @@ class ZeroShot:
 
 
 def class_embeddings(prompt_PE: NDArray[np.float32], class_of_prompt_P: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return unit-length embeddings of the classes 0 to C - 1, each of which has prompts, float32 [C, E].
+    """Return unit-length embeddings of the classes 0 to C - 1, float32 [C, E]. Each class must have prompts.
 
     Args:
         prompt_PE: Embeddings of prompts, unit length.
