@@ -1,19 +1,19 @@
-"""Time of a step of several processes: computation, communication, and how much of the two overlaps.
+"""Time of a step on several processes: computation, communication, and the overlap of both.
 
-The method is FastCLIP's (figure 3, tables 15 to 22): torch.profiler records some steps of the training loop, and
-the intervals of all events of a kind are merged. Per step:
+The method is FastCLIP's (figure 3, tables 15 to 22): torch.profiler records some steps of the training loop, and the
+intervals of all events of the same kind are merged. Per step:
 
-    compute      some operation computes: kernels on a GPU other than NCCL's and copies; on a CPU, operators of the
-                 thread that trains
-    overlap      communication while something computes
-    exposed      communication while nothing computes (FastCLIP: pure communication)
-    other        neither: waiting for data, Python, launches
+    compute      time in which an operation computes: on a GPU, kernels except NCCL's kernels and copies; on a CPU,
+                 operators of the training thread
+    overlap      communication during computation
+    exposed      communication without computation (FastCLIP: pure communication)
+    other        all other time: waiting for data, Python, launches
 
     compute + exposed + other = total;  overlap + exposed = communication
 
-Communication lasts from the first byte to the end of a collective on this rank: a rank that is early waits in it for
-the others. The exchange of failures and signals before a step (clipmill.train.engine.failures) is not part of it.
-Recording slows steps down; `unrecorded_s` is the time of a step without it.
+Communication lasts from the first byte to the end of a collective on this rank; a rank that is early waits in it for
+the others. The exchange of failures and signals before a step (clipmill.train.engine.failures) is not included.
+Recording slows steps down; `unrecorded_s` is the time of a step without recording.
 """
 
 import os
@@ -48,17 +48,18 @@ from clipmill.train.losses.settings import Exchange
 
 
 class FeatureExchange(Similarities):
-    """OpenCLIP's exchange of a contrastive loss, the baseline of FastCLIP's tables 15 to 22, for `train bench`.
+    """OpenCLIP's exchange for a contrastive loss, the baseline in FastCLIP's tables 15 to 22. For `train bench` only.
 
-    Embeddings are gathered with their gradient: each rank computes the losses of its own clips and captions as anchors,
-    and with them gradients of the embeddings of all ranks, which REDUCE_SCATTER sums: 2 B E numbers, where the exchange
-    of training (clipmill.train.losses.contrastive) sends a few for each pair. Loss and gradients are the same.
+    Embeddings are gathered with their gradients. Each rank computes the losses with its own clips and captions as
+    anchors, and thus gradients of the embeddings of all ranks, which REDUCE_SCATTER sums: 2 B E numbers. The exchange
+    that training uses (clipmill.train.losses.contrastive) sends only a few numbers per pair. Loss and gradients are
+    equal.
     """
 
     def gradients(
         self, weights: Weights, *, clips_KB: torch.Tensor, captions_KB: torch.Tensor, pair_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute `Similarities.gradients`; the ranks' `pair_B` and values of other ranks' pairs are not used."""
+        """Compute `Similarities.gradients`, without using `pair_B` and values from pairs of other ranks."""
         width = self.video_bE.shape[1]
         videos, texts = slice(0, width), slice(width, None)
         grad_B2E = torch.zeros_like(self.both_B2E)
@@ -68,7 +69,7 @@ class FeatureExchange(Similarities):
                 for rows in blocks(rows_bB):
                     among_all = slice(self.own.start + rows.start, self.own.start + rows.stop)
                     weight_RB = weights(rows_bB[rows], values_KB[:, among_all, None])
-                    if not len(values_KB):  # W itself; each side has half of it
+                    if not len(values_KB):  # W itself; each side gets half of it
                         weight_RB.div_(2)
                     weight_RB[:, among_all].diagonal().copy_(pair_B[among_all] / 2)
                     grad_B2E[among_all, columns].addmm_(weight_RB, self.both_B2E[:, other])
@@ -84,7 +85,7 @@ _FEWEST, _MOST = 3, 50
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a profile, in microseconds; `thread` is the host's."""
+    """An event in a profile; times are in microseconds, and `thread` is a thread of the host."""
 
     name: str
     begin: float
@@ -95,7 +96,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Seconds of a step, or means over steps; see the top of this file."""
+    """Seconds of a step, or means over several steps. The module docstring defines the parts."""
 
     total_s: float
     compute_s: float
@@ -127,7 +128,7 @@ def _break_down_step(step: Event, computing: Sequence[Event], communicating: Seq
             begin, end = max(event.begin, step.begin), min(event.end, step.end)
             if begin < end:
                 changes += [(begin, kind, 1), (end, kind, -1)]
-    # Seconds by whether something computes, and whether something communicates.
+    # Seconds for each combination of computation and communication.
     seconds, running, now = {(a, b): 0.0 for a in (False, True) for b in (False, True)}, [0, 0], step.begin
     for time, kind, change in sorted(changes):
         seconds[running[0] > 0, running[1] > 0] += (time - now) / 1e6
@@ -146,13 +147,13 @@ _EXCHANGES: dict[Exchange, type[Similarities]] = {"scalars": Similarities, "feat
 
 
 def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: float) -> dict[str, Any]:
-    """Break down training steps; all ranks call it, and get the same plain values.
+    """Break down training steps. All ranks call it and get the same plain values.
 
     Args:
-        exchange: Exchange of a contrastive loss; None for the one of training.
+        exchange: Exchange for a contrastive loss; None for the one that training uses.
 
     Raises:
-        UserError: The objective has no such exchange.
+        UserError: The objective has no exchange that can be replaced.
     """
     steps, world = Steps(opened), opened.world
     if exchange is not None:
@@ -207,21 +208,21 @@ def _use(objective: Objective, exchange: Exchange) -> None:
 
 @contextmanager
 def _record_events(device: torch.device) -> Iterator[list[Event]]:
-    """Record the block; the list is filled at its end."""
+    """Record the events in the block. The list is filled when the block ends."""
     events: list[Event] = []
-    if device.type != "cuda":  # the profiler's library would report that it starts, stops, and finds no GPU
+    if device.type != "cuda":  # otherwise the profiler's library prints that it starts, stops, and finds no GPU
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as recording:
         yield events
     for event in recording.events() or []:
         is_on_device = event.device_type == torch.autograd.DeviceType.CUDA
-        # On the device's time line, ranges of the host (record_function) span what is inside them.
+        # On the device's time line, ranges of the host (record_function) include the events inside them.
         if not (is_on_device and event.is_user_annotation):
             events.append(Event(event.name, event.time_range.start, event.time_range.end, is_on_device, event.thread))
 
 
-# The table that is printed, and the page.
+# The printed table, and the page.
 
 
 _COLUMNS = ("strategy", "total", "compute", "overlap", "exposed", "other", "std of total", "unrecorded")
@@ -234,7 +235,7 @@ _NOTES = (
 
 
 def print_breakdown(result: dict[str, Any]) -> None:
-    """Print a result of `clipmill.train.bench.run.run_breakdown`."""
+    """Print the result of `clipmill.train.bench.run.run_breakdown`."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(about(result), markup=False)
     table = Table(_COLUMNS[0], box=None, padding=(0, 2, 0, 0))
@@ -248,7 +249,7 @@ def print_breakdown(result: dict[str, Any]) -> None:
 
 
 def write_breakdown(result: dict[str, Any], path: Path) -> None:
-    """Write a result of `clipmill.train.bench.run.run_breakdown` as a page: a bar and a row for each strategy."""
+    """Write the result of `clipmill.train.bench.run.run_breakdown` as a page, with a bar and a row per strategy."""
     longest_s = max(strategy["mean"]["total_s"] for strategy in result["strategies"])
     bars = []
     for strategy in result["strategies"]:

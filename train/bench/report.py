@@ -1,4 +1,4 @@
-"""Verdict on the rates of `train bench`: the bottleneck, advice, and the table that it prints."""
+"""Conclusions from the rates that `train bench` measures: the bottleneck, advice, and the printed table."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,9 +24,9 @@ class Verdict:
     """The bottleneck.
 
     Attributes:
-        slowest: Stage that is slowest when it runs separately.
+        slowest: Slowest stage when the stages run separately.
         bound: "data" if the loader is slower than augmentation and model together.
-        cause: Slowest stage on that side; "loader" if the stages of loading are not known.
+        cause: Slowest stage on that side; "loader" if the stages of loading are unknown.
         expected_wait_share: Share of a step spent waiting for data, if loader and model do not share cores.
     """
 
@@ -37,7 +37,7 @@ class Verdict:
 
 
 def judge(stages: dict[str, float], *, loader: float, compute: float) -> Verdict:
-    """Find the bottleneck from items per second: of each stage, of the loader, and of augmentation and model."""
+    """Find the bottleneck from the items per second of each stage, of the loader, and of augmentation and model."""
     is_data_bound = loader < compute
     sides = stages if any(name in stages for name in LOADING) else {**stages, "loader": loader}
     of_side = [name for name in sides if (name in _COMPUTE) != is_data_bound]
@@ -50,7 +50,7 @@ def judge(stages: dict[str, float], *, loader: float, compute: float) -> Verdict
 
 
 def advice(cause: str, settings: ClipSettings, *, cores: int) -> list[str]:
-    """Return what to change, the most promising first."""
+    """Return recommended changes, the most promising first."""
     hints = []
     if cause == DECODE and settings.decode != "packets":
         hints.append("--decode packets")
@@ -75,7 +75,7 @@ def advice(cause: str, settings: ClipSettings, *, cores: int) -> list[str]:
 
 
 def about(result: dict[str, Any]) -> str:
-    """Describe what was measured, as one line."""
+    """Describe on one line what was measured."""
     settings = result["settings"]
     return (
         f"{'; '.join(filter(None, [result['data'], result['variant'], result['machine']]))}; batches of "
@@ -85,7 +85,7 @@ def about(result: dict[str, Any]) -> str:
 
 
 def print_report(result: dict[str, Any]) -> None:
-    """Print a result of `clipmill.train.bench.run.run_bench`."""
+    """Print the result of `clipmill.train.bench.run.run_bench`."""
     from rich.console import Console
     from rich.table import Table
 

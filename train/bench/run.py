@@ -1,4 +1,4 @@
-"""A run of `train bench`: each stage separately, then complete steps; or steps of several processes, by strategy."""
+"""The measurements of `train bench`: each stage separately, then complete steps; or steps by strategy."""
 
 import math
 import os
@@ -27,7 +27,7 @@ from clipmill.train.spec import TaskSpec
 
 
 def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict[str, Any]:
-    """Measure every stage for about `seconds` and find the bottleneck; return plain values.
+    """Measure every stage for about `seconds`, and find the bottleneck; return plain values.
 
     Raises:
         UserError: The data do not exist, or have fewer samples than a batch.
@@ -41,7 +41,7 @@ def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict
     rates, steps = measure_stages(opened, seconds=seconds)
     known = {name: rate for name, rate in rates.stages.items() if rate is not None}
     verdict = judge(known, loader=rates.loader, compute=rates.compute)
-    # Steps wait for data only once the batches that were loaded ahead are used up.
+    # Steps wait for data only after the batches that were loaded in advance are used up.
     num_ahead = 2 * opened.settings.batches_ahead + 3 if verdict.bound == "data" else 2
     with Activity("measuring complete steps"):
         taken = take_steps(steps, opened, seconds=seconds, at_least=num_ahead)
@@ -72,10 +72,10 @@ def run_breakdown(
     seconds: float,
     world: World,
 ) -> dict[str, Any]:
-    """Break down the steps of all processes by strategy and exchange; return plain values, equal on all ranks.
+    """Break down the steps of all processes by strategy and exchange; return plain values that are equal on all ranks.
 
     Raises:
-        UserError: The data do not exist or are too few (see `run_bench`), or --parallel.stages is above 1.
+        UserError: The data do not exist or are too small (see `run_bench`), or --parallel.stages is above 1.
         FailedWork: More samples than `settings.max_failures` could not be loaded.
     """
     if settings.parallel.stages > 1:

@@ -1,4 +1,4 @@
-"""A run that is opened to be measured by `train bench` and `train quickstart`: its steps, and rates of their stages."""
+"""Training steps that `train bench` and `train quickstart` measure, and the rates of the steps' stages."""
 
 import resource
 import threading
@@ -34,12 +34,12 @@ from clipmill.train.spec import TaskSpec
 from clipmill.train.weights.source import Say
 from clipmill.train.weights.sources import fetch_tag, open_weights
 
-_LONGEST_S = 45.0  # of steps that are taken although `seconds` are over
+_LONGEST_S = 45.0  # maximum time of steps that are taken after `seconds` have passed
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A task with its training set, as a run begins; `settings` are those that take effect."""
+    """A task with its training set, as at the start of a run; `settings` are the effective settings."""
 
     task: StartableTask
     samples: NamedSamples
@@ -54,10 +54,10 @@ class Opened:
 
 
 def open_to_measure(spec: TaskSpec, settings: ClipSettings, *, world: World, device: torch.device, say: Say) -> Opened:
-    """Open a task as `train TASK` does; all ranks call it.
+    """Open a task as `train TASK` does. All ranks call it.
 
     Raises:
-        UserError: The data or the weights do not suit the task.
+        UserError: The data or the weights contradict the task.
     """
     products = open_precision(settings.precision, device_type=device.type).products
     attention, _ = choose_attention(settings, device=device, products=products, world=world)
@@ -85,7 +85,7 @@ class Steps:
         self._guard = StepGuard(device)
 
     def batches(self) -> Generator[LoadedBatch, None, None]:
-        """Return batches on the device in training order, from the first one on."""
+        """Return batches on the device in training order, beginning with the first one."""
         opened = self._opened
         return prefetch(opened.samples.batches(position=0, max_failures=opened.settings.max_failures), opened.device)
 
@@ -112,13 +112,13 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """Whole steps.
+    """Complete steps that were taken.
 
     Attributes:
         first_s: Time of the first step, which compiles, allocates and counts FLOPs.
-        step_times: Seconds of the other steps, without steps whose batches were loaded during the first one.
+        step_times: Seconds of the other steps, except steps whose batches were loaded during the first step.
         wait_share: Share of `step_times` that was spent waiting for data.
-        memory_bytes: Peak memory of this process; on a GPU, of GPU memory.
+        memory_bytes: Peak memory of this process; on a GPU, peak GPU memory.
     """
 
     first_s: float
@@ -128,12 +128,12 @@ class Taken:
 
     @property
     def step_s(self) -> float:
-        """Mean time of a step: they take from a queue, where a fast one only means that others have waited."""
+        """Mean time of a step. Steps take batches from a queue, so a single fast step says little."""
         return sum(self.step_times) / len(self.step_times)
 
 
 def take_steps(steps: Steps, opened: Opened, *, seconds: float, at_least: int = 2) -> Taken:
-    """Take a first step, and then as many as fit into `seconds`, but `at_least` some if they do not take long.
+    """Take a first step, then as many as fit into `seconds`, and at least `at_least` unless they take very long.
 
     Raises:
         FailedWork: Too many samples could not be loaded.
@@ -148,7 +148,7 @@ def take_steps(steps: Steps, opened: Opened, *, seconds: float, at_least: int = 
             taken.append(time.perf_counter() - began_s)
             if len(taken) > 1 and sum(taken) > max(_LONGEST_S, seconds):
                 break
-    # Batches that were loaded during the first step cost no waiting: leave these steps out if others remain.
+    # Steps whose batches were loaded during the first step did not wait; omit them if others remain.
     num_ahead = 1 + opened.settings.batches_ahead
     begin = 1 + num_ahead if len(taken) > 2 * num_ahead + 1 else 1
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -164,7 +164,7 @@ def take_steps(steps: Steps, opened: Opened, *, seconds: float, at_least: int = 
 
 @contextmanager
 def enough_samples(settings: ClipSettings) -> Iterator[None]:
-    """Turn TooManyFailures within the block into FailedWork."""
+    """Convert TooManyFailures in the block into FailedWork."""
     try:
         yield
     except TooManyFailures as error:
@@ -174,24 +174,24 @@ def enough_samples(settings: ClipSettings) -> Iterator[None]:
 
 
 def _print_nothing(_: Any) -> None:
-    """Print nothing: the run says it."""
+    """Print nothing, because the run prints it."""
 
 
-# Rates of the stages of a step: of the loader's threads, the copy to the device, and the model.
+# Rates of the stages of a step: the loader's threads, the copy to the device, and the model.
 #
-# Nothing is built for measuring: loader and steps are a run's, and a stopwatch around their methods adds up the
-# time that each stage takes. A loader thread runs its stages in sequence, so the rate of a stage is the rate of all
-# threads if they did nothing else.
+# No part is built only for measuring. Loader and steps are those that a run uses, and a stopwatch around their methods
+# sums the time of each stage. A loader thread runs its stages in sequence, so the rate of a stage is the rate that all
+# threads would have if they did nothing else.
 
 READ, DECODE, CROP, TOKENS, AUGMENT = "read", "decode", "crop", "tokens", "augment"
 LOADING = (READ, DECODE, CROP, TOKENS)
 
 
 class Stopwatch:
-    """Seconds of each call by stage while `is_running`; a stage within another one counts only as itself.
+    """Seconds of each call by stage, while `is_running`. A stage inside another one counts only for the inner stage.
 
     Args:
-        wait: Function that waits for what a stage has queued on the device.
+        wait: Function that waits for the work that a stage has queued on the device.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -200,7 +200,7 @@ class Stopwatch:
         self._wait, self._local = wait, threading.local()
 
     def time_calls(self, stage: str, work: Callable[..., Any], *, is_on_device: bool = False) -> Callable[..., Any]:
-        """Return `work`, whose calls count as `stage`."""
+        """Wrap `work` so that its calls count as `stage`."""
 
         def call(*arguments: Any, **named: Any) -> Any:
             if not self.is_running:
@@ -222,19 +222,19 @@ class Stopwatch:
         return call
 
     def watch(self, owner: object, method: str, stage: str, *, is_on_device: bool = False) -> None:
-        """Count the calls of an object's method as `stage` from now on, if it has that method."""
+        """Count later calls of an object's method as `stage`, if the object has that method."""
         if (work := getattr(owner, method, None)) is not None:
             setattr(owner, method, self.time_calls(stage, work, is_on_device=is_on_device))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Items per second.
+    """Rates in items per second.
 
     Attributes:
-        stages: Rates by stage; None for a stage that is not needed. The loader has stages only for clips of pixels.
-        loader, compute: Rates, measured separately, of the loader (disk to batch) and of steps (batch on the device).
-        read_bytes_per_item: Bytes read from the disk; None if the stages of loading are not known.
+        stages: Rates by stage; None for a stage that is not needed. Only a loader of pixel clips has stages.
+        loader, compute: Separately measured rates of the loader (disk to batch) and of steps (batch on the device).
+        read_bytes_per_item: Bytes read from the disk; None if the stages of loading are unknown.
         failed: Details of samples that could not be loaded, by key.
     """
 
@@ -246,7 +246,7 @@ class Rates:
 
 
 def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
-    """Measure the loader, the copy to the device and steps for about `seconds` each; return the steps too.
+    """Measure the loader, the copy to the device and steps, for about `seconds` each; also return the steps.
 
     Raises:
         FailedWork: Too many samples could not be loaded.
@@ -256,18 +256,18 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
     reader = getattr(opened.samples, "reader", None)
     if isinstance(reader, ClipReader):  # latents and streams have no such stages
         _watch_loading(reader, watch, sizes)
-    # However many may fail, a set whose samples have failed a hundred times each has no rate.
+    # No limit of failures here: a set whose samples have failed a hundred times each has no rate.
     max_failures = min(settings.max_failures, 100 * (opened.samples.num_samples or 1000))
     batches = opened.samples.batches(position=0, max_failures=max_failures)
     watch.is_running, waits_s = True, list[float]()
     with Activity("measuring the loader"), enough_samples(settings), closing(batches):
-        while sum(waits_s[1:]) < seconds:  # the first one starts the threads
+        while sum(waits_s[1:]) < seconds:  # the first wait includes the start of the threads
             began_s = time.perf_counter()
             loaded = next(batches)
             waits_s.append(time.perf_counter() - began_s)
             failed |= {one.key: one.detail for one in loaded.failed}
     watch.is_running = False
-    # Threads have loaded more samples than were taken.
+    # The threads have loaded more samples than were used.
     num_loaded = len(watch.times_s[TOKENS])
     stages: dict[str, float | None] = {}
     if num_loaded:
@@ -288,7 +288,7 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
         steps_s = _times(lambda: steps.take(on_device), seconds=seconds)
         watch.is_running = False
     compute_s, augment_s = median(steps_s), 0.0
-    if augmented_s := watch.times_s[AUGMENT]:  # once for each microbatch
+    if augmented_s := watch.times_s[AUGMENT]:  # one call per microbatch
         augment_s = median(augmented_s) * len(augmented_s) / len(steps_s)
         stages[AUGMENT] = batch / augment_s
     stages["model"] = batch / max(compute_s - augment_s, 1e-9)
@@ -303,7 +303,7 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
 
 
 def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> None:
-    """Measure the stages of loading clips, and collect the sizes of what is read of chunks."""
+    """Measure the stages of loading clips, and collect the sizes of the parts of chunks that are read."""
     chunks, decoder = reader.chunks, reader.decoder
     read_chunk, decode_each = chunks.read, decoder.decode_each
 
@@ -313,7 +313,7 @@ def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> No
         return content
 
     def decode(content: ChunkBytes, use: Callable[..., None]) -> None:
-        decode_each(content, watch.time_calls(CROP, use))  # each frame is cropped as the decoder outputs it
+        decode_each(content, watch.time_calls(CROP, use))  # each frame is cropped as soon as the decoder outputs it
 
     watch.watch(reader, "plan", READ)
     setattr(chunks, "read", watch.time_calls(READ, read))  # noqa: B010 - an attribute of only this object
@@ -323,7 +323,7 @@ def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> No
 
 
 def _times(work: Callable[[], object], *, seconds: float) -> list[float]:
-    """Return the seconds of each call of `work`, which is called until `seconds` have passed."""
+    """Call `work` until `seconds` have passed; return the seconds of each call."""
     taken = list[float]()
     while sum(taken) < seconds:
         began_s = time.perf_counter()

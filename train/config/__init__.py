@@ -1,1 +1,1 @@
-"""Settings that tasks share: each with its meaning, unit, range and default; YAML files and presets."""
+"""Settings that tasks share, each with its meaning, unit, range and default; YAML files and presets."""

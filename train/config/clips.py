@@ -46,16 +46,16 @@ class CaptionSettings(Checked):
     only the clip's own captions."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield the error of weights that cannot be parsed."""
+        """Yield an error if the weights cannot be parsed."""
         if self.sources is not None:
             yield from errors_of(parse_weights, self.sources)
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """Return the weights of `name=weight,name=weight`, in this order.
+    """Return the weights in `name=weight,name=weight`, in the given order.
 
     Raises:
-        UserError: The text has another form, a weight is negative or not a number, or all are 0.
+        UserError: The text has another form, a weight is negative or not a number, or all weights are 0.
     """
     weights: dict[str, float] = {}
     for part in text.split(","):
@@ -108,14 +108,14 @@ class Augment(Checked):
     """Probability of random erasing: a box through all frames becomes noise (VideoMAE: 0.25)."""
 
 
-# Weights that a command uses: a run, or others; --run is the former name.
+# Weights that a command uses: a run, or other weights; --run is the former name of the flag.
 Weights = Annotated[str, Parameter(name=("--weights", "--run"))]
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Overrides(Checked):
-    """Differences between clips as trained weights see them and as in their training; fields of ClipSettings."""
+    """Changes of how clips are shown to trained weights, compared to their training; fields of ClipSettings."""
 
     num_frames: Annotated[int | None, Range(1, 1024)] = None
     """Number of frames per clip; temporal embeddings are interpolated. Default: as in training."""
@@ -129,10 +129,10 @@ class Overrides(Checked):
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def beside(self, settings: Any) -> "Overrides":
-        """Return the overrides that differ from the settings of a run (`ClipSettings`).
+        """Return the overrides that differ from a run's settings (`ClipSettings`).
 
         Raises:
-            UserError: Clips of latents cannot be shown in that way.
+            UserError: Clips of latents cannot be shown in this way.
         """
         values = {name: value for name, value in self.given_values().items() if value != getattr(settings, name)}
         wrong = [name for name in values if name != "num_frames"]
@@ -145,9 +145,9 @@ class Overrides(Checked):
         return Overrides(**values)
 
     def apply_to(self, settings: Settings) -> Settings:
-        """Return the settings of a run with these overrides.
+        """Apply these overrides to a run's settings.
 
-        A model named after its frame size accepts other sizes, too.
+        A model with a frame size in its name also accepts other sizes.
         """
         changes, model = self.given_values(), getattr(settings, "model", "")
         if self.size_px is not None and model in PICTURE_PX:
@@ -174,7 +174,7 @@ class ClipSettings(TrainingSettings):
     only_kind: ClassVar[Kind | None] = None
     """Kind of tower, for tasks that support a single kind."""
     has_head: ClassVar[bool] = False
-    """True if the model has trained parameters in addition to its towers'."""
+    """True if the model has trained parameters besides its towers."""
 
     views: Annotated[str | None, groups.CLIPS] = None
     """Cameras that recorded a moment, such as top,wrist: a sample shows the same moments from each of them. They are
@@ -214,12 +214,12 @@ class ClipSettings(TrainingSettings):
 
     @property
     def view_names(self) -> tuple[str, ...]:
-        """Names of --views; empty without."""
+        """Names in --views; empty without views."""
         return () if self.views is None else tuple(name.strip() for name in self.views.split(","))
 
     @property
     def num_views(self) -> int:
-        """Number of cameras of a clip."""
+        """Number of cameras per clip."""
         return max(1, len(self.view_names))
 
     def tower_names(self) -> tuple[Tower, ...]:
@@ -227,7 +227,7 @@ class ClipSettings(TrainingSettings):
         return ("video",)
 
     def trains_besides_towers(self) -> bool:
-        """Return True if the model has trained parameters in addition to its towers'."""
+        """Return True if the model has trained parameters besides its towers."""
         return self.has_head
 
     def adapts_pretrained(self) -> bool:
@@ -235,7 +235,7 @@ class ClipSettings(TrainingSettings):
         return self.init.weights is not None
 
     def rules(self) -> Iterator[UserError]:
-        """Yield clips that tubelets do not divide, crops larger than the frame, and settings that train nothing."""
+        """Yield errors for clips that tubelets do not divide, crops larger than the frame, and nothing to train."""
         yield from super().rules()
         if self.short_side_px is not None and self.short_side_px < self.size_px:
             yield UserError(
@@ -273,7 +273,7 @@ class ClipSettings(TrainingSettings):
             )
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield an error about --towers.views without --views; see also `DataSettings.without_effect`."""
+        """Yield an error for --towers.views without --views, and the errors of `DataSettings.without_effect`."""
         yield from super().without_effect(typed)
         if "--towers.views" in typed and self.views is None:
             yield without_effect("--towers.views", typed, "clips are of one camera", use="--views top,wrist")
@@ -282,7 +282,7 @@ class ClipSettings(TrainingSettings):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class LatentSettings(ClipSettings):
-    """Clips that are decoded, or segments of the latents that prep made of them."""
+    """Clips that are decoded, or segments of the latents that prep made from them."""
 
     input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
     """Input of the model. pixels: decoded clips; latents: segments of the column made by prep latents."""
@@ -294,11 +294,11 @@ class LatentSettings(ClipSettings):
 
     @property
     def reads_latents(self) -> bool:
-        """True if the model takes latents."""
+        """True if the model's input is latents."""
         return self.input == "latents"
 
     def rules(self) -> Iterator[UserError]:
-        """Yield patches of pixels for latents, which have their own."""
+        """Yield errors for patch sizes in pixels with latents, which have their own patch sizes."""
         yield from super().rules()
         if self.reads_latents and self.towers.image is not None:
             yield UserError(

@@ -15,7 +15,7 @@ from clipmill.train.config.shards import short_name
 
 EVERY = GoesWith("every", use="STEPS")
 
-# What stands before the first =, unless it is a part of a path.
+# The text before the first =, unless it is part of a path.
 _NAME = re.compile(r"(?P<name>[^=/]*)=")
 _GOOD_NAME = re.compile(r"\w[\w.-]*")
 _DATA = re.compile(r"(?P<shards>.+?)(?:@(?P<split>[^/@:]+)(?::(?P<protocol>[\w-]+))?)?")
@@ -27,11 +27,11 @@ class EvaluatedData:
     """The data of one evaluation in the training loop.
 
     Attributes:
-        name: Prefix of its metrics.
-        shards: Data folder; None for the run's.
+        name: Prefix of the metrics.
+        shards: Data folder; None for the run's data folder.
         split: Split to evaluate on.
-        protocol: Protocol that differs from the task's own, for tasks with several; None for the task's.
-        is_named: True if --evaluate.shards names the data; otherwise they are a folder of the training data.
+        protocol: Protocol to use in place of the task's protocol, for tasks with several; None for the task's protocol.
+        is_named: True if --evaluate.shards names the data; False for a folder of the training data.
     """
 
     name: str
@@ -41,13 +41,13 @@ class EvaluatedData:
     is_named: bool = True
 
     def text(self, *, base: Path) -> str:
-        """Return a value of --evaluate.shards, with its path below `base` if it is relative."""
+        """Return the value for --evaluate.shards. If its path is relative, it is placed below `base`."""
         shards = self.shards if self.shards is None or "://" in self.shards else base / self.shards
         return f"{self.name}={shards}@{self.split}" + (f":{self.protocol}" if self.protocol else "")
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Let errors of opening these data name the flags of the evaluation, not the flags of the training data."""
+        """Context in which errors about opening these data name flags of the evaluation, not of the training data."""
         try:
             yield
         except UserError as error:
@@ -69,7 +69,7 @@ class EvaluationSettings(Checked):
 
     prefix = "evaluate"
     lower_is_better: ClassVar[tuple[str, ...]] = ()
-    """Metrics that are better when lower, without the name of their data. --best keeps the lowest value."""
+    """Metrics for which lower is better, without the name of their data. --best keeps the lowest value."""
 
     every: Annotated[int | str, FIRST_RUN, Steps(least=0)] = 0
     """Steps between evaluations, or epochs, such as 1ep; 0: none. The last step is evaluated too."""
@@ -84,7 +84,7 @@ class EvaluationSettings(Checked):
     """Maximum number of samples: every k-th of the split, with the smallest sufficient k."""
 
     def evaluated_data(self) -> tuple[EvaluatedData, ...]:
-        """Return the data of each evaluation; raises UserError if --evaluate.shards cannot be read."""
+        """Return the data of each evaluation; raise UserError if --evaluate.shards cannot be parsed."""
         if not self.shards:
             return (EvaluatedData(name=self.split, shards=None, split=self.split),)
         data: dict[str, EvaluatedData] = {}
@@ -118,7 +118,7 @@ class EvaluationSettings(Checked):
         return tuple(data.values())
 
     def from_anywhere(self) -> Self:
-        """Return the settings with absolute paths of data folders, valid in any working directory."""
+        """Return the settings with absolute paths of data folders, which are valid in any working directory."""
         named = [data for data in self.evaluated_data() if data.shards is not None]
         return replace(self, shards=tuple(data.text(base=Path.cwd()) for data in named))
 
@@ -127,12 +127,12 @@ class EvaluationSettings(Checked):
         return ()
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors in --evaluate.shards, in its protocols and in --evaluate.where."""
+        """Yield errors for --evaluate.shards, its protocols, and --evaluate.where."""
         yield from errors_of(self.evaluated_data)
         yield from errors_of(check_where, self.where)
 
     def protocol_named(self, name: str) -> str:
-        """Return the protocol that --evaluate.shards names; raises UserError if this task has none of that name."""
+        """Return the protocol with a name from --evaluate.shards; raise UserError if this task has no such protocol."""
         raise UserError(
             f"{self.flag('shards')} names the protocol {name!r}, but this task has only one",
             hint=_USE,
@@ -144,15 +144,15 @@ Method = Literal["knn", "linear"]
 METHODS: tuple[Method, ...] = ("knn", "linear")
 NEIGHBOURS = Range(1, 10_000)
 
-# Metrics of each method and label: top-1 and top-5 over clips, and the mean over classes of their top-1.
+# Metrics for each method and label: top-1 and top-5 over clips, and the mean of top-1 over classes.
 PROBE_NUMBERS = ("top1", "top5", "mean_class")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeEvaluation(EvaluationSettings):
-    """Labels that are predicted from frozen features, and the methods; `max_samples` counts scored samples."""
+    """Labels to predict from frozen features, and the methods. `max_samples` limits the number of scored samples."""
 
-    # The split is read without an evaluation too: for the reconstructions at the end.
+    # The split is also read without an evaluation, for the reconstructions at the end.
     split: str = "val"
     """Split to evaluate on, and to take the reconstructed clips of the results page from."""
     labels: Annotated[tuple[str, ...], FIRST_RUN, EVERY] = ()
@@ -167,11 +167,11 @@ class ProbeEvaluation(EvaluationSettings):
     """Maximum number of samples of the training split, spread evenly, for neighbours and the linear probe."""
 
     def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
-        """Return the names of the metrics of each label and method."""
+        """Return the metric names of each label and method."""
         return tuple(f"{label}_{way}_{name}" for label in self.labels for way in self.methods for name in PROBE_NUMBERS)
 
     def rules(self) -> Iterator[UserError]:
-        """Yield missing or repeated labels and methods."""
+        """Yield errors for missing or repeated labels and methods."""
         yield from super().rules()
         if self.every and not self.labels:
             yield UserError(
@@ -185,7 +185,7 @@ class ProbeEvaluation(EvaluationSettings):
 
 
 def named_once(flag: str, values: tuple[str, ...], *, known: tuple[str, ...] = ()) -> Iterator[UserError]:
-    """Yield the errors of a flag with several values: a repeated value, or no value."""
+    """Yield errors for a flag with several values: a repeated value, or no value."""
     if len(set(values)) < len(values):
         yield UserError(f"{flag} has a repeated value: {', '.join(values)}", hint="name each value once", flags=(flag,))
     if known and not values:

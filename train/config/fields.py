@@ -1,4 +1,4 @@
-"""Parts of training settings: groups of the help, numbers of steps in epochs, named parts, and choices.
+"""Building blocks of training settings: groups of the help, steps in epochs, named parts, and choices.
 
 `clipmill.manifests.settings` has the annotations that both programs share.
 
@@ -15,16 +15,16 @@ from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
-from clipmill.manifests.help_text import FIRST_RUN as FIRST_RUN  # --help shows these flags, --help-all shows all
+from clipmill.manifests.help_text import FIRST_RUN as FIRST_RUN  # --help shows these flags, --help-all shows all flags
 from clipmill.manifests.plugins import Parts
 from clipmill.manifests.settings import Checked, Range, annotations_of, errors_of
 
 _EPOCHS = re.compile(r"(\d+\.?\d*|\.\d+)ep")
-# Groups of flags in the help, and what else a flag says to the command line. Lower positions come first.
+# Groups of flags in the help, and options of flags for the command line. Groups with lower positions come first.
 
 
 def help_group(title: str, position: int) -> Parameter:
-    """Return a group of flags in the help. Groups of a single task take positions from 6 to 9."""
+    """Return a group of flags for the help. Groups of a single task have positions from 6 to 9."""
     return Parameter(group=Group(title, sort_key=position))
 
 
@@ -45,15 +45,15 @@ PARALLEL = help_group("Parallelism", 16)
 TRACKING = help_group("Tracking", 17)
 MACHINE = help_group("Machine", 18)
 HIDDEN = Parameter(show=False)
-SEVERAL = Parameter(negative_iterable=(), consume_multiple=True)  # --flag A B, in addition to --flag A --flag B
+SEVERAL = Parameter(negative_iterable=(), consume_multiple=True)  # allows --flag A B in addition to --flag A --flag B
 
 
 @dataclass(frozen=True)
 class Steps(Range):
-    """Numbers of steps, which may be given in epochs: `500`, or `0.1ep` for a tenth of an epoch.
+    """Range of a number of steps, which may be given in epochs: `500`, or `0.1ep` for a tenth of an epoch.
 
-    The number of steps in an epoch is known once the samples are open (`clipmill.train.data.loader.TrainingSet`).
-    Settings keep the given value; the loop takes `in_steps` of them.
+    The number of steps per epoch is known only once the samples are open (`clipmill.train.data.loader.TrainingSet`).
+    Settings keep the given value; the loop uses their `in_steps`.
     """
 
     def holds(self, value: Any) -> bool:
@@ -66,16 +66,16 @@ class Steps(Range):
 
 
 def epochs_of(given: int | str) -> float | None:
-    """Return the number of epochs in `0.1ep`, more than 0; None for anything else."""
+    """Return the number of epochs in a value such as `0.1ep`, if it is above 0; None for any other value."""
     match = _EPOCHS.fullmatch(given) if isinstance(given, str) else None
     return float(match[1]) or None if match else None
 
 
 def num_steps(given: int | str, *, epoch_steps: float | None = None, flag: str = "") -> int:
-    """Return the number of steps that a setting gives, 1 or more if it is in epochs.
+    """Return the number of steps for a setting, at least 1 if it is given in epochs.
 
     Args:
-        epoch_steps: Steps in an epoch; None if unknown, as in a stream of tars.
+        epoch_steps: Steps per epoch; None if unknown, as in a stream of tars.
         flag: Flag of the setting, for the error.
 
     Raises:
@@ -94,7 +94,7 @@ def num_steps(given: int | str, *, epoch_steps: float | None = None, flag: str =
 
 
 def in_steps(settings: Any, epoch_steps: float | None) -> Any:
-    """Return training settings whose numbers of steps are no longer in epochs; raises as `num_steps`."""
+    """Convert all numbers in epochs to steps; raises the errors of `num_steps`."""
     changed: dict[str, dict[str, int]] = {"": {}, "evaluate": {}}
     for group, name, flag, given in _numbers(settings):
         changed[group][name] = num_steps(given, epoch_steps=epoch_steps, flag=flag)
@@ -102,14 +102,14 @@ def in_steps(settings: Any, epoch_steps: float | None) -> Any:
 
 
 def given_in_epochs(settings: Any, epoch_steps: float | None) -> list[str]:
-    """Log lines about settings that are given in epochs; raises the errors of `num_steps`."""
+    """Return log lines about settings that are given in epochs; raises the errors of `num_steps`."""
     given = [(flag, value) for _, _, flag, value in _numbers(settings) if epochs_of(value)]
     steps = [num_steps(value, epoch_steps=epoch_steps, flag=flag) for flag, value in given]
     return [f"{flag} {value} = {count_noun(num, 'step')}" for (flag, value), num in zip(given, steps, strict=True)]
 
 
 def _numbers(settings: Any) -> Iterator[tuple[str, str, str, int | str]]:
-    """Yield group, field, flag and value of the settings that may be in epochs."""
+    """Yield group, field, flag and value of each setting that may be in epochs."""
     for group, name in (("", "warmup_steps"), ("", "checkpoint_every"), ("evaluate", "every")):
         of = getattr(settings, group) if group else settings
         yield group, name, of.flag(name), getattr(of, name)
@@ -119,8 +119,8 @@ class Published(NamedTuple):
     """Published settings of a choice, such as the hyperparameters of a loss.
 
     Attributes:
-        source: Where they are published.
-        values: Values, nested as in a file of settings.
+        source: Publication that has the values.
+        values: Values, nested as in a settings file.
     """
 
     source: str
@@ -128,10 +128,10 @@ class Published(NamedTuple):
 
 
 class Choice(Checked):
-    """Base of settings in which one field decides which of the others apply.
+    """Base of settings in which the value of one field determines which other fields apply.
 
     Attributes:
-        choice: Field that decides, such as the name of an optimizer.
+        choice: Name of that field, such as the name of an optimizer.
         published: Published settings by preset and by the value of `choice`.
     """
 
@@ -140,11 +140,11 @@ class Choice(Checked):
 
     @classmethod
     def hyperparameters(cls) -> Mapping[str, Mapping[str, Any]]:
-        """Return the fields that not every value of `choice` takes, with their defaults, by that value."""
+        """Return, for each value of `choice`, the fields that only some values take, with their defaults."""
         return {}
 
     def not_taken(self) -> Iterator[UserError]:
-        """Yield the hyperparameters that were given and that the choice does not take."""
+        """Yield the hyperparameters that were given but that the chosen value does not take."""
         of_choices, chosen = self.hyperparameters(), getattr(self, self.choice)
         for name in dict.fromkeys(name for names in of_choices.values() for name in names):
             value = getattr(self, name)
@@ -158,7 +158,7 @@ class Choice(Checked):
 
 
 class NamedPart(NamedTuple):
-    """A part that settings name: the flag, the known parts of its kind, and the name."""
+    """A part that settings name: the flag, the known parts of this kind, and the name."""
 
     flag: str
     parts: Parts[Any]
@@ -166,9 +166,10 @@ class NamedPart(NamedTuple):
 
 
 def named_parts(settings: Checked) -> Iterator[NamedPart]:
-    """Yield the parts that settings and their groups name: the fields in `parts` of their classes.
+    """Yield the parts that settings and their groups name: the fields in the `parts` of their classes.
 
-    Names of parts are not checked when settings are constructed, so that the settings of a run can be read, and its
+    The construction of settings does not check names of parts. Therefore a run's settings can be read, and its model
+    used, even if some of its packages are missing.
     model used, without all of its packages.
     """
     of_class: Mapping[str, Parts[Any]] = getattr(type(settings), "parts", {})
@@ -181,7 +182,7 @@ def named_parts(settings: Checked) -> Iterator[NamedPart]:
 
 
 def unknown_parts(settings: Checked) -> Iterator[UserError]:
-    """Yield errors about parts that do not exist, or that cannot be used."""
+    """Yield errors for parts that do not exist or cannot be used."""
     for flag, parts, name in named_parts(settings):
         if name not in parts:
             yield parts.unknown_name_error(name, where=flag)

@@ -1,11 +1,11 @@
-"""Settings in files: YAML of a run, of `--config` and of the presets.
+"""Settings in YAML files: the file of a run, `--config` files, and presets.
 
-Where a value comes from, the strongest first: a flag, a `--config` file (later files before earlier ones), the
-`--preset`, with `--resume` the settings that the run saved, the default. A run saves what took effect as
-RUN/settings.yaml, which loads back to an equal object; a comment on top says where the values came from.
+A value may come from these sources, the strongest first: a flag; a `--config` file (later files are stronger); the
+`--preset`; with `--resume`, the saved settings of the run; the default. A run saves its effective settings as
+RUN/settings.yaml, which loads as an equal object. A comment at the top lists the sources of the values.
 
-A preset may be used with another loss or optimizer than its own. `chosen_parts` then takes the published values of that
-choice, or the defaults, and remarks on it.
+If another loss or optimizer is chosen than the preset has, `chosen_parts` uses the published values for that choice, or
+the defaults, and adds a remark.
 """
 
 import textwrap
@@ -24,18 +24,18 @@ from clipmill.train.config.training import TrainingSettings, flatten, plain_valu
 
 PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
 Settings = TypeVar("Settings", bound=TrainingSettings)
-# The presets of one loss became the presets of all losses: the loss is a flag, whose default is the former one.
+# Presets of a single loss have become presets for all losses. The loss is now a flag; its default is the former loss.
 RENAMED = {f"fastclip-v3-{size}": f"fastclip-{size}" for size in ("medium", "large", "xlarge")}
-# Limits of a file of settings; a file that exceeds them holds something else.
+# Limits of a settings file. A file that exceeds them contains something else.
 _MAX_VALUES, _MAX_DEPTH, _MAX_LETTERS = 10_000, 20, 10_000
 _MOST_PARSED = 64
-_PARSED: dict[tuple[type, bytes], Any] = {}  # settings, which are frozen, by kind and content of the file
+_PARSED: dict[tuple[type, bytes], Any] = {}  # cache of (frozen) settings by kind and file content
 _FLAGS_HINT = "one `key: value` a line, keys spelled as the flags"
 _TOO_MUCH = "has too many or too deeply nested values for a settings file"
 
 
 def settings_yaml(settings: TrainingSettings) -> str:
-    """Return the settings as YAML, one key per field."""
+    """Return the settings as YAML, with one key per field."""
     import yaml
 
     values = plain_values(asdict(settings))
@@ -48,9 +48,9 @@ def save_settings(settings: TrainingSettings, path: Path, *, comment: str = "") 
 
 
 def load_settings(path: Path, kind: type[Settings]) -> Settings:
-    """Read the settings that a run saved, through the parser that reads the command line.
+    """Read the settings that a run saved, with the parser of the command line.
 
-    Parsing takes a tenth of a second or more, so a process parses the same content once.
+    Parsing takes a tenth of a second or more, so a process parses the same content only once.
 
     Raises:
         UserError: The file cannot be read, or has a key or value that `kind` does not know.
@@ -72,7 +72,7 @@ def _parse_file(path: Path, kind: type[Settings]) -> Settings:
     from cyclopts import CycloptsError
 
     app = _reader(kind)  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
-    place = ""  # errors about the file already name it, errors about its values do not
+    place = ""  # errors about the file itself already contain its path, errors about its values do not
     try:
         app.config, place = [yaml_source(path, kind)], f"{path}: "
         with deferred_checks():
@@ -82,7 +82,7 @@ def _parse_file(path: Path, kind: type[Settings]) -> Settings:
     except (CycloptsError, UserError) as error:
         from clipmill.manifests.usage_errors import usage_message
 
-        wrong = f"{place}{error}" if isinstance(error, UserError) else usage_message(error)  # names the file
+        wrong = f"{place}{error}" if isinstance(error, UserError) else usage_message(error)  # adds the path of the file
         hints = ["restore the run's files"]
         if isinstance(error, UserError) and error.hint:
             hints += error.hint.splitlines()
@@ -94,7 +94,7 @@ def _parse_file(path: Path, kind: type[Settings]) -> Settings:
 
 @cache
 def _reader(kind: type[Settings]) -> Any:
-    """Return a command line whose flags are the fields of the settings, which it returns."""
+    """Return a command line whose flags are the fields of the settings, and which returns the settings."""
     from cyclopts import App
 
     app = App(exit_on_error=False, print_error=False, result_action="return_value")
@@ -110,19 +110,19 @@ def _reader(kind: type[Settings]) -> Any:
 def yaml_source(
     path: Path, kind: type[TrainingSettings], *, preset: str | None = None, remarks: list[str] | None = None
 ) -> Any:
-    """Return a source of settings for cyclopts.
+    """Return a source of settings for cyclopts, which reads a YAML file.
 
     Args:
         kind: Class of the settings.
         preset: Name of the preset; None for another file.
-        remarks: List to which remarks are appended, on rows that were taken and values that were not.
+        remarks: List to which remarks about used rows and ignored values are appended.
 
     Raises:
         UserError: The file does not exist, or is not a YAML mapping.
     """
     from cyclopts.config import Dict
 
-    # Keys may be spelled as the field or as the flag.
+    # Keys may be spelled like the field or like the flag.
     spelled = {str(key).replace("-", "_"): value for key, value in read_values(path).items()}
     name = str(path) if preset is None else f"preset {preset}"
 
@@ -142,9 +142,8 @@ def yaml_source(
 def _by_name() -> type[Any]:
     """Return a collection of arguments that finds an argument by its complete name in a dict.
 
-    cyclopts compares every key of a file with every argument, which is most of the time of a `train` command until it
-    begins. Names that are not found here are left to cyclopts, which reports
-    unknown ones.
+    cyclopts compares every key of a file with every argument, which takes most of the time before a `train` command
+    begins. cyclopts still handles names that are not found here, and reports unknown ones.
     """
     from cyclopts.argument import Argument, ArgumentCollection
 
@@ -165,7 +164,7 @@ def _by_name() -> type[Any]:
 
 
 def read_values(path: Path) -> dict[object, Any]:
-    """Return the content of a YAML file of settings.
+    """Return the content of a YAML settings file.
 
     Raises:
         UserError: The file does not exist, or is not a YAML mapping.
@@ -187,7 +186,7 @@ def read_values(path: Path) -> dict[object, Any]:
 
 
 def _fault(error: Exception) -> str:
-    """Describe the fault of a YAML file, with the number of the line if the parser knows it."""
+    """Describe the fault of a YAML file, with the line number if the parser knows it."""
     import yaml
 
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem is None:
@@ -196,7 +195,7 @@ def _fault(error: Exception) -> str:
 
 
 def _in_c(name: str) -> Any:
-    """Return a class of PyYAML, in libyaml's version, which is ten times as fast, if it is installed."""
+    """Return a PyYAML class, if possible in libyaml's version, which is ten times as fast."""
     import yaml
 
     return getattr(yaml, f"C{name}", None) or getattr(yaml, name)
@@ -204,7 +203,7 @@ def _in_c(name: str) -> Any:
 
 @cache
 def _loader() -> type[Any]:
-    """Return a safe loader that reports duplicate keys; PyYAML's takes the last one."""
+    """Return a safe loader that reports duplicate keys. PyYAML's own loader silently uses the last one."""
     import yaml
 
     class UniqueKeys(_in_c("SafeLoader")):  # type: ignore[misc]
@@ -223,7 +222,7 @@ def _loader() -> type[Any]:
 
 
 def _require_shallow(content: bytes, path: Path) -> None:
-    """Raise a UserError for YAML that is nested too deeply: libyaml would overflow the stack."""
+    """Raise a UserError for deeply nested YAML, with which libyaml would overflow the stack."""
     import yaml
 
     depth = 0
@@ -234,7 +233,7 @@ def _require_shallow(content: bytes, path: Path) -> None:
 
 
 def _require_small(values: dict[object, Any], path: Path) -> None:
-    """Raise a UserError for values that no settings have: recursive ones, thousands of them, or long texts."""
+    """Raise a UserError for values that settings never have: recursive ones, thousands of them, or long texts."""
     waiting: list[tuple[Any, int]] = [(values, 1)]
     num_seen = 0
     while waiting:
@@ -251,7 +250,7 @@ def _require_small(values: dict[object, Any], path: Path) -> None:
 
 
 def preset_path(name: str, command: str = "") -> Path:
-    """Return the file of a preset: `tiny` is tiny-mae.yaml in `train mae`, and tiny.yaml where a command has none.
+    """Return the file of a preset: for `tiny` in `train mae`, tiny-mae.yaml if it exists, otherwise tiny.yaml.
 
     Raises:
         UserError: The preset does not exist; the hint lists the presets, or names its successor.
@@ -266,9 +265,9 @@ def preset_path(name: str, command: str = "") -> Path:
 
 
 def presets_of(kind: type[TrainingSettings]) -> dict[str, str]:
-    """Return the presets of a command by name, with their purpose: the first line of the file.
+    """Return the presets of a command by name, with their purpose, which is the first line of the file.
 
-    A preset belongs to the commands that have all of its settings.
+    A preset belongs to all commands that have all of its settings.
     """
     purposes = {}
     for path, values in _presets().items():
@@ -299,18 +298,18 @@ _OFF = (None, False)
 
 @dataclass(frozen=True)
 class Provenance:
-    """Origin of the settings of a command.
+    """Origin of a command's settings.
 
     Attributes:
-        sources: Preset, row or file of each value by its flag; "" for a flag that was typed.
-        remarks: Rows that were taken, and values of a preset that another choice does not take.
+        sources: Preset, row or file of each value, by flag; "" for a typed flag.
+        remarks: Remarks about used rows, and about values of a preset that another choice does not take.
     """
 
     sources: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
     def as_comment(self) -> str:
-        """Return the flags by their source, as comment lines of YAML; empty if no sources are known."""
+        """Return the flags, grouped by source, as comment lines for YAML; empty if no sources are known."""
         if not self.sources:
             return ""
         by_source: dict[str, list[str]] = {"flags": []}
@@ -327,7 +326,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Part:
-    """Settings that are given together, nested as in a file, and their source."""
+    """Settings from the same source, nested as in a file, and the name of the source."""
 
     source: str
     values: dict[str, Any]
@@ -336,13 +335,13 @@ class Part:
 def chosen_parts(
     values: Mapping[str, Any], defaults: TrainingSettings, *, name: str, given: Mapping[str, str], preset: str | None
 ) -> tuple[list[Part], list[str]]:
-    """Return the parts of a file that apply, the strongest first, and remarks on what was chosen.
+    """Return the parts of a file that apply, the strongest first, and remarks about the choice.
 
     Args:
         values: Values of the file.
         defaults: Settings without flags and files.
         name: Name of the file or preset, for messages.
-        given: Values of flags and stronger files, by flag.
+        given: Values from flags and stronger files, by flag.
         preset: Name of the preset; None for another file.
     """
     common, parts, remarks = dict(values), list[Part](), list[str]()
@@ -381,7 +380,7 @@ def chosen_parts(
 def _defaults_beside(
     rows: Mapping[str, Published], group: str, chosen: str, defaults: TrainingSettings
 ) -> dict[str, Any]:
-    """Return the defaults of the settings that rows have, and of all hyperparameters of a choice without a row."""
+    """Return defaults for the settings in published rows, and for all hyperparameters of a choice without a row."""
     taken = getattr(defaults, group).hyperparameters()
     of_choices = {f"{group}.{name}" for names in taken.values() for name in names}
     others = {name for row in rows.values() for name in flatten(row.values)} - of_choices
@@ -392,14 +391,14 @@ def _defaults_beside(
 def _drop_idle(
     values: Mapping[str, Any], defaults: Checked, given: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Drop the values of a file that flags or stronger files leave without effect; return the rest, and the reasons.
+    """Drop values of a file that have no effect because of flags or stronger files; return the rest, and the reasons.
 
     Args:
         values: Values of the file, nested as the settings.
-        given: Values of flags and stronger files, by flag.
+        given: Values from flags and stronger files, by flag.
 
     Returns:
-        The remaining values; and for the flag of each dropped value, the flag and value with which it has no effect.
+        The remaining values; and for each dropped value (by its flag), the flag and value that make it ineffective.
     """
     kept, idle = dict(values), dict[str, str]()
     annotations = {setting.name: setting for setting in annotations_of(defaults)}
@@ -422,7 +421,7 @@ def _flag(setting: str) -> str:
 
 
 def _words(values: Mapping[str, Any], given: Mapping[str, str]) -> str:
-    """Format values as flags, without the flags that are given otherwise."""
+    """Format values as flags, except flags that are given in another way."""
     shown = {_flag(name): value for name, value in values.items() if value not in _OFF}
     words = " ".join(f"{flag} {value}" for flag, value in shown.items() if flag not in given)
     return words or ("all are given otherwise" if shown else "none")

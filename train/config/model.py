@@ -1,4 +1,4 @@
-"""Settings of the model: its towers, the weights that training starts from, frozen parts and adapters."""
+"""Settings of the model: its towers, initial weights, frozen parts and adapters."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +15,15 @@ from clipmill.train.config.fields import FIRST_RUN, MODEL, SEVERAL, TOWER_SIZES,
 
 @dataclass(frozen=True, kw_only=True)
 class TowerSpec:
-    """A video tower, with the facts about it that settings need.
+    """A video tower, with the facts about it that the settings need.
 
     Attributes:
         name: Value of `--towers.kind`.
-        build: Import path of a function, or of a class, (size, image_px, num_frames, embedding_width, attend, towers)
-            -> a module that embeds clips [B, C, T, H, W] as [B, embedding_width], not of unit length: the tower of a
-            dual encoder. `size` is a `VideoViTSize`, `towers` are the settings `--towers.*`. None for a tower that a
-            dual encoder does not have.
-        tubelet: Frames of a cube, unless --towers.tubelet gives another number.
+        build: Import path of a function or class with the arguments (size, image_px, num_frames, embedding_width,
+            attend, towers). It returns the tower of a dual encoder: a module that embeds clips [B, C, T, H, W] as [B,
+            embedding_width], not of unit length. `size` is a `VideoViTSize`; `towers` are the settings `--towers.*`.
+            None for a tower that dual encoders do not support.
+        tubelet: Frames per cube; --towers.tubelet replaces it.
     """
 
     name: str
@@ -31,7 +31,7 @@ class TowerSpec:
     tubelet: int = 1
 
     def load(self) -> Callable[..., Any]:
-        """Return the function of `build`."""
+        """Return the function or class that `build` names."""
         assert self.build is not None
         build: Callable[..., Any] = import_object(self.build)
         return build
@@ -41,7 +41,7 @@ _ROWS = (
     TowerSpec(name="clip", build="clipmill.train.models.video_vit:clip_tower"),
     TowerSpec(name="videomae", build=None, tubelet=2),
     TowerSpec(name="timesformer", build=None),
-    # Towers of open_clip, timm and transformers, which --towers.image names.
+    # Towers from open_clip, timm and transformers, named by --towers.image.
     TowerSpec(name="library", build="clipmill.train.models.library_towers:image_tower"),
 )
 TOWERS = Parts("tower", group="towers", kind=TowerSpec, builtin={row.name: row for row in _ROWS})
@@ -55,17 +55,17 @@ FormatChoice = Literal[
     "auto", "open_clip", "openai", "hf", "avion", "lavila", "videomae", "hf_videomae", "hf_timesformer"
 ]
 
-# Side of a patch in pixels; the side of a picture must be a multiple of it.
+# Side of a patch in pixels. The side of a picture must be a multiple of it.
 PATCH_PX: dict[str, int] = {"tiny": 16, "s16": 16, "b32": 32, "b16": 16, "l16": 16, "l14": 14, "l14-336": 14}
-# Names that stand for one size of pictures, in pixels.
+# Names that imply a picture size, in pixels.
 PICTURE_PX: dict[str, int] = {"l14-336": 336}
 _KINDS = (
     f"Architecture of the video tower (docs/models.md): {', '.join(TOWERS)}. "
     "Default: from --init.weights, else the task's."
 )
-# Settings that a tower of the kind videomae does not have, and their values for none.
+# Settings that towers of the kind videomae lack, with the values that mean "none".
 _OF_CLIP_ALONE = {"embedding_width": None, "patch_dropout": 0.0, "attention": None}
-# The kind of a tower that a library builds, and the settings that a library decides by the name of a tower.
+# The kind of towers that libraries build, and the settings that are determined by the name of such a tower.
 LIBRARY = "library"
 _REFERENCE = re.compile(r"(open_clip|timm|hf):\S.*")
 _OF_OUR_IMAGE = (
@@ -75,7 +75,7 @@ _OF_OUR_IMAGE = (
 _OF_OUR_TEXT = ("text_width", "text_depth", "text_heads")
 _WIDEST = 65_536
 SIZE = Range(1, _WIDEST)
-# Ranges of values that are set, or read from the configuration of other weights.
+# Ranges of values that the user sets, or that are read from the configuration of other weights.
 EPS_RANGE = Range(above=0, below=1)
 PIXEL_MEAN = Range(0, 1, hint="three numbers from 0 to 1, for R, G and B")
 PIXEL_STD = Range(1e-3, 1, hint="three numbers from 0.001 to 1, for R, G and B")
@@ -133,7 +133,7 @@ class Towers(Checked):
     """Recompute activations in the backward pass: less memory, one more forward pass."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors about settings that the tower does not have."""
+        """Yield errors for settings that the tower lacks."""
         if self.kind == "videomae":
             yield from of_clip_alone(self, hint="omit it, or use --towers.kind clip")
         if self.attention == "divided" and (self.patch_dropout or (self.tubelet or 1) > 1):
@@ -160,7 +160,7 @@ class Towers(Checked):
             )
 
     def _of_library(self, name: str, reference: str, *, unused: tuple[str, ...]) -> Iterator[UserError]:
-        """Yield errors about an invalid name, and about settings that the name of a library's tower decides."""
+        """Yield errors for an invalid name, and for settings that the name of a library's tower determines."""
         flag = self.flag(name)
         if _REFERENCE.fullmatch(reference) is None:
             yield UserError(f"{flag} is {reference}", hint="use open_clip:NAME, timm:NAME or hf:FOLDER", flags=(flag,))
@@ -193,7 +193,7 @@ class DualEncoderTowers(Towers):
     positional embeddings of a CLIP: 20 are kept, the others interpolated (Long-CLIP: 248)."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors about settings that the towers do not have."""
+        """Yield errors for settings that the towers lack."""
         yield from super().rules()
         if self.text is not None:
             yield from self._of_library("text", self.text, unused=_OF_OUR_TEXT)
@@ -206,7 +206,7 @@ class DualEncoderTowers(Towers):
 
 
 def of_clip_alone(towers: Towers, *, hint: str) -> Iterator[UserError]:
-    """Yield errors about settings of a videomae tower that only towers of the kind clip have."""
+    """Yield errors for settings that only towers of the kind clip have, if the tower is of the kind videomae."""
     for name, none in _OF_CLIP_ALONE.items():
         value = getattr(towers, name)
         if value != none:
@@ -216,23 +216,23 @@ def of_clip_alone(towers: Towers, *, hint: str) -> Iterator[UserError]:
 
 
 def kind_of(towers: Towers) -> str:
-    """Return the kind of a video tower, once its initial weights are known."""
+    """Return the kind of a video tower. Call it once the initial weights are known."""
     return towers.kind or ("clip" if towers.image is None else LIBRARY)
 
 
 def tubelet_of(towers: Towers) -> int:
-    """Return the frames of a cube of a video tower."""
+    """Return the number of frames per cube of a video tower."""
     spec = TOWERS.find_usable(kind_of(towers))  # a missing tower is reported where it is needed
     return towers.tubelet or (1 if spec is None else spec.tubelet)
 
 
 def patch_px_of(model: ModelName, towers: Towers) -> int:
-    """Return the side of the patches of a model of pixels."""
+    """Return the side of the patches of a model for pixels."""
     return towers.patch_px or PATCH_PX[model]
 
 
 def check_picture(model: ModelName, towers: Towers, *, size_px: int) -> None:
-    """Raise a UserError if a model cannot take frames of `size_px`; a library's tower is checked when it is built."""
+    """Raise a UserError if a model cannot take frames of `size_px`. A library's tower is checked when it is built."""
     if towers.image is not None:
         return
     patch_px, only_px = patch_px_of(model, towers), None if towers.patch_px else PICTURE_PX.get(model)
@@ -287,7 +287,7 @@ class Init(Checked):
         return () if self.weights is None else (self.weights,)
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors about flags of initial weights if there are none."""
+        """Yield errors for flags of initial weights if there are no weights."""
         if self.weights is None and (self.format != "auto" or self.allow):
             yield UserError(
                 "--init.format and --init.allow need initial weights",
@@ -310,7 +310,7 @@ class DualEncoderInit(Init):
         return super().sources + (() if self.text is None else (self.text,))
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error about weights for the text tower only."""
+        """Yield an error if only the text tower has weights."""
         yield from super().rules()
         if self.text is not None and self.weights is None:
             yield UserError(
@@ -326,7 +326,7 @@ Tower = Literal["video", "text", "decoder"]
 Freeze = Annotated[tuple[str, ...], MODEL, SEVERAL]
 
 _PART = re.compile(r"(?P<tower>video|text|decoder)(?:\.blocks:(?P<count>\d{1,4}))?")
-# Other names of parts.
+# Alternative names of parts.
 _ALIASES = {"encoder": "video"}
 _WITH_CROSS_ATTENTION_TRAINED = "decoder-except-cross-attention"
 _OF_ADAPTERS = GoesWith("rank", use="8")
@@ -349,11 +349,11 @@ class Lora(Checked):
 
     @property
     def scale(self) -> float:
-        """Factor of the output of adapters."""
+        """Factor for the output of adapters."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error about adapters without layers."""
+        """Yield an error for adapters without layers."""
         if self.rank and not self.targets:
             yield UserError(
                 "--lora.targets names no layers", hint="use attention, mlp, or both", flags=("--lora.targets",)
@@ -366,8 +366,9 @@ class FrozenPart:
 
     Attributes:
         tower: Name of the module.
-        num_blocks: Number of frozen blocks, with everything before the first block; None for the complete tower.
-        trains_cross_attention: True if the cross-attention of the tower is trained nevertheless.
+        num_blocks: Number of frozen blocks; everything before the first block is also frozen. None for the complete
+            tower.
+        trains_cross_attention: True if the cross-attention of the tower is nevertheless trained.
         given: Value of --freeze.
     """
 
@@ -378,7 +379,7 @@ class FrozenPart:
 
     @property
     def is_whole(self) -> bool:
-        """True if nothing of the tower is trained."""
+        """True if no part of the tower is trained."""
         return self.num_blocks is None and not self.trains_cross_attention
 
 
@@ -401,7 +402,7 @@ def frozen_part(name: str) -> FrozenPart:
 
 
 def random_freeze_warning(freeze: Sequence[str]) -> str:
-    """Return the warning about --freeze for a model with random weights; empty if it freezes only a decoder."""
+    """Return a warning about --freeze for a model with random weights; empty if only a decoder is frozen."""
     names = [part.given for part in map(frozen_part, freeze) if part.tower != "decoder"]
     return f"--freeze {' '.join(names)} keeps random weights: there are no --init.weights" if names else ""
 
@@ -417,12 +418,12 @@ def towers_to_adapt(lora: Lora, freeze: Sequence[str], *, towers: Sequence[Tower
 def tuning_mistakes(
     freeze: Sequence[str], lora: Lora, *, towers: Sequence[Tower], has_head: bool, has_weights: bool
 ) -> Iterator[UserError]:
-    """Yield the errors in --freeze and --lora.* for a model.
+    """Yield errors for --freeze and --lora.* with a given model.
 
     Args:
         towers: Towers of the model.
-        has_head: True if the model has other trained parameters too.
-        has_weights: True if it starts from the weights that --init.weights names.
+        has_head: True if the model also has other trained parameters.
+        has_weights: True if --init.weights names initial weights.
     """
     parts = []
     for name in freeze:

@@ -1,6 +1,6 @@
-"""`--shards` and `--mix`: the data of a run, their kinds, names and proportions, and places that do not exist.
+"""`--shards` and `--mix`: the data of a run, their kinds, names and proportions; errors about missing places.
 
-`KINDS` has a row for each kind of data: the row is all that other modules know of a kind.
+`KINDS` has one row per kind of data. Other modules know a kind only by its row.
 """
 
 import os
@@ -21,7 +21,7 @@ from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import FIRST_RUN
 
-# One data folder, or several.
+# One or several data folders.
 Shards = str | tuple[str, ...]
 _REPEATED = Parameter(negative=())  # --shards A --shards B
 _MAX_WHOLE = 10**6  # numerator or denominator of a weight
@@ -38,18 +38,18 @@ class Kind:
     """A kind of data.
 
     Attributes:
-        openers: Import paths of the functions that open its samples, by their content, so that a run loads only the
-            modules of its own data.
+        openers: Import paths of the functions that open its samples, by content. A run loads only the modules that its
+            own data need.
         noun: Plural noun for messages: "DIR/0.tar names video tars, and chunks are in a data folder".
-        lacks: Reasons why samples do not have some content, by content: the sentence after "and" in such a message.
-        spelling: Regular expression that matches in addresses of this kind.
+        lacks: Reasons why samples lack some content, by content: the part after "and" in such a message.
+        spelling: Regular expression that matches addresses of this kind.
         test: Import path of a function that looks at the data of an address with this spelling, and returns True if
-            they are of this kind. Empty: they are.
+            they are of this kind. Empty if the spelling is sufficient.
         has_manifest: True if the data have a manifest: splits, sources of captions, labels, scores, and variants.
         can_be_mixed: True if samples are found by number, so that several addresses can be mixed.
         has_images: True if samples are images, without time.
-        class_names: Import path of a function that reads the names of the classes of a label without a manifest. Empty:
-            without a manifest there are no labels.
+        class_names: Import path of a function that reads the class names of a label without a manifest. Empty if there
+            are no labels without a manifest.
     """
 
     openers: Mapping[Content, str]
@@ -94,15 +94,15 @@ CLIPS = Kind(
         "frames": f"{_PRODUCERS}.chunk_clips:open_frames",
     }
 )
-KINDS = (IMAGES, STREAM, CLIPS)  # the first kind that fits counts
+KINDS = (IMAGES, STREAM, CLIPS)  # the first matching kind is used
 
 
 def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
-    """Return the kind of data that an address names.
+    """Return the kind of data at an address.
 
     Args:
-        settings: Settings with which the data are read. None to decide by the spelling only: the first kind that is
-            spelled so. Kinds with the same spelling agree on `has_manifest`.
+        settings: Settings with which the data are read. None to decide only by the spelling: the first kind with this
+            spelling is returned. Kinds with the same spelling have the same `has_manifest`.
 
     Raises:
         UserError: The address names tars, and a tar is missing or cannot be read.
@@ -117,11 +117,11 @@ def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
 
 
 def no_data_folder(address: str, reason: str, *, kind: Kind | None = None, flags: tuple[str, ...] = ()) -> UserError:
-    """Return the error for data without a manifest, where only a data folder will do.
+    """Return the error for data without a manifest if a data folder is required.
 
     Args:
         reason: End of the message that begins with "DIR/0.tar names video tars, ".
-        kind: Kind of the data; None for all kinds that are spelled so.
+        kind: Kind of the data; None for all kinds with this spelling.
     """
     spelling = kind_of(address).spelling.pattern
     kinds = [other for other in KINDS if other.spelling.pattern == spelling] if kind is None else [kind]
@@ -135,13 +135,13 @@ def is_local_folder(address: str) -> bool:
 
 
 def absolute_address(address: str) -> str:
-    """Return `--shards` with absolute paths, valid in any working directory; patterns of tars are joined by `::`."""
+    """Return `--shards` with absolute paths, valid in any working directory. Patterns of tars are joined with `::`."""
     parts = address.split("::")
     return "::".join(part if is_remote(part) or part.startswith("$") else str(Path.cwd() / part) for part in parts)
 
 
 def normalise_address(address: str) -> str:
-    """Return an address in the form in which addresses are compared; a loop of links stays as it is."""
+    """Return an address in the form in which addresses are compared. A loop of links is kept."""
     parts = address.split("::")
     return "::".join(part.rstrip("/") if is_remote(part) else os.path.realpath(part) for part in parts)
 
@@ -157,7 +157,7 @@ def short_name(text: str) -> str:
 
 
 def folder_names(folders: Sequence[str]) -> tuple[str, ...]:
-    """Return a short name for each folder, for metrics and failures: the last parts that tell the folders apart."""
+    """Return a short name for each folder, for metrics and failures: the last path components that differ."""
     parts = [[part for part in normalise_address(folder).split("/") if part] or ["data"] for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = [short_name("-".join(part[-depth:])) for part in parts]
@@ -167,7 +167,7 @@ def folder_names(folders: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_mix(mix: str) -> tuple[Fraction, ...]:
-    """Return the weights of `--mix 2,1`, exactly as they are written.
+    """Return the weights in `--mix 2,1` as exact numbers.
 
     Raises:
         UserError: A weight is not a number above 0, or has too many digits.
@@ -227,11 +227,11 @@ class DataSettings(Checked):
 
     @property
     def reads_latents(self) -> bool:
-        """True if samples are latents, which are not decoded."""
+        """True if samples are latents, which need no decoding."""
         return False
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors about repeated data folders, a wrong number of weights, and an invalid size of the cache."""
+        """Yield errors for repeated data folders, a wrong number of weights, and an invalid cache size."""
         if self.cache_size is not None:
             yield from errors_of(parse_size, self.cache_size, flag="--cache-size")
         if len(self.folders) > 1:
@@ -249,7 +249,7 @@ class DataSettings(Checked):
             yield from () if self.mix is None else errors_of(_require_weights, self.mix, num_folders=len(self.folders))
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors about --cache and --cache-size with local data, and --mix with a single folder."""
+        """Yield errors for --cache and --cache-size with local data, and for --mix with a single folder."""
         shards = f"--shards {' '.join(self.folders)}"
         for flag in ("--cache", "--cache-size"):
             if flag in typed and not any(map(is_remote, self.folders)):
@@ -269,18 +269,19 @@ def _require_weights(mix: str, *, num_folders: int) -> None:
 
 
 NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
-HUB_PREFIX = "hf:"  # of the name of a model on the Hugging Face Hub
+HUB_PREFIX = "hf:"  # prefix of a model name on the Hugging Face Hub
 
 
 def is_name_and_tag(weights: str) -> bool:
-    """Return True if weights are named as NAME:TAG of open_clip, or as hf:NAME of the Hugging Face Hub."""
+    """Return True if weights are named as open_clip's NAME:TAG, or as hf:NAME on the Hugging Face Hub."""
     return NAME_AND_TAG.fullmatch(weights) is not None or weights.startswith(HUB_PREFIX)
 
 
 def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...] = ()) -> None:
-    """Raise a UserError for a local data folder, or initial weights, that do not exist.
+    """Raise a UserError if a local data folder or the initial weights do not exist.
 
-    Several processes do not check: folders may differ from node to node, and the ranks have to agree on the error.
+    With several processes, nothing is checked: folders may differ from node to node, and the ranks must agree on the
+    error.
     """
     if "RANK" in os.environ:
         return
@@ -299,16 +300,16 @@ def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...]
 
 
 def require_named_weights(weights: str | Path, *, takes_tags: bool) -> None:
-    """Raise a UserError if weights are neither at an existing path nor named as NAME:TAG."""
+    """Raise a UserError if weights are neither an existing path nor a NAME:TAG."""
     if not Path(weights).exists() and not is_name_and_tag(str(weights)):
         raise no_weights(weights, takes_tags=takes_tags)
 
 
 def no_weights(weights: str | Path, *, takes_tags: bool) -> UserError:
-    """Return the error for a place without weights.
+    """Return the error for a place that contains no weights.
 
     Args:
-        takes_tags: True if a NAME:TAG of open_clip is allowed.
+        takes_tags: True if open_clip's NAME:TAG is allowed.
     """
     kinds = ["a run (a training command's --out)", "an exported folder", "a file of weights"]
     kinds += ["a NAME:TAG of open_clip", "hf:NAME of the Hugging Face Hub"] if takes_tags else []

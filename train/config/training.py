@@ -18,7 +18,7 @@ from clipmill.train.config.shards import DataSettings, folder_names, normalise_a
 
 OptimizerName = Literal["adamw", "lamb", "lion", "sgd"]
 
-# The hyperparameters of each optimizer, and their defaults.
+# The hyperparameters of each optimizer with their defaults.
 DEFAULTS: dict[str, dict[str, float]] = {
     "adamw": {"beta1": 0.9, "beta2": 0.98, "eps": 1e-8},  # beta2: CLIP, table 18
     "lamb": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6},  # You et al. 2020, section 4
@@ -30,7 +30,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
 def _rows(
     beta1: float, beta2: float, eps: float, *, source: str = "FastCLIP, tables 7 and 10", **rates: tuple[float, float]
 ) -> dict[str, Published]:
-    """Return the rows of a setting of FastCLIP: betas and epsilon, and rate and weight decay of each optimizer."""
+    """Return FastCLIP's rows for a setting: betas and epsilon, and each optimizer's learning rate and weight decay."""
     given = {"beta1": beta1, "beta2": beta2, "eps": eps}
     rows = {}
     for name, (lr, weight_decay) in rates.items():
@@ -41,8 +41,8 @@ def _rows(
     return rows
 
 
-# Wei et al. 2024: table 7 has betas and epsilon, table 10 rates and decays. Its public code passes the same betas and
-# epsilon to LAMB.
+# Wei et al. 2024: table 7 has betas and epsilon, table 10 learning rates and decays. The public code passes the same
+# betas and epsilon to LAMB.
 _MEDIUM = _rows(0.9, 0.999, 1e-8, adamw=(1e-3, 0.1), lamb=(2e-3, 0.1), lion=(2e-4, 0.3), sgd=(1.0, 3e-6))
 PUBLISHED = {
     "fastclip-medium": _MEDIUM,
@@ -54,7 +54,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Choice):
-    """Optimizer, learning rate of each parameter at each step, and the average of the weights."""
+    """Optimizer, learning rate of each parameter in each step, and averaging of the weights."""
 
     prefix = "optimizer"
     choice = "name"
@@ -87,19 +87,19 @@ class OptimizerSettings(Choice):
 
     @classmethod
     def hyperparameters(cls) -> dict[str, dict[str, float]]:
-        """Return the hyperparameters of each optimizer, with their defaults."""
+        """Return the hyperparameters of each optimizer with their defaults."""
         return DEFAULTS
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors about hyperparameters that the optimizer does not have."""
+        """Yield errors for hyperparameters that the optimizer lacks."""
         yield from self.not_taken()
 
     def lr_scale(self, batch: int) -> float:
-        """Return the factor of the learning rates for a batch size: linear scaling (Goyal et al. 2017, section 2.1)."""
+        """Return the factor for learning rates at a batch size: linear scaling (Goyal et al. 2017, section 2.1)."""
         return 1.0 if self.lr_batch is None else batch / self.lr_batch
 
     def number(self, name: str) -> float:
-        """Return the effective value of `beta1`, `beta2`, `eps` or `momentum`: as given, or the optimizer's default."""
+        """Return the effective `beta1`, `beta2`, `eps` or `momentum`: the given value, or the optimizer's default."""
         given: float | None = getattr(self, name)
         return DEFAULTS[self.name][name] if given is None else given
 
@@ -130,7 +130,7 @@ class ParallelSettings(Checked):
     of a kind (type:block); 5,9: these counts."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors about an invalid partition, and about a strategy that a pipeline cannot have."""
+        """Yield errors for an invalid partition, and for a strategy that a pipeline does not support."""
         yield from errors_of(check_rule, self.partition)
         if self.stages > 1 and self.strategy == "fsdp":
             yield UserError(
@@ -140,7 +140,7 @@ class ParallelSettings(Checked):
             )
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors about flags of pipelines if there is a single stage."""
+        """Yield errors for pipeline flags if there is only one stage."""
         for flag in typed if self.stages == 1 else ():
             if flag in (self.flag("schedule"), self.flag("partition")):
                 yield without_effect(flag, typed, "--parallel.stages is 1", use="--parallel.stages 2 or more")
@@ -176,11 +176,11 @@ class TrackSettings(Checked):
 
 
 Device = Literal["auto", "cpu", "cuda"]
-# Values beyond these ranges would fail later and less clearly, because memory, threads or digits are short.
+# Values out of these ranges would fail later and less clearly, because of a lack of memory, threads or digits.
 STEPS = Range(1, 10**10)
 EVERY = Steps(1, 10**10)
 COUNT = Range(1, 10**6)
-# Fields with task-specific defaults; their meaning is inherited.
+# Fields with task-specific defaults. Their meaning is inherited.
 LearningRate = Annotated[float, groups.TRAINING, FIRST_RUN, Range(1e-12, 1e3)]
 WeightDecay = Annotated[float, groups.TRAINING, FIRST_RUN, Range(0, 1e3)]
 
@@ -191,11 +191,11 @@ class TrainingSettings(DataSettings):
     """Settings of the training loop, common to all tasks."""
 
     command: ClassVar[str] = ""
-    """Command that has these settings."""
+    """Name of the command that has these settings."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
-    """Settings of the task that may differ when a run is resumed, in addition to FREE_ON_RESUME."""
+    """Task settings that may differ when a run is resumed, in addition to FREE_ON_RESUME."""
     of_other_data: ClassVar[Mapping[str, Any]] = {}
-    """Settings that concern only the training data, with their values on other data."""
+    """Settings that concern only the training data, with the values to use for other data."""
 
     out: Annotated[Path, groups.WHERE, FIRST_RUN] = Path("run")
     """Run folder. It holds settings, metrics, checkpoints and the results page."""
@@ -268,9 +268,9 @@ class TrainingSettings(DataSettings):
     """Number of failed samples that a run tolerates before it stops."""
 
     def on(self, shards: str) -> Self:
-        """Return the settings for an evaluation on other data, or on a data folder of the run with all settings."""
+        """Return the settings for an evaluation on other data, or for one of the run's data folders."""
         is_own = normalise_address(shards) in map(normalise_address, self.folders)
-        # --best names a metric of the run, whose evaluations cover all of its folders.
+        # --best names a metric of the complete run, whose evaluations cover all of its folders.
         return replace(self, shards=shards, best=None, **({} if is_own else self.of_other_data))
 
     @property
@@ -279,7 +279,7 @@ class TrainingSettings(DataSettings):
         return self.best is not None and self.best.rpartition("/")[2] in self.evaluate.lower_is_better
 
     def evaluated_data(self) -> tuple[EvaluatedData, ...]:
-        """Return the data of each evaluation in the loop: each data folder of the run, unless others are named.
+        """Return the data of each evaluation during training: the run's data folders, unless others are named.
 
         Raises:
             UserError: --evaluate.shards cannot be parsed.
@@ -291,14 +291,14 @@ class TrainingSettings(DataSettings):
 
     @property
     def selection(self) -> str | None:
-        """Condition on the samples to train on, from --where and --share; None for all."""
+        """Condition that selects the training samples, from --where and --share; None for all."""
         if self.share == 1:
             return self.where
         kept = f"md5(concat(video, ' {self.seed}')) < '{int(self.share * 2**32):08x}'"
         return kept if self.where is None else f"{kept} and ({self.where})"
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors about --best without an evaluation, and learning rates above the peak."""
+        """Yield errors for --best without an evaluation, and for learning rates above the peak."""
         yield from super().rules()
         if self.best is not None and not self.evaluate.every:
             yield UserError(
@@ -329,7 +329,7 @@ class TrainingSettings(DataSettings):
             )
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors about --decode with latents, and --optimizer.start-lr without warmup."""
+        """Yield errors for --decode with latents, and for --optimizer.start-lr without warmup."""
         yield from super().without_effect(typed)
         if "--decode" in typed and self.reads_latents:
             yield without_effect("--decode", typed, "--input is latents", use="--input pixels")
@@ -351,7 +351,7 @@ def check_best(best: str | None, settings: TrainingSettings) -> None:
         )
 
 
-# Settings that may differ when a run is resumed: they do not change the weights, except by rounding.
+# Settings that may differ when a run is resumed, because they change the weights at most by rounding.
 FREE_ON_RESUME = frozenset(
     {
         *("shards", "variant", "cache", "cache_size", "out", "checkpoint_every", "keep_checkpoints", "best"),
@@ -368,7 +368,7 @@ def plain_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def shaping(settings: TrainingSettings) -> dict[str, Any]:
-    """Return the settings that determine the weights, as plain values by their flags (`optimizer.name`)."""
+    """Return the settings that determine the weights, as plain values by flag (`optimizer.name`)."""
     values = plain_values(asdict(settings))
     return flatten(
         {name: value for name, value in values.items() if name not in FREE_ON_RESUME | settings.free_on_resume}
@@ -376,7 +376,7 @@ def shaping(settings: TrainingSettings) -> dict[str, Any]:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested plain values to a dict by the names of their flags."""
+    """Flatten nested plain values to a dict whose keys are the names of flags."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -386,7 +386,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# Hint to begin with the weights of a run, with other settings or data; OLD and NEW are run folders.
+# Hint to start from the weights of a run with other settings or data. OLD and NEW are run folders.
 NEW_RUN = "start another run from its weights: --init.weights OLD --out NEW"
 GO_ON = (
     "to continue the run as it is, omit these flags, and a --preset or --config that sets them; otherwise " + NEW_RUN
@@ -397,7 +397,7 @@ def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: 
     """Raise a UserError if settings that determine the weights differ (both as returned by `shaping`).
 
     Args:
-        where: Owner of the old settings, for the message.
+        where: Description of where the old settings come from, for the message.
         hint: Hint of the error.
     """
     changed = [name for name in new if name in old and old[name] != new[name]]

@@ -1,6 +1,6 @@
 """The NVIDIA driver: its version, the version that torch needs, and the reason why a GPU cannot be used.
 
-torch is imported where it is used, so that `train doctor` can name the driver even if torch does not load.
+torch is imported only inside functions, so that `train doctor` can report the driver even if torch cannot be loaded.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 # Oldest Linux driver that runs programs of any CUDA release with this major number (CUDA Toolkit release notes, table
 # "CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility").
 _OLDEST = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
-# Results of cuInit without a usable GPU: a stub of the library, no device.
+# Results of cuInit that mean there is no usable GPU: a stub of the library, no device.
 _NO_DEVICE = (34, 100)
 
 
@@ -45,7 +45,7 @@ def why_no_gpu() -> str | None:
     """Return why torch cannot use the NVIDIA GPU of this machine; None if it can, or if there is none to use."""
     import torch
 
-    # An empty list of GPUs is a choice.
+    # The user may have chosen an empty list of GPUs.
     if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return None
     driver = driver_version()
@@ -65,7 +65,7 @@ def why_no_gpu() -> str | None:
 
 
 def _has_cuda_device() -> bool:
-    """Return True if the driver's library finds a GPU, or fails for another reason than the lack of a GPU."""
+    """Return True if the driver's library finds a GPU, or fails for a reason other than the lack of a GPU."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuInit(0) not in _NO_DEVICE
     except (OSError, AttributeError):
@@ -73,7 +73,7 @@ def _has_cuda_device() -> bool:
 
 
 def _has_pci_device() -> bool:
-    """Return True if the kernel lists a display device of NVIDIA, with or without a driver."""
+    """Return True if the kernel lists an NVIDIA display device, with or without a driver."""
     for device in _PCI_DEVICES.glob("*"):
         try:
             vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))

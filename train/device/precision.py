@@ -15,7 +15,7 @@ from clipmill.train.device.transfer import Scalar
 PrecisionChoice = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# torch.amp.GradScaler's numbers.
+# Constants of torch.amp.GradScaler.
 _FIRST_SCALE = 65536.0
 _STEPS_TO_DOUBLE = 2000
 
@@ -24,15 +24,15 @@ _STEPS_TO_DOUBLE = 2000
 class Precision:
     """The precision of a run and, for fp16, dynamic loss scaling.
 
-    Loss scaling follows torch.amp.GradScaler: a step with non-finite gradients is skipped and halves the scale, 2000
+    Loss scaling follows torch.amp.GradScaler: a step with non-finite gradients is skipped and halves the scale; 2000
     successful steps in a row double it. The decision uses the global gradient norm, which clipping computes anyway, so
-    that all ranks decide alike. It stays on the device, without synchronising with the host.
+    all ranks decide alike. The decision stays on the device, without synchronising with the host.
 
     Attributes:
         name: Name of the precision: bf16, fp16, tf32 or fp32.
         reason: Reason for the choice, for the log.
         device_type: Type of the device: cpu or cuda.
-        loss_scale: Factor of losses before their backward pass. After the first fp16 step this and the two counts are
+        loss_scale: Factor for losses before their backward pass. After the first fp16 step, it and the two counts are
             zero-dimensional float64 tensors on the device.
         num_skipped: Number of skipped steps.
         num_good: Number of steps taken since the last skipped step or since the scale was doubled.
@@ -47,7 +47,7 @@ class Precision:
 
     @property
     def products(self) -> torch.dtype | None:
-        """Dtype of matrix products; None for the dtype of the weights."""
+        """Dtype of matrix products; None if it is the dtype of the weights."""
         return _HALVES.get(self.name)
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -69,7 +69,7 @@ class Precision:
         return self.name == "fp16"
 
     def accepts(self, grad_norm: Scalar) -> torch.Tensor:
-        """Return True, a bool on the device, to step with this gradient norm; update the scale. Call it once a step."""
+        """Return True, a bool on the device, if a step may be taken; update the scale. Call it once per step."""
         norm = torch.as_tensor(grad_norm)
         if not self.skips_steps:
             return torch.ones_like(norm, dtype=torch.bool)
@@ -93,7 +93,7 @@ class Precision:
         return {"loss_scale": scale, "num_skipped": num_skipped, "num_good": num_good}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the state of `state_dict`."""
+        """Restore the state from `state_dict`."""
         self.loss_scale = float(state["loss_scale"])
         self.num_skipped, self.num_good = int(state["num_skipped"]), int(state["num_good"])
 
@@ -123,7 +123,7 @@ def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
 
 
 def choose_device(name: str, *, needs_gpu: bool = False) -> torch.device:
-    """Return the device of `--device`. `auto` prints why it is the CPU on a machine with a GPU that cannot be used.
+    """Return the device for `--device`. If a GPU cannot be used, `auto` chooses the CPU and prints the reason.
 
     Raises:
         UserError: There is no usable GPU, and --device cuda or --require-gpu (`needs_gpu`) requests one.

@@ -1,9 +1,9 @@
-"""Random numbers of training: pure functions of the seed, the purpose and the position of a sample.
+"""Random numbers for training: pure functions of the seed, the purpose, and the position of a sample.
 
-They depend neither on the other samples of a batch nor on earlier draws, so ranks, resumed runs and evaluations
-of a single sample draw the same numbers. `draw_uniform` and `integers_below` draw the same count for many positions at
-once (captions, augmentation, masks), `device_uniform` on any device; `generator` draws for one position (frames,
-crops), and for an epoch (the window of a stream).
+They depend neither on the other samples of a batch nor on earlier draws, so ranks, resumed runs and evaluations of a
+single sample draw the same numbers. `draw_uniform` and `integers_below` draw the same count for many positions at once
+(captions, augmentation, masks), and `device_uniform` does so on any device. `generator` draws for one position (frames,
+crops), or for an epoch (the window of a stream).
 """
 
 import hashlib
@@ -29,13 +29,13 @@ def draw_uniform(positions: Positions, count: int, *, seed: int, purpose: str) -
 
 
 def integers_below(bounds: NDArray[np.int64], positions: Positions, *, seed: int, purpose: str) -> NDArray[np.int64]:
-    """Draw one integer in [0, bound) for each pair of a bound and a position: int64 [B]."""
+    """Draw an integer in [0, bound) for each pair of bound and position: int64 [B]."""
     hashes = _hashes(positions, 1, seed=seed, purpose=purpose)[:, 0]
     return ((hashes >> np.uint64(32)) * bounds.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
 
 
 def generator(position: int, *, seed: int, purpose: str) -> np.random.Generator:
-    """Return a generator for one position, for functions that do not know the number of their draws in advance."""
+    """Return a generator for one position, for functions that do not know in advance how many numbers they draw."""
     return np.random.default_rng((_key(seed=seed, purpose=purpose), position))
 
 
@@ -49,7 +49,7 @@ def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _hashes(positions: Positions, count: int, *, seed: int, purpose: str) -> NDArray[np.uint64]:
     key = np.array([_key(seed=seed, purpose=purpose)], dtype=np.uint64)
     keys = splitmix64(np.asarray(key + np.arange(count, dtype=np.uint64), dtype=np.uint64))
-    # Hashed twice: keys that differ only in a few bits would otherwise pair positions that differ in the same bits.
+    # Hashed twice: otherwise, keys that differ in a few bits would pair positions that differ in the same bits.
     return splitmix64(splitmix64(positions.astype(np.uint64))[:, None] ^ keys[None, :])
 
 
@@ -62,13 +62,13 @@ def _key(*, seed: int, purpose: str) -> int:
 def device_uniform(
     positions_B: "torch.Tensor", count: int, *, seed: int, purpose: str, device: "torch.device | None" = None
 ) -> "torch.Tensor":
-    """Draw the numbers of `draw_uniform`, bit by bit the same, on any device: float64 [B, count].
+    """Draw the same numbers as `draw_uniform`, bit by bit, on any device: float64 [B, count].
 
     Args:
         positions_B: Positions, int64 [B].
         device: Device of the numbers; by default the device of the positions.
     """
-    import torch  # here, so that reading tars needs no torch
+    import torch  # imported here, so that reading tars needs no torch
 
     from clipmill.train.device.transfer import send
 
@@ -89,7 +89,7 @@ def _device_splitmix64(values: "torch.Tensor") -> "torch.Tensor":
 
 
 def _shift_right(values: "torch.Tensor", bits: int) -> "torch.Tensor":
-    """Shift to the right logically; torch's own shift copies the sign bit."""
+    """Shift to the right logically. torch's own shift would copy the sign bit."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

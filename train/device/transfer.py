@@ -1,22 +1,22 @@
-"""Transfers without synchronisation: metrics read one step late, and small values sent to a device.
+"""Transfers without synchronisation: metrics that are read one step late, and small values sent to a device.
 
 The host launches the next step before it reads the metrics of the current one:
 
     host      launch step 1 | launch step 2 | read 1 | launch step 3 | read 2 | ...
     device                  | step 1 ........... | step 2 ........... | ...
 
-The device always has work, and the host waits once a step, for the end of the previous step. Metrics are stacked and
-copied to pinned memory as part of the step, so that reading them means waiting for one event. They are read at once if
+The device always has work. The host waits once per step, for the end of the previous step. Metrics are stacked and
+copied to pinned memory as part of the step, so reading them means waiting for one event. They are read at once if
 something depends on them (a checkpoint, an evaluation, a request to stop, the last step).
 
-One more step is launched before a non-finite metric is read. `StepGuard` keeps both steps from changing the weights.
+One more step is launched before a non-finite metric is read. `StepGuard` prevents both steps from changing the weights.
 
-`torch.tensor(..., device="cuda")` and `.to` without `non_blocking` wait for all work queued on the GPU, and a copy from
-pageable memory may wait too. A training step uses `send` and `constant_tensor` instead.
+`torch.tensor(..., device="cuda")`, and `.to` without `non_blocking`, wait for all work queued on the GPU. A copy from
+pageable memory may also wait. A training step uses `send` and `constant_tensor` instead.
 
-A copy that does not wait reads its source later. Memory of `pinned_memory` is therefore never refilled: each batch has
-its own memory, which torch's allocator hands out again once nothing refers to it and all copies from it have ended. (It
-records an event of the stream for each copy, whoever made it.)
+A copy that does not wait reads its source later. Memory from `pinned_memory` is therefore never refilled: each batch
+has its own memory. torch's allocator reuses it once nothing refers to it and all copies from it have ended. (It records
+an event of the stream for each copy, no matter which code made the copy.)
 """
 
 import time
@@ -39,7 +39,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 
 
 class DeviceEvent:
-    """End of all work queued on a device so far."""
+    """An event that marks the end of all work queued on a device so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -57,14 +57,14 @@ class DeviceEvent:
             self._event.synchronize()
 
     def since(self, other: "DeviceEvent") -> float:
-        """Return the seconds from another event of the device to this one; both must have been reached."""
+        """Return the seconds from another event of the device to this one. Both must have been reached."""
         if self._event is None or other._event is None:
             return self._at_s - other._at_s
         return other._event.elapsed_time(self._event) / 1e3
 
 
 class LateMetrics:
-    """Numbers and zero-dimensional tensors in transfer to the host; `end` is the event of their arrival."""
+    """Numbers and zero-dimensional tensors on their way to the host; `end` is the event of their arrival."""
 
     def __init__(self, numbers: Mapping[str, Scalar], device: torch.device) -> None:
         self._numbers: dict[str, Scalar] = dict(numbers)
@@ -79,7 +79,7 @@ class LateMetrics:
         self.end = DeviceEvent(device)
 
     def read(self) -> dict[str, float]:
-        """Return all metrics in their order; waits for the transfer."""
+        """Wait for the transfer, and return all metrics in order."""
         if self._names:
             self.end.wait()
             self._numbers |= dict(zip(self._names, self._values.tolist(), strict=True))
@@ -88,16 +88,16 @@ class LateMetrics:
 
 
 class StepGuard:
-    """Guard against optimizer steps after a non-finite loss or gradient norm, without synchronising with the device.
+    """Prevention of optimizer steps after a non-finite loss or gradient norm, without synchronising with the device.
 
-    All ranks have the same metrics and therefore skip the same steps.
+    All ranks have the same metrics, and therefore skip the same steps.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_sound = torch.ones((), dtype=torch.bool, device=device)
 
     def after(self, loss: Scalar, grad_norm: Scalar, *, skips: bool) -> torch.Tensor:
-        """Return True, a bool on the device, to take this step; with `skips` (fp16) a bad norm prevents only this."""
+        """Return True, a bool on the device, if this step may be taken. With `skips` (fp16), later steps may follow."""
         is_loss_good, is_norm_good = (
             torch.as_tensor(value, device=self._is_sound.device).isfinite() for value in (loss, grad_norm)
         )
@@ -109,32 +109,32 @@ class StepGuard:
 
 
 def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate pinned memory, to be filled once: copies from it may be pending long after they are made."""
+    """Allocate pinned memory that may be filled only once, because copies from it may be pending for a long time."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def send(values: torch.Tensor | NDArray[np.generic], device: torch.device | str) -> torch.Tensor:
-    """Copy to `device` without synchronising, through pinned memory; `values` may be changed at once.
+    """Copy to `device` without synchronising, through pinned memory. The caller may change `values` at once.
 
-    Memory is shared if the device is a CPU or already holds the values.
+    If the device is a CPU, or already holds the values, memory is shared.
     """
     tensor, device = torch.from_numpy(values) if isinstance(values, np.ndarray) else values, torch.device(device)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device, non_blocking=True)
-    # A copy even of pinned tensors, because their owner may write to them.
+    # Pinned tensors are copied too, because their owner may write to them.
     return pinned_memory(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
 
 
 def send_pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Send a tensor in `pinned_memory` memory without a copy on the host; send others as `send` does."""
-    # torch would copy a tensor with gaps to pageable memory first.
+    """Send a tensor in `pinned_memory` memory without another copy on the host; send other tensors as `send` does."""
+    # torch would first copy a tensor with gaps to pageable memory.
     if tensor.is_pinned() and _is_dense(tensor):
         return tensor.to(device, non_blocking=True)
     return send(tensor, device)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if the values lie without gaps, in any order of the dimensions."""
+    """Return True if the values have no gaps in memory, in any order of the dimensions."""
     size = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1 and stride != size:
@@ -144,7 +144,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """Return the device with its number. "cuda" is the current GPU of a thread, and other threads begin with GPU 0."""
+    """Return the device with its index.
+
+    "cuda" means the current GPU of a thread, and other threads begin with GPU 0.
+    """
     device = torch.device(device)
     if device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
@@ -153,18 +156,18 @@ def with_index(device: torch.device | str) -> torch.device:
 
 @cache
 def constant_tensor(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return a cached tensor of nested tuples that are the same in every step; do not write to it."""
+    """Return a cached tensor for nested tuples that are the same in every step. Do not write to it."""
     return send(torch.tensor(values, dtype=dtype), device)
 
 
 # Buffers that forward passes in training mode change: running statistics of batch norms, vectors of spectral norms.
 #
 # Each microbatch of a step changes them once, in its forward pass with gradients. Other passes (GradCache's first pass,
-# the measurement of a pipeline's borders, recomputed activations) leave them as they were.
+# the measurement of a pipeline's borders, recomputed activations) must not change them.
 
 
 def changing_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that training may change, by name: in modules in training mode, and in checkpoints."""
+    """Return, by name, the buffers that training may change: in modules in training mode, and in checkpoints."""
     return {
         name: buffer
         for path, module in model.named_modules()
@@ -182,13 +185,13 @@ def keep_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            # Looked up again: a module may replace its buffer instead of changing it in place.
+            # Looked up again, because a module may replace its buffer instead of changing it in place.
             for name, buffer in changing_buffers(model).items() if kept else ():
                 buffer.copy_(kept[name])
 
 
 def keep_buffers_in_recomputation(model: nn.Module) -> None:
-    """Make the modules of `model` keep their buffers while activation checkpointing runs them again."""
+    """Restore the buffers of `model`'s modules after activation checkpointing runs the modules again."""
     for module in model.modules():
         if next(module.buffers(recurse=False), None) is not None:
             _keep_in_recomputation(module)
@@ -199,7 +202,7 @@ def _keep_in_recomputation(module: nn.Module) -> None:
 
     def begin(module: nn.Module, _: Any) -> None:
         # The backward pass runs forward passes only to recompute activations. A compiled block recomputes them in its
-        # own graph, which changes buffers once.
+        # own graph, which changes buffers only once.
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             contexts.enter_context(keep_buffers(module))
 
@@ -208,5 +211,5 @@ def _keep_in_recomputation(module: nn.Module) -> None:
             contexts.close()
 
     module.register_forward_pre_hook(begin)
-    # Called after errors too: torch ends a recomputation with an error once it has the activations that it needs.
+    # Called after errors too: torch ends a recomputation with an error once it has the required activations.
     module.register_forward_hook(end, always_call=True)

@@ -1,11 +1,11 @@
 """Heartbeats between ranks, so that no rank waits long for a lost rank.
 
-A collective waits for all ranks: on GPUs, where no connection breaks, for ten minutes and more. So a thread of every
-rank updates a counter every few seconds, and exits the process when another rank has been silent for too long or has
-reported why it stopped.
+A collective waits for all ranks. On GPUs, where no connection breaks, it waits ten minutes or more. Therefore a thread
+of every rank updates a counter every few seconds. It exits the process if another rank has been silent for too long, or
+has reported why it stopped.
 
-The counters are in a store hosted by torchrun, or else by rank 0. If that process freezes or its machine is lost, a
-call of the store never returns, so a second thread times the calls of the first one.
+The counters are in a store that torchrun hosts, or else rank 0. If that process freezes or its machine is lost, a call
+of the store never returns, so a second thread measures how long the first thread's calls take.
 """
 
 import os
@@ -23,14 +23,14 @@ from clipmill.train.distributed.world import World
 BEAT_S = 5.0
 SILENT_S = 40.0
 _TICK_S = 1.0
-# A failing rank also breaks connections; the other ranks have this long to notice that on their own.
+# A failing rank also breaks connections. The other ranks have this much time to notice that on their own.
 _GRACE_S = 10.0
 _LEFT, _FAILED = "left", "failed: "
-_MAX_REASON = 300  # characters
+_MAX_REASON = 300  # maximum length of a reason, in characters
 
 
 class Heartbeat:
-    """Sender of heartbeats until `end`, from the moment at which the ranks have agreed on the name of their attempt."""
+    """Sender of heartbeats, from the moment when the ranks have agreed on the name of their attempt, until `end`."""
 
     def __init__(self, world: World, *, host: str, port: int, attempt: str) -> None:
         self._world = world
@@ -38,14 +38,14 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         if world.size == 1:
             return
-        # A separate connection, because the connection of the process group may be waiting for an answer.
+        # A separate connection, because the process group's connection may be waiting for an answer.
         store = dist.TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=SILENT_S / 2)
         )
         self._store = dist.PrefixStore(f"{attempt}/heartbeat", store)
         self._store.set(str(world.rank), "0")
         self._clock = _RunningClock()
-        self._called_s: float | None = None  # start of the pending call of the store
+        self._called_s: float | None = None  # start of the pending store call
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
         threading.Thread(target=self._time_calls, name="heartbeat-timer", daemon=True).start()
@@ -59,14 +59,14 @@ class Heartbeat:
         is_stuck = self._thread.is_alive()
         self._thread = None
         if is_stuck:
-            return  # in a call of the store, which blocks further calls
+            return  # the thread is in a call of the store, which blocks further calls
         try:
             reason = _LEFT
             if error is not None:
                 reason = _FAILED + " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON]
             self._store.set(str(self._world.rank), reason)
         except RuntimeError:
-            pass  # the store is lost, and with it all ranks that would have read the message
+            pass  # the store is lost, so no rank could read the message
 
     def _run(self) -> None:
         watch = Watch(self._world)
@@ -106,21 +106,24 @@ class Heartbeat:
 
 
 class _RunningClock:
-    """Seconds in which this process ran: silence of others does not count while it is suspended (Ctrl-Z, SIGSTOP)."""
+    """Seconds in which this process ran.
+
+    While it is suspended (Ctrl-Z, SIGSTOP), the silence of others does not count.
+    """
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._ticked_s = monotonic()
 
     def tick(self) -> None:
-        """Advance by the time since the last tick, at most by two ticks: a running process needs no more."""
+        """Advance by the time since the last tick, but by at most two ticks, which a running process never exceeds."""
         now_s = monotonic()
         self.now_s += min(now_s - self._ticked_s, 2 * _TICK_S)
         self._ticked_s = now_s
 
 
 class Watch:
-    """Last known state of the other ranks. Times are arguments, for tests."""
+    """The last known state of the other ranks. Times are arguments, so that tests can choose them."""
 
     def __init__(self, world: World) -> None:
         self._world = world

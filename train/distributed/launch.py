@@ -1,7 +1,7 @@
-"""The process group under torchrun: joined after a check that all ranks were started alike, and left.
+"""The process group under torchrun: ranks join it after a check that all were started in the same way, and leave it.
 
-Ranks with different arguments or data would hang in the first collective, abort in it, or silently train on, each with
-its own learning rate.
+Ranks with different arguments or data would hang or abort in the first collective, or silently continue with different
+learning rates.
 """
 
 import json
@@ -20,29 +20,29 @@ import torch.distributed as dist
 from clipmill.manifests.errors import FailedWork, UserError, first_line
 from clipmill.train.distributed.world import World
 
-# The start of a rank: values by flag or by the name of another property that must be the same on all ranks.
+# The start of a rank: values that must be the same on all ranks, by flag or by the name of another property.
 Start = Mapping[str, object]
 COMMAND = "command"
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MAX_SHOWN = 6
 _POLL_S = 0.02
-_JOIN_TIMEOUT = timedelta(minutes=10)  # torchrun's default; a machine may have to load everything over a network first
-_TIMEOUT = timedelta(minutes=30)  # torch's default for a process group; until then, heartbeats tell which rank is lost
+_JOIN_TIMEOUT = timedelta(minutes=10)  # torchrun's default; a machine may first have to load everything over a network
+_TIMEOUT = timedelta(minutes=30)  # torch's default for a process group; heartbeats find a lost rank earlier
 _REMIND_S = 60.0
-# Rank 0 may host the store and then leaves last, but does not wait longer for ranks that have ended.
+# Rank 0 may host the store. It then leaves last, but waits no longer than this for ranks that have ended.
 _LEAVE_TIMEOUT = timedelta(seconds=10)
-# Words in gloo's and NCCL's errors after the loss of another process or of the connection to it.
+# Words in errors of gloo and NCCL after another process, or the connection to it, was lost.
 _LOST = ("closed by peer", "connection reset", "connection refused", "broken pipe", "timed out", "nccl", "gloo")
 
 
 @contextmanager
 def open_world(*, device_type: str, start: Start | None = None, hint: str = "") -> Iterator[World]:
-    """Join the process group that torchrun set up, or yield a world of size 1 without a launcher.
+    """Join torchrun's process group; without a launcher, yield a world of size 1.
 
     Args:
-        start: Start of this rank, compared between ranks before any other communication.
-        hint: Hint of the error if they differ.
+        start: Start of this rank. Ranks compare their starts before any other communication.
+        hint: Hint of the error if the starts differ.
 
     Raises:
         UserError: The environment is incomplete, this machine has fewer GPUs than processes, or the ranks were started
@@ -61,7 +61,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
                 hint=f"launch with --nproc-per-node {num_gpus}, or train with --device cpu",
             )
         torch.cuda.set_device(world.local_rank)
-    # The store is hosted by torchrun, or by rank 0 under other launchers.
+    # torchrun hosts the store; under other launchers, rank 0 does.
     try:
         with _remind_of_wait(world, lambda: "the other ranks"):
             store, _, _ = next(dist.rendezvous("env://", timeout=_JOIN_TIMEOUT))
@@ -83,7 +83,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
         store.set_timeout(_TIMEOUT)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
         yield world
-        # No rank leaves before all are done, since one of the processes may host the store.
+        # No rank leaves before all are done, because one of the processes may host the store.
         world.gather(torch.zeros(1))
         heartbeat.end()
         dist.destroy_process_group()
@@ -96,7 +96,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
             "its last messages are above or in its own log; resume from the latest checkpoint with --resume"
         ) from error
     except BaseException as error:
-        # The process group is not destroyed: that may block on ranks which wait for this one.
+        # The process group is not destroyed, because that may block on ranks that wait for this rank.
         heartbeat.end(error=error)
         raise
 
@@ -118,14 +118,14 @@ def _from_environment() -> World:
 
 
 def name_attempt(store: dist.Store, world: World) -> str:
-    """Agree on a new name for this attempt of the launch; all ranks call it.
+    """Agree on a new name for this attempt of the launch. All ranks call it.
 
-    torchrun restarts processes but keeps its store, which may still hold addresses of ranks that no longer exist. (The
-    restart count cannot serve as a name, because each machine counts for itself.) Each rank asks under a random key,
-    which no earlier process can have answered; rank 0 answers until all ranks have acknowledged the name, or raises
-    FailedWork after a timeout.
+    torchrun restarts processes but keeps its store, which may still contain addresses of ranks that no longer exist.
+    (The restart count cannot serve as a name, because each machine has its own count.) Each rank asks under a random
+    key, which no earlier process can have answered. Rank 0 answers until all ranks have acknowledged the name, or
+    raises FailedWork after a timeout.
     """
-    key = secrets.token_hex(8)  # on rank 0 the name of the attempt
+    key = secrets.token_hex(8)  # on rank 0, this is the name of the attempt
     if not world.is_first:
         store.set(f"asks/{world.rank}", key)
         answer = f"answer/{key}"
@@ -156,9 +156,9 @@ def name_attempt(store: dist.Store, world: World) -> str:
 
 @contextmanager
 def _remind_of_wait(world: World, waits_for: Callable[[], str]) -> Iterator[None]:
-    """Report on every machine, once a minute, which ranks this rank waits for.
+    """Report on every machine, once a minute, the ranks for which this rank waits.
 
-    A rank that fails before it joins, for example because of a wrong flag, cannot tell the others.
+    A rank that fails before it joins, for example because of a wrong flag, cannot tell the other ranks.
     """
     is_over = threading.Event()
 
@@ -176,7 +176,7 @@ def _remind_of_wait(world: World, waits_for: Callable[[], str]) -> Iterator[None
 
 
 def require_same_start(start: Start, *, store: dist.Store, world: World, hint: str) -> None:
-    """Compare the starts of all ranks through the store; if they differ, every rank raises the same UserError."""
+    """Compare the starts of all ranks through the store. If they differ, every rank raises the same UserError."""
     store = dist.PrefixStore("start", store)
     try:
         store.set(str(world.rank), json.dumps(start))
@@ -191,7 +191,7 @@ def require_same_start(start: Start, *, store: dist.Store, world: World, hint: s
             f"({first_line(error)}); see its log"
         ) from error
     if differences:
-        # All ranks read the result before the process that hosts the store ends.
+        # All ranks must read the result before the process that hosts the store ends.
         store.set(f"left-{world.rank}", "")
         if world.is_first:
             with suppress(RuntimeError):
@@ -205,7 +205,7 @@ def difference(ranks: Sequence[Start]) -> str | None:
     values = {name: [_value_text(start, name) for start in ranks] for name in names}
     differing = {name: of_ranks for name, of_ranks in values.items() if len(set(of_ranks)) > 1}
     if COMMAND in differing:
-        # Other commands have other flags, whose differences are not informative.
+        # Other commands have other flags; listing these differences would not help.
         differing = {COMMAND: differing[COMMAND]}
     if not differing:
         return None

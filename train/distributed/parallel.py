@@ -1,4 +1,4 @@
-"""Data parallelism: replicated (DDP, ZeRO-1) or sharded (FSDP2) models, and tables with rows on all ranks.
+"""Data parallelism: replicated (DDP, ZeRO-1) or sharded (FSDP2) models; tables whose rows are distributed over ranks.
 
 strategy   weights      gradients    optimizer state
 ddp        replicated   replicated   replicated
@@ -33,13 +33,13 @@ def wrap_model(
     device: torch.device,
     products: torch.dtype | None,
 ) -> nn.Module:
-    """Wrap `model` for forward and backward passes; its parameters remain the parameters of `model`.
+    """Wrap `model` for forward and backward passes. The parameters of `model` remain in use.
 
-    After a backward pass within `sync_gradients(..., True)` the gradients are averaged over ranks. With FSDP `model`
-    itself is modified and its parameters become DTensors.
+    After a backward pass in `sync_gradients(..., True)`, the gradients are averaged over ranks. With FSDP, `model`
+    itself is modified, and its parameters become DTensors.
 
     Args:
-        units: Submodules that FSDP gathers one by one.
+        units: Submodules that FSDP gathers separately.
         products: Dtype of the matrix products, in which FSDP gathers weights; None for the dtype of the weights.
             Gradients are reduced in the dtype of the weights.
     """
@@ -55,7 +55,7 @@ def wrap_model(
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
-    # `exchange_buffers` makes buffers equal once per step, with every strategy; DDP would in each forward pass.
+    # `exchange_buffers` makes buffers equal once per step, for every strategy; DDP would do it in each forward pass.
     devices = [device] if device.type == "cuda" else None
     return Replicated(model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
 
@@ -64,14 +64,14 @@ class Replicated(DistributedDataParallel):
     """DDP with the same buckets in every step of every process.
 
     The order in which ranks sum an element depends on its place in a bucket. DDP itself lays out new buckets after the
-    first backward pass of a process, so that a run which is resumed would sum the gradients of its next step in another
-    order than the undisturbed run. Here they are laid out once, before the first step, from the last parameter to the
+    first backward pass of a process. A resumed run would then sum the gradients of its next step in another order than
+    the undisturbed run. This class lays out the buckets once, before the first step, from the last parameter to the
     first: models define modules in the order in which they use them.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         with warnings.catch_warnings():
-            # Newer versions of torch recommend an argument that older versions do not know.
+            # Newer versions of torch recommend an argument that older versions do not have.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(*arguments, **settings)
         self.reducer._push_all_rebuilt_params()
@@ -84,7 +84,7 @@ class Replicated(DistributedDataParallel):
 
 @contextmanager
 def sync_gradients(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """Reduce gradients after the passes of a wrapped model in this context, if they are the last of the step."""
+    """Context for the passes of a wrapped model: reduce the gradients if these passes are the last of the step."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
         yield
@@ -95,7 +95,7 @@ def sync_gradients(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 @contextmanager
 def unshard(model: nn.Module) -> Iterator[None]:
-    """Give every rank all weights of `model` in this context, so that forward passes need no communication."""
+    """Context in which every rank has all weights of `model`, so that forward passes need no communication."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         yield
@@ -108,12 +108,12 @@ def unshard(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            # The setting of fully_shard: the backward pass begins with the root, which therefore stays gathered.
+            # Restore fully_shard's setting: the backward pass begins with the root, which therefore stays gathered.
             unit.set_reshard_after_forward(unit is not model, recurse=False)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Average gradients over ranks after the backward pass, for models whose wrapper does not do so."""
+    """Average gradients over ranks after the backward pass, for models whose wrapper does not average them."""
     if world.size == 1:
         return
     for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
@@ -123,11 +123,11 @@ def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
 
 
 def exchange_buffers(model: nn.Module, world: World) -> None:
-    """Send the buffers that a step has changed on rank 0 to all ranks, as a checkpoint has them.
+    """Send the buffers that a step has changed on rank 0 to all ranks, so that they equal the buffers in a checkpoint.
 
-    Batch norms normalise by the statistics of a rank's own microbatch, as with DDP. The running statistics of rank 0
-    count: copies are exact and may be repeated, so that neither an evaluation nor a checkpoint changes the run, and a
-    buffer of any kind can be copied, but not averaged.
+    Batch norms normalise with the statistics of a rank's own microbatch, as with DDP. The running statistics of rank 0
+    are used for all ranks, for two reasons. Copies are exact and may be repeated, so neither an evaluation nor a
+    checkpoint changes the run. And any kind of buffer can be copied, but not averaged.
     """
     if world.size > 1:
         _send(list(changing_buffers(model).values()), world, source=0)
@@ -135,7 +135,7 @@ def exchange_buffers(model: nn.Module, world: World) -> None:
 
 @torch.no_grad()
 def _send(tensors: Sequence[torch.Tensor], world: World, *, source: int) -> None:
-    """Copy tensors of rank `source` into the tensors of all other ranks."""
+    """Copy tensors from rank `source` into the tensors of all other ranks."""
     for bucket in buckets(sorted(tensors, key=lambda tensor: str(tensor.dtype))):
         flat = torch.cat([tensor.flatten() for tensor in bucket])
         dist.broadcast(flat, group=world.group, group_src=source)
@@ -147,11 +147,11 @@ def _send(tensors: Sequence[torch.Tensor], world: World, *, source: int) -> None
 class ZeroOptimizer:
     """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): optimizer state sharded over ranks by complete parameters.
 
-    Each rank steps its own parameters and sends them to the others. Because parameters are not divided, every optimizer
-    gives the same bits as in one process.
+    Each rank steps its own parameters, and sends them to the other ranks. Because parameters are not divided, every
+    optimizer gives the same bits as in a single process.
 
     Args:
-        optimizer: Optimizer of all parameters, without state; restricted to the parameters of this rank.
+        optimizer: Optimizer of all parameters, without state. It is restricted to the parameters of this rank.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
@@ -172,7 +172,7 @@ class ZeroOptimizer:
 
 
 def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Assign items of given sizes to ranks: greedily, the largest first, each to the rank with the least load."""
+    """Assign items to ranks by size: the largest item first, each to the rank with the smallest load so far."""
     loads = [0] * num_ranks
     ranks = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -186,7 +186,7 @@ _BUCKET_BYTES = 64 << 20
 
 
 def buckets(tensors: Sequence[Some]) -> list[list[Some]]:
-    """Group consecutive tensors of one dtype into buckets for communication, small enough to be copied."""
+    """Group consecutive tensors of the same dtype into buckets for communication, small enough to be copied."""
     groups: list[list[Some]] = []
     size_bytes = 0
     for tensor in tensors:
@@ -200,7 +200,7 @@ def buckets(tensors: Sequence[Some]) -> list[list[Some]]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a DTensor, sharing its memory; plain tensors are returned as they are."""
+    """Return the local part of a DTensor, which shares its memory; return plain tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -210,18 +210,18 @@ def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> tor
 
     Args:
         parts: Local part of each tensor.
-        like: Tensors with the same sharding, equal on every rank.
+        like: Tensors with the same sharding, which are equal on every rank.
     """
     squares_N = torch.stack([norm.double() for norm in torch._foreach_norm(list(parts))]) ** 2
     sharded: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[int]] = {}
     for index, tensor in enumerate(like):
         if isinstance(tensor, DTensor):
-            # Sums over local parts are partial for shards, and replicated for copies.
+            # Sums over local parts are partial for shards, but complete for replicas.
             sums = tuple(Replicate() if placement.is_replicate() else Partial() for placement in tensor.placements)
             sharded.setdefault((tensor.device_mesh, sums), []).append(index)
     for (mesh, placements), members in sharded.items():
         indices = send(torch.tensor(members), squares_N.device)
-        # No communication for meshes of one rank and for replicated tensors.
+        # Meshes of one rank and replicated tensors need no communication.
         squares_N[indices] = DTensor.from_local(squares_N[indices], mesh, placements, run_check=False).full_tensor()
     return squares_N.sqrt()
 
@@ -234,9 +234,10 @@ def reshard(model: nn.Module) -> None:
 
 
 class ShardedRows(nn.Module):
-    """A table [num_rows, C] sharded over ranks by rows, with the layout of DTensor's Shard(0).
+    """A table [num_rows, C] whose rows are sharded over ranks, with the layout of DTensor's Shard(0).
 
-    In `state_dict` it is one tensor `rows`, a DTensor with several ranks, which torch.distributed.checkpoint can load
+    In `state_dict`, it is one tensor `rows`. With several ranks it is a DTensor, which torch.distributed.checkpoint can
+    load into a world of another size.
     into a world of another size.
 
     Args:
@@ -253,19 +254,19 @@ class ShardedRows(nn.Module):
         part = -(-num_rows // world.size)
         self._first = min(num_rows, world.rank * part)
         self._num_own = min(num_rows, self._first + part) - self._first
-        # One more row stands for rows of other ranks, so that no shape depends on the number of local rows.
+        # An additional row stands for rows of other ranks, so that no shape depends on the number of local rows.
         self.register_buffer("rows", torch.tensor(start).repeat(self._num_own + 1, 1))
         self.register_state_dict_post_hook(_put_all_rows)
         self.register_load_state_dict_pre_hook(_take_local_rows)
 
     def read(self, ids_B: torch.Tensor) -> torch.Tensor:
-        """Return the rows [B, C] of `ids_B`; all ranks call it with the same ids."""
+        """Return the rows [B, C] of `ids_B`. All ranks must call it with the same IDs."""
         place_B = self._places(ids_B)
         is_own_B1 = (place_B < self._num_own)[:, None]
         return self._world.sum(torch.where(is_own_B1, self.rows[place_B], 0))
 
     def write(self, ids_B: torch.Tensor, values_BC: torch.Tensor) -> None:
-        """Set rows; all ranks call it with the same values, which must be equal for ids that occur twice."""
+        """Set rows. All ranks must call it with the same values, which must be equal for repeated IDs."""
         self.rows[self._places(ids_B)] = values_BC.to(self.rows.dtype)
 
     def _places(self, ids_B: torch.Tensor) -> torch.Tensor:
@@ -273,7 +274,7 @@ class ShardedRows(nn.Module):
         return torch.where((place_B >= 0) & (place_B < self._num_own), place_B, self._num_own)
 
     def all_rows(self) -> torch.Tensor:
-        """Return all rows [num_rows, C], sharing memory with the local rows; a DTensor with several ranks."""
+        """Return all rows [num_rows, C], which share memory with the local rows; a DTensor with several ranks."""
         local_rows = self.rows[: self._num_own]
         if self._world.size == 1:
             return local_rows
@@ -289,7 +290,7 @@ class ShardedRows(nn.Module):
         )
 
     def with_spare(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the buffer `rows` for all rows or for this rank's part of them."""
+        """Return a buffer with `rows` (all rows, or this rank's part) and the additional row."""
         local_rows = rows.to_local() if isinstance(rows, DTensor) else rows
         if not isinstance(rows, DTensor) and len(rows) == self._shape[0]:
             local_rows = rows[self._first : self._first + self._num_own]

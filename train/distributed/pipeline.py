@@ -1,10 +1,10 @@
 """Pipeline parallelism: a model is divided into stages, one on each rank of a replica.
 
 `partition` assigns layers to stages, `Pipeline` trains a stage, and `run_along` calls the stages in turn for evaluation
-and decoding. Stages exchange one tensor with a row per sample, [R, ...], and optionally a tensor with a row per token,
+and decoding. Stages exchange a tensor with one row per sample, [R, ...], and optionally a tensor with one row per text,
 [R * K, L, ...].
 
-Shape suffixes: B samples of a replica, R of a microbatch, K texts of a sample, L tokens of a text.
+Shape suffixes: B samples of a replica, R samples of a microbatch, K texts of a sample, L tokens of a text.
 """
 
 import itertools
@@ -35,13 +35,13 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineBatch:
-    """A batch for a pipeline, the same on all stages of a replica except for the inputs.
+    """A batch for a pipeline. All stages of a replica have the same batch, except for the inputs.
 
     Attributes:
-        inputs: Function that returns the first stage's input for a slice of samples; only that stage calls it.
-        tokens_BKL: Decoder inputs, int64.
-        targets_BKL: Targets of the last stage's output, int64.
-        loss: Function that returns the loss of an output and its targets, a summand of the batch's loss.
+        inputs: Function that returns the first stage's input for a slice of samples. Only the first stage calls it.
+        tokens_BKL: Inputs of the decoder, int64.
+        targets_BKL: Targets for the last stage's output, int64.
+        loss: Function of an output and its targets that returns a loss, which is a summand of the batch's loss.
     """
 
     inputs: Callable[[slice], torch.Tensor]
@@ -54,8 +54,8 @@ class Pipeline(nn.Module):
     """This rank's stage of a model.
 
     Args:
-        part: Layers of this stage, called with the previous stage's output (the first stage: with the inputs) and
-            `tokens`. Parameters with the same name on several stages are tied.
+        part: Layers of this stage. They are called with the previous stage's output (the first stage: with the inputs)
+            and `tokens`. Parameters with the same name on several stages are tied.
 
     Attributes:
         repeated: Parameters of this stage that are tied to parameters of an earlier stage.
@@ -67,7 +67,7 @@ class Pipeline(nn.Module):
         self._settings, self._world, self._device = settings, world, device
         parameters = dict(part.named_parameters())
         of_each = world.stages.gather_objects(sorted(parameters))
-        # Other stages with the same parameter, by name.
+        # Other stages that have the same parameter, by parameter name.
         self._others: dict[str, list[int]] = {}
         for name in sorted(parameters):
             if others := [at for at, names in enumerate(of_each) if name in names and at != world.stages.rank]:
@@ -91,11 +91,11 @@ class Pipeline(nn.Module):
         def loss_of(output: torch.Tensor, targets_RKL: torch.Tensor) -> torch.Tensor:
             loss = batch.loss(output, targets_RKL)
             losses.append(loss.detach())
-            # A summand, scaled because gradients are averaged over replicas.
+            # A summand of the batch's loss, scaled because gradients are averaged over replicas.
             return step.scale(loss * step.world.size)
 
         stages = self._world.stages
-        # Row numbers stand for the samples, so that only computed samples are turned into pictures.
+        # Row numbers stand for samples, so that only samples that are computed become pictures.
         rows = torch.arange(num_samples)
         named: dict[str, Any] = {"tokens": batch.tokens_BKL}
         if not stages.is_first:
@@ -112,8 +112,8 @@ class Pipeline(nn.Module):
         return stages.sum(total)
 
     def _schedule_for(self, batch: PipelineBatch, *, size: int) -> "PipelineScheduleSingle":
-        """Return the schedule for this microbatch size and text length; the last schedule is reused."""
-        # A slow import that a single process does not need.
+        """Return the schedule for this microbatch size and text length. The last schedule is reused."""
+        # This import is slow, and a single process does not need it.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         num_samples, num_texts, num_tokens = batch.tokens_BKL.shape
@@ -125,7 +125,7 @@ class Pipeline(nn.Module):
         stages = self._world.stages
         is_last = stages.rank == stages.size - 1
         before = _resize_border(self._borders[0], size, num_texts, num_tokens, num_of_samples=1)
-        # All outputs of the last stage have a row per token; some versions of torch check the shapes.
+        # All outputs of the last stage have one row per text; some versions of torch check the shapes.
         behind = _resize_border(self._borders[1], size, num_texts, num_tokens, num_of_samples=0 if is_last else 1)
         stage = PipelineStage(
             self._running,
@@ -156,7 +156,7 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def _sum_repeated(self) -> None:
-        """Sum the gradients of tied parameters, with bit-identical results on all stages."""
+        """Sum the gradients of tied parameters, with the same bits on all stages."""
         stages = self._world.stages
         parameters = dict(self.part.named_parameters())
         for name, others in self._others.items():
@@ -176,7 +176,7 @@ class Pipeline(nn.Module):
 
 
 def check_microbatches(num_samples: int, *, size: int, settings: ParallelSettings) -> None:
-    """Raise a UserError if microbatches of `size` do not divide a replica's samples or are too few."""
+    """Raise a UserError if microbatches of `size` do not divide a replica's samples, or if there are too few."""
     if num_samples % size:
         raise UserError(
             f"--microbatch is {size}, and a pipeline's share of --batch is {count_noun(num_samples, 'sample')}",
@@ -199,7 +199,7 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
 
 
 class _Running(nn.Module):
-    """Layers of a stage as a schedule calls them: with row numbers of samples instead of inputs."""
+    """Layers of a stage, with the interface that a schedule calls: row numbers of samples replace the inputs."""
 
     def __init__(self, part: nn.Module, *, is_first: bool) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class _Running(nn.Module):
 
     @contextmanager
     def of(self, batch: PipelineBatch, step: Step, *, size: int) -> Iterator[None]:
-        """Run microbatches of `batch` in this context."""
+        """Context in which the microbatches belong to `batch`."""
         self._batch, self._step, self._size = batch, step, size
         try:
             yield
@@ -244,7 +244,7 @@ class _Running(nn.Module):
         with keep_buffers(self.part), torch.enable_grad(), self._step.autocast():
             if self._is_first:
                 given = [batch.inputs(slice(0, 1))]
-            # `forward` is called directly so that hooks do not count this call.
+            # `forward` is called directly, so that hooks do not count this call.
             out = self.part.forward(*given, tokens=tokens_111)
         return [
             torch.empty_like(output, device="meta").requires_grad_(output.requires_grad)
@@ -255,7 +255,7 @@ class _Running(nn.Module):
 def _resize_border(
     border: Sequence[torch.Tensor], size: int, num_texts: int, num_tokens: int, *, num_of_samples: int
 ) -> tuple[torch.Tensor, ...]:
-    """Resize measured tensors: the first `num_of_samples` have a row per sample, the others a row per token."""
+    """Resize measured tensors: the first `num_of_samples` have one row per sample, the others one row per text."""
     shapes = [(size, *tensor.shape[1:]) for tensor in border[:num_of_samples]]
     shapes += [(size * num_texts, num_tokens, *tensor.shape[2:]) for tensor in border[num_of_samples:]]
     return tuple(
@@ -266,7 +266,7 @@ def _resize_border(
 
 @contextmanager
 def _unwrap_errors() -> Iterator[None]:
-    """Unwrap errors of a stage's layers, which torch.distributed.pipelining wraps."""
+    """Unwrap errors from a stage's layers, which torch.distributed.pipelining wraps."""
     try:
         yield
     except RuntimeError as error:
@@ -284,7 +284,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Kind of a layer (for example `block`) and its number of parameters, for partition rules."""
+    """Kind of a layer (such as `block`) and its number of parameters, for partition rules."""
 
     kind: str
     num_parameters: int
@@ -294,12 +294,13 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
     """Assign consecutive layers to stages; each stage gets at least one.
 
     Args:
-        rule: Rule. `parameters` minimises the largest number of parameters of a stage. `uniform` distributes the layers
-            evenly, with the remainder on the first stages. `type:KIND` does the same for the layers of a kind; other
-            layers follow the layer before them (or, at the beginning, precede the first). `5,9` gives their numbers.
+        rule: `parameters` minimises the largest number of parameters of a stage. `uniform` distributes the layers
+            evenly, with the remainder on the first stages. `type:KIND` distributes the layers of a kind evenly; other
+            layers follow the layer before them (at the beginning, they precede the first). `5,9` gives the numbers of
+            layers.
 
     Raises:
-        UserError: There are fewer layers (of that kind) than stages, or the numbers do not add up.
+        UserError: There are fewer layers (of this kind) than stages, or the numbers do not add up.
     """
     check_rule(rule)
     if num_stages > len(layers):
@@ -335,7 +336,7 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
 
 
 def _even_ranges(chosen: list[int], *, num_layers: int, num_stages: int) -> list[range]:
-    """Cut so that the chosen layers are distributed evenly."""
+    """Cut the layers so that the chosen layers are distributed evenly."""
     share, rest = divmod(len(chosen), num_stages)
     firsts = [stage * share + min(stage, rest) for stage in range(1, num_stages)]
     return _ranges([0, *(chosen[first] for first in firsts), num_layers])
@@ -350,7 +351,7 @@ def _balanced_ranges(costs: list[int], *, num_stages: int) -> list[range]:
     begins, spent = [0], 0
     for number, cost in enumerate(costs):
         stages_left, layers_left = num_stages - len(begins), len(costs) - number
-        # One layer per stage at the end, where stages would otherwise get no layer.
+        # At the end, one layer per stage, if stages would otherwise get no layer.
         if number > begins[-1] and stages_left and (spent + cost > low or layers_left == stages_left):
             begins.append(number)
             spent = 0
@@ -371,7 +372,7 @@ def _ranges(begins: list[int]) -> list[range]:
 
 
 def run_along(stages: World, run: Callable[[Tensors], Tensors], *, first: int = 0, device: torch.device) -> Tensors:
-    """Call `run` on the ranks of a pipeline in turn, from rank `first`, with the previous rank's result (initially ()).
+    """Call `run` on the ranks of a pipeline in turn, from rank `first`, with the previous rank's result (at first ()).
 
     Returns:
         The result on this rank; () on ranks before `first`.
@@ -389,7 +390,7 @@ def run_along(stages: World, run: Callable[[Tensors], Tensors], *, first: int = 
 
 
 def broadcast_from_last(stages: World, tensor: torch.Tensor | None, *, device: torch.device) -> torch.Tensor:
-    """Broadcast the last rank's tensor; the other ranks pass None."""
+    """Broadcast the last rank's tensor. The other ranks pass None."""
     if stages.size == 1:
         assert tensor is not None
         return tensor

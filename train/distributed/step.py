@@ -1,4 +1,4 @@
-"""An optimizer step as an objective sees it, and its random numbers."""
+"""The view that an objective has of an optimizer step, and the step's random numbers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,15 +16,15 @@ class Step:
     """An optimizer step of one rank.
 
     Attributes:
-        number: Number of the step, from 1 on.
-        epoch: Epochs completed before this step, a float; 0 for sets without end.
+        number: Number of the step, from 1.
+        epoch: Epochs completed before this step (float); 0 for sets without an end.
         world: Ranks that share the batch.
         seed: Seed of the run.
-        microbatch: Number of samples of this rank per forward pass; None for all of them.
-        autocast: Function that returns the context in which the model computes in the run's precision.
+        microbatch: Number of samples per forward pass on this rank; None for all of them.
+        autocast: Function that returns a context in which the model computes with the run's precision.
         scale: Function that scales a loss before its backward pass, for fp16.
-        synced: Function that returns the context for the forward and backward pass of a microbatch; gradients are
-            synchronised if it gets True, for the last microbatch of the step.
+        synced: Function that returns the context for a microbatch's forward and backward pass. With True, for the last
+            microbatch of the step, gradients are synchronised.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Step:
     def seed_generators(self, part: int) -> Iterator[None]:
         """Seed torch's generators for microbatch `part` from seed, step, rank, part and pipeline stage.
 
-        A microbatch can thus be computed twice with the same dropout, and checkpoints hold no generator state.
+        Thus a microbatch can be computed twice with the same dropout, and checkpoints need no generator state.
         """
         # The first stage draws the same numbers as a single process.
         stage = (self.world.stages.rank,) if self.world.stages.rank else ()
@@ -49,7 +49,7 @@ class Step:
 
 
 def seed_of(*numbers: int) -> int:
-    """Combine whole numbers into a seed."""
+    """Combine integers into a seed."""
     mixed = 0
     for number in numbers:
         # SplitMix64's finalizer (Steele, Lea, Flood 2014).

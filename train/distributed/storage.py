@@ -1,7 +1,7 @@
 """Complete or sharded tensors on disk through torch.distributed.checkpoint, for any number of ranks.
 
-torch plans which rank writes and reads which part. The parts are plain bytes, and a JSON table has their places, so
-that reading a checkpoint cannot execute code.
+torch plans which rank writes and reads which part. The parts are plain bytes. A JSON table has their locations, so
+reading a checkpoint cannot execute code.
 """
 
 import io
@@ -33,19 +33,19 @@ from torch.futures import Future
 
 from clipmill.train.distributed.world import World
 
-# torch warns if there is no process group, which one process does not need.
+# torch warns if there is no process group, but a single process needs none.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 Table = dict[str, Any]
 
 
 class Storage:
-    """Writer of the tensors of checkpoints. All ranks call its methods in the same order."""
+    """Writer of the tensors of checkpoints. All ranks must call its methods in the same order."""
 
     def __init__(self, world: World) -> None:
-        # A separate group, because checkpoints are written during training with its own collectives.
+        # A separate group, because checkpoints are written while training uses its own collectives.
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if world.size > 1 else None
-        # Without pinned or shared memory, so that no resource outlives the copies. DefaultStager can be used only once.
+        # No pinned or shared memory, so that no resource outlives the copies. DefaultStager can be used only once.
         self._stager = StateDictStager(pin_memory=False, share_memory=False)
 
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ class Storage:
         return cast(dict[str, torch.Tensor], self._stager.stage(dict(tensors)))
 
     def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
-        """Write this rank's parts of `tensors` into `folder`; replicated tensors are written once.
+        """Write this rank's parts of `tensors` into `folder`. Replicated tensors are written only once.
 
         Returns:
             The table of all pieces and their files, the same on all ranks.
@@ -64,7 +64,7 @@ class Storage:
         """
         writer = _Writer(folder, rank=0 if self._group is None else dist.get_rank(self._group))
         metadata = dcp.save(
-            dict(sorted(tensors.items())),  # a resumed run has its optimizer's state in another order
+            dict(sorted(tensors.items())),  # in a resumed run, the optimizer's state has another order
             storage_writer=writer,
             planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=self._group,
@@ -78,7 +78,7 @@ class Storage:
         return _table(metadata)
 
     def gather(self, value: Any) -> list[Any]:
-        """All-gather plain values in the writing thread."""
+        """Gather plain values from all ranks, in the writing thread."""
         if self._group is None:
             return [value]
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
@@ -87,7 +87,7 @@ class Storage:
 
 
 def read_into(folder: Path, table: Table, tensors: Mapping[str, torch.Tensor], *, world: World) -> None:
-    """Load stored tensors into tensors of the same names and sizes (or ValueError); all ranks call it."""
+    """Load stored tensors into tensors of the same names and sizes (else ValueError). All ranks must call it."""
     try:
         dcp.load(
             dict(tensors),
@@ -101,7 +101,7 @@ def read_into(folder: Path, table: Table, tensors: Mapping[str, torch.Tensor], *
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype by its name in the table; ValueError if there is none."""
+    """Return the dtype with a name from the table; ValueError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype")
@@ -109,16 +109,16 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class FailedElsewhere(Exception):
-    """Another rank could not write its parts and reports the reason."""
+    """Another rank could not write its parts. The message has the reason."""
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writer of the bytes of tensors into one file, which makes `dcp.save` return the place of each.
+    """Writer of tensors into one file. It makes `dcp.save` return the location of each tensor.
 
     torch's own writer makes an archive of each tensor, which takes longer than a step of a small model.
 
     Attributes:
-        error: Reason why this rank could not write; it is not raised, because other ranks wait for this one.
+        error: Reason why this rank could not write. It is not raised, because other ranks wait for this rank.
     """
 
     def __init__(self, folder: Path, *, rank: int) -> None:
@@ -139,7 +139,7 @@ class _Writer(dcp.FileSystemWriter):
                     results.append(WriteResult(item.index, size_in_bytes=len(content), storage_data=place))
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:  # the error of a write does not name the file
+        except OSError as error:  # the error from a write does not contain the path
             self.error = OSError(error.errno, error.strerror, str(self._file))
         future.set_result([] if self.error else results)
         return future
@@ -150,7 +150,7 @@ class _Writer(dcp.FileSystemWriter):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Place of a part of a tensor in a file, its dtype and its sizes."""
+    """Location of a part of a tensor in a file, with its dtype and sizes."""
 
     file: str
     begin: int
@@ -159,7 +159,7 @@ class _Piece:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reader of what `_Writer` wrote, by a table of plain values."""
+    """Reader of files that `_Writer` wrote, by means of a table of plain values."""
 
     def __init__(self, folder: Path, table: Table) -> None:
         super().__init__(str(folder))
@@ -188,7 +188,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU, in the order of bytes of this machine."""
+    """Return the memory of a contiguous tensor on the CPU, in this machine's byte order."""
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 

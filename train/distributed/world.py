@@ -1,11 +1,11 @@
-"""The ranks of a run and their collectives: the only interface to torch.distributed's collectives.
+"""The ranks of a run and their collectives. No other module calls torch.distributed's collectives.
 
-A process without a launcher is a world of size 1, in which every collective returns its input. The backend follows the
-device of a tensor: gloo for CPUs, NCCL for GPUs. Pipelines are worlds within the world; 6 ranks with 2 stages:
+Without a launcher, the world has size 1, and every collective returns its input. The backend depends on the device of a
+tensor: gloo for CPUs, NCCL for GPUs. Pipelines are worlds within the world. Example with 6 ranks and 2 stages:
 
     rank      0  1  2  3  4  5
-    replica   0  0  1  1  2  2    its ranks hold one copy of the model and get the same samples: `World.stages`
-    stage     0  1  0  1  0  1    its ranks have the same layers and share the batch: `World.replicas`
+    replica   0  0  1  1  2  2    the ranks of a replica hold one copy of the model, and get the same samples: `stages`
+    stage     0  1  0  1  0  1    the ranks of a stage have the same layers, and share the batch: `replicas`
 """
 
 import os
@@ -27,7 +27,7 @@ class World:
     """The rank of this process among the ranks of a group.
 
     Attributes:
-        rank: Rank, 0 ... size - 1.
+        rank: Rank, from 0 to size - 1.
         size: Number of ranks.
         local_rank: Rank within this machine, which is the index of its GPU.
         group: Process group; None for all launched ranks.
@@ -43,21 +43,21 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True if this is rank 0, which writes the files that are written once."""
+        """True if this is rank 0, which writes the files that only one rank writes."""
         return self.rank == 0
 
     @property
     def replicas(self) -> "World":
-        """Ranks of this stage, one per replica, that share batches and average gradients."""
+        """Ranks with this stage, one per replica. They share batches and average gradients."""
         return self.across or self
 
     @property
     def stages(self) -> "World":
-        """Ranks of this replica, one per stage; only this rank without pipelines."""
+        """Ranks of this replica, one per stage; without pipelines, only this rank."""
         return self.along or World()
 
     def cut(self, num_stages: int) -> "World":
-        """Divide the ranks into pipelines; all ranks call it. UserError if their number is not a multiple."""
+        """Divide the ranks into pipelines. All ranks must call it. UserError if their number is not a multiple."""
         if num_stages == 1:
             return self
         if self.size % num_stages:
@@ -78,7 +78,7 @@ class World:
         return replace(self, across=across, along=along)
 
     def share(self, batch: int) -> int:
-        """Return the number of samples of a batch on this rank; UserError if the ranks cannot have equal shares."""
+        """Return this rank's number of samples in a batch; UserError if the ranks cannot have equal shares."""
         if batch % self.size:
             fitting = max(self.size, batch - batch % self.size)
             raise UserError(
@@ -89,7 +89,7 @@ class World:
         return batch // self.size
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """All-gather N rows per rank, [size * N, ...] in rank order, without gradient."""
+        """Gather N rows from each rank, [size * N, ...] in rank order, without gradient."""
         rows = rows.detach().contiguous()
         if self.size == 1:
             return rows
@@ -98,14 +98,14 @@ class World:
         return gathered
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """All-reduce by sum, without gradient."""
+        """Sum values over all ranks, without gradient."""
         summed = values.detach().clone()
         if self.size > 1:
             dist.all_reduce(summed, group=self.group)
         return summed
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sum size * N rows over ranks and return the N rows of this rank, in rank order, without gradient."""
+        """Sum size * N rows over ranks, and return this rank's N rows, in rank order, without gradient."""
         rows = rows.detach().contiguous()
         if self.size == 1:
             return rows
@@ -114,7 +114,7 @@ class World:
         return local_rows
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """All-gather plain values, in rank order."""
+        """Gather plain values from all ranks, in rank order."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -122,7 +122,10 @@ class World:
         return gathered
 
     def each(self, work: Callable[[], Outcome]) -> Outcome:
-        """Call `work` on every rank and return this rank's result; if one fails, all raise the lowest rank's error."""
+        """Call `work` on every rank, and return this rank's result.
+
+        If any rank fails, all raise the lowest rank's error.
+        """
         if self.size == 1:
             return work()
         try:
@@ -135,11 +138,11 @@ class World:
         return cast(Outcome, outcome)
 
     def first(self, work: Callable[[], Outcome]) -> Outcome:
-        """Call `work` on rank 0 only and broadcast its result, or the ClipmillError that it raised."""
+        """Call `work` only on rank 0, and broadcast its result, or the ClipmillError that it raised."""
         return self.one(0, work)
 
     def one(self, rank: int, work: Callable[[], Outcome]) -> Outcome:
-        """Call `work` on one rank only and broadcast its result, or the ClipmillError that it raised."""
+        """Call `work` only on one rank, and broadcast its result, or the ClipmillError that it raised."""
         if self.size == 1:
             return work()
         outcome: list[Any] = [None, None]
@@ -155,7 +158,7 @@ class World:
 
 
 def joined_world() -> World:
-    """Return the ranks of the joined process group, else the ranks that a launcher named, else a single rank."""
+    """Return the ranks of the joined process group, or else the ranks that a launcher defined, or else one rank."""
     if dist.is_available() and dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -168,7 +171,7 @@ def _group(ranks: range) -> dist.ProcessGroup:
 
 
 def gather_uneven(rows: torch.Tensor, world: World) -> torch.Tensor:
-    """All-gather different numbers of rows (padded for the collective) in rank order; a rank may have none."""
+    """Gather different numbers of rows (padded for the collective) in rank order. A rank may have no rows."""
     shapes = world.gather(torch.tensor([rows.shape], device=rows.device)).cpu()
     num_rows, width = shapes[:, 0].tolist(), shapes[:, 1:].amax(dim=0).tolist()
     longest = max(num_rows)

@@ -1,1 +1,1 @@
-"""`train doctor`: examine a machine, what training would use of it, and its problems."""
+"""`train doctor`: report about a machine, the defaults that training would use on it, and its problems."""

@@ -1,7 +1,7 @@
 """torch, GPUs, driver and trials of attention: everything that needs a process with torch.
 
-As a program (`python -m clipmill.train.doctor.accelerator`) it prints one JSON object. `train doctor` runs it as a
-child process with a timeout (`ask_child`), because a damaged driver can hang or kill the process that uses it.
+As a program (`python -m clipmill.train.doctor.accelerator`), it prints one JSON object. `train doctor` runs it as a
+child process with a timeout (`ask_child`), because a damaged driver can hang or kill any process that uses it.
 
 Shape suffixes: B batch, M tokens, H heads, K width of a head.
 """
@@ -24,7 +24,7 @@ _KILL_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU as torch reports it; `free_bytes` is None if it was not queried."""
+    """A GPU as reported by torch; `free_bytes` is None if it was not queried."""
 
     name: str
     memory_bytes: int
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A trial of an attention backend on the device: its kernels, or its error."""
+    """A trial of an attention backend on the device, with its kernels or its error."""
 
     attention: str
     kind: str
@@ -45,20 +45,20 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """torch and the GPUs.
+    """Facts about torch and the GPUs.
 
     Attributes:
-        torch_error: Reason why torch cannot be used; everything else is then unknown.
+        torch_error: Reason why torch cannot be used; all other facts are then unknown.
         torch_cuda: CUDA version that torch was built for; None without CUDA.
-        needed_driver: Oldest NVIDIA driver for this version.
+        needed_driver: Oldest NVIDIA driver that supports this version.
         driver: Version of the NVIDIA driver, if there is one.
-        cuda_error: torch's reason for finding no GPU.
-        unusable_gpu: Reason why torch cannot use the GPU of this machine, as a run prints it; None without such a GPU.
+        cuda_error: torch's reason for not finding a GPU.
+        unusable_gpu: Reason why torch cannot use this machine's GPU, as a run prints it; None if there is no such GPU.
         xformers: Version of xformers, "not installed" or "not loaded".
         xformers_library: Reason why xformers' own compiled library cannot be loaded.
-        attention: Name of the backend of `--attention auto` on the first GPU; unknown if nothing was tried.
+        attention: Name of the backend that `--attention auto` uses on the first GPU; unknown without trials.
         has_triton: True if triton, with which torch.compile generates GPU kernels, is installed.
-        environment: Facts that PyTorch asks for in bug reports (torch.utils.collect_env); empty if nothing was tried.
+        environment: Facts that PyTorch wants in bug reports (torch.utils.collect_env); empty without trials.
     """
 
     torch_error: str | None = None
@@ -84,10 +84,10 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
     """Examine torch and the GPUs.
 
     Args:
-        tries: True to run each attention backend on the device and load xformers, which changes global torch settings.
-        has_gpus: True to look for GPUs, which initialises CUDA.
+        tries: Run each attention backend on the device, and load xformers, which changes global torch settings.
+        has_gpus: Look for GPUs, which initialises CUDA.
     """
-    # A run needs it only for its page.
+    # A run needs this only for its page.
     from clipmill.train.device.driver import driver_version, required_driver, why_no_gpu
 
     try:
@@ -110,7 +110,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
             torch.cuda.init()
             facts["gpus"] = [_gpu(index, asks_free=tries) for index in range(torch.cuda.device_count())]
             facts["cudnn"] = cudnn_version()
-        except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA raises an AssertionError
             facts |= {"cuda_error": first_line(error), "unusable_gpu": why_no_gpu()}
     if tries:
         from torch.utils.collect_env import get_env_info
@@ -120,7 +120,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
 
         try:
             facts["environment"] = get_env_info()._asdict()
-        except (OSError, RuntimeError, AttributeError) as error:  # of one of the programs that it asks
+        except (OSError, RuntimeError, AttributeError) as error:  # collect_env runs programs, which may fail
             facts["environment"] = {"error": first_line(error)}
         device_type = "cuda" if facts.get("gpus") else "cpu"
         precision = open_precision("auto", device_type=device_type)
@@ -135,7 +135,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
 
 
 def accelerator_of(values: dict[str, Any]) -> Accelerator:
-    """Return an `Accelerator` from its JSON."""
+    """Convert JSON values to an `Accelerator`."""
     gpus = [Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in values["gpus"]]
     tried = [Tried(**one) for one in values["tried"]]
     return Accelerator(**{**values, "gpus": gpus, "tried": tried})
@@ -145,7 +145,7 @@ def _gpu(index: int, *, asks_free: bool) -> Gpu:
     import torch
 
     of = torch.cuda.get_device_properties(index)
-    # The query creates a context of some hundred megabytes on that GPU, which a run on another GPU must not have.
+    # The query creates a context of some hundred megabytes on that GPU. A run on another GPU must not create it.
     free_bytes = torch.cuda.mem_get_info(index)[0] if asks_free else None
     return Gpu(name=of.name, memory_bytes=of.total_memory, free_bytes=free_bytes, capability=(of.major, of.minor))
 
@@ -157,12 +157,12 @@ def _xformers() -> dict[str, Any]:
         return {}
     try:
         return {"xformers_library": load_xformers()}
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # with an unsupported torch
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # torch version that is not supported
         return {"xformers": "not loaded", "xformers_library": first_line(error)}
 
 
 def _try_one(name: str, kind: str, precision: str, device_type: str) -> Tried:
-    """Run forward and backward passes of full attention of clips, or of packed captions."""
+    """Run forward and backward passes of attention for clips, or for packed captions."""
     import torch
 
     from clipmill.train.models.attention import open_attention, pack
@@ -183,12 +183,13 @@ def _try_one(name: str, kind: str, precision: str, device_type: str) -> Tried:
         if qkv.grad is None or not bool(qkv.grad.isfinite().all()):
             return Tried(**tried, error="its gradients are not finite")
         return Tried(**tried, kernels=str(kernels_of(name, *qkv.unbind(2), causal=is_packed, packing=packing)))
-    except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # with mismatched libraries
+    # Libraries of versions that do not fit together.
+    except (RuntimeError, ImportError, AttributeError, TypeError) as error:
         return Tried(**tried, error=first_line(error))
 
 
 def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "clipmill.train.doctor.accelerator") -> Accelerator:
-    """Examine in a child process; a hang or crash becomes `torch_error`."""
+    """Examine torch in a child process. If it hangs or crashes, this becomes `torch_error`."""
     from clipmill.train.device.driver import driver_version
 
     command, pipe = [sys.executable, "-P", "-m", module], subprocess.PIPE
@@ -200,7 +201,7 @@ def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "clipmill.train.do
         try:
             process.communicate(timeout=_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            pass  # blocked in the kernel by a driver that does not respond
+            pass  # a driver that does not respond blocks the child in the kernel
         why = f"torch and the GPU gave no answer within {timeout_s:.0f} s"
     else:
         try:
@@ -212,12 +213,12 @@ def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "clipmill.train.do
 
 
 def _main() -> None:
-    # Output of libraries goes to standard error, so that standard output has only the JSON.
+    # Libraries print to standard error, so that standard output has only the JSON object.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     json.dump(asdict(examine_accelerator()), answer)
     answer.flush()
-    # Libraries of a damaged driver can hang at exit, too.
+    # Libraries of a damaged driver can also hang at exit.
     sys.stderr.flush()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""`train doctor`: rules that judge a machine, the command with its report, and the part of it on a run's page."""
+"""`train doctor`: rules that judge a machine; the command with its report; the part of the report on a run's page."""
 
 import json
 import re
@@ -26,10 +26,10 @@ from clipmill.train.doctor.machine import (
     used_by_training,
 )
 
-# Rules: pure functions of what was found on a machine, which say what is wrong and what to do about it.
+# Rules: pure functions from facts about a machine to findings, which say what is wrong and what to do.
 
 _GB = 1e9
-_MIN_SHM = 1 << 30  # NCCL's buffers within a machine and Ray's objects need more
+_MIN_SHM = 1 << 30  # less is too small for NCCL's buffers within a machine, and for Ray's objects
 _MIN_FREE = 2 * _GB
 _SLOW_READ = 100e6
 _SLOW_PIECE_MS = 10.0
@@ -137,7 +137,7 @@ def _judge_cores(examined: Examined) -> Iterator[Finding]:
             f"torch starts a thread per visible core: set OMP_NUM_THREADS={max(1, int(host.quota_cores))}",
         )
     value = host.thread_variables.get("OMP_NUM_THREADS", "").strip()
-    # "4,2" has nesting levels, and OpenMP ignores what is not a number.
+    # "4,2" has nesting levels. OpenMP ignores other text.
     num_threads = int(value.split(",")[0]) if re.fullmatch(r"[1-9][0-9]{0,8}(,.*)?", value) else None
     is_on_cpu = examined.asked_device == "cpu" or not examined.accelerator.gpus
     if num_threads is not None and (num_threads > cores or (is_on_cpu and 2 * num_threads < cores)):
@@ -184,7 +184,7 @@ def _judge_disk(examined: Examined) -> Iterator[Finding]:
     if disk.problem is not None:
         yield Finding(disk.problem.level, f"{disk.path}: {disk.problem.what}", disk.problem.hint)
     speed = disk.speed
-    if speed is None or speed.cached is not False:  # reads from the page cache say nothing about the disk
+    if speed is None or speed.cached is not False:  # reads from the page cache say nothing about the disk's speed
         return
     if speed.read_bytes_per_s < _SLOW_READ:
         yield _warning(f"{disk.path} is read at {size_text(speed.read_bytes_per_s)}/s", _FASTER_DISK)
@@ -254,18 +254,18 @@ def _require_folder(shards: Path) -> None:
 
 
 def doctor_facts(*, asked_device: str, device_type: str) -> dict[str, Any]:
-    """Return lines and findings for run.json, without anything that takes time."""
+    """Return lines and findings for run.json. Slow measurements are omitted."""
     examined = examine_in_run(asked_device=asked_device, device_type=device_type)
     return {"lines": lines_of(examined), "findings": [asdict(finding) for finding in judge(examined)]}
 
 
 def lines_of(examined: Examined) -> dict[str, str]:
-    """Return the lines of the report by label."""
+    """Return the lines of the report, by label."""
     return {label: text for label, describe in _LINES.items() if (text := describe(examined))}
 
 
 def print_report(examined: Examined, findings: list[Finding]) -> None:
-    """Print lines and findings, wrapped to the width of the terminal."""
+    """Print lines and findings, wrapped to the terminal's width."""
     columns = min(shutil.get_terminal_size().columns, _MAX_COLUMNS) if sys.stdout.isatty() else 80
     for label, text in lines_of(examined).items():
         print(wrap_words(text, label=label, columns=columns))
@@ -278,7 +278,7 @@ def print_report(examined: Examined, findings: list[Finding]) -> None:
 
 
 def wrap_words(text: str, *, label: str, columns: int) -> str:
-    """Wrap words behind a label."""
+    """Wrap words after a label."""
     return textwrap.fill(
         text,
         width=columns,
@@ -315,7 +315,7 @@ def _torch(examined: Examined) -> str:
 
 
 def _attention(examined: Examined) -> str:
-    """List the backends with the kernels that they run, grouped."""
+    """List the attention backends with their kernels, grouped."""
     texts: dict[str, dict[str, list[str]]] = {}
     for trial in examined.accelerator.tried:
         kernels = "fails" if trial.error else trial.kernels

@@ -1,9 +1,9 @@
-"""Facts about a machine: host, disk of a folder and video decoder; and what training uses of it by default.
+"""Facts about a machine: host, disk of a folder, video decoder; defaults that training uses on it.
 
-The host is read from /proc and /sys; values whose file is missing, as in many containers, are None.
+Facts about the host come from /proc and /sys. If a file is missing, as in many containers, the value is None.
 
-The disk takes some seconds (clipmill.shards.disk_speed). A data folder is only read, namely parts of one of its tars;
-elsewhere a file of 48 MB is written, flushed, read and removed.
+Measuring the disk takes some seconds (clipmill.shards.disk_speed). In a data folder, only parts of an existing tar are
+read. In other folders, a file of 48 MB is written, flushed, read and removed.
 """
 
 import errno
@@ -22,14 +22,14 @@ from clipmill.train.config.training import TrainingSettings
 from clipmill.train.doctor.accelerator import Accelerator, ask_child, examine_accelerator
 from clipmill.train.run.environment import processor, versions
 
-_MIN_FREE_BYTES = 200_000_000  # four times what is written to measure a disk
+_MIN_FREE_BYTES = 200_000_000  # four times the size of the file with which a disk is measured
 _TIMEOUT_S = 15.0
 _NETWORK = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "pvfs2"),
     *("orangefs", "wekafs", "davfs", "fuse.davfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs"),
     *("fuse.ceph", "fuse.rclone", "fuse.goofys", "fuse.juicefs", "fuse.mount-s3", "fuse.blobfuse2"),
 }
-# Folders of a host in a virtual machine or sandbox, which cannot be examined from within.
+# Folders that belong to the host of a virtual machine or sandbox. Their disk cannot be examined from within.
 _OF_HOST = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
 _MEMORY = {"tmpfs", "ramfs"}
 _CHECK_MOUNT = "check the mount and its permissions"
@@ -46,11 +46,11 @@ LEVELS: tuple[Level, ...] = ("broken", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem.
+    """One problem, or a note.
 
     Attributes:
-        level: broken: training cannot start or stops; warning: training is slower or different than it could be; note:
-            for information.
+        level: broken: training cannot start, or stops; warning: training is slower than possible, or different; note:
+            only for information.
     """
 
     level: Level
@@ -60,7 +60,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The host.
+    """Facts about the host.
 
     Attributes:
         allowed_cores: Number of cores in this process's affinity mask.
@@ -81,15 +81,15 @@ class Host:
 
 
 def examine_host() -> Host:
-    """Examine this machine; takes milliseconds."""
+    """Examine this machine. This takes milliseconds."""
     total, free = _memory()
     limit = _limit(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
     if limit is not None and (total is None or limit < total):
         used = _limit(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes") or 0
         total, free = limit, min(limit - used, free if free is not None else limit)
-    # cgroup v1 has the two numbers of cpu.max in files.
+    # cgroup v1 has the two numbers of cpu.max in separate files.
     version_1 = " ".join(_read(_CGROUP / "cpu" / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-    # Where torch.compile looks.
+    # The compilers that torch.compile looks for.
     compilers = (os.environ.get("CC"), os.environ.get("CXX"), "cc", "gcc", "clang", "g++")
     return Host(
         processor=processor(),
@@ -105,7 +105,7 @@ def examine_host() -> Host:
 
 
 def quota_of(text: str) -> float | None:
-    """Return the number of cores that a line of cpu.max allows ("200000 100000": 2.0); None without a limit."""
+    """Return the number of cores that a line from cpu.max allows ("200000 100000": 2.0); None without a limit."""
     quota, _, period = text.strip().partition(" ")
     if not quota.isdigit() or not period.isdigit() or int(period) == 0:
         return None
@@ -115,7 +115,7 @@ def quota_of(text: str) -> float | None:
 def _limit(*paths: Path) -> int | None:
     for path in paths:
         text = _read(path).strip()
-        if text.isdigit() and int(text) < 2**60:  # cgroup v1 uses a huge number for no limit
+        if text.isdigit() and int(text) < 2**60:  # in cgroup v1, a huge number means no limit
             return int(text)
     return None
 
@@ -143,11 +143,11 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The disk of a folder.
+    """Facts about the disk of a folder.
 
     Attributes:
-        kind: local, network, host (a folder of the host), memory, or unknown.
-        speed: Measured speed; None if not measured.
+        kind: local, network, host (a folder that belongs to the host), memory, or unknown.
+        speed: Measured speed; None if it was not measured.
         problem: Reason why it could not be measured.
     """
 
@@ -160,9 +160,9 @@ class Disk:
 
 
 def examine_disk(folder: Path, *, is_data: bool) -> Disk:
-    """Measure the disk of a folder, within 15 seconds even if it does not respond; data folders are only read."""
+    """Measure the disk of a folder in at most 15 seconds, even if it does not respond. Data folders are only read."""
     disks: list[Disk] = []
-    # A mount whose server is gone blocks forever; the thread is then abandoned.
+    # If a mount's server is gone, calls block forever. The thread is then abandoned.
     worker = threading.Thread(target=lambda: disks.append(_examine(folder, is_data=is_data)), daemon=True)
     worker.start()
     worker.join(_TIMEOUT_S)
@@ -174,7 +174,7 @@ def examine_disk(folder: Path, *, is_data: bool) -> Disk:
 
 
 def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
-    """Return kind and type of the file system of an absolute path, from the text of /proc/self/mountinfo."""
+    """Return kind and type of the file system of an absolute path, given the text of /proc/self/mountinfo."""
     best, file_system = "", None
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
@@ -183,7 +183,7 @@ def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
             continue
         mount = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         is_above = mount == "/" or str(folder) == mount or str(folder).startswith(f"{mount}/")
-        if is_above and len(mount) >= len(best):  # of two mounts on the same folder, the last is on top
+        if is_above and len(mount) >= len(best):  # if a folder is mounted twice, the last mount is visible
             best, file_system = mount, types[0]
     if file_system is None:
         return "unknown", None
@@ -230,25 +230,25 @@ def _unreadable_finding(error: OSError) -> Finding:
 
 
 def _largest_tar(folder: Path) -> Path | None:
-    """Return the largest tar, as tars of scores are tiny; OSError for unreadable folders, which glob would skip."""
+    """Return the largest tar (tars of scores are tiny); OSError for unreadable folders, which glob would skip."""
     variants = (variant for column in _folders(folder) for variant in _folders(column))
     tars = [entry for variant in variants for entry in os.scandir(variant) if entry.name.endswith(".tar")]
     return Path(max(tars, key=lambda entry: entry.stat().st_size).path) if tars else None
 
 
 def _folders(folder: Path) -> list[Path]:
-    # Columns are neither hidden nor the file system's own lost+found.
+    # Folders of columns are neither hidden nor the file system's own lost+found.
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     return [folder / name for name in names if name != "lost+found" and not name.startswith(".")]
 
 
-# Decoders of what `prep chunk` writes (clipmill.train.data.decoders), the default's first.
+# Decoders for the codecs of `prep chunk` (clipmill.train.data.decoders); the default codec's decoder comes first.
 CODECS = ("h264", "hevc", "libdav1d", "vp9", "mjpeg")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """PyAV and its libavcodec, the missing ones of `CODECS`, or the error of importing it."""
+    """PyAV and its libavcodec, and which of `CODECS` are missing; or the error from importing PyAV."""
 
     pyav: str | None = None
     libavcodec: str | None = None
@@ -258,13 +258,13 @@ class Decoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """A machine.
+    """Facts about a machine, as they were examined.
 
     Attributes:
-        asked_device: The value of `--device`.
-        disk: Disk of the data folder or the current one; None if not examined.
+        asked_device: Value of `--device`.
+        disk: Disk of the data folder or the current folder; None if it was not examined.
         versions: Versions of Python and packages, as on a run's page.
-        is_run: True if examined by a starting run, which reports elsewhere what it uses.
+        is_run: True if a starting run examined the machine. A run reports elsewhere what it uses.
     """
 
     asked_device: str
@@ -279,7 +279,7 @@ class Examined:
 
 @dataclass(frozen=True, kw_only=True)
 class Used:
-    """Defaults of training commands on a machine."""
+    """Defaults of the training commands on a machine."""
 
     device: str
     precision: str
@@ -289,13 +289,13 @@ class Used:
 
 
 def examine(*, device: str, shards: Path | None) -> Examined:
-    """Examine everything in about 10 seconds, with the disk of `shards` or, if None, of the current folder."""
+    """Examine everything in about 10 seconds, including the disk of `shards` or, if None, of the current folder."""
     disk = examine_disk(shards or Path(), is_data=shards is not None)
     return _examine_parts(device, ask_child(), disk=disk)
 
 
 def examine_in_run(*, asked_device: str, device_type: str) -> Examined:
-    """Examine in this process what takes milliseconds, without measurements or trials, for a run's page."""
+    """Examine in this process, for a run's page, everything that takes only milliseconds; no measurements or trials."""
     return _examine_parts(asked_device, examine_accelerator(tries=False, has_gpus=device_type == "cuda"), is_run=True)
 
 
@@ -329,7 +329,7 @@ def examine_decoder() -> Decoder:
 
 
 def used_by_training(examined: Examined) -> Used:
-    """Return what training commands select by default on this machine."""
+    """Return the defaults of the training commands on this machine."""
     accelerator = examined.accelerator
     is_cuda = bool(accelerator.gpus) and examined.asked_device != "cpu"
     attention = accelerator.attention if is_cuda else "sdpa"
@@ -345,5 +345,5 @@ def used_by_training(examined: Examined) -> Used:
 
 
 def as_json(examined: Examined) -> dict[str, Any]:
-    """Return everything as plain values."""
+    """Return all facts as plain values."""
     return {"machine": asdict(examined), "training": asdict(used_by_training(examined))}
