@@ -313,8 +313,10 @@ def test_calm_videos_are_scored_and_sources_are_verified(tmp_path: Path) -> None
 def test_a_server_captions_an_index(index_folder: Path) -> None:
     data = index_folder / "data"
     with served() as server:
-        flags = ("--endpoint", server.address, "--model", MODEL, "--frames", 2, "--size", 160, "--engine", "processes")
-        flags = (*flags, "--where", "video = 'open_gops'", "--data", data, "--workers", 1, "--json")
+        flags = (
+            *("--endpoint", server.address, "--model", MODEL, "--frames", 2, "--size", 160),
+            *("--where", "video = 'open_gops'", "--data", data, "--engine", "processes", "--workers", 1, "--json"),
+        )
         ran = prep_here("captions", *flags).summary
         # What the server saw are the frames of the source in the middle of each half, by JPEG.
         frames = plain_frames(index_folder / "videos" / "open_gops.mp4")
