@@ -316,7 +316,9 @@ def read_timeline(
         kinds = sorted({str(stream.type) for stream in container.streams})
         raise TimelineError("no_video", f"no video stream (streams: {', '.join(kinds) or 'none'})")
     lists = {stream.index: _PacketList(stream) for stream in tracks}
-    any_end, held_bytes = start, 0
+    held_bytes = 0
+    ends: dict[int, int] = {}  # of each stream in its unit: a Fraction for each packet takes as long as reading it
+    units: dict[int, Fraction] = {}
     for packet in container.demux():
         if not packet.size:
             continue
@@ -324,9 +326,12 @@ def read_timeline(
         held_bytes = max(held_bytes, (packet.pos or 0) + packet.size)
         if packet.stream_index in lists:
             lists[packet.stream_index].add(packet)
-        time = packet.dts if packet.pts is None else packet.pts
-        if time is not None and packet.time_base:
-            any_end = max(any_end, (time + (packet.duration or 0)) * packet.time_base)
+        time, index = packet.dts if packet.pts is None else packet.pts, packet.stream_index
+        if time is not None:
+            if index not in units:
+                ends[index], units[index] = time, packet.time_base or Fraction(0)
+            ends[index] = max(ends[index], time + (packet.duration or 0))
+    any_end = max([start, *(ends[index] * unit for index, unit in units.items() if unit)])
     filled = [stream for stream in tracks if len(lists[stream.index].times) > 1]
     track = lists[(filled or tracks)[0].index]
     timeline, packets = track.on_timeline(container, file=file, start=start)
