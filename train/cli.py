@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,6 +15,7 @@ from clipmill.manifests.errors import UserError, program_version, run_command
 from clipmill.manifests.help_text import register_completion, wants_help
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.settings import Range
+from clipmill.manifests.storage.mirrors import AddressStream
 from clipmill.manifests.storage.waiting import tell_of_waiting
 from clipmill.train.commands.training import name_sources, parse
 from clipmill.train.config.files import Provenance, presets_of
@@ -110,7 +112,7 @@ def doctor(
 
 @app.command
 def overview(
-    runs: Annotated[list[Path], Parameter(consume_multiple=True, negative="")],
+    runs: Annotated[list[str], Parameter(consume_multiple=True, negative="")],
     /,
     *,
     out: Path,
@@ -126,7 +128,7 @@ def overview(
     Parameters
     ----------
     runs
-        Run folders. Other files and folders, such as embeddings next to them, are omitted.
+        Run folders, or addresses of runs. Other files and folders, such as embeddings next to them, are omitted.
     out
         HTML file to write.
     link
@@ -145,7 +147,8 @@ def main() -> None:
     """Entry point of the `train` program."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         tell_of_waiting(lambda line: print(line, file=sys.stderr, flush=True))
-    run_command(_call, program="train", has_daemons=True)
+    with redirect_stdout(AddressStream(sys.stdout)), redirect_stderr(AddressStream(sys.stderr)):
+        run_command(_call, program="train", has_daemons=True)
 
 
 def _call() -> None:

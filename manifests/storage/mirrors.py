@@ -1,17 +1,17 @@
 """Mount table of the local folders that mirror a folder in a bucket, like the kernel's table of mounted file systems.
 
 `clipmill.manifests.publish` and `clipmill.shards.opening` call this module for every durable file that they write,
-remove or open. This module does not access buckets. If no data folder is in a bucket, no other module of this package
-is imported.
+remove or open. This module does not access buckets. If no data folder or run is in a bucket, no other module of this
+package is imported.
 
-A mirror is mounted in only two places (`working_copy.py`): by the command that opens an address, and by each worker
+A mirror is mounted in only two places (`mounting.py`): by the process that opens an address, and by each worker
 process, on this machine or another, before its first task (`Mirror.access`).
 """
 
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -38,11 +38,17 @@ class Mirror(Protocol):
     def upload(self, temporary: Path, path: Path) -> None:
         """Upload `temporary` as the object of `path`, then replace `path` with it."""
 
+    def upload_growing(self, path: Path) -> None:
+        """Upload a file that grows, if it exists and has changed since this was called last."""
+
     def move(self, source: Path, target: Path) -> None:
         """Copy the objects of the file or folder `source` to `target`, then delete them; local files do not change."""
 
     def remove(self, *paths: Path) -> None:
         """Delete the objects of files and of folders."""
+
+    def abort_uploads(self, folder: Path) -> None:
+        """Abort the unfinished uploads of killed processes below a folder, as far as they can be listed."""
 
     def touch(self, path: Path) -> None:
         """Write an object again, so that it is newer than all others."""
@@ -68,10 +74,17 @@ class Mirror(Protocol):
     def folder_lock(self) -> AbstractContextManager[None]:
         """Context manager that holds the lock of the data folder and refreshes its records first."""
 
-    def column_lock(self, name: str, *, unless: re.Pattern[str] | None = None) -> AbstractContextManager[None]:
-        """Context manager that holds the lock of a column; the lock is the object `name`.
+    def column_lock(
+        self,
+        name: str,
+        *,
+        unless: re.Pattern[str] | None = None,
+        on_wait: Callable[[str], object] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Context manager that holds the lock of a column, or of a run; the lock is the object `name`.
 
-        It raises LeaseHeld if another command holds that lock, or a lock whose name matches `unless`.
+        It raises LeaseHeld if another command holds that lock, or a lock whose name matches `unless`. With `on_wait`,
+        which is called with the name of the holder, it waits for the end of a lock that its holder does not renew.
         """
 
     def lock_names(self) -> list[str]:
@@ -80,6 +93,13 @@ class Mirror(Protocol):
     @property
     def access(self) -> tuple[str, ...]:
         """Arguments that a worker needs to mount the same address, including the locks that protect its writes."""
+
+    def join(self, access: tuple[str, ...]) -> None:
+        """Write only while another process holds its locks, which is checked now; takes the `access` of that process.
+
+        Raises:
+            LeaseLost: That process does not hold them in this bucket.
+        """
 
     def publish_token(self, path: Path) -> None:
         """Upload a temporary file as an object for workers on other nodes; other temporary files have no object."""
@@ -194,7 +214,8 @@ def set_modified_time(path: Path, *, time_ns: int) -> None:
 def show_addresses(text: str) -> str:
     """Replace the local folders of mirrors with their addresses in human-readable text."""
     for folder, mirror in _mounted.items():
-        text = text.replace(folder, mirror.address)
+        # The next digit would be of another folder: host-1 is not a part of host-10.
+        text = re.sub(rf"{re.escape(folder)}(?!\d)", mirror.address.replace("\\", r"\\"), text)
     return text
 
 

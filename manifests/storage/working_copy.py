@@ -1,4 +1,4 @@
-"""A data folder in a bucket: a local folder that mirrors it, so that everything above works with paths.
+"""A data folder or a run in a bucket: a local folder that mirrors it, so that everything above works with paths.
 
 The bucket is the truth. The local folder holds the small files (records, tables, layouts, commits), and placeholders
 for the others: sparse files of the right size. It is a cache, below `$TMPDIR/data-clipmill-<uid>/`, and losing it loses
@@ -12,7 +12,7 @@ Reading: a command lists the bucket once and fetches the objects that have chang
 file tells which version of the object it holds, so that a killed command leaves nothing that has to be trusted: its
 nanoseconds are a hash of the object's etag, and the last bit is set for a placeholder. A file that was being written
 when its command was killed has other nanoseconds, and is fetched again. A file whose content is only in the bucket is
-fetched when it is opened; a tar is not kept.
+fetched when it is opened; a tar, or a part of a checkpoint, is not kept.
 
 Writing: an object is written before the local file appears, in the order in which files are published (tar, indexes,
 commit), so that a killed command leaves at most objects that no commit names. Locks are leases (`leases.py`), which are
@@ -20,32 +20,29 @@ checked before each attempt of a request that changes something. A record is rep
 command has seen. Tars and indexes are named by their plan, and tables that are merged of them name their commits, so
 that a late second write does no harm.
 
-Mounting: a command opens the local folder of an address (`open_data`); its workers mount the same folder, or make one
-on another node (`mount_problem`).
+`mounting.py` opens and mounts these folders.
 """
 
 import errno
 import hashlib
 import os
 import re
-import secrets
-import shutil
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.locks import lock, open_private, private_root
 from clipmill.manifests.publish import TEMPORARY_PREFIX, temporary_path
 from clipmill.manifests.storage.leases import HeldLeases, Lease, LeaseHeld, held_leases, holder_of
-from clipmill.manifests.storage.mirrors import mirror_of, mount
 from clipmill.manifests.storage.objects import PART_BYTES, ObjectInfo, Objects, open_objects
-from clipmill.manifests.storage.stores import no_damage, scheme_of
+from clipmill.manifests.storage.stores import no_damage
 
 _LAZY_SUFFIXES = (".tar", ".tar.idx", ".index.arrow", "/chunks.arrow")  # fetched when they are opened
 _EAGER_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".arrow")
+_LARGE_SUFFIXES = (".tar", ".bin")  # shards, and parts of checkpoints: their content does not stay on the local disk
 _JOURNAL = re.compile(r"(.+)/answers/[^/]+")
 _SECOND_NS = 1_000_000_000
 _MAX_NAME_BYTES = 255 - len(temporary_path(Path()).name)  # file systems allow 255; a file is written under another name
@@ -125,13 +122,13 @@ def local_files(folder: Path, prefix: str, *, recursive: bool) -> Iterator[tuple
                 yield key, entry.stat(follow_symlinks=False)
 
 
-def holds(path: Path, state: os.stat_result, info: ObjectInfo) -> bool:
+def holds(path: Path, state: os.stat_result, info: ObjectInfo, *, is_small: Callable[[str], bool] = is_eager) -> bool:
     """Return True if a local file holds this version of its object: its content, or a placeholder if that suffices."""
     is_content = not state.st_mtime_ns % 2
     stamp = _stamp(info.key, info.etag, is_content=is_content)
     if state.st_size != info.size_bytes or state.st_mtime_ns % _SECOND_NS != stamp:
         return False
-    if not is_content and is_eager(info.key):
+    if not is_content and is_small(info.key):
         return False
     if state.st_mtime_ns // _SECOND_NS != int(info.modified_s):  # it was the time of this machine's clock
         set_stamp(path, info, is_content=is_content)
@@ -180,14 +177,17 @@ class WorkingCopy:
 
     Args:
         folder: Existing local folder that only this command and its workers use.
+        is_small: Function that returns True for the key of a file that is always fetched.
     """
 
-    def __init__(self, address: str, folder: Path) -> None:
-        self.address, self.folder = address, folder
+    def __init__(self, address: str, folder: Path, *, is_small: Callable[[str], bool] = is_eager) -> None:
+        self.address, self.folder, self._is_small = address, folder, is_small
         self.objects: Objects = open_objects(address)
         self._listed: dict[str, ObjectInfo] | None = None  # by key, as of the last listing; None in a worker
         self._foreign: set[str] = set()  # keys that cannot be names of local files
         self.leases = HeldLeases(self.objects)
+        self._growing = threading.Lock()
+        self._uploaded: dict[Path, tuple[int, int]] = {}  # size and time of growing files at their last upload
 
     # Reading
 
@@ -247,7 +247,7 @@ class WorkingCopy:
         made: set[Path] = set()
         for key, info in infos.items():
             path = self.folder / key
-            if is_lock(key) or (key in local and holds(path, local[key], info)):
+            if is_lock(key) or (key in local and holds(path, local[key], info, is_small=self._is_small)):
                 continue
             if path.parent not in made:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -255,7 +255,7 @@ class WorkingCopy:
             if TEMPORARY_PREFIX in key:  # another command may remove it at any time
                 if key not in local:
                     make_placeholder(path, info)
-            elif is_eager(key):
+            elif self._is_small(key):
                 to_fetch.append(info)
             else:
                 make_placeholder(path, info)
@@ -277,7 +277,7 @@ class WorkingCopy:
     def open(self, path: Path) -> int | None:
         if not self.is_away(path):
             return None
-        if not path.name.endswith(".tar"):
+        if not path.name.endswith(_LARGE_SUFFIXES):
             self._provide(path)
             return None
         # Without a name, the copy vanishes with its last user, even if that process is killed.
@@ -311,7 +311,7 @@ class WorkingCopy:
         try:
             yield
         finally:
-            if path.name.endswith(".tar"):
+            if path.name.endswith(_LARGE_SUFFIXES):
                 make_placeholder(path, self._info(path))
 
     @no_damage()
@@ -330,7 +330,7 @@ class WorkingCopy:
             state = path.stat()
         except FileNotFoundError:
             return self._listed is None or self.key_of(path) in self._listed
-        return not is_eager(self.key_of(path)) and state.st_mtime_ns % 2 == 1
+        return not self._is_small(self.key_of(path)) and state.st_mtime_ns % 2 == 1
 
     def _info(self, path: Path) -> ObjectInfo:
         key = self.key_of(path)
@@ -347,7 +347,7 @@ class WorkingCopy:
         if TEMPORARY_PREFIX in key:
             return
         size_bytes = temporary.stat().st_size
-        if is_eager(key) and size_bytes <= PART_BYTES:
+        if self._is_small(key) and size_bytes <= PART_BYTES:
             seen: ObjectInfo | None = None
             with suppress(FileNotFoundError):
                 seen = self._info(path)
@@ -358,10 +358,24 @@ class WorkingCopy:
         info = ObjectInfo(key, size_bytes, etag, time.time())
         if self._listed is not None:
             self._listed[key] = info
-        if key.endswith(".tar"):
+        if key.endswith(_LARGE_SUFFIXES):
             make_placeholder(temporary, info)
         else:
             set_stamp(temporary, info, is_content=True)
+
+    def upload_growing(self, path: Path) -> None:
+        with self._growing, suppress(FileNotFoundError):
+            state = path.stat()
+            if self._uploaded.get(path) == (state.st_size, state.st_mtime_ns):
+                return
+            key, content, seen = self.key_of(path), path.read_bytes(), None
+            with suppress(FileNotFoundError):
+                seen = self.objects.info(key)
+            replaces = None if seen is None else seen.etag
+            etag = self.objects.write(key, content, only_new=seen is None, replaces=replaces, guard=self.require_locks)
+            if self._listed is not None:
+                self._listed[key] = ObjectInfo(key, len(content), etag, time.time())
+            self._uploaded[path] = state.st_size, state.st_mtime_ns
 
     def move(self, source: Path, target: Path) -> None:
         paths = [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]
@@ -398,14 +412,31 @@ class WorkingCopy:
                 self._listed[info.key] = newer
             set_stamp(path, newer, is_content=True)
 
+    def abort_uploads(self, folder: Path) -> None:
+        prefix = f"{self.key_of(folder)}/"
+        with suppress(UserError, OSError):  # the account may lack the right, or the server the request
+            for upload in self.objects.open_uploads():
+                if upload.key.startswith(prefix):
+                    self.require_locks()
+                    self.objects.abort(upload)
+
     # Locks
 
     @contextmanager
-    def column_lock(self, name: str, *, unless: re.Pattern[str] | None = None) -> Iterator[None]:
+    def column_lock(
+        self,
+        name: str,
+        *,
+        unless: re.Pattern[str] | None = None,
+        on_wait: Callable[[str], object] | None = None,
+    ) -> Iterator[None]:
         self.require_listed()
         before = (self._listed or {}).get(name)
         lease = Lease(self.objects, name, what=self.address)
-        lease.acquire()
+        if on_wait is None:
+            lease.acquire()
+        else:
+            lease.take_over(on_wait=on_wait)
         with self.leases.hold(lease):
             if lease.replaced != before:  # another command has written since the listing
                 self.sync()
@@ -443,6 +474,12 @@ class WorkingCopy:
         leases = (text for fence in self.leases.fences for text in fence)
         return (self.address, os.fspath(self.folder), run_of(self.folder), *leases)
 
+    def join(self, access: tuple[str, ...]) -> None:
+        _, _, _, *leases = access
+        for key, token in zip(leases[::2], leases[1::2], strict=True):
+            self.leases.fence(key, token)
+        self.require_locks()
+
     def publish_token(self, path: Path) -> None:
         key = self.key_of(path)
         self.objects.write(key, path.read_bytes(), guard=self.require_locks)
@@ -455,107 +492,3 @@ class WorkingCopy:
     def key_of(self, path: Path) -> str:
         """Return the key of the object of a file in the folder."""
         return os.fspath(path)[len(os.fspath(self.folder)) + 1 :]
-
-
-_SHARED_FOLDERS = ("manifest", "layout")  # a worker on another node reads them beside its shards
-
-
-def open_data(address: str) -> Path:
-    """Return the local folder that mirrors a data folder in a bucket; no request is sent yet.
-
-    Raises:
-        UserError: The address cannot hold a data folder.
-    """
-    scheme_of(address, is_written=True)
-    objects = open_objects(address)
-    address = objects.address
-    if not objects.is_writable:
-        raise UserError(
-            f"{address} cannot be a data folder of prep, because prep writes and lists it",
-            hint="give a folder in a bucket (s3://, gs:// or az://); train can read from https://",
-        )
-    root = private_root("data")
-    root = root.parent.resolve() / root.name
-    _require_private(root)
-    parent = root / hashlib.sha256(address.encode()).hexdigest()[:16]
-    parent.mkdir(mode=0o700, exist_ok=True)
-    for number in range(1000):
-        folder = parent / f"{os.uname().nodename}-{number}"
-        if (known := mirror_of(folder)) is not None:
-            if isinstance(known, WorkingCopy):
-                known.forget()
-            return folder
-        descriptor = os.open(parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        if not lock(descriptor, waits=False):
-            os.close(descriptor)
-            continue
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, secrets.token_hex(16).encode(), 0)  # it stays open until the process ends
-        folder.mkdir(exist_ok=True)
-        mount(WorkingCopy(address, folder))
-        return folder
-    raise UserError(f"too many commands on this machine use {address}", hint="wait until some of them have finished")
-
-
-def mount_problem(access: tuple[str, ...], token_file: Path | None = None, token: str = "") -> str | None:
-    """Mount the data folder of a command in this worker; return the reason why it must not work; None if it may.
-
-    Args:
-        access: `Mirror.access` of the command.
-        token_file, token: Token of the run, which is read from the bucket; None for a run without a token.
-    """
-    try:
-        copy = _mount_in_worker(access)
-        if token_file is None:
-            return None
-        token_file.parent.mkdir(parents=True, exist_ok=True)
-        stored_token = copy.objects.read(copy.key_of(token_file)).decode("utf-8", "replace")
-    except FileNotFoundError:
-        return f"the run has ended, or {access[0]} is another bucket there"
-    except (OSError, UserError) as error:
-        return f"{access[0]} cannot be used: {getattr(error, 'strerror', None) or error}"
-    return None if stored_token == token else f"{access[0]} is another bucket there"
-
-
-def _mount_in_worker(access: tuple[str, ...]) -> WorkingCopy:
-    """Return the working copy of a worker; make its folder if this node has no folder of the run.
-
-    Raises:
-        UserError: The bucket cannot be used on this node.
-        OSError: The local folder cannot be made.
-    """
-    address, folder, run, *leases = access
-    path = Path(folder)
-    copy = mirror_of(path)
-    if copy is None:
-        if run_of(path) != run:
-            _make_folder(path, run, access)
-        copy = WorkingCopy(address, path)
-        mount(copy)
-    assert isinstance(copy, WorkingCopy)
-    if not copy.leases.fences:  # in the process of the command there are leases, and no fences are needed
-        for key, token in zip(leases[::2], leases[1::2], strict=True):
-            copy.leases.fence(key, token)
-    return copy
-
-
-def _make_folder(folder: Path, run: str, access: tuple[str, ...]) -> None:
-    """Make the folder of a run on another node than the command's, with the files that all its workers read."""
-    _require_private(folder.parent.parent)
-    folder.parent.mkdir(mode=0o700, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("a+") as run_file:
-        lock(run_file.fileno())  # another worker of this node may be making it
-        if run_of(folder) == run:
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        copy = WorkingCopy(access[0], folder)
-        for name in _SHARED_FOLDERS:
-            copy.refresh(folder / name)
-        run_file.truncate(0)
-        run_file.write(run)
-
-
-def _require_private(root: Path) -> None:
-    root.parent.mkdir(parents=True, exist_ok=True)
-    os.close(open_private(root))

@@ -35,7 +35,7 @@ def _data_folder(_type: Any, tokens: Sequence[Token]) -> Path:
     if not is_remote(value):
         require_not_mistyped(value)
         return Path(value)
-    from clipmill.manifests.storage.working_copy import open_data
+    from clipmill.manifests.storage.mounting import open_data
 
     return open_data(value)
 

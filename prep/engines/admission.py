@@ -71,7 +71,7 @@ class Ticket:
     def _folder_problem(self) -> str | None:
         folder = self.token_file.parent
         if self.bucket:
-            from clipmill.manifests.storage.working_copy import mount_problem
+            from clipmill.manifests.storage.mounting import mount_problem
 
             return mount_problem(self.bucket, self.token_file, self.token)
         deadline_s = time.monotonic() + (_LAG_LIMIT_S if os.uname().nodename != self.host else 0.0)

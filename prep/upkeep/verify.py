@@ -226,7 +226,7 @@ def _check_deep(
     tasks = (DeepTask(variant.directory, commit, column.check_sample) for commit in longest_first)
     check = None
     if (mirror := mirror_of(variant.directory)) is not None:
-        from clipmill.manifests.storage.working_copy import mount_problem
+        from clipmill.manifests.storage.mounting import mount_problem
 
         check = partial(mount_problem, mirror.access)
     for outcome in ProcessEngine(num_workers=num_workers).run(check_deep, tasks, check=check):

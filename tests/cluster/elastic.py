@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.cluster import elastic_losses, elastic_starts
+from tests.cluster import elastic_buckets, elastic_losses, elastic_starts
 from tests.cluster.elastic_nodes import nodes
 from tests.cluster.elastic_runs import Case, Skipped, end_well
 from tests.train.latents.columns import write_columns
@@ -37,9 +37,8 @@ def undisturbed(case: Case) -> str:
 
 
 def main(names: Sequence[str]) -> int:
-    cases: dict[str, Callable[[Case], str]] = {
-        case.__name__: case for case in (reference, undisturbed, *elastic_losses.CASES, *elastic_starts.CASES)
-    }
+    of_modules = (*elastic_losses.CASES, *elastic_starts.CASES, *elastic_buckets.CASES)
+    cases: dict[str, Callable[[Case], str]] = {case.__name__: case for case in (reference, undisturbed, *of_modules)}
     if unknown := set(names) - cases.keys():
         sys.exit(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
     root = Path(tempfile.mkdtemp(prefix="elastic-"))

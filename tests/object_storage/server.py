@@ -98,7 +98,7 @@ def _serve() -> None:
     application: Any = DomainDispatcherApplication(create_backend_app)
     # For each request, it would list the folder of all services and try hundreds of patterns.
     application.get_backend_for_host = cache(application.get_backend_for_host)
-    server: Any = make_server("127.0.0.1", 0, application, threaded=True)
+    server: Any = make_server((*sys.argv[1:], "127.0.0.1")[0], 0, application, threaded=True)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)

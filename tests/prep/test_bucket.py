@@ -14,8 +14,8 @@ import pytest
 
 from clipmill.manifests.storage import mirrors
 from clipmill.manifests.storage.mirrors import AddressStream
+from clipmill.manifests.storage.mounting import open_data
 from clipmill.manifests.storage.objects import open_objects
-from clipmill.manifests.storage.working_copy import open_data
 from clipmill.prep.core.data_folder import require_data_folder, writing
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.shard_result import ShardResult, stop_result

@@ -7,8 +7,8 @@ import obstore
 import pytest
 
 from clipmill.manifests.publish import publish_bytes
+from clipmill.manifests.storage.mounting import open_data
 from clipmill.manifests.storage.objects import open_objects
-from clipmill.manifests.storage.working_copy import open_data
 from clipmill.prep.core.data_folder import require_data_folder
 from clipmill.shards.dataset import current_variant
 from tests.object_storage.faults import Fault, Faults

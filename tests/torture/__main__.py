@@ -24,6 +24,7 @@ PARTS = {
     "damage": ("damage", "readers"),
     "hostile": ("hostile_sources", "hostile_annotations", "hostile_training"),
     "buckets": ("buckets",),
+    "runs": ("bucket_runs",),
     "sources": ("sources",),
     "variants": ("variants",),
     "answers": ("answers",),

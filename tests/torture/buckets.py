@@ -42,7 +42,7 @@ from tests.torture.workspace import Workspace
 PART = "buckets"
 SHORT_LEASES = Path(__file__).parent / "short_leases"
 _SIGNED = "&X-Amz-*"  # in names: times and signatures differ from run to run
-_CHANGING = ("PUT", "POST", "DELETE")
+CHANGING = ("PUT", "POST", "DELETE")
 _OWN_END = re.compile(r"\.lock$|\.tmp-")
 _LIMIT_S = 120.0
 _lock = threading.Lock()
@@ -119,7 +119,7 @@ def _cases_of(subject: Subject, seed: int, workspace: Workspace) -> Iterator[Cas
     def trace(folder: Path) -> None:
         with _Trial(subject, workspace, folder) as trial:
             ended_well(trial.run(subject.writer, "writer", port=trial.proxy.port), status=0)
-            points.extend(_points_of(trial.proxy.seen().requests, subject.column_lock))
+            points.extend(points_of(trial.proxy.seen().requests, subject.column_lock))
 
     workspace.made(f"requests-{subject.name}", trace)
     pairs = [(point, fault) for point in points for fault in subject.faults]
@@ -129,7 +129,7 @@ def _cases_of(subject: Subject, seed: int, workspace: Workspace) -> Iterator[Cas
         yield Case(name, fault, partial(_try, subject, workspace, point, fault))
 
 
-def _points_of(requests: Sequence[tuple[str, str]], column_lock: str) -> list[Point]:
+def points_of(requests: Sequence[tuple[str, str]], column_lock: str) -> list[Point]:
     """Return the requests of a command while it holds its lock."""
     unsigned = (re.sub("&X-Amz-.*", _SIGNED, re.sub("^/[^/?]+", "", path)) for _, path in requests)
     keys = (re.sub(r"\.tmp-[0-9a-f]{12}", ".tmp-*", key) for key in unsigned)
@@ -137,7 +137,7 @@ def _points_of(requests: Sequence[tuple[str, str]], column_lock: str) -> list[Po
     locks = [
         number for number, (method, key) in enumerate(named) if method == "PUT" and key.endswith(f"/{column_lock}")
     ]
-    changes = [number for number, (method, key) in enumerate(named) if method in _CHANGING and not _OWN_END.search(key)]
+    changes = [number for number, (method, key) in enumerate(named) if method in CHANGING and not _OWN_END.search(key)]
     # The end of a command deletes its token; a command that writes nothing is there to delete.
     written = [number for number in changes if named[number][0] == "PUT"]
     last = max(written or changes)
@@ -160,7 +160,7 @@ class _Trial:
         self.proxy: Faults = self._stack.enter_context(faulty(self._server.port))
         name = f"torture-{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
         self.address = f"{self._server.make_bucket(name)}/data"
-        with _leading_to(self._server):
+        with leading_to(self._server):
             self.objects: Objects = open_objects(self.address)
             upload(subject.base(workspace) / "data", self.address)
 
@@ -175,15 +175,9 @@ class _Trial:
 
     def contents(self) -> dict[str, str]:
         """Return what is in the bucket, without locks and temporary objects, which the next command removes."""
-        with _leading_to(self._server):
+        with leading_to(self._server):
             found = contents_of(self.address)
         return {key: digest for key, digest in found.items() if "/.tmp-" not in f"/{key}"}
-
-    def signal(self, number: int, session: int) -> None:
-        """Send a signal to all processes of a session."""
-        for path in Path("/proc").iterdir():
-            if path.name.isdigit() and _session_of(int(path.name)) == session:
-                os.kill(int(path.name), number)
 
     def session(self) -> int:
         """Return the session of the command that holds the lock."""
@@ -208,12 +202,12 @@ def _try(subject: Subject, workspace: Workspace, point: Point, fault: str, folde
                 time.sleep(0.02)
             if fault != "cut-off":
                 session = trial.session()
-                trial.signal(signal.SIGSTOP, session)
+                signal_session(signal.SIGSTOP, session)
             left = _succeeded(trial, subject)
         finally:
             trial.proxy.set()
             if session is not None:
-                trial.signal(signal.SIGCONT, session)
+                signal_session(signal.SIGCONT, session)
         ran = writer.result()
         ended_well(ran, status={0, 1} if point.is_last else 1)
         try:
@@ -233,6 +227,13 @@ def _succeeded(trial: _Trial, subject: Subject) -> dict[str, str]:
             return trial.contents()
 
 
+def signal_session(number: int, session: int) -> None:
+    """Send a signal to all processes of a session."""
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit() and _session_of(int(path.name)) == session:
+            os.kill(int(path.name), number)
+
+
 def _session_of(process: int) -> int | None:
     try:
         return os.getsid(process)
@@ -248,7 +249,7 @@ def shared_server() -> S3Server:
     return stack.enter_context(s3_server())
 
 
-def _leading_to(server: S3Server) -> ExitStack:
+def leading_to(server: S3Server) -> ExitStack:
     """Context manager during which clients of this process find the server."""
     stack = ExitStack()
     stack.enter_context(_lock)

@@ -13,10 +13,11 @@ from cyclopts import App, Parameter
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
+from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.clips import AS_TRAINED, Overrides, Weights
 from clipmill.train.config.files import read_values
-from clipmill.train.config.shards import require_named_weights, require_places
+from clipmill.train.config.shards import local_folder, require_named_weights, require_places
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.registry import evaluations, evaluations_of, tasks_where
 from clipmill.train.run.charts import add_evaluation
@@ -55,7 +56,8 @@ def score_run(
         from clipmill.train.report.results import write_page
         from clipmill.train.run.variants import reading_variants_of_run
 
-    run = open_run(Path(weights)) if is_run(Path(weights)) else None
+    place = local_folder(weights)
+    run = open_run(place) if is_run(place) or is_remote(str(weights)) else None
     if run is not None:
         task_of_run(run, tasks, suited=_evaluations_of)
         for path in (run.metrics, run.failures):
@@ -94,10 +96,10 @@ def _tasks_with(evaluation: EvaluationSpec) -> Tasks:
 
 def data_of(weights: str | Path) -> tuple[str | None, ...]:
     """Return the data to evaluate if none are named: None for the data of the run, or each folder of a mixture."""
-    if not is_run(Path(weights)):
+    if not is_run(place := local_folder(weights)):
         return (None,)
     try:
-        shards = read_values(open_run(Path(weights)).settings).get("shards")
+        shards = read_values(open_run(place).settings).get("shards")
     except UserError:
         return (None,)  # opening the run raises the error
     return tuple(map(str, shards)) if isinstance(shards, list) and len(shards) > 1 else (None,)
@@ -154,7 +156,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
 
                 print(describe(table_of(evaluation.table, result)))
                 if files:
-                    page = f"; results page: {open_run(Path(weights)).page}" if out is None else ""
+                    page = f"; results page: {open_run(local_folder(weights)).page}" if out is None else ""
                     print(f"written: {files[-1]}{page}")
             failed += len(result["failed"])
         if refused:

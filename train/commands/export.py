@@ -10,9 +10,10 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
+from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.clips import AS_TRAINED, Overrides, Weights
-from clipmill.train.config.shards import require_named_weights
+from clipmill.train.config.shards import local_folder, require_named_weights
 from clipmill.train.registry import tasks, tasks_where
 from clipmill.train.run.folder import RunFolder, is_run
 from clipmill.train.spec import ExportRequest, take_tags
@@ -77,7 +78,7 @@ def export_run(
         from clipmill.train.weights.exported import publish_folder
         from clipmill.train.weights.sources import whole_weights
 
-    run, path = RunFolder(Path(weights)), checkpoint
+    run, path = RunFolder(local_folder(weights)), checkpoint
     if is_run(run.path):
         path = run.require_checkpoint() if checkpoint is None else _checkpoint_of(run, checkpoint)
         run.require_facts()
@@ -166,6 +167,8 @@ def _checkpoint_of(run: RunFolder, path: Path) -> Path:
     from clipmill.train.run.checkpoint import all_checkpoints
 
     known = all_checkpoints(run.checkpoints).values()
+    if mirror_of(run.path) is not None:
+        path = run.checkpoints / path.name
     if path.resolve() not in {checkpoint.resolve() for checkpoint in known}:
         names = ", ".join(sorted(map(str, known))) or "it has none"
         raise UserError(f"{path} is not a checkpoint of {run.path}", hint=f"checkpoints of the run: {names}")

@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from clipmill.manifests.errors import Stopped, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import publish_bytes, publish_json
+from clipmill.manifests.storage.mirrors import mirror_of, refresh
 from clipmill.manifests.store import read_videos
 from clipmill.shards.dataset import reading_variants
 from clipmill.train.config.clips import ClipSettings
@@ -36,10 +37,19 @@ from clipmill.train.models.attention_choice import choose_attention, describe_fa
 from clipmill.train.registry import TASKS
 from clipmill.train.report.results import initial_weights, write_page
 from clipmill.train.run.charts import check_tracking
-from clipmill.train.run.checkpoint import latest_checkpoint
+from clipmill.train.run.checkpoint import all_checkpoints, checkpoint_name
 from clipmill.train.run.checkpoint_writer import recover
 from clipmill.train.run.environment import PACKAGES_FACT, machine, packages_of, versions
-from clipmill.train.run.folder import Resume, RunFolder, create_run, find_run, read_lines, reopen_run, sweep
+from clipmill.train.run.folder import (
+    EVALUATIONS,
+    Resume,
+    RunFolder,
+    create_run,
+    find_run,
+    read_lines,
+    reopen_run,
+    sweep,
+)
 from clipmill.train.run.shared_folder import require_shared, wait_for_files
 from clipmill.train.run.tracking import Progress
 from clipmill.train.run.variants import (
@@ -64,8 +74,9 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
     with open_world(device_type=device.type, start=start, hint=SAME_LAUNCH) as world, ExitStack() as held:
         device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
         # The first rank decides for all, as ranks may look at the run's folder at different times.
-        old_run = world.first(lambda: _find_and_hold(settings.out, resume, held=held))
-        if old_run is not None:
+        old_run = None
+        if world.first(lambda: _find_and_hold(settings.out, resume, held=held) is not None):
+            old_run = RunFolder(settings.out)  # in a bucket, each rank has a folder of its own
             require_shared(old_run.path, world=world)
         old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
         recorded, of_evaluated = old_facts.get(VARIANTS_FACT, []), old_facts.get(EVALUATED_FACT, {})
@@ -102,13 +113,17 @@ def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder 
 
 
 def _create_and_hold(settings: ClipSettings, *, held: ExitStack, world: World, comment: str) -> RunFolder:
-    def create() -> RunFolder:
+    def create() -> None:
         run = create_run(settings, comment=comment)
         held.enter_context(run.hold())
-        return run
 
-    require_shared(settings.out, world=world)
-    return world.first(create)
+    is_remote = mirror_of(settings.out) is not None
+    if not is_remote:
+        require_shared(settings.out, world=world)
+    world.first(create)
+    if is_remote:  # what the ranks share is the lock
+        require_shared(settings.out, world=world)
+    return RunFolder(settings.out)
 
 
 def _train(
@@ -135,10 +150,10 @@ def _train(
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
     # Rank 0 looks for a checkpoint; the other ranks wait until they see it too.
-    checkpoint = None if old_run is None else world.first(lambda: latest_checkpoint(old_run.checkpoints))
-    if checkpoint is not None:
-        wait_for_files(checkpoint, world=world)
-    has_weights = checkpoint is not None
+    step = None if old_run is None else world.first(lambda: max(all_checkpoints(old_run.checkpoints), default=None))
+    if old_run is not None and step is not None:
+        wait_for_files(old_run.checkpoints / checkpoint_name(step), world=world)
+    has_weights = step is not None
     source = _open_weights(settings, world=world, say=progress.say, run=old_run if has_weights else None)
     settings = spec.effective(settings, None if has_weights else source, say=progress.say)
     if old_run is not None:
@@ -207,8 +222,10 @@ def _train(
             (run.path / name).parent.mkdir(exist_ok=True)
             publish_bytes(run.path / name, content)
         publish_json(run.facts, facts)
-    train(task, samples, settings, run=run, world=world, device=device, progress=progress)
+    with run.upload_now_and_then() if world.is_first else nullcontext():
+        train(task, samples, settings, run=run, world=world, device=device, progress=progress)
     if world.is_first:
+        refresh(run.path / EVALUATIONS)  # of evaluations on other machines
         with Activity(f"writing {run.page}"):
             if spec.at_end is not None:
                 spec.at_end(run, settings, say=progress.say)

@@ -15,7 +15,7 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
 from clipmill.shards.columns import VIDEO
 from clipmill.train.config.files import read_values
-from clipmill.train.config.shards import DataSettings, folders_of, require_named_weights, require_places
+from clipmill.train.config.shards import DataSettings, folders_of, local_folder, require_named_weights, require_places
 from clipmill.train.registry import tasks_where
 from clipmill.train.run.folder import is_run, open_run
 from clipmill.train.search.request import EmbedRequest, SearchRequest
@@ -84,7 +84,7 @@ def _embedding_tasks() -> Tasks:
 
 def _training_folder(weights: str) -> str:
     """Return the data folder that a run was trained on; UserError without a run, or with several folders."""
-    if not is_run(Path(weights)):
+    if not is_run(place := local_folder(weights)):
         with Activity("importing torch"):
             from clipmill.train.evaluation.opening import require_weights
 
@@ -94,7 +94,7 @@ def _training_folder(weights: str) -> str:
             hint="add it",
             flags=("--shards",),
         )
-    settings = read_values(open_run(Path(weights)).settings)
+    settings = read_values(open_run(place).settings)
     folders = folders_of(settings.get("shards", DataSettings.shards))
     if len(folders) > 1:
         raise UserError(

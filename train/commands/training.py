@@ -11,11 +11,12 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.help_text import check_values
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.settings import Checked, deferred_checks, flags_without_effect, mistakes, refuse
+from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import FIRST_RUN, unknown_parts
 from clipmill.train.config.files import RENAMED, Provenance, load_settings, preset_path, presets_of, yaml_source
-from clipmill.train.config.shards import require_places
+from clipmill.train.config.shards import local_folder, require_places
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.registry import DEFAULT, find_task, task_names
 from clipmill.train.run.environment import require_parts
@@ -40,6 +41,7 @@ def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None
     origin = provenance or Provenance()
 
     def fill(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+        _require_disk(arguments)
         add_files(app, commands, arguments, remarks=origin.remarks)
         for argument in arguments:
             if not argument.tokens:
@@ -89,7 +91,7 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     for preset in given_values("--preset"):
         fill(_preset_of(preset, commands[-1]), preset)
     if given_values("--resume"):
-        out = Path(given_values("--out")[0]) if given_values("--out") else TrainingSettings.out
+        out = local_folder(given_values("--out")[0]) if given_values("--out") else TrainingSettings.out
         # If --out holds no run, a new run is started, or opening the run raises the error.
         if (saved := RunFolder(out).settings).is_file():
             RunFolder(out).require_task(commands[-1])
@@ -110,6 +112,17 @@ def _require_as_many(folders: Sequence[str], of_run: Sequence[str], *, out: Path
             f"{', '.join(of_run)}",
             hint="to continue, name each of these folders or omit --shards; or start a new run with another --out",
             flags=("--shards",),
+        )
+
+
+def _require_disk(arguments: "ArgumentCollection") -> None:
+    """Raise a UserError for an address as the --out of a command that is not a training command."""
+    given = {argument.name: argument.tokens[-1].value for argument in arguments if argument.tokens}
+    if is_remote(given.get("--out", "")) and "--resume" not in {argument.name for argument in arguments}:
+        raise UserError(
+            f"--out {given['--out']} is an address, and this command writes to a disk",
+            hint="give a path, and copy the files",
+            flags=("--out",),
         )
 
 

@@ -19,6 +19,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import on_one_line
 from clipmill.manifests.publish import publish_bytes
 from clipmill.manifests.settings import Checked, annotations_of, deferred_checks, mistakes, refuse
+from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.config.fields import Choice, Published
 from clipmill.train.config.training import TrainingSettings, flatten, plain_values
 
@@ -76,7 +77,9 @@ def _parse_file(path: Path, kind: type[Settings]) -> Settings:
     try:
         app.config, place = [yaml_source(path, kind)], f"{path}: "
         with deferred_checks():
-            settings: Settings = app([])
+            # An address would be mounted; the folder of the run is where the file is.
+            is_in_bucket = is_remote(str(read_values(path).get("out")))
+            settings: Settings = app([f"--out={path.parent}"] if is_in_bucket else [])
         refuse(mistakes(settings))
         return settings
     except (CycloptsError, UserError) as error:

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, parse_size
 from clipmill.manifests.plugins import import_object
 from clipmill.manifests.settings import Checked, errors_of, without_effect
-from clipmill.manifests.storage.mirrors import is_remote
+from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import FIRST_RUN
 
@@ -268,6 +268,28 @@ def _require_weights(mix: str, *, num_folders: int) -> None:
         )
 
 
+def local_folder(place: str | Path) -> Path:
+    """Return the folder of a run: a path as it is; for an address, the local folder that mirrors it, as it is now.
+
+    Raises:
+        UserError: The address cannot hold a run, or the bucket cannot be read.
+    """
+    if isinstance(place, Path) or not is_remote(place):
+        return Path(place)
+    from clipmill.manifests.storage.mounting import open_run
+
+    return open_run(place)
+
+
+def _run_folder(_type: Any, tokens: Sequence[Token]) -> Path:
+    """Convert --out: a path, or the address of a run in a bucket, which a local folder then mirrors."""
+    require_not_mistyped(tokens[0].value)
+    return local_folder(tokens[0].value)
+
+
+RUN_FOLDER = Parameter(converter=_run_folder)
+
+
 NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
 HUB_PREFIX = "hf:"  # prefix of a model name on the Hugging Face Hub
 
@@ -293,15 +315,15 @@ def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...]
                 flags=("--shards",),
             )
     for weights in init:
-        if not is_name_and_tag(weights) and not Path(weights).exists():
+        if not is_name_and_tag(weights) and not local_folder(weights).exists():
             raise UserError(
                 f"cannot read the weights {weights}: No such file or directory", hint="name a file or a folder"
             )
 
 
 def require_named_weights(weights: str | Path, *, takes_tags: bool) -> None:
-    """Raise a UserError if weights are neither an existing path nor a NAME:TAG."""
-    if not Path(weights).exists() and not is_name_and_tag(str(weights)):
+    """Raise a UserError if weights are neither an existing path or run nor a NAME:TAG."""
+    if not local_folder(weights).exists() and not is_name_and_tag(str(weights)):
         raise no_weights(weights, takes_tags=takes_tags)
 
 

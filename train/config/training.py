@@ -10,11 +10,12 @@ from cyclopts import Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.settings import SHARE, Checked, GoesWith, Range, errors_of, without_effect
+from clipmill.manifests.storage.mirrors import show_addresses
 from clipmill.shards.where_flag import check_where
 from clipmill.train.config import fields as groups
 from clipmill.train.config.evaluation import EvaluatedData, EvaluationSettings
 from clipmill.train.config.fields import FIRST_RUN, Choice, Published, Steps
-from clipmill.train.config.shards import DataSettings, folder_names, normalise_address
+from clipmill.train.config.shards import RUN_FOLDER, DataSettings, folder_names, normalise_address
 
 OptimizerName = Literal["adamw", "lamb", "lion", "sgd"]
 
@@ -197,8 +198,9 @@ class TrainingSettings(DataSettings):
     of_other_data: ClassVar[Mapping[str, Any]] = {}
     """Settings that concern only the training data, with the values to use for other data."""
 
-    out: Annotated[Path, groups.WHERE, FIRST_RUN] = Path("run")
-    """Run folder. It holds settings, metrics, checkpoints and the results page."""
+    out: Annotated[Path, groups.WHERE, FIRST_RUN, RUN_FOLDER] = Path("run")
+    """Run folder: a path, or an address such as s3://bucket/run, with which nodes need no shared disk. It holds
+    settings, metrics, checkpoints and the results page."""
     split: Annotated[str, groups.WHERE, FIRST_RUN] = "train"
     """Split to train on."""
     variant: Annotated[tuple[str, ...], groups.WHERE, groups.SEVERAL] = ()
@@ -362,8 +364,8 @@ FREE_ON_RESUME = frozenset(
 
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as a dict, with paths as strings."""
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    """Return settings as a dict, with paths, and the addresses that local folders mirror, as strings."""
+    plain = {name: show_addresses(str(value)) if isinstance(value, Path) else value for name, value in values.items()}
     return {name: plain_values(value) if isinstance(value, dict) else value for name, value in plain.items()}
 
 

@@ -7,9 +7,9 @@ reading a checkpoint cannot execute code.
 import io
 import os
 import warnings
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -52,8 +52,8 @@ class Storage:
         """Copy tensors to the CPU, reusing the memory of the previous call."""
         return cast(dict[str, torch.Tensor], self._stager.stage(dict(tensors)))
 
-    def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
-        """Write this rank's parts of `tensors` into `folder`. Replicated tensors are written only once.
+    def write(self, file: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
+        """Write this rank's parts of `tensors` into a file. Replicated tensors are written only once.
 
         Returns:
             The table of all pieces and their files, the same on all ranks.
@@ -62,7 +62,7 @@ class Storage:
             OSError: This rank could not write its parts.
             FailedElsewhere: Another rank could not write its parts.
         """
-        writer = _Writer(folder, rank=0 if self._group is None else dist.get_rank(self._group))
+        writer = _Writer(file)
         metadata = dcp.save(
             dict(sorted(tensors.items())),  # in a resumed run, the optimizer's state has another order
             storage_writer=writer,
@@ -70,12 +70,16 @@ class Storage:
             process_group=self._group,
             no_dist=self._group is None,
         )
-        failed = self.gather(writer.error is not None)
-        if writer.error is not None:
-            raise writer.error
+        self.agree(writer.error)
+        return _table(metadata)
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise this rank's error, if there is one, or FailedElsewhere if another rank has one; all ranks call it."""
+        failed = self.gather(error is not None)
+        if error is not None:
+            raise error
         if any(failed):
             raise FailedElsewhere(f"rank {failed.index(True)} could not write its parts")
-        return _table(metadata)
 
     def gather(self, value: Any) -> list[Any]:
         """Gather plain values from all ranks, in the writing thread."""
@@ -86,12 +90,23 @@ class Storage:
         return gathered
 
 
-def read_into(folder: Path, table: Table, tensors: Mapping[str, torch.Tensor], *, world: World) -> None:
-    """Load stored tensors into tensors of the same names and sizes (else ValueError). All ranks must call it."""
+def read_into(
+    folder: Path,
+    table: Table,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    world: World,
+    open_part: Callable[[Path], BinaryIO],
+) -> None:
+    """Load stored tensors into tensors of the same names and sizes (or ValueError); all ranks call it.
+
+    Args:
+        open_part: Function that opens a file of the folder.
+    """
     try:
         dcp.load(
             dict(tensors),
-            storage_reader=_Reader(folder, table),
+            storage_reader=_Reader(folder, table, open_part),
             planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             no_dist=world.size == 1,
         )
@@ -121,9 +136,9 @@ class _Writer(dcp.FileSystemWriter):
         error: Reason why this rank could not write. It is not raised, because other ranks wait for this rank.
     """
 
-    def __init__(self, folder: Path, *, rank: int) -> None:
-        super().__init__(str(folder))
-        self._file = folder / f"__{rank}_0.bin"
+    def __init__(self, file: Path) -> None:
+        super().__init__(str(file.parent))
+        self._file = file
         self.error: OSError | None = None
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
@@ -161,27 +176,27 @@ class _Piece:
 class _Reader(dcp.FileSystemReader):
     """Reader of files that `_Writer` wrote, by means of a table of plain values."""
 
-    def __init__(self, folder: Path, table: Table) -> None:
+    def __init__(self, folder: Path, table: Table, open_part: Callable[[Path], BinaryIO]) -> None:
         super().__init__(str(folder))
-        self._folder, self._metadata = folder, _metadata(table)
+        self._folder, self._metadata, self._open_part = folder, _metadata(table), open_part
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._metadata
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         pieces: dict[MetadataIndex, _Piece] = self.storage_data
-        with ExitStack() as opened:
-            files: dict[str, BinaryIO] = {}
-            for item in plan.items:
-                piece = pieces[item.storage_index]
-                if piece.file not in files:
-                    files[piece.file] = opened.enter_context((self._folder / piece.file).open("rb"))
-                target = planner.resolve_tensor(item).detach()
-                content = narrow_tensor_by_index(_read(piece, files[piece.file]), item.storage_offsets, item.lengths)
-                if content.size() != target.size():
-                    raise ValueError(f"{item.storage_index.fqn} has size {[*content.size()]}, not {[*target.size()]}")
-                target.copy_(content)
-                planner.commit_tensor(item, target)
+        # File by file: a file that is fetched from a bucket takes room on the disk while it is open.
+        items = sorted(plan.items, key=lambda item: pieces[item.storage_index].file)
+        for name, of_file in groupby(items, key=lambda item: pieces[item.storage_index].file):
+            with self._open_part(self._folder / name) as file:
+                for item in of_file:
+                    piece, target = pieces[item.storage_index], planner.resolve_tensor(item).detach()
+                    content = narrow_tensor_by_index(_read(piece, file), item.storage_offsets, item.lengths)
+                    if content.size() != target.size():
+                        sizes = f"{[*content.size()]}, not {[*target.size()]}"
+                        raise ValueError(f"{item.storage_index.fqn} has size {sizes}")
+                    target.copy_(content)
+                    planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -45,7 +45,7 @@ from clipmill.train.engine.metrics import (
 from clipmill.train.engine.state import State, new_state
 from clipmill.train.engine.task import Task
 from clipmill.train.optim.optimizer import clip_gradients, set_learning_rates, take_step
-from clipmill.train.run.checkpoint import latest_checkpoint
+from clipmill.train.run.checkpoint import all_checkpoints, checkpoint_name, latest_checkpoint
 from clipmill.train.run.checkpoint_writer import CheckpointWriter
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.run.tracking import Progress, Trackers, open_trackers
@@ -88,7 +88,9 @@ def train(
         lower_is_better=settings.best_is_lowest,
     )
     saved_step: int | None = None
-    if (path := world.first(lambda: latest_checkpoint(run.checkpoints))) is not None:
+    # The folder of a run in a bucket has another path on each rank.
+    if (latest := world.first(lambda: max(all_checkpoints(run.checkpoints), default=None))) is not None:
+        path = run.checkpoints / checkpoint_name(latest)
         state.restore(path, samples, settings, task=task, world=world)
         saved_step = state.step
         progress.say(f"resumes at step {state.step} of {settings.steps} from {path}")
@@ -114,8 +116,14 @@ def train(
             return  # stopped right after this state was saved; that checkpoint may have metrics
         tensors = state.tensors()
         require_finite_state(tensors, step=state.step, world=world, run=run)
-        writer.save(tensors, state.facts(task, samples, settings, world=world, metrics=metrics))
-        consumption.record()
+        write_consumption = consumption.measure()
+
+        def write_beside() -> None:
+            write_consumption()
+            run.upload_growing_files()
+
+        facts = state.facts(task, samples, settings, world=world, metrics=metrics)
+        writer.save(tensors, facts, beside=write_beside)
         saved_step = state.step
 
     # However the loop ends, join the threads of loader and writer, and log the last metrics.

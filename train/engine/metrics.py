@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -438,20 +438,18 @@ class Consumption:
         self._before = world.first(lambda: dict(run.read_facts().get(FACT, {})))
         self._began_s, self._began_j = time.monotonic(), _energy_j(device)
 
-    def record(self) -> None:
-        """Write the sums of all ranks to run.json."""
+    def measure(self) -> Callable[[], None]:
+        """Return a function that writes the sums of all ranks until now to run.json, for rank 0."""
         if self._device.type != "cuda":
-            return
+            return lambda: None
         now_j = _energy_j(self._device)
         used_j = None if now_j is None or self._began_j is None else now_j - self._began_j
         ranks = self._world.gather_objects((time.monotonic() - self._began_s, used_j))
-        if not self._world.is_first:
-            return
         sums = {"gpu_hours": self._before.get("gpu_hours", 0.0) + sum(used_s for used_s, _ in ranks) / 3600}
         joules = [used_j for _, used_j in ranks if used_j is not None]
         if len(joules) == len(ranks) and ("gpu_kwh" in self._before or not self._before):
             sums["gpu_kwh"] = self._before.get("gpu_kwh", 0.0) + sum(joules) / _JOULES_PER_KWH
-        publish_json(self._run.facts, {**self._run.read_facts(), FACT: sums})
+        return lambda: publish_json(self._run.facts, {**self._run.read_facts(), FACT: sums})
 
 
 def _energy_j(device: torch.device) -> float | None:

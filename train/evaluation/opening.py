@@ -21,10 +21,11 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.settings import deferred_checks
+from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import load_settings, save_settings
 from clipmill.train.config.model import Init, Towers
-from clipmill.train.config.shards import HUB_PREFIX, NAME_AND_TAG, is_name_and_tag, no_weights
+from clipmill.train.config.shards import HUB_PREFIX, NAME_AND_TAG, is_name_and_tag, local_folder, no_weights
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.engine.trained_run import prepare_run
 from clipmill.train.evaluation.runner import OpenedRun, open_for
@@ -63,8 +64,8 @@ def open_weights_as(
     Raises:
         UserError: The weights do not exist, are damaged, of an unknown task, or of an unsupported model.
     """
-    path = Path(weights)
-    if is_run(path):
+    path = local_folder(weights)
+    if is_run(path) or is_remote(str(weights)):
         return open_for(task_of_run(open_run(path), tasks, suited=suited), open_run(path), use, say=say)
     if use.checkpoint is not None:
         raise UserError(
@@ -116,7 +117,7 @@ def require_weights(weights: str | Path, tasks: Tasks) -> None:
 
     A NAME:TAG of open_clip is accepted if it may be the model of one of the tasks.
     """
-    path = Path(weights)
+    path = local_folder(weights)
     if path.is_file() or is_run(path) or has_weights(path):
         return
     takes_tags = take_tags(tasks)

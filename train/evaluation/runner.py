@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import publish_json
+from clipmill.manifests.storage.mirrors import show_addresses
 from clipmill.train.config.clips import AS_TRAINED, ClipSettings, LatentSettings, Overrides
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.shards import kind_of
@@ -104,7 +105,7 @@ class OpenedRun:
     @property
     def name(self) -> str:
         """Short name of the weights."""
-        return self.title if self.run is None else self.run.path.resolve().name
+        return self.title if self.run is None else self.run.name
 
     def result_name(self, name: str, flags: Any) -> str:
         """Return the file name of the result `name` of an evaluation, which depends on data and overrides."""
@@ -184,7 +185,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
         trained = replace(trained, settings=settings, load=load)
     return OpenedRun(
         spec=spec,
-        title=str(run.path),
+        title=show_addresses(str(run.path)),
         run=run,
         settings=settings,
         shards=use.shards,

@@ -12,7 +12,9 @@ from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, percent
+from clipmill.manifests.storage.mirrors import mirror_of, show_addresses
 from clipmill.shards.pages.templates import page_title, require_page_path
+from clipmill.train.config.shards import local_folder
 from clipmill.train.evaluation.tables import Cell, Table
 from clipmill.train.report.results import chart_values, overlay_curves, page_of, publish_page
 from clipmill.train.run.folder import RunFolder, open_run
@@ -141,11 +143,11 @@ class Compared:
     cautions: dict[int, str]
 
 
-def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = ()) -> list[Path]:
+def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Path] = ()) -> list[Path]:
     """Write an overview of runs that links to their pages.
 
     Args:
-        runs: Run folders. Other paths that `runs/*` names, such as embeddings and pages, are omitted.
+        runs: Run folders, or addresses. Other paths that `runs/*` names, such as embeddings and pages, are omitted.
         links: Further pages to link to.
 
     Returns:
@@ -156,15 +158,16 @@ def write_overview(runs: Sequence[Path], out: Path, *, links: Sequence[Path] = (
             written or is a file of another kind.
     """
     require_page_path(out, flag="--out")
-    left_out = [path for path in runs if path.exists() and not RunFolder(path).settings.is_file()]
+    paths = [local_folder(run) for run in runs]
+    left_out = [path for path in paths if path.exists() and not RunFolder(path).settings.is_file()]
     cards = []
-    for path in runs if len(left_out) == len(runs) else [path for path in runs if path not in left_out]:
+    for path in paths if len(left_out) == len(paths) else [path for path in paths if path not in left_out]:
         run = open_run(path)
         page = page_of(run)
         # The first result with captioned pictures, and its data if they are not the run's.
         pictured = next((result for result in page["results"] if result["strips"]), {"strips": [], "other_data": ""})
         shown = {"shown": pictured["strips"][:_NUM_STRIPS], "shown_data": pictured["other_data"]}
-        cards.append({**page, **shown, "link": _relative_link(run.page, out.parent)})
+        cards.append({**page, **shown, "link": _link(run, out.parent)})
     names = _distinct_names([card["name"] for card in cards])
     groups = repeats(cards, names)
     curves = overlay_curves(
@@ -239,6 +242,11 @@ def _title(page: Path) -> str:
             flags=("--link",),
         )
     return title
+
+
+def _link(run: RunFolder, folder: Path) -> str:
+    """Return the link to the page of a run: relative, or its address."""
+    return _relative_link(run.page, folder) if mirror_of(run.path) is None else show_addresses(str(run.page))
 
 
 def _relative_link(page: Path, folder: Path) -> str:

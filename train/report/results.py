@@ -17,6 +17,7 @@ from typing import Any
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import duration_text, escape_invisible
 from clipmill.manifests.publish import publish_bytes
+from clipmill.manifests.storage.mirrors import show_addresses
 from clipmill.shards.pages.templates import load_template
 from clipmill.train.config.files import read_values
 from clipmill.train.config.training import TrainingSettings, flatten, plain_values
@@ -228,8 +229,10 @@ def page_of(run: RunFolder) -> dict[str, Any]:
     curves = training_curves(lines)
     of_evaluations = evaluation_curves(lines, [group for one in known for group in one.curves])
     return {
-        "name": run.path.resolve().name,
-        "command": shlex.join(["train", task, "--config", str(run.settings), "--out", f"{run.path}-again"]),
+        "name": run.name,
+        "command": show_addresses(
+            shlex.join(["train", task, "--config", str(run.settings), "--out", f"{run.path}-again"])
+        ),
         "facts": facts,
         "chosen": _chosen_settings(settings, task),
         "settings": settings,

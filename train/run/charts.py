@@ -8,6 +8,7 @@ from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import parse_json, publish_json
+from clipmill.manifests.storage.mirrors import show_addresses
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import settings_yaml
 from clipmill.train.config.training import TrackSettings, TrainingSettings
@@ -52,7 +53,7 @@ class TensorBoard:
         self._writer = SummaryWriter(log_dir=str(run.path / "tensorboard"), purge_step=step + 1)
         if step == 0:
             self._writer.add_text("settings", f"```yaml\n{settings_yaml(settings)}```", 0)
-            self._writer.add_text("page", str(run.page.resolve()), 0)
+            self._writer.add_text("page", show_addresses(str(run.page.resolve())), 0)
 
     def log(self, line: dict[str, Any]) -> None:
         for tag, value in tag_metrics(line).items():
@@ -85,7 +86,7 @@ class WeightsAndBiases:
             settings.track,
             run,
             run_id=known["id"],
-            name=run_name(run.path.resolve().name, settings, facts),
+            name=run_name(run.name, settings, facts),
             config={
                 **yaml.safe_load(settings_yaml(settings)),
                 **{name: facts[name] for name in ("world_size", "precision") if name in facts},
@@ -95,7 +96,7 @@ class WeightsAndBiases:
         # Runs with different batch sizes are compared by epoch.
         for name in ("train/loss", "train/epoch_loss", *(f"{one.name}/*" for one in settings.evaluated_data())):
             self._run.define_metric(name, step_metric="train/epoch")
-        self._run.summary["page"] = str(run.page.resolve())
+        self._run.summary["page"] = show_addresses(str(run.page.resolve()))
 
     def log(self, line: dict[str, Any]) -> None:
         if line["step"] > self._last_step:

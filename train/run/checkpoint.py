@@ -10,6 +10,7 @@ Tensor names begin with model., ema., objective. or optimizer.
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,10 +19,11 @@ from itertools import product
 from math import prod
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.publish import parse_json
+from clipmill.manifests.storage.mirrors import is_away, mirror_of
 from clipmill.train.data.order import LoaderState
 from clipmill.train.distributed.world import World
 
@@ -88,8 +90,10 @@ def is_intact(path: Path) -> bool:
 
 
 def all_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints by step, in ascending order."""
+    """Return the checkpoints by step, in ascending order; in a bucket those whose last file has been uploaded."""
     checkpoints = {int(match[1]): path for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
+    if checkpoints and mirror_of(folder) is not None:
+        checkpoints = {step: path for step, path in checkpoints.items() if (path / METADATA_FILE).is_file()}
     return {step: checkpoints[step] for step in sorted(checkpoints)}
 
 
@@ -100,7 +104,10 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetadata:
-    """Read checkpoint.json and verify all checksums, divided among ranks; all ranks raise a UserError for bad files."""
+    """Read checkpoint.json and verify all checksums, divided among ranks; all ranks raise a UserError for bad files.
+
+    The parts of a checkpoint in a bucket are verified when they are read, by the ranks that need them.
+    """
     world = world or World()
     try:
         content = content_of(path)
@@ -176,7 +183,7 @@ def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tens
     from clipmill.train.distributed.storage import read_into
 
     try:
-        read_into(path, dict(table), tensors, world=world)
+        read_into(path, dict(table), tensors, world=world, open_part=open_part)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _unreadable_error(path, first_line(error)) from error
 
@@ -236,12 +243,33 @@ def file_facts(path: Path) -> dict[str, Any]:
         return {"size_bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
+def open_part(path: Path) -> BinaryIO:
+    """Open a file of a checkpoint to read it; a file that is only in a bucket is fetched and verified.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: Its checksum does not match.
+    """
+    if not is_away(path):
+        return path.open("rb")
+    from clipmill.shards.opening import open_regular
+
+    file = os.fdopen(open_regular(path), "rb")
+    if hashlib.file_digest(file, "sha256").hexdigest() != content_of(path.parent)["files"][path.name]["sha256"]:
+        file.close()
+        raise ValueError(f"the checksum of its file {path.name} does not match")
+    file.seek(0)
+    return file
+
+
 def _damage(path: Path, about: Mapping[str, Any]) -> str | None:
     if not path.is_file():
         return f"its file {path.name} is missing"
     if (size_bytes := path.stat().st_size) != about["size_bytes"]:
         return f"its file {path.name} has {size_bytes} of {about['size_bytes']} bytes"
-    return None if file_facts(path) == about else f"the checksum of its file {path.name} does not match"
+    # The checksum of a part that is only in a bucket is compared when it is opened.
+    is_sound = is_away(path) or file_facts(path) == about
+    return None if is_sound else f"the checksum of its file {path.name} does not match"
 
 
 def _checksum_of(content: Mapping[str, Any]) -> str:

@@ -1,15 +1,21 @@
-"""Asynchronous checkpoints: copied to the CPU, written by a thread, published by a rename."""
+"""Asynchronous checkpoints: copied to the CPU, written by a thread, published by a rename.
+
+In a bucket, which has no renames, each rank uploads its parts, and checkpoint.json is uploaded last.
+"""
 
 import errno
+import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from clipmill.manifests.errors import FailedWork
-from clipmill.manifests.publish import TEMPORARY_PREFIX, publish_json, sync
+from clipmill.manifests.errors import ClipmillError, FailedWork
+from clipmill.manifests.publish import TEMPORARY_PREFIX, publish_json, remove, replace, sync
+from clipmill.manifests.storage.mirrors import mirror_of, refresh
 from clipmill.train.distributed.storage import FailedElsewhere, Storage
 from clipmill.train.distributed.world import World
 from clipmill.train.run.checkpoint import (
@@ -18,6 +24,7 @@ from clipmill.train.run.checkpoint import (
     CheckpointMetadata,
     all_checkpoints,
     checkpoint_name,
+    checkpoint_step,
     content_of,
     file_facts,
     is_checkpoint_name,
@@ -40,17 +47,39 @@ class CheckpointWriter:
         self._folder, self._world, self._keep, self._best = folder, world, keep, best
         self._sign = -1 if lower_is_better else 1
         self._storage = Storage(world)
+        self._is_remote = mirror_of(folder) is not None
+        self._part = f"__{world.rank}_0.bin"
+        self._insist: Callable[[Callable[[], object]], object] = lambda work: work()
+        if self._is_remote:
+            from clipmill.train.run.bucket import insist
+
+            self._insist = insist
+            # A late upload of an earlier attempt must not replace a part of this one.
+            self._part = f"__{world.rank}_{secrets.token_hex(4)}.bin"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         if world.is_first:
             folder.mkdir(parents=True, exist_ok=True)
             recover(folder)
+        elif self._is_remote:
+            _delete_temporaries(folder)
 
-    def save(self, tensors: Mapping[str, torch.Tensor], metadata: CheckpointMetadata) -> None:
-        """Copy the state and return; waits for (and raises FailedWork for) the previous checkpoint only."""
+    def save(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        metadata: CheckpointMetadata,
+        *,
+        beside: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Copy the state and return; waits for (and raises FailedWork for) the previous checkpoint only.
+
+        Args:
+            beside: Function that writes what belongs to the checkpoint outside of its folder; the writing thread of
+                rank 0 calls it before the checkpoint is complete.
+        """
         self.wait()
         staged = self._storage.stage(tensors)
-        self._writing = self._thread.submit(self._write, staged, metadata)
+        self._writing = self._thread.submit(self._write, staged, metadata, beside)
 
     def wait(self) -> None:
         """Block until the last checkpoint is written; all ranks raise FailedWork if one could not write it."""
@@ -84,19 +113,39 @@ class CheckpointWriter:
         score = self._sign * numbers[self._best]
         return self._world.first(lambda: all(score > other for other in self._scores().values()))
 
-    def _write(self, staged: dict[str, torch.Tensor], metadata: CheckpointMetadata) -> None:
-        name = checkpoint_name(metadata.step)
-        temporary = self._folder / f"{TEMPORARY_PREFIX}{name}"
-        table = self._storage.write(temporary, staged)
-        facts = {path.name: file_facts(path) for path in temporary.glob(f"__{self._world.rank}_*")}
+    def _write(
+        self, staged: dict[str, torch.Tensor], metadata: CheckpointMetadata, beside: Callable[[], object]
+    ) -> None:
+        final = self._folder / checkpoint_name(metadata.step)
+        temporary = self._folder / f"{TEMPORARY_PREFIX}{final.name}"
+        part = temporary / self._part
+        table = self._storage.write(part, staged)
+        facts = {part.name: file_facts(part)}
         files = {name: about for of_rank in self._storage.gather(facts) for name, about in of_rank.items()}
+        folder = temporary
+        if self._is_remote:
+            self._upload(part, final)
+            folder = final
         if not self._world.is_first:
             return
-        publish_json(temporary / TABLE_FILE, table)
-        files[TABLE_FILE] = file_facts(temporary / TABLE_FILE)
-        publish_json(temporary / METADATA_FILE, metadata.as_json(files))
-        _publish(temporary, self._folder / name)
-        self._prune()
+        self._insist(partial(publish_json, folder / TABLE_FILE, table))
+        files[TABLE_FILE] = file_facts(folder / TABLE_FILE)
+        self._insist(beside)
+        self._insist(partial(publish_json, folder / METADATA_FILE, metadata.as_json(files)))
+        if not self._is_remote:
+            _publish(temporary, final)
+        self._insist(self._prune)
+
+    def _upload(self, part: Path, final: Path) -> None:
+        """Upload this rank's part of a checkpoint; return once all ranks have done so."""
+        error: Exception | None = None
+        try:
+            final.mkdir(exist_ok=True)
+            self._insist(partial(replace, part, final / part.name))
+            _delete(part.parent)
+        except (OSError, ClipmillError) as raised:
+            error = raised
+        self._storage.agree(error)
 
     def _prune(self) -> None:
         checkpoints = all_checkpoints(self._folder)
@@ -118,6 +167,14 @@ class CheckpointWriter:
 
 def recover(folder: Path) -> None:
     """Rename complete checkpoints of a killed process and remove incomplete ones; only for the writing process."""
+    if (mirror := mirror_of(folder)) is not None:
+        _delete_temporaries(folder)
+        complete = all_checkpoints(folder)
+        for path in folder.glob("step_*"):
+            if checkpoint_step(path) not in complete:
+                _remove(path)
+        mirror.abort_uploads(folder)
+        return
     for left in sorted(folder.glob(f"{TEMPORARY_PREFIX}*")):
         name = left.name.removeprefix(TEMPORARY_PREFIX)
         if is_checkpoint_name(name) and is_intact(left):
@@ -147,7 +204,16 @@ def _publish(temporary: Path, final: Path) -> None:
     sync(final.parent)
 
 
+def _delete_temporaries(folder: Path) -> None:
+    for left in folder.glob(f"{TEMPORARY_PREFIX}*"):
+        _delete(left)
+
+
 def _remove(path: Path) -> None:
+    if (mirror := mirror_of(path)) is not None:
+        refresh(path)  # other ranks have uploaded parts
+        remove(path / METADATA_FILE)  # the record goes first, with which the checkpoint ends
+        mirror.remove(path)
     # Renamed first, so that readers see complete checkpoints only.
     leaving = path.with_name(f"{TEMPORARY_PREFIX}old-{path.name}")
     path.rename(leaving)

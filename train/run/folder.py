@@ -21,14 +21,15 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.locks import lock
-from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, parse_json, publish_bytes, publish_json
+from clipmill.manifests.publish import TEMPORARY_PREFIX, naming, parse_json, publish_bytes, publish_json, rename
+from clipmill.manifests.storage.mirrors import mirror_of, show_addresses
 from clipmill.train.config.files import load_settings, read_values, save_settings
 from clipmill.train.config.shards import Shards, absolute_address, folders_of, normalise_address
 from clipmill.train.config.training import GO_ON, NEW_RUN, TrainingSettings, require_same, shaping
@@ -117,9 +118,37 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.page = path / "index.html"
 
+    @property
+    def name(self) -> str:
+        """Name of the folder, or the last part of the address."""
+        mirror = mirror_of(self.path)
+        return self.path.resolve().name if mirror is None else mirror.address.rpartition("/")[2]
+
     def hold(self, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
-        """Lock the folder against other training processes (UserError); the system releases it with this process."""
+        """Lock the folder against other training processes (UserError); the lock ends with this process.
+
+        Args:
+            wait_s: Time to wait for their end.
+        """
+        if (mirror := mirror_of(self.path)) is not None:
+            from clipmill.train.run.bucket import hold_run
+
+            return hold_run(mirror, wait_s=wait_s)
         return hold_folder(self.path, work="trains", wait_s=wait_s)
+
+    def upload_growing_files(self) -> None:
+        """Upload the metrics, failures and event files of a run in a bucket; do nothing for a run on a disk."""
+        if (mirror := mirror_of(self.path)) is not None:
+            for path in (self.metrics, self.failures, *sorted((self.path / "tensorboard").glob("events.*"))):
+                mirror.upload_growing(path)
+
+    def upload_now_and_then(self) -> AbstractContextManager[None]:
+        """Context manager that uploads these files every half minute, and at the end of the block."""
+        if mirror_of(self.path) is None:
+            return nullcontext()
+        from clipmill.train.run.bucket import upload_now_and_then
+
+        return upload_now_and_then(self.upload_growing_files)
 
     def read_facts(self) -> dict[str, Any]:
         """Return the content of run.json, {} if it does not exist yet; UserError if it is damaged."""
@@ -180,7 +209,7 @@ class RunFolder:
             former = path.parent / FORMER / f"{path.stem}-step-{before.get('step')}-{digest}"
             former.parent.mkdir(exist_ok=True)
             for file in sorted(path.parent.glob(f"{glob.escape(path.stem)}.*")):
-                file.rename(former.with_name(f"{former.name}{file.name.removeprefix(path.stem)}"))
+                rename(file, former.with_name(f"{former.name}{file.name.removeprefix(path.stem)}"))
         publish_json(path, result)
         return path
 
@@ -217,7 +246,8 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
         run.path.mkdir(parents=True, exist_ok=True)
         with run.hold():
             left = [*_leftover_files(run.path, run.settings.name), *_leftover_files(run.path, PROBE)]
-            if len(left) < len(list(run.path.iterdir())):
+            mirror = mirror_of(run.path)
+            if len(left) < len(list(run.path.iterdir())) if mirror is None else not mirror.is_empty:
                 raise UserError(
                     f"{run.path} exists already", hint="add --resume auto to continue it, or use another --out"
                 )
@@ -286,7 +316,7 @@ def open_run(path: Path) -> RunFolder:
     """Open a run to read it; UserError if there is none."""
     run = RunFolder(path)
     if not run.settings.is_file():
-        raise UserError(f"there is no run in {path}", hint="name a training command's --out")
+        raise UserError(f"there is no run in {show_addresses(str(path))}", hint="name a training command's --out")
     return run
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import TEMPORARY_PREFIX
+from clipmill.manifests.storage.mirrors import mirror_of, refresh
 from clipmill.train.distributed.world import World
 from clipmill.train.run.folder import PROBE
 
@@ -31,8 +32,15 @@ def require_shared(folder: Path, *, world: World) -> None:
 
     Raises:
         UserError: A rank does not see what another one wrote within `VISIBLE_S`, or cannot write; on all ranks.
+
+    In a bucket, the ranks look for the lock, which rank 0 must hold by then.
     """
     if world.size == 1:
+        return
+    if (mirror := mirror_of(folder)) is not None:
+        from clipmill.train.run.bucket import share_lock
+
+        share_lock(mirror, world=world)
         return
     name = world.first(_new_name)
     is_new = world.first(lambda: _begin(folder, name))
@@ -60,6 +68,9 @@ def wait_for_files(folder: Path, *, world: World) -> None:
     It returns after `VISIBLE_S` in any case: what is missing then is reported by the code that reads it.
     """
     if world.size == 1:
+        return
+    if mirror_of(folder) is not None:
+        refresh(folder.parent.parent)  # all of the run, as another node may have written since this process began
         return
     expected = world.first(lambda: _sizes(folder))
     _wait(lambda: _sizes(folder) == expected)

@@ -17,7 +17,7 @@ from clipmill.shards.format import RECIPE_FILE
 from clipmill.shards.reader import Variant
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.files import read_values
-from clipmill.train.config.shards import folders_of, kind_of, normalise_address
+from clipmill.train.config.shards import folders_of, kind_of, local_folder, normalise_address
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.data_folder import folder_path, open_data_folder
 from clipmill.train.run.folder import RunFolder, is_run
@@ -79,7 +79,7 @@ def reading_variants_of_run(weights: str | Path, shards: str | None, *, say: Cal
         shards: Data folder to read instead of the run's own; the current variants of other data are read.
         say: Prints which variant is gone, and which one is read in its place.
     """
-    run = RunFolder(Path(weights))
+    run = RunFolder(local_folder(weights))
     try:
         values = read_values(run.settings) if is_run(run.path) else {}
     except UserError:

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.mirrors import is_remote, show_addresses
 from clipmill.train.config.model import LIBRARY, DualEncoderInit, DualEncoderTowers, Init, Towers
-from clipmill.train.config.shards import HUB_PREFIX, NAME_AND_TAG
+from clipmill.train.config.shards import HUB_PREFIX, NAME_AND_TAG, local_folder
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.hugging_face import read_hf, read_processor
 from clipmill.train.models.transformer import NORM_EPS, merge_adapters
 from clipmill.train.run.checkpoint import content_of, read_metadata, read_weights
-from clipmill.train.run.folder import RunFolder, is_run
+from clipmill.train.run.folder import RunFolder, is_run, open_run
 from clipmill.train.weights.architecture import read_logits
 from clipmill.train.weights.conversion import (
     LOGIT_SCALE,
@@ -98,11 +99,13 @@ _PLAIN = Towers()
 def place_of_weights(weights: str) -> Path:
     """Return the file or folder of `--init.weights`. For hf:NAME, it is the cached folder, downloaded if missing.
 
+    The folder of a run in a bucket is a local one, which mirrors it.
+
     Raises:
         UserError: The Hub has no such model, or cannot be reached.
     """
     if not weights.startswith(HUB_PREFIX):
-        return Path(weights)
+        return local_folder(weights)
     return hub_folder(weights.removeprefix(HUB_PREFIX))
 
 
@@ -156,8 +159,8 @@ def _open_source(init: Init, towers: Towers) -> Source:
     """Read the weights of one source."""
     assert init.weights is not None
     path, match = place_of_weights(init.weights), NAME_AND_TAG.fullmatch(init.weights)
-    if is_run(path):
-        return open_run_weights(RunFolder(path))
+    if is_run(path) or is_remote(init.weights):
+        return open_run_weights(open_run(path))
     library = library_format(towers)
     if path.is_dir():
         file, facts = weights_file(path), facts_in(path) if library is None else library_facts(path)
@@ -209,7 +212,7 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
     size, named = size_of(settings["model"], known), ("image", "pool_frames", "text", "text_pooling", "context_length")
     kind = kind_of_tensors(tensors) or "clip"
     return Source(
-        title=f"{run.path} (step {facts.step} of a run)",
+        title=f"{show_addresses(str(run.path))} (step {facts.step} of a run)",
         converted=ConvertedStateDict(tensors=tensors, origins={name: name for name in tensors}),
         facts=SourceFacts(
             activation=size.video.trunk.activation,

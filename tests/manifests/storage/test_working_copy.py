@@ -14,8 +14,9 @@ from clipmill.manifests.locks import folder_lock
 from clipmill.manifests.publish import publish_atomically, publish_bytes, remove, rename
 from clipmill.manifests.storage.leases import LeaseLost
 from clipmill.manifests.storage.mirrors import file_state, local_copy, mirror_of, show_addresses
+from clipmill.manifests.storage.mounting import open_data
 from clipmill.manifests.storage.objects import Objects, open_objects
-from clipmill.manifests.storage.working_copy import WorkingCopy, open_data
+from clipmill.manifests.storage.working_copy import WorkingCopy
 from clipmill.shards.opening import open_regular
 from tests.object_storage.faults import Fault, Faults, vanished
 
@@ -160,7 +161,7 @@ def test_a_key_that_is_listed_and_gone_is_an_error_that_names_it(
 
 def test_commands_at_once_have_folders_of_their_own(address: str, objects: Objects) -> None:
     folder, _ = copy_of(address)
-    program = "import sys; from clipmill.manifests.storage.working_copy import open_data; print(open_data(sys.argv[1]))"
+    program = "import sys; from clipmill.manifests.storage.mounting import open_data; print(open_data(sys.argv[1]))"
     command = [sys.executable, "-c", program, address]
     other = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     assert Path(other).parent == folder.parent and Path(other) != folder == open_data(address)

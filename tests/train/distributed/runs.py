@@ -346,3 +346,14 @@ def run_ranks(folder: Path, data_dir: Path, source: Path) -> None:
     torch.set_num_threads(1)
     with suppress(BrokenPipeError), open_world(device_type="cpu") as launched:
         _all_runs(folder, data_dir, source, launched)
+
+
+def run_on_nodes(environments: list[dict[str, str]], ports: list[int], commands: list[Sequence[str]]) -> None:
+    """One rank of several commands, one after another, each rank on a node of its own that shares no folder."""
+    torch.set_num_threads(1)
+    heartbeat.BEAT_S, heartbeat.SILENT_S = 0.2, 5.0
+    os.environ |= {**environments[int(os.environ["RANK"])], "LOCAL_RANK": "0"}
+    for port, command in zip(ports, commands, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        with suppress(SystemExit):
+            run_command(*command)

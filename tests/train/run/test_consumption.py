@@ -58,30 +58,30 @@ def test_hours_and_energy_add_up_over_checkpoints_and_resumptions(
     used = Consumption(run, world=World(), device=GPU)
     for hours, kwh in ((1.0, 0.5), (2.0, 1.5)):
         clock[0], driver.counted_mj = 100 + 3600 * hours, 5_000_000 + round(3.6e9 * kwh)
-        used.record()
+        used.measure()()
         assert run.read_facts() == {"task": "mae", FACT: {"gpu_hours": hours, "gpu_kwh": pytest.approx(kwh)}}
     publish_json(run.facts, {"task": "mae", **consumption_entry(run.read_facts())})
     again = Consumption(run, world=World(), device=GPU)
     clock[0] += 1800
-    again.record()
+    again.measure()()
     assert run.read_facts()[FACT] == {"gpu_hours": 2.5, "gpu_kwh": pytest.approx(1.5)}
     # Once a part of the energy is unknown, the sum is.
     driver.counted_mj = None
     unknown = Consumption(run, world=World(), device=GPU)
-    unknown.record()
+    unknown.measure()()
     assert run.read_facts()[FACT] == {"gpu_hours": 2.5}
     driver.counted_mj = 9_000_000
-    Consumption(run, world=World(), device=GPU).record()
+    Consumption(run, world=World(), device=GPU).measure()()
     assert run.read_facts()[FACT] == {"gpu_hours": 2.5} and driver.num_open == 0
 
 
 def test_without_a_gpu_or_its_library_nothing_is_claimed(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    Consumption(run, world=World(), device=torch.device("cpu")).record()
+    Consumption(run, world=World(), device=torch.device("cpu")).measure()()
     assert run.read_facts() == {"task": "mae"}
 
     def missing() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
-    Consumption(run, world=World(), device=GPU).record()
+    Consumption(run, world=World(), device=GPU).measure()()
     assert set(run.read_facts()[FACT]) == {"gpu_hours"}

@@ -1,0 +1,155 @@
+"""Mounting of working copies: the local folder of an address, in a command, in its workers and in a training's ranks.
+
+A command opens the local folder of an address (`open_data`, `open_run`); its workers mount the same folder, or make one
+on another node (`mount_problem`). Each rank of a training opens a folder of its own (`Mirror.join`).
+"""
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.locks import lock, open_private, private_root
+from clipmill.manifests.storage.mirrors import mirror_of, mount
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.manifests.storage.stores import scheme_of
+from clipmill.manifests.storage.urls import is_web
+from clipmill.manifests.storage.working_copy import WorkingCopy, is_eager, run_of
+
+_SHARED_FOLDERS = ("manifest", "layout")  # a worker on another node reads them beside its shards
+
+
+def open_data(address: str) -> Path:
+    """Return the local folder that mirrors a data folder in a bucket; no request is sent yet.
+
+    Raises:
+        UserError: The address cannot hold a data folder.
+    """
+    if is_web(address):
+        raise UserError(
+            f"{address} cannot be a data folder of prep, because prep writes and lists it",
+            hint="give a folder in a bucket (s3://, gs:// or az://); train can read from https://",
+        )
+    return _open_copy(address, is_small=is_eager).folder
+
+
+def open_run(address: str) -> Path:
+    """Return the local folder that mirrors a run in a bucket, as the bucket is now.
+
+    Raises:
+        UserError: The address cannot hold a run, the bucket does not exist, or the credentials are refused.
+    """
+    if is_web(address):
+        raise UserError(
+            f"{address} cannot be a run, because runs are listed", hint="give an address with s3://, gs:// or az://"
+        )
+    copy = _open_copy(address, is_small=is_small_in_run)
+    try:
+        copy.sync()
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(
+            f"{address} cannot be read: {error.strerror}", hint="correct the address, or try again"
+        ) from error
+    return copy.folder
+
+
+def is_small_in_run(key: str) -> bool:
+    """Return True for a file of a run that is always fetched: all but parts of checkpoints, pages and event files."""
+    return not key.endswith((".bin", ".html")) and "tfevents" not in key
+
+
+def _open_copy(address: str, *, is_small: Callable[[str], bool]) -> WorkingCopy:
+    """Return the working copy of a command; no request is sent yet."""
+    scheme_of(address, is_written=True)
+    address = open_objects(address).address
+    root = private_root("data")
+    root = root.parent.resolve() / root.name
+    _require_private(root)
+    parent = root / hashlib.sha256(address.encode()).hexdigest()[:16]
+    parent.mkdir(mode=0o700, exist_ok=True)
+    for number in range(1000):
+        folder = parent / f"{os.uname().nodename}-{number}"
+        if (known := mirror_of(folder)) is not None:
+            assert isinstance(known, WorkingCopy)
+            known.forget()
+            return known
+        descriptor = os.open(parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        if not lock(descriptor, waits=False):
+            os.close(descriptor)
+            continue
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, secrets.token_hex(16).encode(), 0)  # it stays open until the process ends
+        folder.mkdir(exist_ok=True)
+        copy = WorkingCopy(address, folder, is_small=is_small)
+        mount(copy)
+        return copy
+    raise UserError(f"too many commands on this machine use {address}", hint="wait until some of them have finished")
+
+
+def mount_problem(access: tuple[str, ...], token_file: Path | None = None, token: str = "") -> str | None:
+    """Mount the data folder of a command in this worker; return the reason why it must not work; None if it may.
+
+    Args:
+        access: `Mirror.access` of the command.
+        token_file, token: Token of the run, which is read from the bucket; None for a run without a token.
+    """
+    try:
+        copy = _mount_in_worker(access)
+        if token_file is None:
+            return None
+        token_file.parent.mkdir(parents=True, exist_ok=True)
+        stored_token = copy.objects.read(copy.key_of(token_file)).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return f"the run has ended, or {access[0]} is another bucket there"
+    except (OSError, UserError) as error:
+        return f"{access[0]} cannot be used: {getattr(error, 'strerror', None) or error}"
+    return None if stored_token == token else f"{access[0]} is another bucket there"
+
+
+def _mount_in_worker(access: tuple[str, ...]) -> WorkingCopy:
+    """Return the working copy of a worker; make its folder if this node has no folder of the run.
+
+    Raises:
+        UserError: The bucket cannot be used on this node.
+        OSError: The local folder cannot be made.
+    """
+    address, folder, run, *leases = access
+    path = Path(folder)
+    copy = mirror_of(path)
+    if copy is None:
+        if run_of(path) != run:
+            _make_folder(path, run, access)
+        copy = WorkingCopy(address, path)
+        mount(copy)
+    assert isinstance(copy, WorkingCopy)
+    if not copy.leases.fences:  # in the process of the command there are leases, and no fences are needed
+        for key, token in zip(leases[::2], leases[1::2], strict=True):
+            copy.leases.fence(key, token)
+    return copy
+
+
+def _make_folder(folder: Path, run: str, access: tuple[str, ...]) -> None:
+    """Make the folder of a run on another node than the command's, with the files that all its workers read."""
+    _require_private(folder.parent.parent)
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("a+") as run_file:
+        lock(run_file.fileno())  # another worker of this node may be making it
+        if run_of(folder) == run:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        copy = WorkingCopy(access[0], folder)
+        for name in _SHARED_FOLDERS:
+            copy.refresh(folder / name)
+        run_file.truncate(0)
+        run_file.write(run)
+
+
+def _require_private(root: Path) -> None:
+    root.parent.mkdir(parents=True, exist_ok=True)
+    os.close(open_private(root))

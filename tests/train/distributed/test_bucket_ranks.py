@@ -1,0 +1,64 @@
+"""Ranks on nodes that share nothing but a bucket: one is lost, and the run ends with the bits of an undisturbed one."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from clipmill.manifests.storage.objects import open_objects
+from clipmill.train.config.shards import local_folder
+from clipmill.train.run.checkpoint import all_checkpoints, content_of, read_weights
+from clipmill.train.run.folder import RunFolder, read_lines
+from tests.object_storage.faults import Fault, Faults
+from tests.train.distributed.forked import Rank, end_well, fork_ranks, free_port
+from tests.train.distributed.runs import run_on_nodes
+from tests.train.latents.columns import FLAGS, write_columns
+
+
+def test_nodes_without_a_shared_disk_lose_one_and_end_with_the_same_bits(
+    tmp_path: Path, bucket: str, faults: Faults, other_machine: Callable[[], Path]
+) -> None:
+    data = write_columns(tmp_path / "columns")
+    command = ["dual-encoder", *FLAGS, "--batch", "8", "--steps", "6", "--warmup-steps", "1", "--device", "cpu"]
+    command += ["--shards", str(data), "--checkpoint-every", "2", "--workers", "1", "--resume", "auto"]
+    command += ["--parallel.strategy", "zero1"]
+    in_bucket = [*command, "--out", f"{bucket}/run"]
+
+    def launch(name: str, *commands: list[str]) -> list[Rank]:
+        nodes = [_node(tmp_path / f"{name}-{rank}") for rank in range(2)]
+        ports = [free_port() for _ in commands]
+        (tmp_path / name).mkdir()
+        return fork_ranks(run_on_nodes, nodes, ports, list(commands), size=2, folder=tmp_path / name)
+
+    # The second rank is lost while it uploads its part of the second checkpoint.
+    faults.set(Fault("hang", method="PUT", path="step_000004/__1_"))
+    first, second = launch("lost", in_bucket)
+    while not faults.seen().num_faults:
+        second.process.join(0.05)
+        assert second.process.exitcode is None, second.said.read_text()
+    second.process.kill()
+    _, said = first.end()
+    assert "rank 0 of 2" in said or "has lost" in said, said
+    assert "/checkpoints/step_000004/__0_" in str(faults.seen().requests)
+    faults.set()
+    end_well(launch("again", in_bucket, [*command, "--out", str(tmp_path / "local")]))
+
+    other_machine()
+    run, whole = RunFolder(local_folder(f"{bucket}/run")), RunFolder(tmp_path / "local")
+    found, expected = (read_weights(all_checkpoints(one.checkpoints)[6]) for one in (run, whole))
+    assert found.keys() == expected.keys() and all(torch.equal(value, expected[name]) for name, value in found.items())
+    for name in ("step", "loss", "epoch"):
+        assert [line[name] for line in read_lines(run.metrics)] == [line[name] for line in read_lines(whole.metrics)]
+    kept = all_checkpoints(run.checkpoints)
+    assert list(kept) == [2, 4, 6]
+    files = {path.name: [*content_of(path)["files"], "checkpoint.json"] for path in kept.values()}
+    named = {f"checkpoints/{step}/{name}" for step, names in files.items() for name in names}
+    keys = {info.key for info in open_objects(f"{bucket}/run").list()}
+    assert {key for key in keys if key.startswith("checkpoints/")} == named, "a part of the lost launch is left"
+
+
+def _node(scratch: Path) -> dict[str, str]:
+    """Environment of a node with its own scratch space."""
+    scratch.mkdir()
+    return {**{name: value for name, value in os.environ.items() if name.startswith("AWS_")}, "TMPDIR": str(scratch)}

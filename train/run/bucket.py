@@ -1,0 +1,123 @@
+"""A run in a bucket: its lock, what its ranks may write, and uploads that outlast an outage.
+
+Each process has a local folder of its own that mirrors the run (`clipmill.manifests.storage.mounting`), so that all
+other code works with paths, and nodes share nothing but the bucket:
+
+- Rank 0 holds the lock of the run, a lease. The other ranks write only while it does (`share_lock`), so that a node
+  that comes back after its lease has expired changes nothing.
+- Small files are written through when they are published. Files that grow line by line are uploaded before a
+  checkpoint gets its record, twice a minute, and at the end (`upload_now_and_then`).
+- Each rank uploads its parts of a checkpoint, under names that no other attempt of the launch uses. Rank 0 uploads
+  checkpoint.json after all of them: a checkpoint exists once it is there (`clipmill.train.run.checkpoint_writer`).
+"""
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TypeVar
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.storage.leases import EXPIRY_S, LeaseHeld, LeaseLost
+from clipmill.manifests.storage.mirrors import Mirror
+from clipmill.manifests.storage.stores import NoAnswer
+from clipmill.train.distributed.world import World
+
+LOCK = "run.lock"
+PERIOD_S = 30.0  # between uploads of files that grow
+PATIENCE_S = 900.0  # for a bucket that does not answer; less than the half hour that ranks wait for each other
+_LOOK_S, _PAUSE_S = 1.0, 5.0
+
+Outcome = TypeVar("Outcome")
+
+
+@contextmanager
+def hold_run(mirror: Mirror, *, wait_s: float) -> Iterator[None]:
+    """Hold the lock of a run; the lock of a killed process is free after a minute, on its machine at once.
+
+    Args:
+        wait_s: Time to wait for a process that renews its lock.
+
+    Raises:
+        LeaseHeld: Another process trains in this run.
+    """
+    latest_s = time.monotonic() + wait_s
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(mirror.column_lock(LOCK, on_wait=_tell_of_lock))
+                break
+            except LeaseHeld:
+                if time.monotonic() >= latest_s:
+                    raise
+            time.sleep(_LOOK_S)
+        yield
+
+
+def _tell_of_lock(holder: str) -> None:
+    sys.stderr.write(f"waiting for the lock of {holder}, which ends within {EXPIRY_S:g} s if that process was killed\n")
+
+
+def share_lock(mirror: Mirror, *, world: World) -> None:
+    """Let all ranks write into a run while rank 0 holds its lock; all ranks call it.
+
+    Raises:
+        UserError: A rank does not find the lock, or cannot write.
+    """
+    access = world.first(lambda: mirror.access)
+
+    def join() -> None:
+        here = f"rank {world.rank} on {socket.gethostname()}"
+        try:
+            mirror.join(access)
+        except LeaseLost as error:
+            raise UserError(
+                f"--out {mirror.address} is not the same bucket for all ranks: {here} does not find the lock of rank 0",
+                hint="give every node the same endpoint and credentials",
+                flags=("--out",),
+            ) from error
+        except OSError as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{here} cannot use --out {mirror.address}: {error.strerror}", hint="try again") from error
+
+    world.each(join if not world.is_first else lambda: None)
+
+
+@contextmanager
+def upload_now_and_then(upload: Callable[[], object]) -> Iterator[None]:
+    """Call a function that uploads growing files every `PERIOD_S` within the block, and at its end."""
+    is_over = threading.Event()
+
+    def upload_in_turns() -> None:
+        while not is_over.wait(PERIOD_S):
+            with suppress(OSError, UserError):  # the next upload is of the complete file
+                upload()
+
+    thread = threading.Thread(target=upload_in_turns, name="uploads of growing files", daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException:
+        is_over.set()
+        with suppress(OSError, UserError):  # the error of the block counts
+            upload()
+        raise
+    finally:
+        is_over.set()
+        thread.join()
+    upload()
+
+
+def insist(work: Callable[[], Outcome]) -> Outcome:
+    """Return the result of requests, which are repeated while the bucket does not answer, for `PATIENCE_S` at most."""
+    latest_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return work()
+        except NoAnswer:
+            if time.monotonic() > latest_s:
+                raise
+        time.sleep(_PAUSE_S)
