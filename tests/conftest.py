@@ -1,5 +1,6 @@
 """Fixtures of all tests: the root of the checkout, its files and servers; and the same environment for every user."""
 
+import atexit
 import gc
 import logging
 import os
@@ -29,6 +30,10 @@ sys.dont_write_bytecode = False
 
 # torch writes hundreds of records for each checkpoint, which pytest would format and keep.
 logging.disable(logging.DEBUG)
+
+# A worker of pytest-xdist has nothing to tell once its tests are done; to take its modules apart takes seconds.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)  # the first to be registered, and the last to be called
 
 # Imports and the collection make millions of objects that stay; see `pytest_collection_finish`.
 gc.disable()
@@ -65,21 +70,30 @@ LONG = (
 WITHOUT_TRAINING = ("manifests", "prep", "shards", *(() if "SIMULATED_GPUS" in os.environ else ("simulated_gpu",)))
 
 
-# Files whose tests share what only one process can have: a cluster of Ray.
-TOGETHER = {"test_ray.py": "test_cluster.py"}
+# Folders whose files share what only one process can have, a cluster of Ray, or what takes seconds to make or import.
+TOGETHER = (
+    "tests/prep/columns",
+    "tests/prep/engines",
+    "tests/prep/latents",
+    "tests/train/inference",
+    "tests/train/library",
+    "tests/train/search",
+    "tests/train/tuning",
+)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives a file to one process, as `--dist loadfile` does, and the files of `TOGETHER` to the same one."""
+    """Gives a file to one process, as `--dist loadfile` does, and all files of a folder in `TOGETHER`."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder, _, name = str(super()._split_scope(nodeid)).rpartition("/")
-            return f"{folder}/{TOGETHER.get(name, name)}"
+            file = str(super()._split_scope(nodeid))
+            folder = file.rpartition("/")[0]
+            return folder if folder in TOGETHER else file
 
     return Scheduling(config, log)
 
@@ -123,9 +137,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-def pytest_unconfigure() -> None:
-    """Lets modules be freed at exit, which extensions of theirs complain about otherwise."""
-    gc.unfreeze()
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets modules be freed at exit, which extensions of theirs complain about otherwise.
+
+    It is the first cleanup to be added and the last to run: pytest collects garbage twice before, which takes a second
+    each time where it looks at what stays.
+    """
+    config.add_cleanup(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")

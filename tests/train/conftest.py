@@ -1,9 +1,12 @@
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from open_clip.tokenizer import SimpleTokenizer
 
 from clipmill.train.tasks.caption.java import MetricUnavailable
+from clipmill.train.weights.hf_clip import cleaning_normalizer
 from tests.narrow_text import narrow, whole
 from tests.train.classify.moving import write_moving
 from tests.train.full_disk import small_disk
@@ -22,6 +25,15 @@ def whole_text_tower() -> Iterator[None]:
     whole()
     yield
     narrow()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tokenizers_are_built_once() -> Iterator[None]:
+    """CLIP's tokenizer, and how it is written for transformers, which takes most of the time of an export."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("open_clip.tokenizer.SimpleTokenizer", cache(SimpleTokenizer))
+        patch.setattr("clipmill.train.weights.hf_clip.cleaning_normalizer", cache(cleaning_normalizer))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

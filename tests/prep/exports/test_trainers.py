@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -153,6 +152,8 @@ def test_segments_and_captions_of_another_split_are_left_out(tmp_path: Path) -> 
 def test_finetrainers_samples_and_normalises_to_what_is_stored(
     texts: Path, tmp_path: Path, kind: str, mask: str | None
 ) -> None:
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution  # which takes seconds
+
     write(texts, kind)
     prep_here("export", "finetrainers", tmp_path / "out", "--data", texts)
     folder = tmp_path / "out" / "finetrainers-precomputed-data"

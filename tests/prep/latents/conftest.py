@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 
@@ -23,7 +22,12 @@ from clipmill.shards.columns import VIDEO
 from clipmill.shards.dataset import current_variant
 from tests.prep.here import Here
 
-AutoencoderKL: Any = diffusers.AutoencoderKL  # its types say nothing of its methods
+
+def autoencoder_kl() -> Any:
+    """The class, whose types say nothing of its methods, and whose import takes seconds."""
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL
 
 
 def make(data: Path, *, batch: int = 16, num_threads: int = 2, **settings: Any) -> Summary:
@@ -57,7 +61,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random VAE with attention, saved as diffusers saves them."""
     folder = tmp_path_factory.mktemp("vae") / "random-kl-f8"
     torch.manual_seed(0)
-    model = AutoencoderKL(
+    model = autoencoder_kl()(
         down_block_types=["DownEncoderBlock2D"] * 4,
         up_block_types=["UpDecoderBlock2D"] * 4,
         block_out_channels=[8, 8, 16, 16],

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from clipmill.shards.commits import read_commits
 from clipmill.shards.reader import Variant
-from tests.prep.latents.conftest import AutoencoderKL, make
+from tests.prep.latents.conftest import autoencoder_kl, make
 from tests.prep.running import Ran, contents
 from tests.prep.sets import ShardSet
 
@@ -134,7 +134,7 @@ def test_too_large_for_float16_is_not_finite_and_fits_bfloat16(shard_set: ShardS
 def test_a_vae_of_sixteen_channels_and_a_shift_is_stored_as_it_is(shard_set: ShardSet, tmp_path: Path) -> None:
     torch.manual_seed(1)
     blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
-    model = AutoencoderKL(
+    model = autoencoder_kl()(
         block_out_channels=[4, 8], norm_num_groups=2, latent_channels=16, shift_factor=0.1, scaling_factor=0.5, **blocks
     )
     # A pipeline keeps its VAE in a folder of its own.

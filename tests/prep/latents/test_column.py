@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from clipmill.shards.format import LATENTS_FIELDS
 from clipmill.shards.reader import Variant
-from tests.prep.latents.conftest import AutoencoderKL, make
+from tests.prep.latents.conftest import autoencoder_kl, make
 from tests.prep.running import contents
 from tests.prep.sets import ShardSet
 
@@ -50,10 +50,10 @@ def plain_loop(shard_set: ShardSet, model: Any, *, random: bool = False) -> dict
     return found
 
 
-@pytest.mark.parametrize("crop", ["centre", "random", "exact"])
+@pytest.mark.parametrize("crop", [pytest.param("centre", marks=pytest.mark.nightly), "random", "exact"])
 def test_latents_are_those_of_a_plain_loop_over_diffusers(shard_set: ShardSet, checkpoint: Path, crop: str) -> None:
     make(shard_set.data, vae=str(checkpoint), crop=crop, batch=7)
-    found, wanted = stored(shard_set), plain_loop(shard_set, AutoencoderKL.from_pretrained(checkpoint).eval())
+    found, wanted = stored(shard_set), plain_loop(shard_set, autoencoder_kl().from_pretrained(checkpoint).eval())
     assert list(found) == list(wanted)
     for key, latents in found.items():
         assert latents.dtype == np.float16 and latents.shape == wanted[key].shape
@@ -109,7 +109,7 @@ def test_samples_are_seeded_and_of_the_posteriors_width(shard_set: ShardSet, che
     tar.unlink()
     make(shard_set.data, vae=vae, posterior="sample", batch=16)
     assert contents(shard_set.data / "latents") == before
-    model, key = AutoencoderKL.from_pretrained(checkpoint).eval(), "short_000000000"
+    model, key = autoencoder_kl().from_pretrained(checkpoint).eval(), "short_000000000"
     with torch.no_grad():
         posterior = model.encode(torch.zeros(1, 3, 64, 64)).latent_dist
     width = float(posterior.std.mean()) * model.config.scaling_factor
