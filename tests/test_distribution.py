@@ -244,6 +244,7 @@ def test_every_command_starts_where_the_user_has_modules_of_our_names(environmen
     assert {"prep manifest folder", "prep chunk", "prep status", "train dual-encoder", "train eval mir"} <= {*listed}
 
 
+@pytest.mark.nightly
 def test_the_example_of_plug_ins_is_built_and_known_to_both_programs(environment: Path, tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     with zipfile.ZipFile(wheel_of(EXAMPLE, out=tmp_path / "example")) as example:

@@ -25,7 +25,7 @@ from clipmill.manifests.store import (
 )
 from tests.manifests.test_store import file_hashes, reading_of, write
 
-NUM_FLIPS = 150  # of each file
+NUM_FLIPS = 60  # of each file
 
 
 @pytest.fixture

@@ -250,7 +250,7 @@ def test_a_part_that_was_killed_on_another_machine_and_is_run_again_waits_until_
     assert key not in locks_of(bucket)
 
 
-@pytest.mark.parametrize("column", ["text", "scores"])
+@pytest.mark.parametrize("column", [pytest.param("text", marks=pytest.mark.nightly), "scores"])
 def test_columns_in_parts_on_machines_have_the_bytes_of_one_command(
     column: str, manifests: Path, bucket: str, tmp_path: Path, other_machine: Callable[[], Path]
 ) -> None:

@@ -32,7 +32,7 @@ def test_no_flipped_bit_of_a_schema_is_served(tmp_path: Path) -> None:
     content = path.read_bytes()
     footer_bytes = int.from_bytes(content[-10:-6], "little")
     noticed = 0
-    for at in range(len(content) - 10 - footer_bytes, len(content)):
+    for at in range(len(content) - 10 - footer_bytes, len(content), 3):
         damaged = bytearray(content)
         damaged[at] ^= 1 << Random(at).randrange(8)
         path.write_bytes(damaged)
@@ -44,7 +44,7 @@ def test_no_flipped_bit_of_a_schema_is_served(tmp_path: Path) -> None:
         if is_table_of(found, NO_COMMITS):  # otherwise it is stale, and not used
             assert found.equals(whole) and found.schema.equals(whole.schema), f"byte {at}"
             assert found.schema.metadata[b"member"] == b"mp4", f"byte {at}"
-    assert noticed > footer_bytes // 4
+    assert noticed > footer_bytes // 12
 
 
 def test_a_table_without_a_checksum_of_its_schema_is_damaged(tmp_path: Path) -> None:

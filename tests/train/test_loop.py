@@ -13,6 +13,7 @@ from clipmill.train.engine.loop import check_batch
 from clipmill.train.run.checkpoint import latest_checkpoint
 from clipmill.train.run.folder import RunFolder, append_lines, keep_lines, read_lines
 from clipmill.train.run.tracking import Progress
+from tests.tiers import nightly_beyond
 from tests.train.plane import LoadedPoints, Points, assert_same, settings, train_plane
 from tests.train.running import losses
 
@@ -28,7 +29,7 @@ def stop_after(steps: int) -> Callable[[Any, dict[str, Any]], None]:
 
 
 @pytest.mark.parametrize("failing", [(), (3, 11)])
-@pytest.mark.parametrize("stop", [1, 4, 6, 9])
+@pytest.mark.parametrize("stop", nightly_beyond([4, 6], [1, 4, 6, 9]))
 def test_a_run_that_is_stopped_and_resumed_is_the_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int, failing: tuple[int, ...]
 ) -> None:

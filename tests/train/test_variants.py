@@ -104,6 +104,7 @@ def test_a_variant_whose_recipe_is_damaged_is_not_trained_on(
     assert "recipe.json cannot be read" in two_lines(capsys)[0]
 
 
+@pytest.mark.nightly
 def test_a_variant_in_a_bucket_is_chosen_by_name(data: Path, s3: S3Server, bucket: str, tmp_path: Path) -> None:
     upload(data, bucket)
     run, cache = tmp_path / "run", tmp_path / "cache"

@@ -10,8 +10,6 @@ import pytest
 from clipmill.manifests.store import read_captions
 from clipmill.shards.reader import Variant
 from clipmill.train.run.folder import RunFolder
-from tests.object_storage.folders import upload
-from tests.object_storage.server import S3Server
 from tests.shards.made_scores import phash, write_scores
 from tests.train.classify.moving import write_moving
 from tests.train.evaluation.test_other_data import TASKS
@@ -138,16 +136,13 @@ def repeated_captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_labels_select_captions_and_chunks(
-    repeated_captions: Path, s3: S3Server, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    repeated_captions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    upload(repeated_captions, bucket)
-    cache = ("--cache", tmp_path / "cache")
     # Three videos, each with one such clip of a second and two texts about it; a chunk has two seconds.
-    for number, (shards, more) in enumerate(((repeated_captions, ()), (bucket, cache))):
-        out = tmp_path / f"dual-{number}"
-        words = [*TASKS["dual-encoder"].split(), "--batch", 2, "--where", LABEL]
-        assert train("dual-encoder", "--shards", shards, *more, "--out", out, *words) == 0
-        assert f"where {LABEL}: 3 of 6 chunks and 6 of 26 captions selected" in RunFolder(out).read_facts()["data"]
+    out = tmp_path / "dual"
+    words = [*TASKS["dual-encoder"].split(), "--batch", 2, "--where", LABEL]
+    assert train("dual-encoder", "--shards", repeated_captions, "--out", out, *words) == 0
+    assert f"where {LABEL}: 3 of 6 chunks and 6 of 26 captions selected" in RunFolder(out).read_facts()["data"]
     out = tmp_path / "mae"
     words = [*SMALL, "--mask-ratio", 0.5, "--batch", 2, "--steps", 1, "--device", "cpu", "--where", LABEL]
     assert train("mae", "--shards", repeated_captions, "--out", out, *words) == 0

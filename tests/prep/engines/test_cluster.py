@@ -268,6 +268,7 @@ def test_a_cluster_that_is_lost_is_one_line(
 CLIENT = "import sys, ray; ray._raylet.GcsClient(address=sys.argv[1])"
 
 
+@pytest.mark.nightly
 def test_private_ray_listens_to_nobody_else_and_leaves_nothing(
     mark: str, tmp_path: Path, write_video: Callable[..., Path]
 ) -> None:

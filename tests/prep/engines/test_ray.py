@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.prep.engines import Outcome, worker_threads
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.engines.choice import cluster_address
@@ -283,3 +283,18 @@ def test_a_run_works_on_the_cluster_of_its_environment_or_job(monkeypatch: pytes
     assert cluster_address(None) == "auto"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert cluster_address(None) == "10.0.0.1:6379" and cluster_address("auto") == "auto"
+
+
+def test_a_private_ray_is_given_a_token_and_the_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray does with them: `test_cluster.py`, every night."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        monkeypatch.setenv(name, "of the user")
+
+    def refuse() -> None:
+        raise FailedWork("it is not to start")
+
+    monkeypatch.setattr("clipmill.prep.engines.ray.import_ray", refuse)
+    with pytest.raises(FailedWork, match="it is not to start"):
+        list(RayEngine(num_workers=1, address=None).run(abs, [1]))
+    assert os.environ["RAY_AUTH_MODE"] == "token" and len(bytes.fromhex(os.environ["RAY_AUTH_TOKEN"])) == 32
+    assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"

@@ -34,7 +34,7 @@ class Checkpoints:
         return open_clip.create_model(self.model, pretrained=str(self.safetensors)).eval()
 
 
-@pytest.fixture(scope="session", params=["together", "apart"])
+@pytest.fixture(scope="session", params=["together", pytest.param("apart", marks=pytest.mark.nightly)])
 def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """Models whose text tower lies at the top of the state, and in a module of its own."""
     folder = tmp_path_factory.mktemp("checkpoints")

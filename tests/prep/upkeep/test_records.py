@@ -94,7 +94,7 @@ def test_no_flipped_bit_is_read_as_another_value(shard_set: ShardSet, name: str)
     path, rng = RECORDS[name](shard_set), random.Random(name)
     content, before = path.read_bytes(), read_everything(shard_set)
     num_refused = 0
-    for _ in range(150):
+    for _ in range(60):
         damaged = bytearray(content)
         damaged[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         path.unlink()  # in place of a commit that is written over, readers take what the table says
@@ -103,7 +103,7 @@ def test_no_flipped_bit_is_read_as_another_value(shard_set: ShardSet, name: str)
             assert read_everything(shard_set) == before
         except (Damaged, UserError, ValueError):
             num_refused += 1
-    assert num_refused > 50
+    assert num_refused > 20
 
 
 def test_a_layout_with_a_history_is_found_again_in_the_commits(

@@ -152,6 +152,7 @@ def test_a_busy_machine_and_few_shards_take_longer() -> None:
     assert with_wall_time(cost, num_cores=8, num_shards=1, load=0.0).wall_hours_range == pytest.approx((2.0, 4.0))
 
 
+@pytest.mark.nightly
 def test_sources_in_a_bucket_are_tried_as_local_ones_are_or_the_plan_says_why_not(
     prep: Prep, data: Path, tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,6 @@ RUNS = {
 # Of each task one, in which its loss, its evaluation or its library differs most from the others.
 EVERY_DAY = (
     "mbcl, evaluated",
-    "fastclip-v3",
     "mae",
     "videomae",
     "library, CLIP and T5",

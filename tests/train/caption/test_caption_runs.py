@@ -82,7 +82,7 @@ def test_transformers_open_an_export_and_it_comes_back_bit_by_bit(run: Path, dat
         torch.testing.assert_close(one, before[name], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("task", ["dual-encoder", "mae", "caption"])
+@pytest.mark.parametrize("task", [pytest.param("dual-encoder", marks=pytest.mark.nightly), "mae", "caption"])
 def test_a_tower_of_any_run_sees_for_a_captioner(
     run: Path, data_dir: Path, tmp_path: Path, task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

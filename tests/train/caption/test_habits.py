@@ -85,7 +85,10 @@ def test_its_wandb_run_has_the_documents_name_axes_and_world_size_and_the_result
     assert config["world_size"] == 1 and config["seed"] == 42 and config["checkpoint_every"] == "1ep"
     axes = {one.name or one.glob_name: one.step_metric for one in records(run, "metric")}
     assert {axes[name] for name in ("train/loss", "train/epoch_loss", "val/*")} == {"train/epoch"}
-    logged = {item.key or item.nested_key[0] for one in records(run, "history") for item in one.item}
+    history = records(run, "history")
+    values = [{item.key or item.nested_key[0]: item.value_json for item in one.item} for one in history]
+    assert [int(one["_step"]) for one in values if "train/loss" in one] == [*range(1, 10)], "each step once"
+    logged = {name for one in values for name in one}
     assert {"train/loss", "train/epoch_loss", "val/loss", "val/loss of each batch", "val/cider_d"} <= logged
     summary = [one.key or "/".join(one.nested_key) for update in records(run, "summary") for one in update.update]
     assert {"captions-val/means/cider_d", "captions-val/loss"} <= set(summary)

@@ -18,8 +18,6 @@ from tests.train.running import train
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("--decoding.method sample --decoding.seed 1", {"decoding.method": "sample", "decoding.seed": 1}),
     ("--decoding.method sample --decoding.seed 2", {"decoding.method": "sample", "decoding.seed": 2}),
-    ("--decoding.method beam --decoding.num-beams 2", {"decoding.method": "beam", "decoding.num_beams": 2}),
-    ("--num-frames 1", {"num_frames": 1}),
     ("--where words>0", {"where": "words>0"}),
     ("--num-frames 1 --decoding.max-tokens 5", {"num_frames": 1, "decoding.max_tokens": 5}),
 ]

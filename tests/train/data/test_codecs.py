@@ -33,6 +33,7 @@ CODECS = [  # with a quality that leaves the numbers readable
     ("vp9", "closed", "15"),
     ("mjpeg", "intra", "3"),
 ]
+NIGHTLY = [("h264", "star", "12"), ("h264", "closed", "12"), ("hevc", "closed", "12")]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,11 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "data"
 
 
-@pytest.fixture(scope="module", params=CODECS, ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, marks=pytest.mark.nightly) if one in NIGHTLY else one for one in CODECS],
+    ids="-".join,
+)
 def shard(request: pytest.FixtureRequest, data_dir: Path) -> Iterator[CommittedShard]:
     codec, gop, crf = request.param
     # 1.001 s hold 30 frames at 29.97 a second: chunks whose borders are no round times.

@@ -299,8 +299,14 @@ def test_ids_are_looked_up_once_not_shard_by_shard(videos: Path, monkeypatch: py
     assert len(calls) == 1
 
 
+def leave_alone_what_stays() -> None:
+    """Free the maps of the sets of other tests; what stays is not looked at again, which takes a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def test_indexes_beyond_the_limit_are_unmapped(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()  # maps of the sets of other tests
+    leave_alone_what_stays()
     expected = shown(OPEN["captions"](videos))
     monkeypatch.setattr(OPEN_MAPS, "limit", 1)
     shards = Variant.open(videos).shards()
@@ -317,7 +323,7 @@ def test_indexes_beyond_the_limit_are_unmapped(videos: Path, monkeypatch: pytest
 
 def test_tars_beyond_the_limit_are_mapped_when_needed(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {name: shown(OPEN[name](written.data_dir)) for name in ("latents", "stored")}
-    gc.collect()  # sets of other tests map tars until then
+    leave_alone_what_stays()
     monkeypatch.setattr(OPEN_MAPS, "limit", 2)
 
     def num_mapped() -> int:

@@ -225,7 +225,7 @@ def test_a_tower_that_cannot_concatenate_is_refused() -> None:
         tower_of("concat", attention="divided")
 
 
-@pytest.mark.parametrize("rule", ["mean", "concat"])
+@pytest.mark.parametrize("rule", ["mean", pytest.param("concat", marks=pytest.mark.nightly)])
 def test_a_run_with_views_trains_evaluates_exports_and_is_loaded(robot: Path, tmp_path: Path, rule: str) -> None:
     flags = "--model tiny --towers.depth 1 --size-px 32 --num-frames 2 --batch 2 --steps 1 --device cpu --workers 1"
     views = ("--views", "top,wrist", "--towers.views", rule)

@@ -18,6 +18,7 @@ FLAGS = [*SMALL.split(), *DECODER.split(), *EVALUATION.split(), "--steps", "4", 
 OF_SPEED = ("_s", "_share", "tflops")
 
 
+@pytest.mark.nightly
 def test_the_slurm_script_launches_a_pipeline(repository: Path, data_dir: Path, tmp_path: Path, forks: Forks) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     command = ["bash", "scripts/slurm_train.sh", "caption", "--shards", str(data_dir), "--out", str(two), *FLAGS]

@@ -15,6 +15,7 @@ from tests.train.running import SMALL, facts, losses, steps, train, two_lines, w
 ONE_FRAME = ("--num-frames", 1, "--workers", 1, "--device", "cpu")
 
 
+@pytest.mark.nightly
 def test_a_run_with_a_loss_with_state_goes_on_to_the_same_weights(tars: str, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     words = ("dual-encoder", "--shards", tars, *SMALL, *ONE_FRAME, "--loss.kind", "fastclip-v3")

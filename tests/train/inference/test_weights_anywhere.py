@@ -246,7 +246,10 @@ def renamed(model: nn.Module, roots: dict[str, str], parts: dict[str, str]) -> d
 
 
 @pytest.mark.usefixtures("whole_text_tower")
-@pytest.mark.parametrize(("project", "roots", "is_divided"), [("AVION", AVION, False), ("LaViLa", LAVILA, True)])
+@pytest.mark.parametrize(
+    ("project", "roots", "is_divided"),
+    [pytest.param("AVION", AVION, False, marks=pytest.mark.nightly), ("LaViLa", LAVILA, True)],
+)
 def test_a_file_of_avion_or_lavila_is_scored_and_embedded_as_its_model(
     moving: Path,
     tmp_path: Path,

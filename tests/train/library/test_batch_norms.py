@@ -28,13 +28,16 @@ from tests.train.tuning.runs import killed, stored, weights
 Tensors = dict[str, torch.Tensor]
 
 
+SMALL: Any = {"num_classes": 8, "stem_width": 8, "channels": (8, 16, 24, 32)}
+
+
 class TwoTowers(nn.Module):
     """A small ResNet of timm, and a text tower with batch and spectral norm, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.video = LibraryTower("timm:resnet10t", timm.create_model("resnet10t", num_classes=8))
+        self.video = LibraryTower("timm:resnet10t", timm.create_model("resnet10t", **SMALL))
         linear = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 12))
         self.text = nn.Sequential(linear, nn.BatchNorm1d(12), nn.Dropout(0.3), nn.ReLU(), nn.Linear(12, 8))
         self.double()

@@ -71,6 +71,7 @@ def test_a_packed_token_sees_its_own_sequence_up_to_itself(attend: Attend, lengt
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
+@pytest.mark.nightly
 def test_compiled_sdpa_of_packed_tokens_is_the_same_whatever_the_lengths() -> None:
     compiled = torch.compile(attend_with_sdpa, backend="aot_eager", fullgraph=True)
     for lengths in (LENGTHS, (9, 4, 4, 2, 1, 1), (77, 1, 1, 1, 1, 1), (5, 6, 7, 8, 9, 10)):

@@ -17,6 +17,7 @@ from clipmill.train.models.attention import (
     pack,
 )
 from clipmill.train.models.attention_choice import Kernel, Kernels, kernels_of, of_xformers
+from tests.forks import Forks
 
 CPU = torch.device("cpu")
 FLASH, CUTLASS = "fa2F@2.5.7 and fa2B@2.5.7 of torch", "cutlassF and cutlassB of torch"
@@ -63,10 +64,10 @@ def test_what_xformers_does_not_support_is_an_error(monkeypatch: pytest.MonkeyPa
         kernels_of("xformers", *qkv_of(torch.bfloat16, device="cuda"))
 
 
-def test_xformers_is_loaded_without_a_warning() -> None:
+def test_xformers_is_loaded_without_a_warning(forks: Forks) -> None:
     pytest.importorskip("xformers")
     code = "from clipmill.train.models.attention import load_xformers; print(load_xformers())"
-    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    ran = subprocess.run([forks.python(), "-m", "tests.fresh", code], check=True, capture_output=True, text=True)
     assert ran.stderr == ""
     assert load_xformers() == (None if ran.stdout.strip() == "None" else ran.stdout.strip())
 

@@ -126,7 +126,7 @@ def kept_values(model: torch.nn.Module, video: torch.Tensor) -> int:
 def test_checkpointed_and_compiled_blocks_give_the_same_gradients(theirs: TimesformerModel) -> None:
     weights, video = our_weights(theirs), clips(2)
     found = []
-    for change in (None, checkpoint_blocks, lambda model: compile_blocks(model, backend="aot_eager", fullgraph=True)):
+    for change in (None, checkpoint_blocks, lambda model: compile_blocks(model, backend="eager", fullgraph=True)):
         ours = ours_with(weights).train()
         if change is not None:
             change(ours)

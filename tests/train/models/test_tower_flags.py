@@ -13,6 +13,7 @@ from clipmill.train.inference import load_model
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
+from tests.tiers import nightly_beyond
 from tests.train.running import losses, train
 
 SMALL = "--model tiny --num-frames 4 --size-px 32 --batch 4 --warmup-steps 2 --lr 1e-3 --steps 4 --checkpoint-every 2"
@@ -61,7 +62,7 @@ def test_weights_of_another_size_start_with_the_flags_that_the_refusal_names(
     assert "tensors of the model copied as they are" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("task", ["mae", "classify", "caption"])
+@pytest.mark.parametrize("task", nightly_beyond(["caption"], ["mae", "classify", "caption"]))
 def test_every_task_takes_towers_of_any_size(moving: Path, tmp_path: Path, task: str) -> None:
     more = {"classify": "--label verb", "caption": "--decoder.name tiny", "mae": "--towers.tubelet 2"}[task]
     size = "--towers.width 32 --towers.depth 1 --towers.heads 2 --towers.patch-px 8"

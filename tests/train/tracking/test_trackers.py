@@ -64,6 +64,7 @@ def test_tensorboard_shows_each_step_once_and_settings_and_page(track: Callable[
     assert texts["page/text_summary"] == str(run.page)
 
 
+@pytest.mark.nightly
 def test_wandb_is_sent_each_step_once_under_one_run(
     track: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import SIZES, DualEncoder
 from clipmill.train.optim.parameters import freeze
 from clipmill.train.run.folder import RunFolder
+from tests.tiers import nightly_beyond
 from tests.train.classify.moving import write_moving
 from tests.train.running import train
 from tests.train.tuning.runs import LORA, SHORT, SMALL, TINY, stored, weights
@@ -38,7 +39,7 @@ def is_frozen(name: str, case: str) -> bool:
     return name.startswith((*stem, *first))
 
 
-@pytest.mark.parametrize("case", FROZEN)
+@pytest.mark.parametrize("case", nightly_beyond(["text", "blocks"], FROZEN))
 def test_frozen_parts_stay_as_they_are_to_the_bit(
     data_dir: Path, source: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,7 +147,7 @@ def test_the_tokenizer_of_transformers_gives_the_ids_that_the_run_saw(run: Path,
             assert int(ours.argmax()) + 1 == length
         assert theirs[:length] == ours[:length].tolist() and set(theirs[length:]) <= {49407}, text
     # Of all letters, only those differ that Unicode has got since Python's tables.
-    letters = [chr(point) for point in range(1, 0x20000, 37) if not 0xD800 <= point < 0xE000]
+    letters = [chr(point) for point in range(1, 0x20000, 149) if not 0xD800 <= point < 0xE000]
     rows = tokenizer([f"a {letter} b" for letter in letters])["input_ids"]
     differ = [
         letter

@@ -110,7 +110,7 @@ def test_the_authors_format_holds_tensors_alone_and_says_what_it_does_not_hold(
     assert loaded_weights(back, opened(out), say=quiet).fitted.changes == ()
 
 
-@pytest.mark.parametrize("start", ["run", "folder"])
+@pytest.mark.parametrize("start", [pytest.param("run", marks=pytest.mark.nightly), "folder"])
 def test_pre_training_goes_on_from_weights(data: Path, run: Path, tmp_path: Path, start: str) -> None:
     weights = run
     if start == "folder":

@@ -18,7 +18,7 @@ from tests.train.models.small_captioners import END, PAD, clips, for_them, ours_
 NUM_CLIPS, MAX_TOKENS = 6, 12
 
 
-@pytest.fixture(scope="module", params=["short", "long", "endless"])
+@pytest.fixture(scope="module", params=["short", pytest.param("long", marks=pytest.mark.nightly), "endless"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Captioner]:
     """Captioners whose captions change from word to word, and end soon, some of them late, or never."""
     theirs = their_captioner(seed=3)
