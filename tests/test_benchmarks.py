@@ -126,6 +126,7 @@ def test_a_way_to_load_latents_that_is_not_installed_leaves_its_row_empty(tmp_pa
     assert (floor["segments/s"], floor["/ seed"], floor["/ memcpy"]) == (200, None, 1.0)
 
 
+@pytest.mark.nightly
 def test_steps_of_a_masked_autoencoder_are_taken_from_chunks_of_any_kind(tmp_path: Path) -> None:
     import torch
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # Their messages, files and requests depend on most of the settings.
 FILES = (
     "tests/prep/core/test_system_errors.py::test_a_record_that_cannot_be_written_is_named",
@@ -24,6 +26,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.nightly
 def test_the_suite_passes_on_a_machine_with_other_settings(repository: Path, tmp_path: Path) -> None:
     old = tmp_path / "bin/ffmpeg"
     old.parent.mkdir()

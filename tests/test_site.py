@@ -100,6 +100,7 @@ def test_a_message_with_alternatives_and_values_is_read_as_each_of_them() -> Non
     assert list(messages.messages_of("HINT = 'wait'\nraise FailedWork('late', hint=HINT)")) == [Message("late", "wait")]
 
 
+@pytest.mark.nightly
 def test_the_site_is_built_without_a_broken_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mkdocs")
     monkeypatch.setattr(build, "STAGE", tmp_path / "docs")

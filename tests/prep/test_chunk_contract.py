@@ -37,6 +37,7 @@ from tests.conftest import ROOT
 from tests.plugins import declare, installed_here
 from tests.prep.here import make_here
 from tests.prep.sets import ShardSet
+from tests.tiers import nightly_beyond
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +183,7 @@ ARRAYS_WORK = ChunkWork(
 )
 
 
-@pytest.mark.parametrize("how", WRONG)
+@pytest.mark.parametrize("how", nightly_beyond(["none", "raises", "array", "field", "start"], WRONG))
 def test_an_outcome_that_is_no_sample_of_its_chunk_is_a_failure_of_this_chunk(shard_set: ShardSet, how: str) -> None:
     made = make_here(ARRAYS, shard_set.data, how=how)
     assert made.num_chunks == 3 and len(made.failures) == 2, "the first chunk of each shard"

@@ -116,6 +116,7 @@ def test_adapters_of_peft_are_trained_and_merged(data_dir: Path, siglip2: Path, 
     assert load_model(out, device="cpu").encode_video(CLIPS).isfinite().all()
 
 
+@pytest.mark.nightly
 def test_parts_are_frozen_and_a_resnet_keeps_its_statistics(data_dir: Path, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "frozen"
     flags = ("--towers.image", f"open_clip:{RESNET}", "--freeze", "text.blocks:1", "--steps", 2, "--lr", "1e-2")

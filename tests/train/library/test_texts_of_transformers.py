@@ -104,7 +104,7 @@ def poolings_of(kind: str, *, padding: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("is_complete", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["some", "all"])
-@pytest.mark.parametrize("kind", nightly_beyond(["bert", "t5", "clip", "llama"], CONFIGS))
+@pytest.mark.parametrize("kind", nightly_beyond(["t5", "clip"], CONFIGS))
 def test_a_text_is_embedded_as_alone_by_every_pooling_and_padding(tmp_path: Path, kind: str, is_complete: bool) -> None:
     for number, (side, pad, config_pad) in enumerate(PADDINGS):
         folder = tmp_path / str(number)
@@ -168,7 +168,7 @@ def test_a_model_without_a_mask_is_refused(tmp_path: Path) -> None:
         text_tower(DualEncoderTowers(text=f"hf:{tmp_path}"), embedding_width=32)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", nightly_beyond([torch.bfloat16], [torch.bfloat16, torch.float16, torch.float64]))
 @pytest.mark.parametrize("kind", ["bert", "t5", "clip", "qwen3"])
 def test_modules_are_float32_whatever_the_type_of_the_folder(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     save_tokenizer(tmp_path, side="right", pad="[PAD]")

@@ -109,8 +109,8 @@ def test_transformers_writes_the_same_captions_from_our_folder(tmp_path: Path) -
     "decoding",
     [
         DecodingSettings(max_tokens=26, min_tokens=24),
-        DecodingSettings(),
-        DecodingSettings(max_tokens=50),  # of a context of 40
+        pytest.param(DecodingSettings(), marks=pytest.mark.nightly),
+        pytest.param(DecodingSettings(max_tokens=50), marks=pytest.mark.nightly),  # of a context of 40
         DecodingSettings(method="beam", num_beams=3, length_penalty=-1.0, early_stopping=True, max_tokens=9),
         DecodingSettings(method="beam", num_beams=1, length_penalty=2.0, max_tokens=9),
     ],

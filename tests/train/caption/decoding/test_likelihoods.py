@@ -8,6 +8,7 @@ import torch
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.tasks.caption.decoding import generate_captions
 from clipmill.train.tasks.caption.spec import DecodingSettings
+from tests.tiers import nightly_beyond
 from tests.train.models.small_captioners import END, clips, for_them, ours_with_weights_of, their_captioner
 
 NUM_CLIPS, MAX_TOKENS = 5, 4
@@ -36,7 +37,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Captioner]:
     return theirs, ours_with_weights_of(theirs, tmp_path_factory.mktemp("weights"))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", nightly_beyond(["beams", "nucleus"], METHODS))
 def test_likelihoods_are_those_of_a_forward_pass_and_of_transformers(both: tuple[Any, Captioner], method: str) -> None:
     theirs, ours = both
     settings = DecodingSettings(max_tokens=MAX_TOKENS, **METHODS[method])
