@@ -3,6 +3,7 @@
 #   make demo                        synthetic videos -> shards -> four models, in demo/: see demo/index.html
 #   make demo VIDEOS=DIR             shards and a contact sheet from your own videos
 #   make test PYTHON=python3.13 VENV=.venv-313
+#   make setup PART=prep VENV=.venv-prep    a part: prep; columns (prep with torch); train
 #   make nightly                     the long tests that make test leaves out, and a campaign of faults
 #   make torture MINUTES=60 SEED=1   faults on purpose: see tests/torture
 #   make docs                        the documentation site, in build/site/
@@ -12,7 +13,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+PARTS := prep columns train
+PART ?=
+$(if $(filter-out $(PARTS),$(PART)),$(error PART=$(PART) is not one of: $(PARTS)))
+# The extras of each part. KubeRay runs its jobs by the extra cluster.
+EXTRAS_prep := prep cluster
+EXTRAS_columns := prep cluster columns
+EXTRAS_train := train
+LOCK := requirements$(addprefix -,$(PART)).lock
+READY := $(VENV)/.ready$(addprefix -,$(PART))
 UV_READY := $(VENV)/.uv-ready
 UV := $(BIN)/uv
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
@@ -39,7 +48,7 @@ $(UV_READY): requirements-uv.lock
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 		echo "error: $(PYTHON) does not run as Python 3.11, 3.12 or 3.13" >&2; \
 		echo "hint: make setup PYTHON=python3.12" >&2; exit 2; }
-	@"$(PYTHON)" scripts/setup_plan.py "$(VENV)"
+	@"$(PYTHON)" scripts/setup_plan.py "$(VENV)" $(PART)
 	@echo "setup 1/3: uv, which installs the packages"
 	@"$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-uv.lock
@@ -47,13 +56,14 @@ $(UV_READY): requirements-uv.lock
 
 # Compiled at once, because every test and every Ray worker that starts a process would wait for it. The build
 # backend comes from the lock as well, hence no build isolation.
-$(READY): $(UV_READY) requirements.lock pyproject.toml
-	@echo "setup 2/3: the packages of requirements.lock, downloaded, unpacked and compiled"
-	@$(UV) pip sync --python $(BIN)/python --require-hashes --compile-bytecode requirements.lock
+$(READY): $(UV_READY) $(LOCK) pyproject.toml
+	@rm -f $(VENV)/.ready*
+	@echo "setup 2/3: the packages of $(LOCK), downloaded, unpacked and compiled"
+	@$(UV) pip sync --python $(BIN)/python --require-hashes --compile-bytecode $(LOCK)
 	@echo "setup 3/3: clipmill"
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@touch $@
-	@echo "Ready: $(BIN)/prep and $(BIN)/train. To see what they do: make demo"
+	@echo "Ready: $(if $(PART),$(BIN)/$(firstword $(EXTRAS_$(PART))),$(BIN)/prep and $(BIN)/train. To see what they do: make demo)"
 
 lint: style types
 
@@ -155,6 +165,8 @@ benchmarks: setup
 lock: $(UV_READY)
 	$(COMPILE) --all-extras pyproject.toml --output-file requirements.lock
 	echo uv | $(COMPILE) - --output-file requirements-uv.lock
+	$(foreach part,$(PARTS),echo hatchling | $(COMPILE) $(addprefix --extra ,$(EXTRAS_$(part))) \
+		--constraint requirements.lock pyproject.toml - --output-file requirements-$(part).lock &&) true
 
 clean:
 	rm -rf $(VENV) $(PEERS_VENV) $(LEROBOT_VENV) demo build .mypy_cache .ruff_cache .pytest_cache

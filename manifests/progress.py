@@ -2,8 +2,8 @@
 
 A terminal shows one line. rich redraws it several times a second, and erases it at the end. A log gets a line as soon
 as the work has lasted half a second, then a line every ten seconds, and after two minutes a line every minute. Each
-line begins with the time since the program began, in brackets: `[0:10] encoding: 12 of 24 chunks, 2.3x real time, 0:10
-left`.
+line begins with the time in UTC, and with the time since the program began in brackets:
+`2027-01-31T09:30:10Z [0:10] encoding: 12 of 24 chunks, 2.3x real time, 0:10 left`.
 
 If several processes are launched together, only the first one, by its launcher's RANK, shows progress.
 """
@@ -135,12 +135,27 @@ class Activity:
             return
         self._line_s = now_s
         with suppress(OSError, ValueError):  # a closed stream must not end the work
-            print(f"[{_program_clock()}] {self.text()}", file=sys.stderr, flush=True)
+            print(f"{line_time(sys.stderr)}[{_program_clock()}] {self.text()}", file=sys.stderr, flush=True)
 
 
 def is_terminal(stream: IO[str]) -> bool:
     """Return True if a stream is a terminal that can erase a line."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def is_first_process() -> bool:
+    """Return True unless a launcher has given this process another rank than the first."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def log_time() -> str:
+    """Return the time in UTC as logs have it: `2027-01-31T09:30:10Z`."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def line_time(stream: IO[str]) -> str:
+    """Return the time that begins a line about progress; empty for a terminal, and for a log that adds times."""
+    return "" if stream.isatty() or getattr(stream, "has_times", False) else f"{log_time()} "
 
 
 def log_interval(elapsed_s: float) -> float:
@@ -207,7 +222,7 @@ def _program_clock() -> str:
 
 def _show() -> Callable[[], object]:
     """Start to display the innermost activity; return the function that ends the display."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_process():
         return lambda: None
     return _show_on_terminal() if is_terminal(sys.stderr) else _show_in_log()
 

@@ -1,8 +1,8 @@
 """What `make setup` will take: printed before it begins, with a check that the disk has room for it.
 
-It runs before anything is installed, with the standard library alone: `python3 scripts/setup_plan.py .venv`.
+It runs before anything is installed, with the standard library alone: `python3 scripts/setup_plan.py .venv [PART]`.
 The sizes were measured on Linux, x86-64, with Python 3.11: `du -s .venv`, and what uv says it downloads into an empty
-cache.
+cache; those of `columns` and `train` are the shares of their packages.
 """
 
 import os
@@ -10,29 +10,30 @@ import shutil
 import sys
 from pathlib import Path
 
-DOWNLOAD_GB, DISK_GB = 3.7, 7.9
+# Download and disk by part; "": everything.
+_SIZES_GB = {"": (3.7, 7.9), "prep": (0.4, 1.3), "columns": (3.3, 7.1), "train": (3.2, 6.6)}
 _SLACK_GB = 0.5  # the build of clipmill, and bytecode
-_SMALLER = "python3 -m venv .venv-prep && .venv-prep/bin/pip install '.[prep]'"
+_SMALLER = "make setup PART=prep VENV=.venv-prep"
 
 
 def main() -> int:
     """Print the plan of the set-up; return the exit status."""
-    environment = Path(sys.argv[1]).absolute()
+    environment, part = Path(sys.argv[1]).absolute(), "".join(sys.argv[2:])
+    download_gb, disk_gb = _SIZES_GB[part]
     present_gb = folder_gb(environment)
-    needed_gb = max(0.0, DISK_GB - present_gb) + _SLACK_GB
+    needed_gb = max(0.0, disk_gb - present_gb) + _SLACK_GB
     free_gb = shutil.disk_usage(existing(environment)).free / 1e9
-    if present_gb > DISK_GB / 2:
+    if present_gb > disk_gb / 2:
         print(f"setup: {environment.name} exists ({present_gb:.1f} GB); only packages that changed are replaced")
     else:
+        cuda = "" if part == "prep" else " (more than half of it is CUDA)"
+        print(f"setup: about {download_gb} GB to download and {disk_gb} GB on disk in {environment.name}{cuda}")
         print(
-            f"setup: about {DOWNLOAD_GB} GB to download and {DISK_GB} GB on disk in {environment.name} (more than half"
-            " of it is CUDA)"
+            f"       about {1 + 2 * download_gb:.0f} minutes at 10 MB/s; a minute or two if uv has the packages in its"
+            f" cache; {free_gb:.0f} GB free"
         )
-        print(
-            "       about 8 minutes at 10 MB/s; a minute or two if uv has the packages in its cache;"
-            f" {free_gb:.0f} GB free"
-        )
-        print(f"       to make shards only, without torch (0.9 GB): {_SMALLER}")
+        if part != "prep":
+            print(f"       to make shards only, without torch ({_SIZES_GB['prep'][1]} GB): {_SMALLER}")
     sys.stdout.flush()
     if free_gb < needed_gb:
         print(f"error: {environment} needs {needed_gb:.1f} GB, and its disk has {free_gb:.1f} GB free", file=sys.stderr)

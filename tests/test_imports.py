@@ -20,7 +20,7 @@ PACKAGES = ("manifests", "shards", "prep", "train")
 
 # What a package may import from outside, beside the standard library; prep and train follow pyproject.toml.
 OUTSIDE = {
-    "manifests": {"cyclopts", "numpy", "obstore", "pyarrow", "rich"},
+    "manifests": {"cyclopts", "numpy", "obstore", "prometheus_client", "pyarrow", "rich"},
     "shards": {"av", "duckdb", "jinja2", "markupsafe", "numpy", "pyarrow"},  # pages: parts of both extras
 }
 BESIDE = {"prep": ("columns", "endpoint", "zarr"), "train": ("track", "caption-metrics", "lora")}  # further extras
@@ -31,6 +31,7 @@ MODULES_OF_DISTRIBUTION = {
     "nvidia-ml-py": "pynvml",
     "open-clip-torch": "open_clip",
     "opencv-python-headless": "cv2",
+    "prometheus-client": "prometheus_client",
     "pyyaml": "yaml",
     "scenedetect-headless": "scenedetect",
     "webrtcvad-wheels": "webrtcvad",

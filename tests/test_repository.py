@@ -16,7 +16,9 @@ MAX_FILE_LINES = 600
 MAX_README_LINES = 60
 MAX_WORDS_OF_DOCUMENTS = 95_000  # of all Markdown files, as `wc -w` counts; it only goes down
 NAMES_THAT_SAY_NOTHING = {"common", "helper", "helpers", "misc", "tools", "util", "utils"}
-LOCKS = ("requirements.lock", "requirements-uv.lock")
+# Parts with a lock, and their extras.
+PARTS = {"prep": ("prep", "cluster"), "columns": ("prep", "cluster", "columns"), "train": ("train",)}
+LOCKS = ("requirements.lock", "requirements-uv.lock", *(f"requirements-{part}.lock" for part in PARTS))
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 # Brackets keep these lines from finding themselves.
 REGISTRY = re.compile(r"pypi[.]org|python[h]osted|--(extra-)?[i]ndex-url|--[f]ind-links|://\S*[/]simple\b")
@@ -80,6 +82,18 @@ def test_the_lock_satisfies_pyproject_on_every_python(repository: Path, python: 
         requirement = Requirement(line)
         pinned = pins[normal(requirement.name)].removeprefix("==")
         assert requirement.specifier.contains(pinned), f"{line}: the lock has {pinned}; run `make lock`"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_lock_of_a_part_has_its_packages_with_the_pins_of_the_complete_lock(repository: Path, part: str) -> None:
+    complete = {(normal(pin.name), str(pin.specifier)) for pin, _ in locked(repository / "requirements.lock")}
+    pins = {(normal(pin.name), str(pin.specifier)) for pin, _ in locked(repository / f"requirements-{part}.lock")}
+    assert pins <= complete, pins - complete
+    asked = project(repository)
+    lines = sum((asked["optional-dependencies"][extra] for extra in PARTS[part]), asked["dependencies"])
+    others = {"prep": {"torch"}, "columns": {"xformers"}, "train": {"ray", "imageio-ffmpeg"}}
+    assert names(lines) | {"hatchling"} <= {name for name, _ in pins}
+    assert not others[part] & {name for name, _ in pins}
 
 
 def test_each_side_installs_without_the_others_parts(repository: Path) -> None:

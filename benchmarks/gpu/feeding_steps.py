@@ -59,7 +59,7 @@ class Trained:
     name: str
     settings: ClipSettings
     batch_of_80_gib: int
-    train: Callable[..., None]
+    train: Callable[..., object]
     make_task: Callable[..., Any]
 
 

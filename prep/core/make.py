@@ -118,7 +118,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
 
     budget = parse_budget(request.max_failures)
     request.check()
-    with Activity("planning") as now:
+    with request.monitoring.begin(), Activity("planning") as now:
         work = work_of(column)
         part = None if request.part is None else Part.parse(request.part)
         data_dir = require_data_folder(request.data)

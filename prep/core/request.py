@@ -15,6 +15,7 @@ from cyclopts import Group, Parameter, Token
 from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.formatting import parse_size
 from clipmill.manifests.help_text import FIRST_RUN
+from clipmill.manifests.monitoring import Monitoring
 from clipmill.manifests.settings import Checked, Range, errors_of, mistakes, refuse
 from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
 from clipmill.prep.core.column import DATA_VARIABLE
@@ -120,6 +121,7 @@ class Request(Checked):
 
     Attributes:
         execution: Settings of the Ray engine.
+        monitoring: Metrics and log.
         part: Value of `--part`, or None.
         num_gpus: Number of GPUs per worker; None if not given.
         batch: Batch size of the model; None if not given.
@@ -133,6 +135,7 @@ class Request(Checked):
     engine: EngineName = None
     address: Address = None
     execution: Annotated[Execution, Parameter(name="*")] = Execution()  # noqa: RUF009 - frozen
+    monitoring: Annotated[Monitoring, Parameter(name="*")] = Monitoring()  # noqa: RUF009 - frozen
     workers: Workers = None
     max_failures: MaxFailures = "0"
     # Only commands whose request declares them again have these flags.

@@ -10,6 +10,7 @@ from typing import Any, Generic
 
 from clipmill.manifests.errors import Inaccessible, UserError
 from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.monitoring import metrics_registry
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.storage.mirrors import refresh, require_locks
 from clipmill.prep.core.column import Addition, ColumnSpec
@@ -172,10 +173,16 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     num_chunks = {shard.shard_id: shard.num_chunks for shard in work}
     # Share of the samples of a shard that are not copied, above 0: copying costs little, but not nothing.
     shares = {shard.shard_id: 1.0 - 0.98 * (shard.num_copied or 0) / max(1, shard.num_chunks) for shard in work}
+    column, num_samples, meters = job.column.name, sum(num_chunks.values()), None
+    if (registry := metrics_registry()) is not None:
+        from clipmill.prep.core.meters import meters_of
+
+        meters = meters_of(registry)
+        meters.begin(column, job.failed_before, num_samples=num_samples)
     progress = RunProgress(
         job.column.doing,
         noun=job.column.sample,
-        num_samples=sum(num_chunks.values()),
+        num_samples=num_samples,
         work=sum(num_chunks[shard_id] * share for shard_id, share in shares.items()),
         sample_s=job.chunk_s,
         num_shards=len(work),
@@ -195,6 +202,8 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
             if isinstance(outcome, Refused):
                 summary.refused_workers.append(outcome)
                 warn_refused(outcome)
+                if meters is not None:
+                    meters.exclude(column)
             elif outcome is not None:
                 result = outcome.result or stop_result(
                     outcome.task, loss_code(crashed=outcome.crashed), outcome.lost or ""
@@ -202,6 +211,8 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 made += result.num_chunks
                 work_done += num_chunks[result.shard_id] * shares[result.shard_id]
                 running.finish(result.shard_id)
+                if meters is not None:
+                    meters.finish(column, result)
                 if result.stopped_by is None:
                     progress.finish_shard(result.num_chunks)
                 for failure in result.reasons:
@@ -217,6 +228,8 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                         return
                     # Workers that wait for answers end their shards: answers on their way have been paid for.
             num_running = running.num_done()
+            if meters is not None:
+                meters.show(column, num_done=made + num_running)
             progress.show(made + num_running, work_done + running.work_done(), has_begun=running.has_begun)
 
 

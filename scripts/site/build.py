@@ -53,6 +53,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "docs/search.md",
         "docs/python.md",
         "docs/cluster.md",
+        "docs/operations.md",
         "docs/distributed.md",
         "docs/doctor.md",
     ),

@@ -75,7 +75,9 @@ def test_a_log_gets_lines_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None
         now.say("3 of 4", what="encoding")
         wait_for(lambda: "encoding: 3 of 4" in log.getvalue())
     lines = log.getvalue().splitlines()
-    assert lines[0].endswith("] starting") and all(re.match(r"\[\d+:\d\d\] ", line) for line in lines)
+    assert lines[0].endswith("] starting") and all(
+        re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \[\d+:\d\d\] ", line) for line in lines
+    )
     assert "\r" not in log.getvalue() and "\x1b" not in log.getvalue()
 
 

@@ -55,7 +55,7 @@ class Ran:
 
 def messages(stderr: str) -> list[str]:
     """The lines of what a command said on standard error that are not about its progress."""
-    return [line for line in stderr.splitlines() if not re.match(r"\[[0-9:]+\] ", line)]
+    return [line for line in stderr.splitlines() if not re.match(r"\S+Z \[[0-9:]+\] ", line)]
 
 
 def prep(*arguments: object, status: int | None = 0, **environment: str) -> Ran:

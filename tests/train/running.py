@@ -30,7 +30,9 @@ def train(*arguments: object) -> int:
 
 def two_lines(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     """The error and the hint, which are all that a refused command prints on stderr, besides what takes it long."""
-    lines = [line for line in capsys.readouterr().err.splitlines() if not re.match(r"\[\d+:\d\d\] ", line)]
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if not re.match(r"[0-9TZ:-]{20} \[\d+:\d\d\] ", line)
+    ]
     assert [line.partition(":")[0] for line in lines] == ["error", "hint"], lines
     return lines[0], lines[1]
 

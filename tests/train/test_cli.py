@@ -53,7 +53,22 @@ def test_the_first_lines_say_which_attention_and_why_and_what_a_warm_up_leaves(
     assert lines[0] == "attention: sdpa (requested by --attention sdpa); precision: fp32 (the device is a CPU)"
     assert lines[1].startswith("data: 9 of 9 captions of split 'train'")
     assert lines[2] == "--warmup-steps 2 is not less than --steps 1: the learning rate increases to the end"
-    assert lines[3].startswith("step 1/1  loss ")
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ step 1/1  loss ", lines[3])
+
+
+def test_a_summary_is_alone_on_standard_output(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (*SMALL, "--steps", 2, "--evaluate.every", 1, "--json")
+    assert train("dual-encoder", "--shards", data_dir, "--out", tmp_path / "run", *flags) == 0
+    printed = capsys.readouterr()
+    summary, run = json.loads(printed.out), RunFolder(tmp_path / "run")
+    last = read_lines(run.metrics)[-1]
+    assert "step 2/2  loss " in printed.err and "done: 2 steps" in printed.err
+    assert summary["task"] == "dual-encoder" and summary["checkpoint"] == str(run.checkpoints / "step_000002")
+    assert (summary["steps"], summary["samples"], summary["loss"]) == (2, 8, last["loss"])
+    assert summary["evaluation"] == {name: value for name, value in last.items() if "/" in name} != {}
+    assert summary["next"] == f"train eval retrieval {run.path}" and "--json" not in run.settings.read_text()
 
 
 def test_an_error_stands_without_remarks_on_settings(

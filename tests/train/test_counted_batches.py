@@ -41,7 +41,7 @@ def test_a_log_of_steps_says_how_long_the_rest_takes(monkeypatch: pytest.MonkeyP
         now_s += 2
         progress.show(step, "loss 1")
     progress.close()
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line.partition("Z ")[2] for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "step 105/200  loss 1  3:10 left" and lines[-1] == "step 200/200  loss 1"
 
 

@@ -1,12 +1,14 @@
 """Implementation of `train TASK`: train a task's model in a new run, or resume a run."""
 
+import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +32,7 @@ from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.world import World
 from clipmill.train.doctor.commands import doctor_facts
 from clipmill.train.engine.loop import check_batch, describe_epochs, train
-from clipmill.train.engine.metrics import consumption_entry
+from clipmill.train.engine.metrics import FACT, consumption_entry
 from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
 from clipmill.train.engine.task import check_stages, describe_parameters, outline
 from clipmill.train.models.attention_choice import choose_attention, describe_fallback, kernels_fact
@@ -66,8 +68,8 @@ from clipmill.train.weights.source import Say, Source
 _LOST_S = 120.0
 
 
-def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance: Provenance) -> None:
-    """Train a task's model on all ranks of torchrun, and write the run's results page."""
+def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance: Provenance) -> dict[str, Any] | None:
+    """Train a model on all ranks of torchrun, and write the results page; return the summary on the first rank."""
     check_tracking(settings.track)
     device = choose_device(settings.device, needs_gpu=settings.require_gpu)
     start = launch_facts(settings, resume=resume)
@@ -94,7 +96,7 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
         )
         held.enter_context(reading_variants(chosen))
         try:
-            _train(spec, settings, old_run=old_run, held=held, world=world, device=device, provenance=provenance)
+            return _train(spec, settings, old_run=old_run, held=held, world=world, device=device, provenance=provenance)
         except Stopped as stop:
             again = f"continue with --resume --out {shlex.quote(str(settings.out))}"
             raise Stopped(f"{stop}, {'the same command continues' if resume == 'auto' else again}") from None
@@ -135,7 +137,7 @@ def _train(
     world: World,
     device: torch.device,
     provenance: Provenance,
-) -> None:
+) -> dict[str, Any] | None:
     world = world.cut(settings.parallel.stages)
     precision = open_precision(settings.precision, device_type=device.type)
     old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
@@ -238,8 +240,42 @@ def _train(
         f"done: {count_noun(settings.steps, 'step')}, checkpoints and results page ({run.page.name}) in "
         f"{run.path}{remark}"
     )
-    if world.is_first and (following := _next_command(spec, settings)) is not None:
+    if not world.is_first:
+        return None
+    if (following := _next_command(spec, settings)) is not None:
         progress.say(f"next: {following}")
+    return _summary(spec, settings, run=run, lines=lines, num_failed=failed, next_command=following)
+
+
+def _summary(
+    spec: TaskSpec,
+    settings: ClipSettings,
+    *,
+    run: RunFolder,
+    lines: Sequence[dict[str, Any]],
+    num_failed: int,
+    next_command: str | None,
+) -> dict[str, Any]:
+    """Return the summary of a finished run for `--json`; a number that is not finite becomes None."""
+    last = lines[-1] if lines else {}
+    numbers = {name: value for name, value in last.items() if isinstance(value, int | float)}
+    finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    return {
+        "task": spec.name,
+        "run": os.fspath(run.path),
+        "checkpoint": os.fspath(run.require_checkpoint()),
+        "page": os.fspath(run.page),
+        "steps": settings.steps,
+        "samples": settings.steps * settings.batch,
+        "failed_samples": num_failed,
+        "loss": finite.get("loss"),
+        "epoch": finite.get("epoch"),
+        "step_s": sum(line["step_s"] for line in lines),
+        "data_wait_s": sum(line["data_wait_s"] for line in lines),
+        "evaluation": {name: value for name, value in finite.items() if "/" in name},
+        **run.read_facts().get(FACT, {}),
+        "next": next_command,
+    }
 
 
 def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:

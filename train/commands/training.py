@@ -1,6 +1,9 @@
 """`train TASK`: the commands of the tasks. Training itself is loaded when one of them runs."""
 
+import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +12,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.help_text import check_values
+from clipmill.manifests.monitoring import Monitoring
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.settings import Checked, deferred_checks, flags_without_effect, mistakes, refuse
 from clipmill.manifests.storage.mirrors import is_remote
@@ -25,6 +29,9 @@ from clipmill.train.run.folder import Resume, RunFolder
 if TYPE_CHECKING:
     from cyclopts import App
     from cyclopts.argument import ArgumentCollection
+
+# Flags with and without which a run is the same.
+_LEAVE_NO_TRACE = frozenset({"--resume", "--json", *map(Monitoring.flag, ("metrics_port", "log_format"))})
 
 
 def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None) -> Callable[[], object]:
@@ -47,7 +54,7 @@ def parse(app: "App", words: Sequence[str], provenance: Provenance | None = None
             if not argument.tokens:
                 continue
             source = argument.tokens[-1].source
-            if argument.name != "--resume":  # a run is the same with and without it
+            if argument.name not in _LEAVE_NO_TRACE:
                 origin.sources[argument.name] = "" if source == "cli" else source
             if source == "cli":
                 typed[argument.name] = " ".join(str(token.value) for token in argument.tokens)
@@ -175,15 +182,22 @@ def training_command(name: str) -> Callable[..., None]:
         preset: Annotated[str | None, groups.WHERE, FIRST_RUN] = None,
         config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
         resume: Annotated[Resume, groups.WHERE, FIRST_RUN, Parameter(negative="")] = False,
+        monitoring: Annotated[Monitoring, Parameter(name="*")] = Monitoring(),  # noqa: B008 - frozen
+        as_json: Annotated[bool, groups.WHERE, Parameter(name="--json", negative="")] = False,
         provenance: Annotated[Provenance | None, Parameter(parse=False)] = None,
     ) -> None:
         if not resume:
             clips: ClipSettings = settings
             require_places(shards=clips.folders, init=clips.init.sources)
-        with Activity("importing torch"):
-            from clipmill.train.commands.launch import launch
+        with monitoring.begin(), ExitStack() as streams:
+            if as_json or monitoring.log_format == "json":
+                streams.enter_context(redirect_stdout(sys.stderr))
+            with Activity("importing torch"):
+                from clipmill.train.commands.launch import launch
 
-        launch(spec, settings, resume=resume, provenance=provenance or Provenance())
+            summary = launch(spec, settings, resume=resume, provenance=provenance or Provenance())
+        if as_json and summary is not None:
+            print(json.dumps(summary, indent=1))
 
     command.__doc__ = docstring(
         spec.help,
@@ -191,6 +205,7 @@ def training_command(name: str) -> Callable[..., None]:
         preset="Named settings, listed below. Flags and --config files override them.",
         config="YAML file of settings. Keys are spelled as the flags; later files override earlier ones.",
         resume="Resume the run in --out from its latest checkpoint. auto: start a new run if there is none.",
+        as_json="Print a summary of the finished run as one JSON object; the log goes to standard error.",
     )
     return command
 

@@ -12,7 +12,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
-from clipmill.manifests.progress import Activity, ProgressRate, amount_text, is_terminal, join_parts, log_interval
+from clipmill.manifests.monitoring import metrics_registry
+from clipmill.manifests.progress import (
+    Activity,
+    ProgressRate,
+    amount_text,
+    is_terminal,
+    join_parts,
+    line_time,
+    log_interval,
+)
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.run.charts import TensorBoard, WeightsAndBiases
 from clipmill.train.run.folder import RunFolder, append_lines, keep_lines, read_lines
@@ -61,7 +70,7 @@ class Progress:
         """Show a line of metrics.jsonl; evaluation metrics are always shown, on a separate line."""
         self.show(line["step"], describe(line))
         if evaluation := format_evaluation(line):
-            self.say(f"{self._place(line['step'])}  {evaluation}")
+            self.say(f"{line_time(sys.stdout)}{self._place(line['step'])}  {evaluation}")
 
     def show(self, step: int, text: str) -> None:
         """Show that `step` steps are done; in a log only the first, the last, and some at growing intervals."""
@@ -79,7 +88,8 @@ class Progress:
         now_s = time.monotonic()
         if step in (1, self._num_steps) or now_s - self._line_s >= log_interval(now_s - self._begin_s):
             self._line_s = now_s
-            self.say("  ".join(filter(None, (self._place(step), text, self._pace.time_left(self._num_steps)))))
+            parts = (self._place(step), text, self._pace.time_left(self._num_steps))
+            self.say(line_time(sys.stdout) + "  ".join(filter(None, parts)))
 
     def _place(self, step: int) -> str:
         return f"{self._unit} {step}/{self._num_steps}"
@@ -194,6 +204,10 @@ def open_trackers(settings: TrainingSettings, *, run: RunFolder, progress: Progr
         trackers.append(WeightsAndBiases(settings, run=run, step=step))
     if settings.track.tensorboard:
         trackers.append(TensorBoard(settings, run=run, step=step))
+    if (registry := metrics_registry()) is not None:
+        from clipmill.train.run.meters import Meters
+
+        trackers.append(Meters(registry, settings))
     lines = JsonLines(run, step=step)
     progress.begin(step, settings.steps)
     return Trackers([lines, progress, *reversed(trackers)], EpochLoss(read_lines(run.metrics)))
