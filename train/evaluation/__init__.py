@@ -1,1 +1,1 @@
-"""Evaluation of trained weights: the shared part of all evaluations, and probes of frozen features."""
+"""Evaluation of trained weights: the code that all evaluations share, and probes of frozen features."""

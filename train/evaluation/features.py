@@ -1,6 +1,6 @@
-"""Extract one feature vector per clip from frozen video towers, from several towers in one pass over the clips.
+"""Extraction of one feature vector per clip by frozen video towers; several towers share one pass over the clips.
 
-Each rank extracts a part; `gather_features` gives every rank all of them, in the order of the samples.
+Each rank extracts a part; `gather_features` gives every rank all features, in the order of the samples.
 
 Shape suffixes: B clips of a batch, C channels, T frames, H height, W width, D width of the features, N all clips.
 """
@@ -29,12 +29,12 @@ class Tower(Protocol):
 
 @dataclass(frozen=True)
 class ClipFeatures:
-    """One row for each clip that could be decoded.
+    """Features, with one row for each clip that could be decoded.
 
     Attributes:
         of_tower: Features of each tower, float32 [N, D].
         sample: Indices of the samples, int64 [N].
-        num_failed: Number of samples that could not be decoded; after `gather_features` on all ranks.
+        num_failed: Number of samples that could not be decoded: on this rank, or on all ranks after `gather_features`.
         failed: Failed samples of this rank.
     """
 
@@ -46,12 +46,12 @@ class ClipFeatures:
 
 def tower_of(model: nn.Module) -> Tower:
     """Return the tower of a model: the model itself if it has `features`, otherwise its `video`."""
-    # A wrapper such as DDP forwards calls of the model, but not its other methods.
+    # A wrapper such as DDP forwards calls of the model, but not calls of its other methods.
     unwrapped = getattr(model, "module", model)
     return cast(Tower, unwrapped if hasattr(unwrapped, "features") else unwrapped.video)
 
 
-@torch.no_grad()  # not inference_mode: tensors that a model caches are used in training too
+@torch.no_grad()  # not inference_mode, because training also uses tensors that a model caches
 def extract(
     towers: Sequence[Tower],
     batches: Iterable[LoadedBatch],
@@ -62,7 +62,7 @@ def extract(
     """Run towers in evaluation mode on all batches of this rank.
 
     Args:
-        inputs: Function from a batch to clips [B, C, T, H, W] as the towers take them.
+        inputs: Function from a batch to clips [B, C, T, H, W], as the towers take them.
 
     Raises:
         FailedWork: A feature is not finite.
@@ -77,7 +77,7 @@ def extract(
         clips_BCTHW = inputs(to_device(loaded.batch, device))
         for tower, its in zip(towers, parts, strict=True):
             its.append(tower.features(clips_BCTHW).float())
-        # Copied: later batches reuse the buffers.
+        # Copied, because later batches reuse the buffers.
         samples.append(loaded.batch["position"].clone())
     nothing = torch.empty(0, 0, device=device)
     of_tower = tuple(torch.cat(its) if its else nothing for its in parts)
@@ -91,7 +91,7 @@ def extract(
 
 
 def gather_features(features: ClipFeatures, world: World) -> ClipFeatures:
-    """Return the features of all ranks in the order of the samples, on every rank; collective.
+    """Return the features of all ranks in the order of the samples, on every rank. All ranks must call it.
 
     Raises:
         FailedWork: No rank has any features.

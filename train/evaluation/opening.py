@@ -1,14 +1,14 @@
-"""Open trained weights for evaluation, embedding, export and captioning; the record of its run in an exported folder.
+"""Opening of trained weights for evaluation, embedding, export and captioning; the record in an exported folder.
 
-The record says how clips are shown, and holds facts that no tensor shows:
+The record says how clips are shown, and contains facts about the run that no tensor shows:
 
-    OUT/clipmill/settings.yaml   the settings of the model; without the data, paths and initial weights of the run
+    OUT/clipmill/settings.yaml   settings of the model, without data, paths and initial weights of the run
     OUT/clipmill/run.json        task, classes, decoder, side of latents
-    OUT/clipmill/tokenizer.json  of a captioner
+    OUT/clipmill/tokenizer.json  tokenizer of a captioner
     OUT/clipmill/files.json      size and SHA-256 of these files, of the weights and of their configuration
 
-The weights are complete: adapters are merged, and the settings of the record have neither adapters nor frozen parts.
-Other libraries do not read it. `train eval OUT` shows a model the clips that its run was evaluated on.
+The weights are complete: adapters are merged, and the record's settings have neither adapters nor frozen parts. Other
+libraries ignore the record. `train eval OUT` evaluates a model on the same clips as its run.
 """
 
 from collections.abc import Callable
@@ -56,13 +56,13 @@ def open_weights_as(
     """Open weights as the model of one of several tasks.
 
     Args:
-        tasks: Specs of the tasks, by name; a run that does not name its task is of the first.
-        weights: A run, an exported folder, a file of another project, or a NAME:TAG of open_clip.
-        suited: Function that returns the hint for weights of another task, by the name of that task.
-        say: Function that prints the origin of the weights, and which tensors were interpolated.
+        tasks: Specs of the tasks by name. A run that does not name its task belongs to the first one.
+        weights: A run, an exported folder, another project's file, or open_clip's NAME:TAG.
+        suited: Function from the name of a task to the hint for weights that belong to that task instead.
+        say: Function that prints the origin of the weights, and the names of interpolated tensors.
 
     Raises:
-        UserError: The weights do not exist, are damaged, of an unknown task, or of an unsupported model.
+        UserError: The weights do not exist, are damaged, or belong to an unknown task or an unsupported model.
     """
     path = local_folder(weights)
     if is_run(path) or is_remote(str(weights)):
@@ -82,7 +82,7 @@ def open_weights_as(
         recorded: ClipSettings = load_settings(record.settings, spec.settings)
         require_parts(recorded.towers, record)
         source = _source(str(weights), recorded.towers, say=say)
-        # The side of latents is a fact of the data that no tensor shows.
+        # The side of latents depends on the data; no tensor shows it.
         side = record.read_facts().get("latents", {}).get("side", recorded.size_px)
         size = match_size(size_of(recorded.model, recorded.towers, num_views=recorded.num_views), source)
         adopted = Adopted(settings=recorded, shape=ModelShape(size=size, image_px=side))
@@ -113,9 +113,9 @@ def open_weights_as(
 
 
 def require_weights(weights: str | Path, tasks: Tasks) -> None:
-    """Raise a UserError if there is neither a run nor a file of weights.
+    """Raise a UserError if there is neither a run nor a weights file.
 
-    A NAME:TAG of open_clip is accepted if it may be the model of one of the tasks.
+    open_clip's NAME:TAG is accepted if it may be the model of one of the tasks.
     """
     path = local_folder(weights)
     if path.is_file() or is_run(path) or has_weights(path):
@@ -141,7 +141,7 @@ def _source(weights: str, towers: Towers | None = None, *, say: Say) -> Source:
 
 
 def task_of_run(run: RunFolder, tasks: Tasks, *, suited: Callable[[str], str] | None = None) -> TaskSpec:
-    """Return the task of a run; UserError if it is not among `tasks`, with the hint `suited(name)`."""
+    """Return the task of a run; UserError with the hint `suited(name)` if it is not among `tasks`."""
     return _task_of(run, tasks, whose=f"{run.path} is a run", suited=suited)
 
 
@@ -158,7 +158,7 @@ def _task_of(run: RunFolder, tasks: Tasks, *, whose: str, suited: Callable[[str]
 
 
 def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopted, TaskSpec]:
-    """Return the first task whose model has the weights of another project."""
+    """Return the first task whose model can be built from another project's weights."""
     specs = {name: open_spec() for name, open_spec in tasks.items()}
     adopting = {name: spec for name, spec in specs.items() if spec.adopt is not None}
     for spec in adopting.values():
@@ -189,9 +189,9 @@ def _skip_loading(_: object) -> None:
 
 FOLDER = "clipmill"
 _FILES = "files.json"
-# Further files that say how the model computes.
+# Further files that describe how the model computes.
 _BESIDE = (EXTRAS_FILE, "config.json", "open_clip_config.json")
-# Settings of the machine and the data of the training, and of the choice of trained parameters.
+# Settings of the machine, of the training data, and of the choice of trained parameters.
 _LEFT_OUT = (
     "shards",
     "mix",
@@ -214,7 +214,7 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
     defaults: TrainingSettings = type(settings)()
     init = Init(pixel_mean=settings.init.pixel_mean, pixel_std=settings.init.pixel_std)
     facts: dict[str, Any] = {"task": opened.spec.name, **opened.task.facts()}
-    # The attention of the training, as others round differently, and the packages of its parts.
+    # The attention backend of the training, because others round differently, and the packages that have its parts.
     kept = ("attention", CHOICE_FACT, PACKAGES_FACT)
     facts |= {name: value for name, value in opened.trained.facts.items() if name in kept}
     if settings.reads_latents:
@@ -233,10 +233,10 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
 
 
 def read_record(folder: Path) -> RunFolder | None:
-    """Return the record in an exported folder as a run folder without checkpoints; None if there is no record.
+    """Return the record in an exported folder as a run folder without checkpoints; None if there is none.
 
     Raises:
-        UserError: The record is damaged or belongs to other weights, or an exported file has changed or is missing.
+        UserError: The record is damaged or belongs to other weights, or an exported file is missing or has changed.
     """
     record = RunFolder(folder / FOLDER)
     if not record.settings.is_file() and not (record.path / _FILES).is_file():

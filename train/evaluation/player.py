@@ -1,4 +1,4 @@
-"""Clips as small videos and pictures that a page contains and plays in place: H.264 in mp4, JPEG, as data URIs."""
+"""Clips as small videos and pictures that a page contains and plays: H.264 in mp4, and JPEG, as data URIs."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,7 +28,7 @@ _RESULT_BUDGET_BYTES = 8 << 20  # a page of a run may hold several results
 
 
 class PlayedClip(Protocol):
-    """A part of a video; `row` distinguishes it from the other clips of a page."""
+    """A part of a video. `row` distinguishes it from the other clips on a page."""
 
     @property
     def row(self) -> int:
@@ -37,7 +37,7 @@ class PlayedClip(Protocol):
 
     @property
     def key(self) -> str:
-        """Key of the chunk in which it begins."""
+        """Key of the chunk in which the clip begins."""
         ...
 
     @property
@@ -47,12 +47,12 @@ class PlayedClip(Protocol):
 
     @property
     def begin_s(self) -> float:
-        """Begin in the video, in seconds."""
+        """Begin of the clip in the video, in seconds."""
         ...
 
     @property
     def end_s(self) -> float:
-        """End in the video, in seconds."""
+        """End of the clip in the video, in seconds."""
         ...
 
 
@@ -67,12 +67,12 @@ class SampleClip:
 
     @property
     def video(self) -> str:
-        """Name of the video, with which the key of a chunk begins."""
+        """Name of the video, which is the first part of a chunk's key."""
         return self.key.rpartition("_")[0]
 
 
 class PicturedSamples(Protocol):
-    """Samples of a split that pages can show."""
+    """Samples of a split that can be shown on a page."""
 
     def text(self, sample: int) -> str:
         """Return the caption."""
@@ -96,10 +96,10 @@ class Shown:
     """A clip on a page.
 
     Attributes:
-        video: Data URI of an mp4; empty once the page's budget is used up.
-        picture: Data URI of its middle frame; empty if the clip cannot be read or decoded.
+        video: Data URI of an mp4; empty after the page's budget is used up.
+        picture: Data URI of the middle frame; empty if the clip cannot be read or decoded.
         missing: Reason why the clip cannot be read or decoded.
-        is_cut: True if the clip is longer than the video.
+        is_cut: True if the clip is longer than the video shown.
     """
 
     video: str = ""
@@ -113,7 +113,7 @@ class Player:
 
     Args:
         shards: Data folder.
-        budget_bytes: Total size of the videos, 24 MB by default; clips beyond it are pictures.
+        budget_bytes: Total size of the videos, 24 MB by default. Clips beyond it are shown as pictures.
 
     Raises:
         UserError: The folder cannot be opened.
@@ -135,7 +135,7 @@ class Player:
         return bool((rows_of(pa.chunked_array([pa.array([clip.video])]), self._chunks.video_ids) >= 0).all())
 
     def show(self, clip: PlayedClip) -> Shown:
-        """Return the clip as data URIs; a repeated clip costs nothing."""
+        """Return the clip as data URIs. A repeated clip costs nothing."""
         if clip.row not in self._made:
             try:
                 self._made[clip.row] = self._make(clip)
@@ -157,7 +157,7 @@ class Player:
         return Shown(video=data_uri(content, "video/mp4"), picture=picture, is_cut=end_s < clip.end_s)
 
     def _frames(self, clip: PlayedClip, *, end_s: float, num_frames: int) -> "list[av.VideoFrame]":
-        """Decode frames evenly spread over a clip."""
+        """Decode evenly spaced frames of a clip."""
         chunks = self._chunks
         usable = usable_captions(
             video_row=rows_of(pa.chunked_array([pa.array([clip.video])]), chunks.video_ids),
@@ -187,19 +187,19 @@ def open_player(settings: ClipSettings, *, split: str) -> Player | None:
         return None
     try:
         return Player(settings.folder, split=split, cache=settings.cache, budget_bytes=_RESULT_BUDGET_BYTES)
-    except UserError:  # such as latents whose videos are elsewhere: their examples are pictures
+    except UserError:  # for example latents whose videos are elsewhere; their examples are pictures
         return None
 
 
 def clip_figure(
     samples: PicturedSamples, sample: int, *, num_frames: int, player: Player | None, at_most: int = 4
 ) -> dict[str, Any]:
-    """Return a clip for the pages as result files hold it: chunk, times in seconds, and data URIs.
+    """Return a clip for pages, in the form of result files: chunk, times in seconds, and data URIs.
 
-    `frames` are JPEGs of the model's input; `video` and `picture` are the clip as it plays, empty without a player.
+    `frames` are JPEGs of the model's input. `video` and `picture` are the clip for playing; empty without a player.
 
     Args:
-        num_frames: Number of frames that are sampled from the clip; at most `at_most` of them are kept.
+        num_frames: Number of frames that are sampled from the clip. At most `at_most` of them are kept.
     """
     begin_s, end_s = samples.span_s(sample)
     clip = SampleClip(sample, samples.key(sample), begin_s, end_s)

@@ -1,7 +1,7 @@
-"""`train eval probe`: flags and table of the probes of frozen features, k-NN and a linear layer.
+"""`train eval probe`: flags and table for probes of frozen features by k-NN and a linear layer.
 
-The classes of a label are the classes of both splits together. Impossible probes are reported before training
-starts. Definitions and sources: docs/evaluation.md.
+The classes of a label are all classes in both splits. Impossible probes are reported before training starts.
+Definitions and sources: docs/evaluation.md.
 """
 
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ class ProbeFlags(Checked):
 
 
 def probe_table(result: dict[str, Any]) -> Table:
-    """Return a table with a row for each label, method and encoder."""
+    """Return a table with a row for each combination of label, method and encoder."""
     rows, notes = [], []
     for finding in result["findings"]:
         accuracies, baseline = finding["found"], finding["majority_baseline"]

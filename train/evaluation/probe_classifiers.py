@@ -1,22 +1,22 @@
-"""The classifiers of a probe, k-NN and a linear layer, and the accuracy of their class scores.
+"""The classifiers of a probe, k-NN and a linear layer, and accuracies of their class scores.
 
 Weighted k-NN (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric Instance Discrimination", section 3.4):
-the score of a class is the sum of exp(cosine / temperature) over the clips of this class among the k nearest clips of
-the bank. Of equally near clips, the first in the bank are taken. The paper uses k = 200 and a temperature of 0.07;
-Caron et al. 2021 (DINO, section 3.2) find k = 20 best.
+the score of a class is the sum of exp(cosine / temperature) over the clips of this class among the k nearest clips in
+the bank. Among equally near clips, the first ones in the bank are used. The paper uses k = 200 and a temperature of
+0.07; Caron et al. 2021 (DINO, section 3.2) find that k = 20 is best.
 
-Linear probe: multinomial logistic regression on frozen features, solved to its optimum. Features are standardised by
-mean and standard deviation of the training clips. With weights W and biases b, the objective is
+Linear probe: multinomial logistic regression on frozen features, solved to its optimum. Features are standardised with
+the mean and standard deviation of the training clips. With weights W and biases b, the objective is
 
     sum over clips of -log softmax(W x + b)[class]  +  l2 / 2 * |W|^2
 
-in float64 (scikit-learn's C is 1 / l2); biases are not regularised. It is convex, so the result depends on no seed,
-learning rate or number of epochs. `choose_l2` chooses l2.
+in float64 (scikit-learn's C is 1 / l2). Biases are not regularised. The objective is convex, so the result depends on
+no seed, learning rate or number of epochs. `choose_l2` chooses l2.
 
-The rank of a clip's class is 1 + the number of other classes that score at least as high: ties count as wrong, so that
+The rank of a clip's class is 1 + the number of other classes that score at least as high. Ties count as wrong, so
 features that are all equal get no credit.
 
-Shape suffixes: N clips, M clips of the bank or of the training, D width, K classes, k neighbours; C candidates, or the
+Shape suffixes: N clips, M clips of the bank or the training set, D width, K classes, k neighbours; C candidates, or
 classes that occur among the training clips.
 """
 
@@ -48,23 +48,23 @@ def vote(
     neighbours: int,
     temperature: float,
 ) -> torch.Tensor:
-    """Return class scores, float64 [N, K], up to a factor per clip; 0 for classes without a neighbour.
+    """Return class scores, float64 [N, K], up to a factor per clip; 0 for classes that no neighbour has.
 
     Args:
         label_M: Classes of the bank's clips, int64.
         neighbours: Number of neighbours k, at most the size of the bank.
     """
     cosine_Nk, place_Nk = nearest(features_ND, bank_MD, neighbours=neighbours)
-    # The nearest neighbour's weight is 1: exp() of large numbers would overflow.
+    # The nearest neighbour has weight 1, because exp() of large numbers would overflow.
     weight_Nk = ((cosine_Nk - cosine_Nk.amax(dim=1, keepdim=True)).double() / temperature).exp()
     votes_NK = weight_Nk.new_zeros(len(features_ND), num_classes)
     return votes_NK.scatter_add_(1, label_M[place_Nk], weight_Nk)
 
 
 def nearest(features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines [N, k] and indices into the bank, int64 [N, k], of the nearest neighbours, in the bank's order.
+    """Return cosines [N, k] and bank indices, int64 [N, k], of the nearest neighbours, in the order of the bank.
 
-    Similarities are computed in blocks, so that memory does not grow with N * M.
+    Similarities are computed in blocks, so memory does not grow with N * M.
     """
     blocks = [
         _nearest_of_block(block_ND, bank_MD, neighbours=neighbours) for block_ND in features_ND.split(_QUERIES_AT_ONCE)
@@ -91,9 +91,9 @@ def _nearest_of_block(
 
 
 def _largest_indices(values_NC: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indices of the largest values of each row, int64 [N, k] ascending; of equal values the first."""
+    """Return indices of the largest values in each row, int64 [N, k], ascending; the first of equal values."""
     least_N1 = values_NC.topk(count, dim=1).values[:, -1:]
-    # topk takes any of equal values.
+    # topk may choose any of several equal values.
     is_more, is_equal = values_NC > least_N1, values_NC == least_N1
     num_missing_N1 = count - is_more.sum(dim=1, keepdim=True)
     is_chosen = is_more | (is_equal & (is_equal.cumsum(dim=1) <= num_missing_N1))
@@ -120,12 +120,12 @@ class Accuracy:
 
 def class_ranks(scores_NK: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
     """Return the rank of each clip's class, int64 [N]; 1 is best."""
-    # The right class scores at least as high as itself, which makes the best rank 1.
+    # The correct class scores at least as high as itself, which makes the best rank 1.
     return (scores_NK >= scores_NK.gather(1, label_N[:, None])).sum(dim=1)
 
 
 def accuracy(scores_NK: torch.Tensor, label_N: torch.Tensor) -> Accuracy:
-    """Compute the accuracy of N >= 1 clips from scores of their classes, which are not NaN."""
+    """Compute the accuracy of at least one clip from class scores, which must not be NaN."""
     rank_N = class_ranks(scores_NK, label_N)
     is_first = (rank_N == 1).double()
     num_classes = scores_NK.shape[1]
@@ -148,7 +148,7 @@ _SMALL_GRADIENT = 1e-7
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """A trained layer.
+    """A trained linear layer.
 
     Attributes:
         mean_D, scale_D: Mean and standard deviation that standardise the features, float64.
@@ -166,7 +166,7 @@ class LinearProbe:
     gradient: float
 
     def scores(self, features_ND: torch.Tensor, *, num_classes: int) -> torch.Tensor:
-        """Return logits, float64 [N, K]; -inf for classes without training clips."""
+        """Return logits, float64 [N, K]; -inf for classes that have no training clips."""
         logits_NC = (features_ND.double() - self.mean_D) / self.scale_D @ self.weight_CD.T + self.bias_C
         scores_NK = logits_NC.new_full((len(features_ND), num_classes), -torch.inf)
         scores_NK[:, self.classes_C] = logits_NC
@@ -174,7 +174,7 @@ class LinearProbe:
 
 
 def fit_linear(features_MD: torch.Tensor, label_M: torch.Tensor, *, l2: float) -> LinearProbe:
-    """Train a layer on clips of at least two classes; `label_M` is int64."""
+    """Train a layer on clips with at least two classes; `label_M` is int64."""
     x_MD = features_MD.double()
     mean_D = x_MD.mean(dim=0)
     scale_D = x_MD.std(dim=0, correction=0)
@@ -191,9 +191,10 @@ def fit_linear(features_MD: torch.Tensor, label_M: torch.Tensor, *, l2: float) -
 def choose_l2(
     features_MD: torch.Tensor, label_M: torch.Tensor, video_M: NDArray[np.int64], *, grid: Sequence[float] = GRID
 ) -> float:
-    """Choose the l2 of `grid` with the lowest cross-entropy on a held-out fifth of the videos.
+    """Choose the l2 in `grid` with the lowest cross-entropy on a held-out fifth of the videos.
 
-    Held-out clips whose class does not occur among the others are ignored. If nothing can be compared (no clip is left,
+    Held-out clips whose class does not occur among the other clips are ignored. If a comparison is impossible (no clip
+    is left, or the other clips have a single class), l2 is 10.
     or the others are of a single class), l2 is 10.
     """
     held_out_M = torch.from_numpy(choose_held_out(video_M)).to(label_M.device)
@@ -208,14 +209,14 @@ def choose_l2(
         scores = layer.scores(features_MD[scored_M], num_classes=num_classes)
         return torch.nn.functional.cross_entropy(scores, label_M[scored_M]).item()
 
-    # Of equal values, the strongest regularisation.
+    # Among equal values, the strongest regularisation is chosen.
     return min(sorted(grid, reverse=True), key=cross_entropy)
 
 
 def choose_held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return a mask of held-out clips: a random fifth of the videos (rounded up), or every fifth clip of one video.
 
-    Complete videos are held out, because clips of one video are more similar than clips of two.
+    Complete videos are held out, because clips of one video are more similar than clips of two videos.
     """
     videos = np.unique(video_M)
     if len(videos) < 2:
@@ -228,15 +229,15 @@ def choose_held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
 def _solve(
     x_MD: torch.Tensor, target_M: torch.Tensor, *, num_classes: int, decay: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Minimise the mean over clips by preconditioned L-BFGS.
+    """Minimise the mean over clips with preconditioned L-BFGS.
 
-    At W = 0 the Hessian is (covariance / classes + decay) for each class. In coordinates in which it is the identity,
+    At W = 0, the Hessian is (covariance / classes + decay) for each class. In coordinates in which it is the identity,
     nearly collinear features do not slow down the convergence.
     """
     variance_D, axes_DD = torch.linalg.eigh(x_MD.T @ x_MD / len(x_MD))
     stretch_D = (variance_D.clamp(min=0) / num_classes + decay).rsqrt()
     z_MD = x_MD @ axes_DD * stretch_D
-    # Zero weights, and the biases that are optimal with them.
+    # Start with zero weights, and the biases that are optimal with them.
     u_CD = x_MD.new_zeros(num_classes, x_MD.shape[1], requires_grad=True)
     v_C = (torch.bincount(target_M, minlength=num_classes).double() / len(target_M)).log() / num_classes**0.5
     v_C.requires_grad_()
@@ -273,7 +274,7 @@ def _gradient(
 
 @dataclass(frozen=True)
 class LabelledFeatures:
-    """Features of one tower with the labels of their clips.
+    """Features of a tower, with the labels of their clips.
 
     Attributes:
         features_ND: Features, float32.
@@ -286,23 +287,23 @@ class LabelledFeatures:
     video_N: NDArray[np.int64]
 
     def of_label(self, index: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
-        """Return features, classes and videos of the clips that have the label."""
+        """Return features, classes and videos of the clips that have a label."""
         has_label = self.label_NL[:, index] >= 0
         return self.features_ND[has_label], self.label_NL[has_label, index], self.video_N[has_label.cpu().numpy()]
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Accuracy of one method on one label; the fields are keys of result files.
+    """Accuracy of a method on a label. The fields are keys of result files.
 
     Attributes:
         found: Accuracy of the probe.
         num_samples: Number of queries.
         num_bank: Number of labelled clips in the bank.
-        num_classes: Number of classes of both splits together.
-        num_unseen: Number of queries whose class does not occur in the bank; they always count as wrong.
-        num_unseen_classes: Number of these classes.
-        predictions: Predictions of the queries; not a key of result files.
+        num_classes: Number of classes in both splits together.
+        num_unseen: Number of queries whose class does not occur in the bank. They always count as wrong.
+        num_unseen_classes: Number of such classes.
+        predictions: Predictions for the queries; not a key of result files.
         l2, gradient: Fields of `LinearProbe`; None for k-NN.
     """
 
@@ -327,12 +328,12 @@ class ProbeResult:
 def probe(
     queries: LabelledFeatures, bank: LabelledFeatures, *, evaluation: ProbeEvaluation, classes: Sequence[ClassList]
 ) -> list[ProbeResult]:
-    """Score one tower by every method on every label.
+    """Score a tower with every method on every label.
 
     Raises:
-        FailedWork: Nothing could be decoded for one of the labels.
+        FailedWork: For one of the labels, no clip could be decoded.
     """
-    # Without autocast: neighbours differ in the third digit of their cosines.
+    # No autocast, because it would change the third digit of neighbours' cosines.
     with torch.autocast(queries.features_ND.device.type, enabled=False):
         return [
             _probe(queries, bank, index=index, label=label, method=method, evaluation=evaluation)

@@ -1,6 +1,6 @@
-"""Run probes of frozen features: the clips that are scored, the bank of labelled clips, and the results.
+"""Runs of probes of frozen features: the scored clips, the bank of labelled clips, and the results.
 
-A trained run is compared with the same tower with random weights; in the training loop, all ranks probe together.
+A trained run is compared with the same tower with random weights. During training, all ranks probe together.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProbeSets:
-    """Opened sets; every rank has a part of each.
+    """Opened sets of samples. Every rank has a part of each set.
 
     Attributes:
-        queries: Clips that are scored, every `queries_every`-th of them.
-        bank: Clips that neighbours and linear layers come from, every `bank_every`-th of them.
+        queries: Clips to score; every `queries_every`-th one is used.
+        bank: Clips for neighbours and for training linear layers; every `bank_every`-th one is used.
     """
 
     classes: tuple[ClassList, ...]
@@ -55,7 +55,7 @@ class ProbeSets:
         world: World,
         device: torch.device,
     ) -> tuple[list[LabelledFeatures], list[LabelledFeatures], ClipFeatures, ClipFeatures]:
-        """Extract features of queries and bank for each tower, with labels, then without labels; collective.
+        """Extract features of queries and bank for each tower, with labels. All ranks must call it.
 
         Raises:
             FailedWork: No clip could be decoded, or a feature is not finite.
@@ -71,7 +71,7 @@ class ProbeSets:
 
 
 def _labelled_features(features: ClipFeatures, samples: "Samples[Any]") -> list[LabelledFeatures]:
-    """Return the features of each tower, with labels and videos of their clips."""
+    """Return the features of each tower, with the labels and videos of the clips."""
     rows = features.sample.cpu().numpy()
     label_NL = torch.from_numpy(samples.all_labels[rows]).to(features.sample.device)
     return [LabelledFeatures(features_ND, label_NL, samples.video[rows]) for features_ND in features.of_tower]
@@ -89,10 +89,10 @@ def open_sets(
     """Open both sets.
 
     Args:
-        is_whole: True to visit all samples, whatever `max_samples` and `max_bank` are.
+        is_whole: Visit all samples, regardless of `max_samples` and `max_bank`.
 
     Raises:
-        UserError: The data is not a folder with a manifest; a split has no such clips; the bank is too small or of a
+        UserError: The data are not a folder with a manifest; a split has no such clips; the bank is too small or has a
             single class; or both splits are the same.
     """
     if evaluation.split == bank_split:
@@ -117,8 +117,8 @@ def open_sets(
 def _open_labelled(
     settings: ClipSettings, *, split: str, classes: Sequence[ClassList], world: World, device: torch.device
 ) -> "Samples[Any]":
-    """Open this rank's part of the clips of a split, pixels or latents, that have any of the labels, each once."""
-    # A batch of training fits into memory; an autoencoder sees all cubes here, but keeps no activations.
+    """Open this rank's part of the clips (pixels or latents) of a split that have any of the labels; each clip once."""
+    # A training batch fits into memory. An autoencoder sees all cubes here, but keeps no activations.
     batch = settings.microbatch or world.share(settings.batch)
     loading = replace(loader_settings(settings, world, device=device), batch=batch, group=1)
     samples: Samples[Any] = open_samples(
@@ -160,12 +160,12 @@ def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> 
 
 
 class LoopProbe:
-    """Repeated probe of a model on the same clips during training.
+    """Repeated probe of a model during training, always on the same clips.
 
     Args:
-        settings: Settings of the run, with the data to evaluate; clips of their training split are the bank.
+        settings: Settings of the run, with the data to evaluate. The bank has clips of their training split.
         name: Prefix of the metrics.
-        inputs: Function from a batch to clips [B, C, T, H, W] as the video tower takes them in an evaluation.
+        inputs: Function from a batch to clips [B, C, T, H, W], as the video tower takes them in an evaluation.
 
     Raises:
         UserError: The labels do not exist, or there are too few clips.
@@ -186,13 +186,13 @@ class LoopProbe:
 
     @property
     def queries(self) -> "Samples[Any]":
-        """Clips of this rank that are scored."""
+        """Scored clips of this rank."""
         return self._sets.queries
 
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Return accuracies as `<name>/<label>_<method>_<metric>`, equal on all ranks; collective.
+        """Return accuracies as `<name>/<label>_<method>_<metric>`, equal on all ranks. All ranks must call it.
 
-        The model is in evaluation mode, and unsharded on every rank.
+        The model must be in evaluation mode, and unsharded on every rank.
         """
         (queries,), (bank,), *features = self._sets.extract(
             [tower_of(model)], inputs=self._inputs, world=world, device=self._device
@@ -201,7 +201,7 @@ class LoopProbe:
         for result in probe(queries, bank, evaluation=self._evaluation, classes=self._sets.classes):
             its = result.found.as_json()
             metrics |= {f"{result.label}_{result.method}_{name}": its[name] for name in PROBE_NUMBERS}
-        # All ranks computed the same; rank 0 decides in case devices round differently.
+        # All ranks computed the same values; rank 0 decides in case devices round differently.
         values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self._device)
         metrics = dict(zip(metrics, world.gather(values)[: len(values)].tolist(), strict=True))
         return split_metrics(self._name, metrics, num_failed=sum(one.num_failed for one in features))
@@ -212,10 +212,10 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
 
     Raises:
         UserError: The labels do not exist, or there are too few clips.
-        FailedWork: Nothing could be decoded.
+        FailedWork: No clip could be decoded.
     """
     features, settings, trained, how = opened.spec.features, opened.settings, opened.trained, flags.evaluation()
-    assert features is not None  # every task that lists this evaluation has them
+    assert features is not None  # every task with this evaluation has features
     if not flags.label:
         known = class_labels(read_captions(open_labelled_folder(settings, column=None).path).schema)
         raise UserError(
@@ -244,7 +244,7 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
         for name, results in results_of_tower.items()
         for result, of_trained in zip(results, by_class, strict=True)
     ]
-    # Trained and random weights of one label and method stand together.
+    # Trained and random weights follow each other for each label and method.
     findings.sort(key=lambda entry: (flags.label.index(entry["label"]), flags.method.index(entry["method"])))
     return Score(
         name=f"probe-{flags.split}",
@@ -265,7 +265,7 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
 def _models(opened: OpenedRun, *, split: str) -> dict[str, nn.Module]:
     """Return a run's model, and a model with weights drawn from its seed, in evaluation mode on the device."""
     task, trained = opened.task, opened.trained
-    # Samples determine the size of a run's clips; other weights record it.
+    # Samples determine the size of a run's clips. Other weights record it.
     samples = None if opened.run is None else task.samples(split, World())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(opened.settings.seed)

@@ -1,7 +1,7 @@
-"""Run an evaluation of trained weights, and write its result file.
+"""The runner of evaluations: it scores trained weights, and writes the result file.
 
-All evaluations share this module: it opens a run, and makes the common fields of a result, the description of the
-clips, and the command line that repeats the evaluation. The evaluation itself is a function of its spec
+All evaluations share this module. It opens a run, and makes the common fields of a result, the description of the
+clips, and the command line that repeats the evaluation. The evaluation itself is a function in its spec
 (`clipmill.train.spec.EvaluationSpec.score`).
 """
 
@@ -40,11 +40,11 @@ _ONE_VIEW = Views()
 
 
 class EvaluatedSamples(EvaluatedClips, Protocol):
-    """A set of samples that a result describes."""
+    """Samples that a result describes."""
 
     @property
     def variant_name(self) -> str:
-        """Names of the variants of its columns."""
+        """Names of the variants of the columns."""
         ...
 
     def describe(self) -> str:
@@ -58,14 +58,14 @@ class OpenedRun:
 
     Attributes:
         title: Name of the weights, as the user wrote it.
-        run: Folder of the run; None for weights that are not a run.
+        run: Folder of the run; None if the weights are not a run.
         settings: Settings of the model, with the data to evaluate and the overrides.
         shape: Dimensions of the model.
-        shards: Data that replace the data of the run, or None.
+        shards: Data to use in place of the run's data, or None.
         task: Task of the weights, with the classes or tokens that were saved with them.
         overrides: Overrides that differ from the training.
-        lacks: Part of the task's model that the weights lack, such as "a decoder"; '' for none.
-        source: Source of weights that are not a run.
+        lacks: Part of the task's model that the weights lack, such as "a decoder"; '' if none.
+        source: Source of the weights if they are not a run.
         checkpoint: Checkpoint of a run.
     """
 
@@ -83,7 +83,7 @@ class OpenedRun:
     checkpoint: Path | None = None
 
     def logits(self) -> Logits:
-        """Return scale and bias that turn cosines of its embeddings into logits."""
+        """Return scale and bias that convert cosines of embeddings to logits."""
         if self.checkpoint is not None:
             return read_logits(self.checkpoint)
         return Logits() if self.source is None else logits_of(self.source.converted.tensors)
@@ -97,7 +97,7 @@ class OpenedRun:
             )
 
     def facts(self) -> dict[str, Any]:
-        """Return weights and data of a result: the data of a run's results, or title and data of other weights."""
+        """Return the entries of a result about weights and data: a run's data, or title and data of other weights."""
         if self.run is not None:
             return self.run.data_facts(self.shards)
         return {"source": self.title, "shards": data_facts("", self.shards)["shards"]}
@@ -108,11 +108,11 @@ class OpenedRun:
         return self.title if self.run is None else self.run.name
 
     def result_name(self, name: str, flags: Any) -> str:
-        """Return the file name of the result `name` of an evaluation, which depends on data and overrides."""
+        """Return the file name of an evaluation's result `name`; it depends on data and overrides."""
         return result_name(f"{name}{suffix_of(self.differences(flags))}", self.facts())
 
     def differences(self, flags: Any) -> dict[str, Any]:
-        """Return the settings that differ from the training, by flag: clips, a condition, groups of the same name."""
+        """Return, by flag, settings that differ from the training: clips, a condition, groups with the same name."""
         differences = self.overrides.given_values()
         if self.settings.where:
             differences["where"] = self.settings.where
@@ -124,17 +124,17 @@ class OpenedRun:
         return differences
 
     def in_effect(self, name: str, group: Any = None) -> dict[str, Any]:
-        """Return the effective values of a group of settings, by flag.
+        """Return the effective values of a settings group, by flag.
 
         Args:
             name: Name of the group, and of the task's method that completes it, such as `decoding`.
-            group: Group as it was given; None for the group of the training.
+            group: Given group; None for the training's group.
         """
         return flatten(plain_values(asdict(getattr(self.task, name)(group))), f"{name}.")
 
 
 def _given_groups(flags: Any) -> dict[str, Any]:
-    """Return the groups of an evaluation's settings that replace groups of the training, their default."""
+    """Return the groups of an evaluation's settings that replace groups of the training."""
     groups = {group.name: getattr(flags, group.name) for group in fields(flags) if group.default is None}
     return {name: group for name, group in groups.items() if is_dataclass(group)}
 
@@ -144,12 +144,12 @@ class Score:
     """Result of an evaluation.
 
     Attributes:
-        name: Name of the result file; the same evaluation replaces it when it runs again.
-        samples: Samples that were scored.
+        name: Name of the result file. A repetition of the same evaluation replaces the file.
+        samples: Scored samples.
         clip: Description of the clips (`describe_clip`).
         values: Metrics and all other values of the result, as plain values.
         failed: Samples that could not be decoded.
-        beside: Function of the path of the result file and the result, which writes further files next to it.
+        beside: Function of the result and the path of its file, which writes additional files beside it.
     """
 
     name: str
@@ -167,7 +167,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
         say: Function that prints which tensors were interpolated.
 
     Raises:
-        UserError: There is no checkpoint, or it does not fit this machine, the run's settings or the overrides.
+        UserError: There is no checkpoint, or it contradicts this machine, the run's settings or the overrides.
     """
     trained_with: ClipSettings = load_settings(run.settings, spec.settings)
     require_parts(trained_with.towers, run)
@@ -212,19 +212,19 @@ def score_opened(
     out: Path | None = None,
     written: Callable[[Path], object] = lambda path: None,
 ) -> dict[str, Any]:
-    """Evaluate opened weights, and write the result file of a run.
+    """Evaluate opened weights, and write the result file if they are a run.
 
     Args:
         flags: Settings of the evaluation.
-        out: Folder for the result file of weights that are not a run; by default it is not written.
-        written: Function that is called with the path of the result file.
+        out: Folder for the result file if the weights are not a run; by default it is not written.
+        written: Function to call with the path of the result file.
 
     Raises:
-        UserError: The data do not suit the evaluation, or `out` has the result of other weights or data.
-        FailedWork: Nothing could be decoded.
+        UserError: The data contradict the evaluation, or `out` has the result of other weights or data.
+        FailedWork: No sample could be decoded.
     """
     if not kind_of(opened.settings.folder).has_manifest:
-        flags = replace(flags, split=TARS_SPLIT)  # a result is named after its data, and tars have no splits
+        flags = replace(flags, split=TARS_SPLIT)  # results are named after their data, and tars have no splits
     score: Score = evaluation.score(opened, flags)
     facts = opened.facts()
     held = held_out_facts(score.samples, opened.settings, split=flags.split, data=facts)
@@ -262,7 +262,7 @@ def score_opened(
 
 
 def _incomplete_note(score: Score) -> dict[str, str]:
-    """Return the note of a result about missing samples; empty if all samples of its protocol were scored."""
+    """Return the note about missing samples in a result; empty if all samples of the protocol were scored."""
     note = score.values.get("incomplete", "")
     if not score.failed:
         return {"incomplete": note} if note else {}
@@ -276,13 +276,13 @@ def _incomplete_note(score: Score) -> dict[str, str]:
 
 
 def split_metrics(split: str, metrics: Mapping[str, float], *, num_failed: int = 0) -> dict[str, float]:
-    """Return metrics of an evaluation in the training loop as `<split>/<name>`, with the number of failures if any."""
+    """Return metrics of an evaluation during training as `<split>/<name>`, with the number of failures if any."""
     counted = {**metrics, "num_failed": float(num_failed)} if num_failed else metrics
     return {f"{split}/{name}": value for name, value in counted.items()}
 
 
 def every_for(num_samples: int, *, at_most: int) -> int:
-    """Return the smallest k for which every k-th sample makes at most `at_most` samples."""
+    """Return the smallest k for which every k-th of the samples gives at most `at_most` samples."""
     return -(-num_samples // at_most)
 
 
@@ -297,9 +297,9 @@ def describe_clip(
     """Describe the clips of an evaluation: number and sampling of frames, views, crop and size.
 
     Args:
-        samples: Loader of the clips; for latents, it knows the length of their segments.
-        views: Views of clips of pixels.
-        mean_of: Name of the values that are averaged over several views.
+        samples: Loader of the clips. For latents, it knows the length of segments.
+        views: Views of pixel clips.
+        mean_of: Name of the values that are averaged over views.
         is_consecutive: True if the frames of latents are consecutive.
     """
     frames = f"T = {count_noun(settings.num_frames, 'frame')}"
@@ -307,7 +307,7 @@ def describe_clip(
         which = "in a row, in the middle" if is_consecutive else "one in the middle of each of equal parts"
         return f"{frames} of latents of a segment of {samples.reader.segment_s:g}s, {which}"
     crops = "1 crop (centre square)" if views.num_crops == 1 else f"{views.num_crops} crops along the longer side"
-    # A single temporal view is in the middle of the span; several are spread over it.
+    # A single temporal view lies in the middle of the span. Several views are spread over it.
     is_centred = views.num_clips == 1
     middle = "the middle of " if is_centred else ""
     moments = {
@@ -330,7 +330,7 @@ def command_line(name: str, opened: OpenedRun, flags: Any) -> str:
         words += [f"--{flag.replace('_', '-')}", str(value)]
     values, defaults = asdict(flags), flatten(asdict(type(flags)()))
     for group, given in _given_groups(flags).items():
-        # A group replaces the complete group of the training: values that differ from its defaults are named, too.
+        # A group replaces the training's complete group, so values that differ from the group's defaults are named too.
         used, trained, usual = (opened.in_effect(group, item) for item in (given, None, type(given)()))
         del values[group]
         if used != trained:

@@ -1,7 +1,7 @@
-"""A model of clips as a program that runs without clipmill, by torch.export or ONNX; its preprocessing is next to it.
+"""A model of clips as a program that runs without clipmill (torch.export or ONNX), with its preprocessing beside it.
 
 OUT/model.pt2 or OUT/model.onnx   normalised clips, float32 [B, C, T, H, W], to float32 [B, N], for any B
-OUT/preprocessing.json            frames of a clip, their preprocessing, and meaning of the output
+OUT/preprocessing.json            number of frames, their preprocessing, and the meaning of the output
 """
 
 import logging
@@ -33,7 +33,7 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
 
     Args:
         model: Module from float32 clips [B, C, T, H, W] to float32 [B, N], with SDPA attention.
-        output: Description of its output, for preprocessing.json.
+        output: Description of the output, for preprocessing.json.
 
     Raises:
         UserError: The model cannot be traced.
@@ -43,7 +43,7 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
     example = torch.zeros(_EXAMPLE_CLIPS, *views, channels, settings.num_frames, side, side)
     model = model.eval().requires_grad_(False)
     try:
-        # strict: `len(clips)` is the batch size then too, instead of a constant.
+        # strict: then `len(clips)` is the batch size, too, instead of a constant.
         program = torch.export.export(
             model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},), strict=True
         )
@@ -70,7 +70,7 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
 def _as_onnx(program: torch.export.ExportedProgram, example: torch.Tensor) -> Any:
     logger = logging.getLogger("torch.onnx")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of operators of packages that are not installed
+    logger.setLevel(logging.ERROR)  # it warns about operators of packages that are not installed
     try:
         return torch.onnx.export(
             program, (example,), dynamo=True, input_names=["clips"], output_names=["output"], verbose=False

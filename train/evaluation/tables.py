@@ -1,8 +1,8 @@
 """Results of `train eval` as tables with their protocols, and results by class, for the console and the results page.
 
-Results by class: the clips of each class that are recognised, the confusions, and the majority baseline. That baseline
-always predicts the classes that are most frequent among the evaluated clips, which is the best that a model can do
-without looking at them.
+Results by class show how many clips of each class are recognised, the confusions, and the majority baseline. This
+baseline always predicts the classes that are most frequent among the evaluated clips. No model can do better without
+looking at the clips.
 
 Shape suffixes: N clips, K classes.
 """
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     import torch
 
 
-CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # section of a page for results with `by_class`
+CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # page section for results with `by_class`
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
 _INCOMPLETE = "(incomplete)"
-FEW_CLASSES = 5  # with so few classes, top-5 accuracy is always 100 %
+FEW_CLASSES = 5  # with at most this many classes, top-5 accuracy is always 100 %
 
 
-# References of the metrics of a table: random rankings, or the model that always predicts the most frequent classes.
+# References for the metrics of a table: random rankings, or a model that always predicts the most frequent classes.
 CHANCE, MAJORITY = "chance", "majority baseline"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value and the table's reference as text, and as fractions in [0, 1] if they are fractions.
+    """A value and its reference as text, and as fractions in [0, 1] if they are fractions.
 
     Attributes:
         baseline: Name and value of a trivial model, if the table has a column for it.
@@ -51,11 +51,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a result.
+    """A row of a table.
 
     Attributes:
         detail: Numbers of queries, items or classes.
-        is_baseline: True for the row of another, trivial model.
+        is_baseline: True if the row belongs to another, trivial model.
     """
 
     label: str
@@ -66,13 +66,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Metrics with their protocol, which is needed to compare them with others.
+    """Metrics with their protocol, without which they cannot be compared.
 
     Attributes:
         headline: Index of the row that represents the table in overviews.
         reference: Reference of the cells, `CHANCE` or `MAJORITY`.
-        means_of: Number and noun of the items that its metrics are means of, unless these are clips.
-        cautions: Limits of its metrics, in few words.
+        means_of: Number and noun of the items over which the metrics are means, if these are not clips.
+        cautions: Limitations of the metrics, in a few words.
     """
 
     title: str
@@ -91,7 +91,7 @@ class Table:
 
     @property
     def baseline_text(self) -> str:
-        """Reference of the first metric (the table's, a trivial model, or else the row's detail), and its limits."""
+        """Reference for the first metric (from the table, a trivial model, or the row's detail), and limitations."""
         row = self.rows[self.headline]
         text = row.cells[0].baseline or row.detail
         if row.cells[0].reference:
@@ -102,9 +102,9 @@ class Table:
 
 
 def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) -> Table:
-    """Return the table of a result, with the limits of its metrics: few clips, and look-alikes.
+    """Return the table of a result, with limitations of its metrics: few clips, and look-alikes.
 
-    Title and rows of an incomplete result are marked.
+    If a result is incomplete, its title and rows are marked.
     """
     table = make(result)
     from clipmill.train.data.held_out import HeldOut
@@ -123,7 +123,7 @@ def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) ->
 
 
 def mark_title(title: str) -> str:
-    """Add the mark of a result with missing samples to a title or label."""
+    """Mark a title or label because the result has missing samples."""
     return title if _INCOMPLETE in title else f"{title} {_INCOMPLETE}"
 
 
@@ -140,17 +140,17 @@ def describe(table: Table) -> str:
 
 
 def share_cell(value: float | None, reference: float | None = None) -> Cell:
-    """Return the cell of a fraction in [0, 1], shown in percent (a dash for None), with the table's reference."""
+    """Return the cell for a fraction in [0, 1], shown in percent (a dash for None), with the table's reference."""
     return Cell(percent(value), "" if reference is None else percent(reference), value, reference)
 
 
 def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, str]:
-    """Return data, protocol, clips and checkpoint of a result, which are needed to compare it with others."""
+    """Return data, protocol, clips and checkpoint of a result, without which it cannot be compared."""
     data = f"{result['data']}; {result['variant']}"
     if address := other_data(result):
         data += f"; of {address}"
         data += "" if result.get("is_part_of_own_data") else ", which is not the run's own data"
-    elif "source" in result:  # of weights that are not a run
+    elif "source" in result:  # the weights are not a run
         data += f"; of {result['shards']}"
     lines = {"data": data, "protocol": f"{sizes}; {result['protocol']}"}
     lines |= {name.replace("_", " "): text for name, text in more.items() if text}
@@ -174,11 +174,11 @@ _NUM_PAIRS = 15
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions of clips, all [N] on one device.
+    """Predictions for clips; all tensors are [N], on one device.
 
     Attributes:
         label_N, predicted_N: Class and predicted class of each clip, int64.
-        is_among_N: True where the class is among the first five, bool.
+        is_among_N: True if the class is among the first five, bool.
     """
 
     label_N: torch.Tensor
@@ -187,32 +187,32 @@ class Predictions:
 
     @staticmethod
     def of(scores_NK: torch.Tensor, label_N: torch.Tensor, *, rank_N: torch.Tensor) -> Predictions:
-        """Return predictions from scores of classes and the rank (1 is best) of each clip's class.
+        """Return predictions, given class scores and the rank (1 is best) of each clip's class.
 
-        A clip whose class is not first is predicted to be the best of the other classes, also where scores are tied.
+        If a clip's class is not first, the prediction is the best of the other classes, even if scores are tied.
         """
         best_other_N = scores_NK.scatter(1, label_N[:, None], float("-inf")).argmax(dim=1)
         return Predictions(label_N, label_N.where(rank_N == 1, best_other_N), rank_N <= _TOP)
 
     @staticmethod
     def join(parts: Sequence[Predictions]) -> Predictions:
-        """Join the clips of at least one part."""
+        """Concatenate the clips of several parts, at least one."""
         import torch
 
         names = ("label_N", "predicted_N", "is_among_N")
         return Predictions(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def by_class(self, names: Sequence[str], *, title: str) -> dict[str, Any]:
-        """Return plain values for a result file, of the classes that occur.
+        """Return plain values for a result file, about the classes that occur.
 
         Args:
             names: Names of all classes.
             title: Description of the classes.
 
         Returns:
-            `names` of the classes that clips have or that are predicted; `num`, `num_first` and `num_among`: numbers of
-            clips of each class, of recognised clips, and of clips whose class is among the first five; `confused`: rows
-            [class, predicted class, number of clips], indices into `names`, the most frequent first.
+            `names` of the classes that clips have, or that are predicted. `num`, `num_first` and `num_among`: for each
+            class, the number of clips, of recognised clips, and of clips whose class is among the first five.
+            `confused`: rows [class, predicted class, number of clips], indices into `names`, most frequent first.
         """
         label_N, predicted_N = self.label_N.cpu().numpy(), self.predicted_N.cpu().numpy()
         occurring = np.unique(np.concatenate([label_N, predicted_N]))
@@ -240,19 +240,18 @@ BASELINE_KEYS = ("top1", "top5", "mean_class")
 
 
 def majority_baseline(by_class: Mapping[str, Any]) -> dict[str, float]:
-    """Return top-1, top-5 and mean class accuracy of always predicting the most frequent classes of the clips."""
+    """Return top-1, top-5 and mean class accuracy if the most frequent classes of the clips are always predicted."""
     num = sorted(by_class["num"], reverse=True)
     total, num_seen = sum(num), sum(count > 0 for count in num)
     return dict(zip(BASELINE_KEYS, (num[0] / total, sum(num[:_TOP]) / total, 1 / num_seen), strict=True))
 
 
 def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a page's section about `Predictions.by_class`, the most frequent classes first.
+    """Return the values of a page section about `Predictions.by_class`, with the most frequent classes first.
 
-    Returns:
-        `rows` of all classes with clips; `matrix`, the rows of the confusion matrix of the 12 most frequent classes,
-        each with its cells and the number of clips that are taken for other classes; `pairs`, the most confused
-        classes, empty if the matrix has all classes.
+    Returns: `rows` of all classes with clips; `matrix`, the confusion matrix of the 12 most frequent classes, whose
+        rows have cells and the number of clips that are mistaken for other classes; `pairs`, the most confused classes,
+        empty if the matrix contains all classes.
     """
     names, num = by_class["names"], by_class["num"]
     taken: dict[int, list[tuple[int, int]]] = {}

@@ -9,15 +9,15 @@ from clipmill.train.config.training import Device
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Options of a use of trained weights, where it differs from their training.
+    """Options for using trained weights in another way than in their training.
 
     Attributes:
-        shards: Data that replace the data of a run; other weights have none.
-        where: Condition on the samples that the task opens; the condition of the training does not apply.
-        device: Device that replaces the device of a run: auto, cpu or cuda.
-        overrides: Overrides of how clips are shown; embeddings of time and place are interpolated.
-        is_without_data: True to let the task build models without samples, by the shapes of the weights.
-        checkpoint: Checkpoint of a run, instead of the latest one.
+        shards: Data to use in place of a run's data; other weights have no data of their own.
+        where: Condition on the samples that the task opens. The condition of the training does not apply.
+        device: Device to use in place of the run's device: auto, cpu or cuda.
+        overrides: Changes of how clips are shown. Embeddings of time and place are interpolated.
+        is_without_data: Let the task build models without samples, from the shapes of the weights.
+        checkpoint: Checkpoint of a run, in place of the latest one.
     """
 
     shards: str | None = None
@@ -28,10 +28,10 @@ class Use:
     checkpoint: Path | None = None
 
     def apply_to(self, settings: ClipSettings) -> tuple[ClipSettings, Overrides]:
-        """Return the settings of weights for this use, and the overrides that differ from the training.
+        """Apply this use to the settings of weights; also return the overrides that differ from the training.
 
         Raises:
-            UserError: Clips of latents cannot be shown in that way.
+            UserError: Clips of latents cannot be shown in this way.
         """
         settings = replace(settings, device=self.device or settings.device)
         settings = replace(settings if self.shards is None else settings.on(self.shards), where=self.where, share=1.0)

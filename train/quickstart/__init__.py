@@ -1,1 +1,1 @@
-"""`train quickstart`: look at data and machine, try a few steps, and propose a first run."""
+"""`train quickstart`: examine data and machine, try a few steps, and propose a first run."""

@@ -1,6 +1,6 @@
-"""The survey of a data folder, and the choices of a first run: task, preset, batch size, number of steps.
+"""A survey of data folders, and the choices for a first run: task, preset, batch size, number of steps.
 
-The survey reads the small files of a data folder only: columns, splits, chunks, captions and labels.
+The survey reads only the small files of a data folder: columns, splits, chunks, captions and labels.
 """
 
 import math
@@ -39,12 +39,12 @@ _HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations p
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFacts:
-    """A split of a data folder; its chunks, or parts of them, are of the current variant of the `video` column.
+    """Facts about a split. Its chunks belong to the current variant of the `video` column.
 
     Attributes:
-        num_videos, num_captions: Numbers of videos that have chunks, and of their captions.
-        hours: Length of all chunks.
-        num_without: Number of videos without chunks: not made yet, or failed.
+        num_videos, num_captions: Number of videos that have chunks, and number of their captions.
+        hours: Total length of the chunks.
+        num_without: Number of videos without chunks, because these were not made yet, or failed.
         sources: Sources of the captions.
     """
 
@@ -58,13 +58,13 @@ class SplitFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Contents of a data folder.
+    """Facts about the content of a data folder.
 
     Attributes:
         columns: Current variant of each column.
         splits: Splits by name, the largest first.
         chunk_s: Median length of a chunk, in seconds.
-        labels: Labels of the captions that can be classes, as `--label` names them.
+        labels: Labels of the captions that are usable as classes, as `--label` names them.
     """
 
     address: str
@@ -130,7 +130,7 @@ def split_to_train(surveys: Sequence[Survey]) -> str:
     """Return the split to train on: `train`, or the only split that has chunks in all data folders.
 
     Raises:
-        UserError: There is no such split, or the choice is not clear.
+        UserError: There is no such split, or there are several.
     """
     names = [{name for name, one in its.splits.items() if one.num_chunks} for its in surveys]
     common = sorted(set.intersection(*names))
@@ -146,7 +146,7 @@ def split_to_train(surveys: Sequence[Survey]) -> str:
 
 
 def split_to_evaluate(surveys: Sequence[Survey], *, trained: str) -> str | None:
-    """Return the split to evaluate on: it has chunks in each data folder and is not trained on; None if none has."""
+    """Return the split to evaluate on, which has chunks in each folder and is not trained on; None if there is none."""
     names = [
         name
         for name in surveys[0].splits
@@ -157,7 +157,7 @@ def split_to_evaluate(surveys: Sequence[Survey], *, trained: str) -> str | None:
 
 
 def describe(data: Survey) -> list[str]:
-    """Return lines of text about a data folder."""
+    """Describe a data folder in lines of text."""
     chunks = sum(its.num_chunks for its in data.splits.values())
     length = duration_text(3600 * sum(its.hours for its in data.splits.values()))
     labels = f"; labels: {', '.join(data.labels)}" if data.labels else ""
@@ -191,7 +191,7 @@ def _require_folder(path: Path) -> None:
 
 
 def _on_latents(address: str, data_dir: Path, *, has_text: bool) -> str:
-    """Return the command of a first run on latents."""
+    """Return the command for a first run on latents."""
     has_captions = bool(num_captions_of(data_dir))
     for task in tasks():
         run = task.first_run
@@ -202,7 +202,7 @@ def _on_latents(address: str, data_dir: Path, *, has_text: bool) -> str:
 
 
 def _seconds(table: ChunkTable) -> NDArray[np.float64]:
-    """Return the length of each chunk, in seconds."""
+    """Return the length of each chunk in seconds."""
     seconds: NDArray[np.float64] = table.num_frames.astype(np.float64) * table.fps_den / table.fps_num
     return seconds
 
@@ -210,7 +210,7 @@ def _seconds(table: ChunkTable) -> NDArray[np.float64]:
 def _captions(
     data_dir: Path, video_ids: pa.Array, codes: NDArray[np.int64], is_made: NDArray[np.bool_], *, names: Sequence[str]
 ) -> tuple[dict[int, Counter[str]], tuple[str, ...]]:
-    """Count the captions of videos with chunks by split and source; return the counts and the labels."""
+    """Count the captions of videos that have chunks, by split and source; also return the labels."""
     counts = defaultdict[int, Counter[str]](Counter)
     with open_captions(data_dir, coded=("video_id",)) as file:
         labels = class_labels(file.schema_arrow)
@@ -263,17 +263,17 @@ def _splits(
     return dict(sorted(splits.items(), key=lambda item: -item[1].num_chunks))
 
 
-EPOCHS = 30  # about as many as in the presets for synthetic videos
+EPOCHS = 30  # similar to the presets for synthetic videos
 _MIN_STEPS = 200
-_FEWEST_STEPS = 20  # also if the start takes most of a short time
+_FEWEST_STEPS = 20  # even if the start takes most of a short time limit
 NUM_CHECKPOINTS = 4
-_MOST_AT_ONCE = 256  # clips on a GPU in the first step that is tried
+_MOST_AT_ONCE = 256  # maximum number of clips on a GPU in the first attempt
 _MIN_GPU_BYTES = 8 * 10**9  # a ViT-B/16 with a text tower, its gradients and AdamW's moments take 2.4 GB without clips
 MINUTES = {"cpu": 10.0, "cuda": 60.0}
 
 
 def first_run_of(task: str) -> FirstRun:
-    """Return the recipe of a first run of a task that quickstart offers."""
+    """Return the recipe for a first run of a task that quickstart offers."""
     recipe = find_task(task).first_run
     assert recipe is not None
     return recipe
@@ -319,7 +319,7 @@ def choose_label(surveys: Sequence[Survey], *, asked: str | None) -> str:
     """Return the label to train on.
 
     Raises:
-        UserError: No label is in all data folders, or there are several and none is named.
+        UserError: No label is in all data folders, or there are several and the user named none.
     """
     labels = [name for name in surveys[0].labels if all(name in one.labels for one in surveys)]
     if asked is not None and asked in labels:
@@ -345,7 +345,7 @@ def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Chosen:
     """Return the preset of a task.
 
     Args:
-        gpu_bytes: Memory of each GPU, in bytes; empty to train on a CPU.
+        gpu_bytes: Memory of each GPU in bytes; empty for training on a CPU.
     """
     recipe = first_run_of(task)
     if not gpu_bytes:
@@ -374,14 +374,14 @@ class Length:
 
 
 def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float, minutes: float) -> Length:
-    """Return the steps: `EPOCHS`, but at least `_MIN_STEPS`, if these fit into the time; `_FEWEST_STEPS` in any case.
+    """Return the number of steps: `EPOCHS`, at least `_MIN_STEPS` if they fit into the time, always `_FEWEST_STEPS`.
 
     Args:
-        num_samples: Number of samples of an epoch.
-        batch: Batch size of all processes together.
+        num_samples: Number of samples per epoch.
+        batch: Batch size over all processes.
         step_s: Time of a step, in seconds.
-        other_s: Time of the start, the first step included, and of the checkpoints, in seconds.
-        minutes: Time of the complete run.
+        other_s: Time of the start (including the first step) and of the checkpoints, in seconds.
+        minutes: Time limit of the complete run.
     """
     steps = math.ceil(EPOCHS * num_samples / batch)
     reason = f"{EPOCHS} epochs"
@@ -405,28 +405,28 @@ class Expected:
     most_s: float
 
 
-_SPREAD = (0.85, 1.15)  # variation of the speed of a quiet machine
-_BUSY_SPREAD = (0.5, 2.0)  # other processes that want the same cores may end, or want more
+_SPREAD = (0.85, 1.15)  # variation of the speed on a quiet machine
+_BUSY_SPREAD = (0.5, 2.0)  # other processes that use the same cores may end, or need more
 
 
 def is_busy(load: float, *, cores: float) -> bool:
-    """Return True if more processes want to run than there are cores, this process not counted."""
+    """Return True if more processes want to run than there are cores, without counting this process."""
     return load - 1 > 0.75 * cores
 
 
 def expected_time(
     steps: int, *, step_times: Sequence[float], start_s: float, checkpoints_s: float, num_processes: int, busy: bool
 ) -> Expected:
-    """Estimate the time of a run from the times of some of its steps.
+    """Estimate the time of a run from the times of a few of its steps.
 
-    The range is the range of the means of four sections of these steps, and at least `_SPREAD`.
+    The range covers the means of four sections of these steps, and at least `_SPREAD`.
 
     Args:
         step_times: Times of at least one step, in seconds.
         start_s: Time from the start of the run to the end of its first step, in seconds.
         checkpoints_s: Time of all checkpoints, in seconds.
-        num_processes: Number of processes. The averaging of gradients was not measured: it widens the range.
-        busy: True if other processes use the machine.
+        num_processes: Number of processes. The averaging of gradients was not measured, so it widens the range.
+        busy: True if other processes are using the machine.
     """
     mean, size = fmean(step_times), max(1, len(step_times) // 4)
     means = [fmean(step_times[begin : begin + size]) for begin in range(0, len(step_times) - size + 1, size)]

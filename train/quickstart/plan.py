@@ -1,4 +1,4 @@
-"""The plan of a first run: measured steps, and from them settings, a command line, text and JSON.
+"""The plan of a first run: measured steps, and the settings, command line, text and JSON that follow from them.
 
 Steps are measured with smaller batches until one fits into memory.
 """
@@ -52,15 +52,15 @@ from clipmill.train.weights.source import Say
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Measurements of some training steps.
+    """Measurements from some training steps.
 
     Attributes:
-        batch: Batch size of this process that fits.
-        num_samples: Number of samples of an epoch.
+        batch: Largest batch size of this process that fits.
+        num_samples: Number of samples per epoch.
         start_s: Time from the start of the command to the end of the first step, in seconds.
         taken: Times and memory of the steps.
         checkpoint_bytes: Size of model, optimizer and objective, in bytes.
-        checkpoint_s: Time to write a checkpoint, in seconds; 0 if the disk is full.
+        checkpoint_s: Time for writing a checkpoint, in seconds; 0 if the disk is full.
         num_halved: Number of batch sizes that did not fit.
     """
 
@@ -74,7 +74,7 @@ class Measured:
     num_halved: int
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values, with the number and mean of the step times."""
+        """Return plain values, including the number and mean of the step times."""
         values = asdict(self)
         steps = values.pop("taken")
         num_steps = len(steps.pop("step_times"))
@@ -84,14 +84,14 @@ class Measured:
 def measure(
     spec: TaskSpec, settings: ClipSettings, *, device: torch.device, seconds: float, began_s: float, say: Say
 ) -> Measured:
-    """Take steps for about `seconds`, with smaller batches until one fits.
+    """Take steps for about `seconds`; try smaller batches until one fits.
 
     Args:
-        settings: Settings of the run; their batch size is the first to try.
-        began_s: Time at which the command began, which imports PyTorch as a run does too.
+        settings: Settings of the run. Their batch size is tried first.
+        began_s: Time at which the command began. Like a run, it imports PyTorch.
 
     Raises:
-        UserError: The data or the weights do not suit the task, or not even the smallest batch fits.
+        UserError: The data or the weights contradict the task, or even the smallest batch does not fit.
         FailedWork: Too many samples could not be loaded.
     """
     least, num_halved = settings.least_batch, 0
@@ -124,21 +124,21 @@ def measure(
 
 
 def _steps(opened: Opened, *, seconds: float) -> tuple[Taken, int, float] | None:
-    """Take steps, and return them with the size and the time of a checkpoint; None if memory is too small."""
+    """Take steps; also return size and time of a checkpoint. Return None if there is too little memory."""
     try:
         with Activity(f"trying steps of {count_noun(opened.settings.batch, 'clip')} on the {opened.device.type}"):
             steps = Steps(opened)
             taken = take_steps(steps, opened, seconds=seconds)
         with Activity("trying a checkpoint"):
             return taken, steps.state_bytes, _checkpoint_s(steps, opened)
-    except RuntimeError as error:  # torch.OutOfMemoryError included
+    except RuntimeError as error:  # includes torch.OutOfMemoryError
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
             return None
         raise
 
 
 def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, say: Say) -> Opened:
-    """Open the task with the largest batch to try that its samples allow."""
+    """Open the task with the largest batch that its samples allow."""
     opened = open_to_measure(spec, settings, world=World(), device=device, say=say)
     num_samples = opened.samples.num_samples or 1
     batch = first_batch(settings.batch, num_samples=num_samples, on_gpu=device.type == "cuda")
@@ -153,9 +153,9 @@ def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, 
 
 
 def _checkpoint_s(steps: Steps, opened: Opened) -> float:
-    """Write a checkpoint next to the future run and remove it; return the time in seconds.
+    """Write a checkpoint beside the future run and remove it; return the time in seconds.
 
-    If it would fill the disk, nothing is written and the time is 0; the plan warns of that.
+    If it would fill the disk, nothing is written and the time is 0. The plan then has a warning.
     """
     parent = existing_folder(opened.settings.out)
     if shutil.disk_usage(parent).free < 2 * steps.state_bytes:
@@ -184,13 +184,13 @@ _MUCH_WAITING = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Choices that follow from data and machine, before any step is measured.
+    """Choices that follow from data and machine, before any step was measured.
 
     Attributes:
         held_out: Split for evaluations; None if there is none.
         settings: Settings with the preset's batch size and number of steps.
         num_processes: Number of processes, one per GPU.
-        load: Mean number of processes that wanted to run in the last minute.
+        load: Mean number of processes that wanted to run during the last minute.
     """
 
     surveys: tuple[Survey, ...]
@@ -216,20 +216,20 @@ class Proposal:
 
     @property
     def is_busy(self) -> bool:
-        """True if other processes want the same cores."""
+        """True if other processes use the same cores."""
         host = self.examined.host
         return choice.is_busy(self.load, cores=min(host.allowed_cores, host.quota_cores or host.allowed_cores))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A first run.
+    """The plan of a first run.
 
     Attributes:
         settings: Complete settings of the command.
         words: Words of the command line.
-        then: Commands for after the run.
-        warnings: Remarks to read before the run.
+        then: Commands to use after the run.
+        warnings: Warnings to read before the run.
     """
 
     proposal: Proposal
@@ -245,7 +245,7 @@ class Plan:
 
     @property
     def command(self) -> str:
-        """The command line, for a shell."""
+        """The command line for a shell."""
         return shlex.join(self.words)
 
     def as_json(self) -> dict[str, Any]:
@@ -319,8 +319,8 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
     """Choose task, preset, splits and run folder.
 
     Raises:
-        UserError: The data do not suit the request.
-        FailedWork: Something on this machine would stop training.
+        UserError: The data contradict the request.
+        FailedWork: A problem of this machine would stop training.
     """
     if broken := [one for one in judge(examined) if one.level == "broken"]:
         raise FailedWork(f"{broken[0].what} would stop training: {broken[0].hint}")
@@ -376,9 +376,9 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
 
 
 def make_plan(proposal: Proposal, measured: Measured) -> Plan:
-    """Complete a proposal with the measurements."""
+    """Complete a proposal with measurements."""
     before, batch = proposal.settings, measured.batch * proposal.num_processes
-    # On a GPU, checkpoints are written in the background during the steps, except for the last.
+    # On a GPU, checkpoints are written in the background during the steps, except for the last one.
     num_waited = 1 if proposal.is_on_gpu else choice.NUM_CHECKPOINTS
     length = choice.choose_length(
         measured.num_samples,
@@ -397,7 +397,7 @@ def make_plan(proposal: Proposal, measured: Measured) -> Plan:
         checkpoint_every=every,
     )
     num_checkpoints = math.ceil(length.steps / every)
-    # Those that are kept, and one more while it is written.
+    # The checkpoints that are kept, and another one while it is written.
     needed = measured.checkpoint_bytes * min(num_checkpoints, settings.keep_checkpoints + 1)
     free_bytes = shutil.disk_usage(existing_folder(settings.out)).free
     return Plan(
@@ -422,7 +422,7 @@ def make_plan(proposal: Proposal, measured: Measured) -> Plan:
 
 
 def _words(proposal: Proposal, settings: ClipSettings) -> list[str]:
-    """Return the command line: the preset, and the settings that differ from it."""
+    """Return the command line: the preset, and the settings that differ from the preset."""
     preset = load_settings(preset_path(proposal.preset.value, settings.command), type(settings))
     words = ["torchrun", "--nproc-per-node", str(proposal.num_processes), "--no-python"]
     words = [*(words if proposal.num_processes > 1 else ()), "train", settings.command]
@@ -441,7 +441,7 @@ def _words(proposal: Proposal, settings: ClipSettings) -> list[str]:
 
 
 def _following_commands(proposal: Proposal, settings: ClipSettings) -> Iterator[str]:
-    """Yield commands for after the run: an evaluation if there is a held-out split, and a search."""
+    """Yield commands to use after the run: an evaluation if there is a held-out split, and a search."""
     run = shlex.quote(str(settings.out))
     evaluation = proposal.spec.first_evaluation
     if proposal.held_out is not None and evaluation is not None:
@@ -454,7 +454,7 @@ def _following_commands(proposal: Proposal, settings: ClipSettings) -> Iterator[
 
 
 def _held_out_clips(proposal: Proposal, split: str) -> HeldOut:
-    """Return facts about the held-out split: its clips are chunks, or captions if the task needs them and has fewer."""
+    """Return facts about the held-out split. Its clips are chunks, or captions if the task needs them and has fewer."""
     num_chunks = sum(one.splits[split].num_chunks for one in proposal.surveys)
     num_captions = sum(one.splits[split].num_captions for one in proposal.surveys)
     needs_captions = choice.first_run_of(proposal.task.value).needs_captions

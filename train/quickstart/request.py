@@ -19,7 +19,7 @@ else:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Decisions of the user; None for values that quickstart proposes."""
+    """Decisions of the user; None for a value that quickstart proposes."""
 
     task: Task | None = None
     """Task to train. Default: dual-encoder on data with captions, otherwise mae."""

@@ -1,1 +1,1 @@
-"""Results pages: of a run, and of several runs next to each other."""
+"""Results pages of a run, and of several runs beside each other."""

@@ -1,4 +1,4 @@
-"""The model card of exported weights: README.md, in the form in which the Hugging Face Hub shows it."""
+"""The model card of exported weights: README.md, in the form that the Hugging Face Hub shows."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from clipmill.train.weights.exported import Exported
 CARD_FILE = "README.md"
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/;,]+/)*([^\s/;,]+)")
 _NOT_EVALUATED = "Not evaluated. `train eval` of the run writes the metrics that the next export shows here."
-_LEFT_OUT = ("command",)  # lines of a protocol
+_LEFT_OUT = ("command",)  # omitted lines of a protocol
 _LIBRARIES = {"open_clip": "open_clip", "hf": "transformers", "lm": "transformers"}
 _SHOWN_SETTINGS = ("model", "num_frames", "sampling", "stride", "size_px", "batch", "steps", "lr", "seed")
 _FACTS = ("data", "variant", "precision", "parameters")
@@ -31,7 +31,7 @@ _FACTS = ("data", "variant", "precision", "parameters")
 
 @dataclass(frozen=True)
 class _Result:
-    """A result of the exported checkpoint; `name` is the unique name of its file."""
+    """A result of the exported checkpoint; `name` is the unique name of the result file."""
 
     name: str
     split: str
@@ -39,12 +39,12 @@ class _Result:
 
 
 def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, folder: str, step: int | None) -> str:
-    """Return the card of exported weights, in Markdown with YAML metadata. It contains no path of this machine.
+    """Return the card of exported weights, as Markdown with YAML metadata. It contains no path of this machine.
 
     Args:
-        opens: Expression that opens the folder OUT in another library.
-        folder: Name of the folder of weights, for the code that opens it.
-        step: Step of the exported checkpoint; None for weights without a run. Results of other steps are omitted.
+        opens: Expression that opens the folder OUT with another library.
+        folder: Name of the folder with the weights, for the code that opens it.
+        step: Step of the exported checkpoint; None for weights without a run. Results for other steps are omitted.
     """
     facts = {} if opened.run is None else opened.run.read_facts()
     results = _results(opened, step=step)
@@ -150,7 +150,7 @@ def _start(report: Mapping[str, Any]) -> str:
 
 
 def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
-    """Return the results of the exported checkpoint on clips with the frames and size of the exported weights."""
+    """Return the results of the exported checkpoint for clips with the frames and size of the exported weights."""
     known, overrides = (
         {one.result_name: one for one in evaluations_of(opened.spec.name)},
         opened.overrides.given_values(),
@@ -164,7 +164,7 @@ def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
 
 
 def _of_other_input(opened: OpenedRun, exported: Exported) -> list[str]:
-    """Return a note that the metrics are of the video model, if other libraries open another model."""
+    """Return a note that the metrics belong to the video model, if other libraries open another model."""
     if not exported.sees:
         return []
     num_frames = count_noun(opened.settings.num_frames, "frame")
@@ -192,10 +192,10 @@ def _table(table: Table) -> str:
 
 
 def _plain_text(text: str) -> str:
-    """Return text for a cell or line of Markdown: on one line, without markup and paths of this machine."""
+    """Return text for a Markdown cell or line: on one line, without markup and without paths of this machine."""
     return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", _private_text(" ".join(text.split())))
 
 
 def _private_text(text: str) -> str:
-    """Return text in which absolute paths are reduced to their last part."""
+    """Return text in which absolute paths are reduced to their last component."""
     return _PATH.sub(lambda match: match[1], text)

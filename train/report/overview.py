@@ -1,6 +1,6 @@
-"""`train overview`: several runs on one page, compared by their metrics, settings and curves.
+"""`train overview`: comparison of several runs on one page, by metrics, settings and curves.
 
-Runs that repeat each other have mean and standard deviation over seeds, and the speed-up by more processes.
+For runs that differ only in the seed, the page has mean and standard deviation; for more processes, the speed-up.
 """
 
 import os
@@ -19,9 +19,9 @@ from clipmill.train.evaluation.tables import Cell, Table
 from clipmill.train.report.results import chart_values, overlay_curves, page_of, publish_page
 from clipmill.train.run.folder import RunFolder, open_run
 
-# Settings of the machine and its folders rather than of the model.
+# Settings of the machine and of folders, which do not describe the model.
 OF_THE_PLACE = frozenset({"out", "cache", "cache_size", "checkpoint_every", "keep_checkpoints", "track", "workers"})
-# Settings that change with the number of processes, in addition.
+# Further settings that change with the number of processes.
 _OF_SCALE = frozenset({"seed", "batch", "microbatch", "lr", "parallel"})
 
 
@@ -30,7 +30,7 @@ class Repeats:
     """Runs that differ only in the seed.
 
     Attributes:
-        runs: Indices of the runs, at least two; one for each seed.
+        runs: Indices of the runs, at least two, with different seeds.
         label: Number of seeds and names of the runs.
     """
 
@@ -38,13 +38,13 @@ class Repeats:
     label: str
 
     def mean(self, cells: Mapping[int, Sequence[Cell]]) -> list[str] | None:
-        """Return mean and standard deviation of each column; None unless all of the runs have it."""
+        """Return mean and standard deviation of each column; None unless all runs have it."""
         if any(run not in cells for run in self.runs):
             return None
         return [mean_text([cells[run][column] for run in self.runs]) for column in range(len(cells[self.runs[0]]))]
 
     def training(self, cards: Sequence[Mapping[str, Any]]) -> list[str] | None:
-        """Return the same for the last losses and samples per second; None if one of the runs has no steps."""
+        """Return mean and deviation of the last losses and of samples per second; None if a run has no steps."""
         summaries = [cards[run]["summary"] for run in self.runs]
         if any("last_loss" not in one for one in summaries):
             return None
@@ -52,7 +52,7 @@ class Repeats:
 
 
 def repeats(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Repeats]:
-    """Return the groups of runs that differ only in the seed, in the order of their first runs."""
+    """Return the groups of runs that differ only in the seed, ordered by their first runs."""
     groups = []
     for group in _groups(cards, besides=frozenset({"seed"})):
         by_seed: dict[str, int] = {}
@@ -66,9 +66,10 @@ def repeats(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Re
 
 
 def speed_ups(cards: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Return by run the speed-up against the run with the fewest processes, for runs that differ in their number.
+    """Return each run's speed-up over the run with the fewest processes, for runs that differ in this number.
 
-    Batch size, learning rate and strategy may differ with it: a batch may grow with the processes, or be shared by
+    Batch size, learning rate and strategy may also differ: a batch may grow with the number of processes, or be shared
+    by
     them.
     """
     texts = {}
@@ -107,7 +108,7 @@ def _number_text(values: Sequence[float]) -> str:
 
 
 def _groups(cards: Sequence[Mapping[str, Any]], *, besides: frozenset[str]) -> list[list[int]]:
-    """Return groups of runs of the same task with equal settings, apart from settings of the place and `besides`."""
+    """Return groups of runs of the same task whose settings are equal, ignoring places and the settings `besides`."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for run, card in enumerate(cards):
         settings = sorted(
@@ -124,15 +125,15 @@ _NUM_STRIPS = 3
 
 @dataclass(frozen=True)
 class Compared:
-    """A table of the comparison: one evaluation of the runs that have it.
+    """A table of the comparison: one evaluation, for all runs that have it.
 
     Attributes:
         title: Name of the evaluation.
-        which: Row and split.
+        which: Row and split of the evaluation.
         columns: Names of the metrics.
         reference: Baseline of the metrics.
-        cells: Cells of the columns, by run.
-        cautions: Limits of the metrics, by run.
+        cells: Run -> cells of the columns.
+        cautions: Run -> limitations of the metrics.
     """
 
     title: str
@@ -147,15 +148,15 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
     """Write an overview of runs that links to their pages.
 
     Args:
-        runs: Run folders, or addresses. Other paths that `runs/*` names, such as embeddings and pages, are omitted.
-        links: Further pages to link to.
+        runs: Run folders, or addresses. Other paths that match `runs/*`, such as embeddings and pages, are omitted.
+        links: Additional pages to link to.
 
     Returns:
         The paths that were omitted.
 
     Raises:
-        UserError: There is no run among them, one of them does not exist, a link is not a page, or `out` cannot be
-            written or is a file of another kind.
+        UserError: There is no run among them, a run does not exist, a link is not a page, or `out` cannot be written or
+            is a file of another kind.
     """
     require_page_path(out, flag="--out")
     paths = [local_folder(run) for run in runs]
@@ -164,7 +165,7 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
     for path in paths if len(left_out) == len(paths) else [path for path in paths if path not in left_out]:
         run = open_run(path)
         page = page_of(run)
-        # The first result with captioned pictures, and its data if they are not the run's.
+        # The first result with captioned pictures; its data are named if they are not the run's data.
         pictured = next((result for result in page["results"] if result["strips"]), {"strips": [], "other_data": ""})
         shown = {"shown": pictured["strips"][:_NUM_STRIPS], "shown_data": pictured["other_data"]}
         cards.append({**page, **shown, "link": _link(run, out.parent)})
@@ -191,14 +192,14 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
 
 
 def _distinct_names(names: Sequence[str]) -> list[str]:
-    """Return distinct names: a repeated name is followed by its number."""
+    """Make names distinct: a repeated name gets its number as a suffix."""
     return [
         f"{name} ({names[: at + 1].count(name)})" if names.count(name) > 1 else name for at, name in enumerate(names)
     ]
 
 
 def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
-    """Return a table for each evaluation of the runs as trained: its first row, on the run's data and on others."""
+    """Return a table for each evaluation of the trained runs: its first row, on the run's data and on other data."""
     tables: dict[tuple[str, str, tuple[str, ...]], Compared] = {}
     for at, card in enumerate(cards):
         for result in card["results"]:
@@ -215,7 +216,7 @@ def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
 
 
 def _with_baseline(table: Table) -> Sequence[Cell]:
-    """Return the cells of the row that represents a table, each with the cell of its trivial model."""
+    """Return the cells of the row that represents a table, each with the corresponding cell of its trivial model."""
     cells = table.rows[table.headline].cells
     other = table.baseline
     if other is None:
@@ -227,7 +228,7 @@ def _with_baseline(table: Table) -> Sequence[Cell]:
 
 
 def _differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the settings that differ between the runs, by name; a dash where a task has no such setting."""
+    """Return the settings that differ between runs, by name; a dash if a task has no such setting."""
     names = dict.fromkeys(name for one in settings for name in one if name.partition(".")[0] not in OF_THE_PLACE)
     values = {name: [str(of_run.get(name, "-")) for of_run in settings] for name in names}
     return {name: of_runs for name, of_runs in values.items() if len(set(of_runs)) > 1}

@@ -1,7 +1,7 @@
-"""The results page of a run (index.html) with its charts, rendered from the files of the run.
+"""The results page of a run (index.html) with its charts, which is rendered from the files of the run.
 
-uPlot draws the charts: 51 kB in the page, against 1,192 kB of Plotly's basic bundle and 251 kB of Vega-Lite without
-Vega. Without scripts, the page has the first and last value of each line, and its range, in words.
+uPlot draws the charts: it takes 51 kB in the page, compared to 1,192 kB for Plotly's basic bundle and 251 kB for
+Vega-Lite without Vega. Without scripts, the page shows each line's first and last value and its range in words.
 """
 
 import json
@@ -26,10 +26,10 @@ from clipmill.train.registry import DEFAULT, evaluations_of, find_task, task_nam
 from clipmill.train.run.folder import RunFolder, other_data, read_lines, read_object
 from clipmill.train.spec import CurveGroup, EvaluationSpec
 
-NUM_LAST = 20  # steps over which a noisy metric is averaged where one number represents a run
-# Products of many small numbers, such as BLEU's, are not exactly 0 where they should be.
+NUM_LAST = 20  # number of steps over which a noisy metric is averaged into a single number for the run
+# Products of many small numbers, as in BLEU, are not exactly 0 where they should be.
 _ROUNDING = 1e-12
-# Suffix of the titles of charts whose values are shown times 100, as in tables.
+# Suffix of chart titles if values are shown times 100, as in tables.
 _TIMES_100 = ", times 100"
 
 Value = Callable[[dict[str, Any]], float | None]
@@ -37,14 +37,14 @@ Value = Callable[[dict[str, Any]], float | None]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: at least one finite value by step, and a label if the chart has several lines."""
+    """A line of a chart: at least one finite value by step, and a label if the chart has several lines."""
 
     points: Sequence[tuple[float, float]]
     label: str = ""
 
     @property
     def text(self) -> str:
-        """First and last value, and the range, in words."""
+        """First value, last value and range, in words."""
         values = [value for _, value in self.points]
         (first_step, first), (last_step, last) = self.points[0], self.points[-1]
         ends = f"{first:.4g} at step {first_step:,.0f}, {last:.4g} at step {last_step:,.0f}"
@@ -56,7 +56,7 @@ class Curve:
     """A chart.
 
     Attributes:
-        last: Last value as text; for a noisy metric the mean of the last steps; empty if there are several lines.
+        last: Last value as text, or the mean of the last steps for a noisy metric; empty if there are several lines.
         lines: Lines without smoothing.
     """
 
@@ -69,13 +69,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A metric of the lines of metrics.jsonl."""
+    """Kind of a metric in metrics.jsonl."""
 
     title: str
     value: Value
     is_noisy: bool = True
     from_zero: bool = False
-    has_first: bool = True  # the first step includes warm-up of caches and of the loader's queue
+    has_first: bool = True  # in the first step, caches and the loader's queue are still cold
 
 
 def _key(name: str, *, scale: float = 1.0) -> Value:
@@ -105,7 +105,7 @@ _TRAINING = (
 
 
 def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
-    """Return curves of the training metrics that the lines have."""
+    """Return the curves of the training metrics in the lines of metrics.jsonl."""
     curves = []
     for kind in _TRAINING:
         points = _points(lines if kind.has_first else lines[1:], kind.value)
@@ -118,7 +118,7 @@ def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
 
 
 def evaluation_curves(lines: Sequence[dict[str, Any]], known: Sequence[CurveGroup]) -> list[Curve]:
-    """Return a chart for each group of evaluation metrics of each split; metrics are named `<split>/<name>`."""
+    """Return a chart for each group of metrics and each split. Metrics have names of the form `<split>/<name>`."""
     names = dict.fromkeys(name for line in lines for name in line if "/" in name)
     groups: dict[tuple[str, str], dict[str, str]] = {}
     for name in names:
@@ -127,7 +127,7 @@ def evaluation_curves(lines: Sequence[dict[str, Any]], known: Sequence[CurveGrou
         groups.setdefault((split, title), {})[name] = label
     order = [group.title for group in known]
     curves = []
-    # Charts in the order of the tasks' groups, then metrics that no group knows.
+    # Charts in the order of the tasks' groups, followed by metrics that no group contains.
     rank = {title: number for number, title in reversed([*enumerate(order)])}
     for (split, title), its in sorted(groups.items(), key=lambda group: rank.get(group[0][1], len(order))):
         scale = 100.0 if title.endswith(("%", _TIMES_100)) else 1.0
@@ -140,7 +140,7 @@ def evaluation_curves(lines: Sequence[dict[str, Any]], known: Sequence[CurveGrou
 
 
 def overlay_curves(of_runs: Mapping[str, Sequence[Curve]]) -> list[Curve]:
-    """Return the curves that several runs have, with the lines of all of them; a line's label begins with its run."""
+    """Return the curves that several runs have, with the lines of all runs; a line's label begins with its run."""
     titles = Counter(curve.title for curves in of_runs.values() for curve in curves)
     curves_of_all = []
     for title in (title for title, count in titles.items() if count > 1):
@@ -156,7 +156,7 @@ def overlay_curves(of_runs: Mapping[str, Sequence[Curve]]) -> list[Curve]:
 
 
 def _chart_of(name: str, known: Sequence[CurveGroup]) -> tuple[str, str]:
-    """Return the title of a metric's chart, and the metric's label in it."""
+    """Return the title of a metric's chart, and the label of the metric in it."""
     for group in known:
         if match := re.fullmatch(group.pattern, name):
             return group.title, group.label(match[1])
@@ -172,7 +172,7 @@ def _points(lines: Sequence[dict[str, Any]], value: Value, *, rounding: float = 
 
 
 _FOLDER = Path(__file__).parent
-_MAX_POINTS = 2000  # per line; a longer line is shown by the means and extremes of equal parts
+_MAX_POINTS = 2000  # per line; longer lines are reduced to means and extremes of equal parts
 _NUM_DIGITS = 6
 
 
@@ -188,7 +188,7 @@ def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
         }
         for curve in curves
     ]
-    # "<" is escaped, so that no text within can end the element.
+    # "<" is escaped, so that no text can end the script element.
     text = json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     uplot = _FOLDER / "uplot"
     scripts = ((uplot / "uPlot.iife.min.js").read_text(), (_FOLDER / "charts.js").read_text())
@@ -196,7 +196,7 @@ def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
 
 
 def _line(line: Line) -> dict[str, Any]:
-    """Return a line as x, y, the means that are smoothed, and the number of points that each mean represents."""
+    """Return a line as x, y, the means to be smoothed, and the number of points that each mean represents."""
     every = -(-len(line.points) // (_MAX_POINTS // 2)) if len(line.points) > _MAX_POINTS else 1
     parts = [line.points[begin : begin + every] for begin in range(0, len(line.points), every)]
     columns: dict[str, Any] = {"label": escape_invisible(line.label), "x": [], "y": [], "mean": [], "count": []}
@@ -248,7 +248,7 @@ def page_of(run: RunFolder) -> dict[str, Any]:
 
 
 def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: object) -> list[dict[str, Any]]:
-    """Return the results of evaluations; results on the run's data come first, on its training split last."""
+    """Return the results of evaluations: results on the run's data come first, on its training split last."""
     order = {one.result_name: number for number, one in enumerate(known)}
     results = []
     for path in run.results():
@@ -274,7 +274,7 @@ def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: obje
 
 
 def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[str, Any]:
-    """Return the values that a page shows of a result in addition to its metrics."""
+    """Return the values of a result that a page shows in addition to its metrics."""
     of = {"other_data": other_data(result), "is_part_of_own_data": result.get("is_part_of_own_data", False)}
     section = evaluation.section if result.get(evaluation.pictures) else None
     table = table_of(evaluation.table, result)
@@ -305,7 +305,7 @@ def _chosen_settings(settings: dict[str, Any], task: str) -> dict[str, Any]:
 def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     if not lines:
         return {"num_steps": 0}
-    # The first step includes warm-up of caches and of the loader's queue.
+    # In the first step, caches and the loader's queue are still cold.
     steady = lines[1:] or lines
     took_s = sum(line["step_s"] for line in steady)
     waited_s = sum(line["data_wait_s"] for line in steady)
@@ -327,7 +327,7 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _sources(facts: dict[str, Any], lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the data folders of a mixture, with the number of samples of each so far, failed samples included."""
+    """Return the data folders of a mixture, each with its number of samples so far, including failed samples."""
     counts = lines[-1].get("sources", {}) if lines else {}
     sources = [{**source, "count": counts.get(source["name"], 0)} for source in facts.get("sources", [])]
     total = sum(source["count"] for source in sources)
@@ -335,12 +335,12 @@ def _sources(facts: dict[str, Any], lines: list[dict[str, Any]]) -> list[dict[st
 
 
 def initial_weights(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of run.json about initial weights: `weights`, and single parts such as `decoder_weights`."""
+    """Return the entries about initial weights in run.json: `weights`, and parts such as `decoder_weights`."""
     return {name: value for name, value in facts.items() if name.endswith("weights") and isinstance(value, dict)}
 
 
 def _weights(report: dict[str, Any]) -> dict[str, Any]:
-    """Return how the tensors of initial weights were used; equal changes of several blocks are one row."""
+    """Return how the tensors of initial weights were used; equal changes in several blocks form one row."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for change in report["changes"]:
         name = re.sub(r"\.\d+\.", ".*.", change["origin"] or change["name"])
@@ -356,6 +356,6 @@ def _weights(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def publish_page(template: str, path: Path, **values: Any) -> None:
-    """Publish a page from a template of this folder."""
+    """Publish a page made from a template in this folder."""
     page = load_template(Path(__file__).with_name(template)).render(**values, scripts=values["charts"]["scripts"])
     publish_bytes(path, page.encode())

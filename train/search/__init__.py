@@ -1,1 +1,1 @@
-"""Embeddings of clips and captions on disk, and search in them."""
+"""Stored embeddings of clips and captions, and search in them."""

@@ -1,9 +1,9 @@
-"""`train embed`: the clips and captions of a split as embeddings on disk, by all processes, resumable.
+"""`train embed`: store embeddings of a split's clips and captions, computed by all processes; can be resumed.
 
-The clips are divided into parts of a fixed number of batches and the captions into parts of a fixed number of texts,
-so that neither the number of processes nor an interruption changes any batch, and with it the bytes. Each process
-publishes its parts in DIR/parts; the first process joins them once all are present (clipmill.train.search.folder has
-the layout).
+Clips are divided into parts with a fixed number of batches, and captions into parts with a fixed number of texts.
+Therefore neither the number of processes nor an interruption changes any batch, or the resulting bytes. Each process
+publishes its parts in DIR/parts; the first process joins them when all exist (clipmill.train.search.folder defines the
+layout).
 """
 
 import json
@@ -137,7 +137,7 @@ def publish_folder(
 def _read_outcomes(
     parts: Sequence[EmbeddingPart], out: Path
 ) -> tuple[NDArray[np.int64], list[dict[str, Any]], tuple[int, ...]]:
-    """Return the samples that have a row, in order; the failures; and the shape of a row."""
+    """Return the samples that have a row, in order, the failures, and the shape of a row."""
     sample_N: list[NDArray[np.int64]] = []
     failed: list[dict[str, Any]] = []
     shape: tuple[int, ...] = ()
@@ -192,7 +192,7 @@ def _caption_tables(samples: Samples[ClipReader], row_of_sample: NDArray[np.int6
 
 
 def _places(samples: Samples[ClipReader], rows: NDArray[np.int64], *, paths: pa.Array) -> list[Any]:
-    """Return keys, videos, files, and begin and end in seconds of clips."""
+    """Return keys, videos, files, and start and end in seconds, of clips."""
     chunks, first = samples.reader.chunks, samples.table.first_part[rows]
     begin_us, end_us = samples.span_us(rows)
     video_row = pa.array(chunks.table.video_row[first])
@@ -213,13 +213,13 @@ _TEXTS_PER_PART = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingWork:
-    """Clips and captions to embed.
+    """The clips and captions to embed.
 
     Attributes:
         features: Kind of features: embedding, pooled or tokens.
-        has_text: True if captions are embedded, too.
-        batch: Number of clips in a batch of the model.
-        plan: Everything that the embeddings depend on, with descriptions, as plain values.
+        has_text: True if captions are also embedded.
+        batch: Number of clips per batch of the model.
+        plan: Everything that affects the embeddings, with descriptions, as plain values.
     """
 
     model: LoadedModel
@@ -231,7 +231,7 @@ class EmbeddingWork:
 
     @property
     def parts(self) -> list[EmbeddingPart]:
-        """All parts, in the order of rows; a part of tokens has the clips of one batch."""
+        """All parts, in the order of rows. A part with tokens has the clips of one batch."""
         clips = self.batch * (1 if self.features == "tokens" else _BATCHES_PER_PART)
         return [
             *_parts("video", len(self.samples), size=clips),
@@ -247,7 +247,7 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
     """Open the clips to embed.
 
     Args:
-        request: Request with a data folder.
+        request: Request that includes a data folder.
         weights: Weights as the user named them.
 
     Raises:
@@ -293,7 +293,7 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
 
 
 def _address(weights: str) -> str:
-    """Return the absolute path of local weights, so that a search finds them; names are returned unchanged."""
+    """Return the absolute path of local weights, so that a search finds them; return names unchanged."""
     return str(Path(weights).resolve()) if Path(weights).exists() else weights
 
 
@@ -317,13 +317,13 @@ def _open_samples(model: LoadedModel, settings: Any, request: EmbedRequest) -> S
 
 
 def embed(work: EmbeddingWork, out: Path, *, world: World, progress: Progress) -> dict[str, Any]:
-    """Embed the missing parts in `out`, and publish the folder; collective.
+    """Embed the missing parts in `out`, and publish the folder. All ranks must call it.
 
     Returns:
         The content of embed.json.
 
     Raises:
-        UserError: The folder holds something else or is damaged, or another process writes it.
+        UserError: The folder contains something else, is damaged, or is being written by another process.
         FailedWork: No clip could be decoded, or an embedding is not finite.
     """
     with ExitStack() as held:
@@ -362,7 +362,7 @@ def _begin(work: EmbeddingWork, out: Path, *, held: ExitStack) -> dict[str, Any]
 def _embed_parts(
     work: EmbeddingWork, parts: Sequence[EmbeddingPart], out: Path, *, world: World, progress: Progress
 ) -> None:
-    """Embed this rank's share of the parts; the loader's threads read ahead across their borders."""
+    """Embed this rank's share of the parts. The loader's threads read ahead across borders of parts."""
     parts_of_rank = parts[world.rank :: world.size]
     clips = (part for part in parts_of_rank if part.kind == "video")
     outcomes = work.samples.outcomes(number for part in clips for number in range(part.begin, part.end))
@@ -412,7 +412,7 @@ def _features(work: EmbeddingWork, batch: Batch) -> NDArray[np.float32]:
 
 
 def _embed_texts(work: EmbeddingWork, part: EmbeddingPart) -> NDArray[np.float32]:
-    """Embed captions; each distinct text of the part is encoded once, so that equal texts have equal rows."""
+    """Embed captions. Each distinct text in a part is encoded once, so that equal texts have equal rows."""
     texts = work.samples.captions.texts(np.arange(part.begin, part.end))
     distinct = {text: number for number, text in enumerate(dict.fromkeys(texts))}
     rows = work.model.encode_text(list(distinct)).cpu().numpy()

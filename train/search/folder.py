@@ -1,17 +1,17 @@
-"""A folder of embeddings: `train embed` writes it, `train search` and any reader of npy and Parquet files use it.
+"""A folder of embeddings: `train embed` writes it; `train search` and any reader of npy and Parquet files can use it.
 
-    video.npy         float32 [N, E], of unit length; pooled features [N, D] or tokens [N, L, D] as the tower gives them
-    text.npy          float32 [M, E], of unit length; if the weights have a text tower and the data captions
+    video.npy         float32 [N, E], unit length; or the tower's pooled features [N, D] or tokens [N, L, D]
+    text.npy          float32 [M, E], unit length; exists if the weights have a text tower and the data have captions
     clips.parquet     one row per row of video.npy: row, key, video, path, begin_s, end_s, text; caption, the row of
                       that text in captions.parquet
     captions.parquet  one row per row of text.npy: row, key, video, path, begin_s, end_s, text; clip, the row of its
                       clip in clips.parquet, null if the clip failed
     failures.jsonl    the clips that could not be read or decoded; they have no row
-    embed.json        weights, data, features, and the size and SHA-256 of each file; it makes the folder valid
+    embed.json        weights, data, features, and size and SHA-256 of each file; makes the folder valid
     parts/            finished parts of unfinished work, and plan.json, which describes the work
 
-`key` is the key of the chunk in which a clip begins, `path` the video's file or URL in the manifest.
-embed.json is written last, so a folder without it is unfinished: the same `train embed` continues it.
+`key` is the key of the chunk in which a clip begins. `path` is the video's file or URL in the manifest. embed.json is
+written last, so a folder without it is unfinished, and the same `train embed` continues it.
 """
 
 import shlex
@@ -50,7 +50,7 @@ _COLUMNS = [
 CLIP_SCHEMA = pa.schema([*_COLUMNS, ("caption", pa.int64())])
 CAPTION_SCHEMA = pa.schema([*_COLUMNS, ("clip", pa.int64())])
 
-# Entries of a plan about places, and entries that follow from others.
+# Entries of a plan that are places, or that follow from other entries.
 _FREE = frozenset({"weights.source", "weights.description", "data.shards", "data.description", "clip.description"})
 _IDENTITY = "weights.identity"
 _MAX_NAMED = 6
@@ -59,7 +59,7 @@ _AGAIN = "run train embed with another --out"
 
 @dataclass(frozen=True)
 class EmbeddedClip:
-    """A row of clips.parquet; `path` is None in folders of versions that did not record it."""
+    """A row of clips.parquet; `path` is None if an old version wrote the folder and did not record it."""
 
     row: int
     key: str
@@ -71,7 +71,7 @@ class EmbeddedClip:
 
     @property
     def file(self) -> str:
-        """`path` in messages: without the query string of a URL, which may contain a key; empty if it is not known."""
+        """`path` for messages, without a URL's query string, which may contain a key; empty if unknown."""
         path = self.path or ""
         return path.partition("?")[0] if "://" in path else path
 
@@ -98,7 +98,7 @@ class Embedded:
         return bool(self.record["features"] == "embedding")
 
     def clips(self, rows: Sequence[int]) -> list[EmbeddedClip]:
-        """Return rows of clips.parquet; only the row groups that hold them are read."""
+        """Return rows of clips.parquet. Only the row groups that contain them are read."""
         clip_of_row: dict[int, EmbeddedClip] = {}
         with pq.ParquetFile(self.path / CLIPS) as file:
             begin = 0
@@ -113,7 +113,7 @@ class Embedded:
         return [clip_of_row[row] for row in rows]
 
     def row_of(self, name: str) -> int:
-        """Return the row of a clip by its chunk's key, or by the row itself; UserError unless exactly one matches."""
+        """Return the row of a clip, given its chunk's key or the row itself; UserError unless exactly one matches."""
         if name.isascii() and name.isdigit():
             rows = [int(name)] if int(name) < self.num_clips else []
         else:
@@ -140,7 +140,7 @@ class Embedded:
         return int(rows[0])
 
     def vector(self, row: int) -> NDArray[np.float32]:
-        """Return the vector of a clip, divided by its length; UserError if it is not finite."""
+        """Return a clip's vector, divided by its length; UserError if it is not finite."""
         vector: NDArray[np.float32] = np.array(np.load(self.path / VIDEO, mmap_mode="r")[row])
         if not np.isfinite(vector).all():
             raise UserError(f"row {row} of {self.path / VIDEO} is not finite: the file is damaged", hint=_AGAIN)
@@ -152,7 +152,7 @@ def open_embedded(path: Path) -> Embedded:
     """Open a finished folder of embeddings.
 
     Raises:
-        UserError: The folder does not exist or is unfinished, or a file is missing or of another size.
+        UserError: The folder does not exist or is unfinished, or a file is missing or has another size.
     """
     record = read_folder_record(path)
     if record is None:
@@ -168,7 +168,7 @@ def open_embedded(path: Path) -> Embedded:
 
 
 def require_whole_files(path: Path, record: Mapping[str, Any]) -> None:
-    """Raise a UserError if a file of a finished folder is missing or of another size than its record says."""
+    """Raise a UserError if a file of a finished folder is missing, or its size differs from the record."""
     for name, facts in record["files"].items():
         file = path / name
         size_bytes = file.stat().st_size if file.is_file() else None
@@ -181,7 +181,7 @@ def require_whole_files(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_folder_record(path: Path) -> dict[str, Any] | None:
-    """Read embed.json, None if it is missing; UserError if it is damaged or newer than this clipmill."""
+    """Read embed.json; None if it is missing; UserError if it is damaged, or written by a newer clipmill."""
     try:
         record = read_checked_json(path / RECORD)
         if record["format"] != FORMAT:
@@ -197,7 +197,7 @@ def read_folder_record(path: Path) -> dict[str, Any] | None:
 
 
 def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: Path) -> None:
-    """Raise a UserError that names the differences between the work in a folder and the requested one."""
+    """Raise a UserError that lists the differences between the work in a folder and the requested work."""
     shown = [differences(old, new, free=_FREE | {_IDENTITY})]
     if old["weights"]["identity"] != new["weights"]["identity"]:
         was, now = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))

@@ -1,4 +1,4 @@
-"""Exact nearest neighbours by blocks: a file of any size is read once, through a few megabytes of each thread.
+"""Exact nearest neighbours by blocks: a file of any size is read once, using a few megabytes per thread.
 
 Shape suffixes: Q queries, N rows of the file, R rows of a block, E width, K best rows.
 """
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.mapped_files import report_lost_pages
 
-# Read in one piece and scored while it is still in the processor's cache.
+# Rows that are read together, and scored while they are still in the CPU cache.
 _BLOCK_BYTES = 1 << 22
 _MAX_BLOCK_ROWS = 1 << 16
 _MAX_THREADS = 16
@@ -24,7 +24,7 @@ _AGAIN = "run train embed again, with another --out"
 
 @dataclass(frozen=True)
 class Nearest:
-    """The best rows of each query, best first; rows of equal scores are in ascending order.
+    """The best rows for each query, best first; rows with equal scores are in ascending order.
 
     Attributes:
         row_QK: Rows, int64.
@@ -43,11 +43,11 @@ def nearest(
     is_unit_length: bool = True,
     say_done: Callable[[int], object] = lambda num_rows: None,
 ) -> Nearest:
-    """Find the `count` rows of an npy file (float32 [N, E]) that are most similar to each query of unit length.
+    """Find the `count` rows of an npy file (float32 [N, E]) that are most similar to each unit-length query.
 
     Args:
-        is_unit_length: False if the rows of the file have other lengths, by which they are then divided.
-        say_done: Function that is called with the number of rows after each block, from several threads.
+        is_unit_length: False if the rows of the file have other lengths; they are then divided by their lengths.
+        say_done: Function to call with the number of finished rows after each block, from several threads.
 
     Raises:
         UserError: The file is damaged, or its rows are not as wide as the queries.
@@ -61,7 +61,7 @@ def nearest(
         best = Nearest(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
         rows = range(begin, min(begin + each, num_rows))
         for first, block_RE in _blocks(path, rows, offset=offset, block_rows=block_rows, width=query_QE.shape[1]):
-            # Not a product of matrices: BLAS starts threads for each block, which wait for each other.
+            # No matrix product: BLAS would start threads for each block, which wait for each other.
             score_QR: NDArray[np.float32] = np.vecdot(query_QE[:, None], block_RE)
             if not is_unit_length:
                 length_R = np.sqrt(np.vecdot(block_RE, block_RE))
@@ -84,9 +84,9 @@ def nearest(
 def _blocks(
     path: Path, rows: range, *, offset: int, block_rows: int, width: int
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield (first row, rows [R, E]) of an npy file; a block is valid until the next one is requested.
+    """Yield (first row, rows [R, E]) for blocks of an npy file. A block is valid until the next one is requested.
 
-    It is read, not mapped: mapped pages count as memory of the process, and a truncated file would kill it.
+    The file is read, not mapped: mapped pages count as memory of the process, and a truncated file would kill it.
     """
     buffer = np.empty((block_rows, width), np.float32)
     with path.open("rb", buffering=0) as file:
@@ -103,7 +103,7 @@ def _blocks(
 
 
 def _header(path: Path, *, width: int) -> tuple[int, int]:
-    """Return number of rows and byte offset of the first row of an npy file."""
+    """Return the number of rows in an npy file, and the byte offset of its first row."""
     mapped = open_matrix(path)
     num_rows, its_width = mapped.shape
     if its_width != width:
@@ -115,7 +115,7 @@ def _header(path: Path, *, width: int) -> tuple[int, int]:
 
 
 def open_matrix(path: Path) -> NDArray[np.float32]:
-    """Map an npy file of float32 rows; UserError if it is missing, truncated or of another kind."""
+    """Map an npy file with float32 rows; UserError if it is missing, truncated or of another kind."""
     report_lost_pages()
     try:
         mapped: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -135,12 +135,12 @@ def open_matrix(path: Path) -> NDArray[np.float32]:
 
 
 def _with_block(best: Nearest, begin: int, score_QR: NDArray[np.float32], *, count: int) -> Nearest:
-    """Return the best rows among the best of earlier blocks and a later block."""
+    """Merge the best rows of earlier blocks with a later block; return the best rows."""
     if best.score_QK.shape[1] == count and not (score_QR > best.score_QK[:, -1:]).any():
         return best
     rows, scores = [], []
     for before_K, best_K, score_R in zip(best.row_QK, best.score_QK, score_QR, strict=True):
-        # An equal score in a later row ranks lower, so a row has to score higher than the last one.
+        # A later row with an equal score ranks lower, so a row must score higher than the last of the best.
         new = np.flatnonzero(score_R > best_K[-1]) if len(best_K) == count else np.arange(len(score_R))
         if len(new) > count:
             least = np.partition(score_R[new], -count)[-count]

@@ -1,4 +1,4 @@
-"""`train search`: the clips of a folder of embeddings that are most similar to texts or to other clips."""
+"""`train search`: find the clips in a folder of embeddings that are most similar to texts or to other clips."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -35,7 +35,7 @@ class Result:
 
     Attributes:
         query: Text, or name of the clip.
-        like: Clip of a query by example, which is not among the hits.
+        like: Clip of a query by example. It is not among the hits.
         found: Hits.
     """
 
@@ -45,7 +45,7 @@ class Result:
 
     @property
     def title(self) -> str:
-        """Query as a heading."""
+        """The query as a heading."""
         return self.query if self.like is None else f"like “{self.like.text or self.like.key}”"
 
 
@@ -62,11 +62,11 @@ def search(
 
     Args:
         like: Keys or rows of clips.
-        encode: Function from texts to unit-length embeddings [Q, E]; called only if there are texts.
-        say_done: Function that is called with the number of rows after each block of rows.
+        encode: Function from texts to unit-length embeddings [Q, E]. Called only if there are texts.
+        say_done: Function to call with the number of finished rows after each block of rows.
 
     Raises:
-        UserError: There is no query, a query is empty or unknown, or the folder has no embeddings to compare it with.
+        UserError: There is no query, a query is empty or unknown, or the folder lacks embeddings to compare it with.
     """
     _check(embedded, texts, like=like, top=top)
     examples = [embedded.row_of(name) for name in like]
@@ -75,7 +75,7 @@ def search(
     matches = nearest(
         embedded.path / VIDEO,
         query_QE,
-        count=top + bool(examples),  # an example finds itself
+        count=top + bool(examples),  # an example also finds itself
         is_unit_length=embedded.is_unit_length,
         say_done=say_done,
     )
@@ -99,10 +99,10 @@ def search_folder(
     weights: str | None,
     device: Literal["auto", "cpu", "cuda"],
 ) -> list[Result]:
-    """Search with texts encoded by the weights that embedded the clips, and show the progress.
+    """Encode texts with the weights that embedded the clips, search, and show the progress.
 
     Raises:
-        UserError: See `search`; also if the weights have changed or are missing.
+        UserError: See `search`; or the weights have changed or are missing.
     """
     _check(embedded, texts, like=like, top=top)
     vectors = _encode(embedded, texts, weights=weights, device=device) if texts else None
@@ -114,7 +114,7 @@ def search_folder(
 def _encode(
     embedded: Embedded, texts: Sequence[str], *, weights: str | None, device: Literal["auto", "cpu", "cuda"]
 ) -> NDArray[np.float32]:
-    """Encode texts by the weights that embedded the clips."""
+    """Encode texts with the weights that embedded the clips."""
     from clipmill.train.inference import load_model
 
     record, clip = embedded.record["weights"], embedded.record["clip"]
@@ -172,7 +172,7 @@ def result_json(embedded: Embedded, results: Sequence[Result]) -> dict[str, Any]
 
 
 def describe(results: Sequence[Result]) -> str:
-    """Return results as text: score, key, times, caption and file of each clip."""
+    """Format results as text: score, key, times, caption and file of each clip."""
     lines = []
     for result in results:
         lines.append(on_one_line(result.title))
@@ -186,16 +186,16 @@ def describe(results: Sequence[Result]) -> str:
 
 
 def write_search_page(path: Path, embedded: Embedded, results: Sequence[Result], *, shards: str | None = None) -> int:
-    """Publish a page that plays the clips of the results.
+    """Publish a page on which the clips of the results can be played.
 
     Args:
-        shards: Present place of the data folder; by default the place at the time of embedding.
+        shards: Present location of the data folder; by default, its location when the clips were embedded.
 
     Returns:
-        The number of clips that could not be read or decoded; the page shows the reasons in their places.
+        The number of clips that could not be read or decoded. The page shows the reasons in their places.
 
     Raises:
-        UserError: The data cannot be opened, or have none of the videos that were found.
+        UserError: The data cannot be opened, or contain none of the videos that were found.
     """
     record = embedded.record
     data = {**record["data"], **({} if shards is None else {"shards": shards})}
