@@ -25,9 +25,9 @@ _ARGUMENTS = {"--shards": "data"}  # arguments whose names differ from their fla
 
 
 def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return a function of the Python interface whose errors name its arguments (`num_frames=`) instead of flags.
+    """Wrap a function of the Python interface so that its errors name arguments (`num_frames=`) instead of flags.
 
-    Errors from below name settings of a command (`--num-frames`). A flag without an argument stays as it is.
+    Errors from lower layers name flags of a command (`--num-frames`). A flag that has no argument is kept.
     """
     names = inspect.signature(call).parameters.keys()
 
@@ -43,7 +43,7 @@ def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _argument(flag: str, names: Collection[str]) -> str:
-    """Return the argument for a flag: by name, by name in the group, or the group; the flag itself if there is none."""
+    """Return the argument for a flag: by its name, its name within the group, or the group; otherwise the flag."""
     group, _, name = flag.removeprefix("--").replace("-", "_").partition(".")
     if (argument := _ARGUMENTS.get(flag, name or group)) in names:
         return argument
@@ -51,21 +51,21 @@ def _argument(flag: str, names: Collection[str]) -> str:
 
 
 def require_whole_numbers(**arguments: object) -> None:
-    """Refuse arguments, given by their names, that are not whole numbers."""
+    """Raise a UserError if an argument, given by name, is not an integer."""
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise UserError(f"{name} is {quote_value(value)}", hint="use a whole number")
 
 
 def require_texts(**arguments: object) -> None:
-    """Refuse arguments, given by their names, that are neither texts nor None."""
+    """Raise a UserError if an argument, given by name, is neither a string nor None."""
     for name, value in arguments.items():
         if not isinstance(value, str | NoneType):
             raise UserError(f"{name} is {quote_value(value)}", hint="use a text")
 
 
 def colours_of(name: str, values: Sequence[float] | None) -> tuple[float, float, float] | None:
-    """Return a mean or standard deviation from a list, an array or a tensor; raises UserError for anything else."""
+    """Convert a list, an array or a tensor to a mean or standard deviation; raise UserError for other values."""
     if values is None:
         return None
     try:
@@ -76,7 +76,7 @@ def colours_of(name: str, values: Sequence[float] | None) -> tuple[float, float,
 
 
 def require_device(device: object) -> None:
-    """Refuse a device that this machine does not have. None means no device."""
+    """Raise a UserError if this machine lacks a device. None means no device."""
     if device is None:
         return
     kind = torch.accelerator.current_accelerator(check_available=True)
@@ -84,7 +84,7 @@ def require_device(device: object) -> None:
     available = ["cpu", *gpus]
     try:
         asked = torch.device(device)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError):  # not a name that torch knows
+    except (RuntimeError, TypeError):  # torch does not know the name
         asked = None
     if asked is None or (f"{asked.type}:{asked.index or 0}" not in available and asked.type != "cpu"):
         given = str(device) if isinstance(device, torch.device) else device
@@ -92,7 +92,7 @@ def require_device(device: object) -> None:
 
 
 def require_process(process: int, *, what: str) -> None:
-    """Refuse to continue in a fork of the process that started: its threads were not copied."""
+    """Raise an error in a fork of the original process, because a fork does not copy threads."""
     if os.getpid() != process:
         raise UserError(
             f"{what} that process {process} opened are used in process {os.getpid()}, a fork of it",
@@ -101,7 +101,7 @@ def require_process(process: int, *, what: str) -> None:
 
 
 def ranks_of(rank: int | None, world: int | None) -> World | None:
-    """Return the ranks that the caller gives; None to take the ranks of this process group.
+    """Return the ranks that the caller gives; None to use the ranks of this process group.
 
     Raises:
         UserError: One of the two is missing or out of range, or both are missing in a worker of a DataLoader.
@@ -122,10 +122,10 @@ def ranks_of(rank: int | None, world: int | None) -> World | None:
 
 
 def shards_of(data: Data, mix: Sequence[float] | None) -> Shards:
-    """Return the setting --shards: one data folder, or several.
+    """Return the value of --shards: one data folder, or several.
 
     Raises:
-        UserError: There is no folder, an entry is not a name, or `mix` has nothing to mix.
+        UserError: There is no folder, an entry is not a string, or `mix` is given for a single folder.
     """
     several = [data] if isinstance(data, str | Path) or not isinstance(data, Iterable) else list(data)
     if wrong := [folder for folder in several if not isinstance(folder, str | Path)]:
@@ -142,6 +142,6 @@ def shards_of(data: Data, mix: Sequence[float] | None) -> Shards:
 
 
 def require_choice(name: str, value: object, choices: object) -> None:
-    """Refuse a value that a Literal does not have."""
+    """Raise a UserError if a value is not one of a Literal's values."""
     if value not in get_args(choices):
         raise UserError(f"{name} is {value!r}", hint=f"use one of {', '.join(get_args(choices))}")

@@ -1,36 +1,36 @@
 """Batches: the names of their entries, how samples are collated, and their transfer to the device.
 
-    input        "pixels" or "latents"  what the model sees: `video` or `latents`
+    input        "pixels" or "latents"  the model's input: `video` or `latents`
     position     int64 [B]            position in the endless sample order (clipmill.train.data.order)
     key          sequence of B strings  chunk in which the clip begins
-    clip_id      int64 [B]            of the span shown, 0 <= id < num_clips of the set
-    caption_id   int64 [B]            from the manifest, 0 <= id < num_caption_ids of the set
-    relevancy    float32 [B]          of the caption for the clip, if captions are drawn by relevancy
+    clip_id      int64 [B]            ID of the span shown, 0 <= id < num_clips of the set
+    caption_id   int64 [B]            ID in the manifest, 0 <= id < num_caption_ids of the set
+    relevancy    float32 [B]          relevancy of the caption for the clip, if captions are drawn by relevancy
     text_row     int64 [B]            row of the caption's stored text, in batches of latents without tokens
     label        int64 [B]            class of the clip, in a labelled set
-    targets      int64 [B, K, L]      tokens of K captions of the clip, each with its end token; padded with -100
+    targets      int64 [B, K, L]      tokens of K captions per clip, each with its end token; padded with -100
     video        uint8 [B, T, S * S * 3 / 2]  frames of the clip, cropped and resized to S x S, as YUV 4:2:0: for each
                                       frame Y [S, S], then U and V [S / 2, S / 2]; or RGB on request,
                                       [B, T, S, S, 3]; T counts the frames of all views, one view after another
-    time_s       float64 [B, T]       time at which each frame appears on screen, in its video, seconds; of latents, the
+    time_s       float64 [B, T]       time in the video at which each frame appears on screen, seconds; for latents, the
                                       time of each latent frame; nan for images and padding. T counts the frames of
                                       all sets of moments. Stays on the CPU
-    is_padded    bool [B, T]          frames whose moment is outside of the video, in clips at given times
+    is_padded    bool [B, T]          frames whose moment lies outside the video, in clips at given times
     colour       uint8 [B]            colour matrix and range of YUV frames (clipmill.train.augment.colour)
     tokens       int64 [B, L]         token ids of the caption
-    latents      float16 or bfloat16 [B, T, C, h, w]  of a segment of the chunk, scaled as its recipe says; of a VAE of
-                                      videos a view of [B, C, T, h, w], which `open_latents` returns
+    latents      float16 or bfloat16 [B, T, C, h, w]  a segment of the chunk, scaled as its recipe says; for a VAE of
+                                      videos, a view of [B, C, T, h, w], which `open_latents` returns
     num_frames   int64 [B]            valid frames among the T, if tails are zero-padded
-    text         float16 [B, D]       embedding of the caption, of unit length; or of stored sequences [B, L, D], the
-                                      vectors of its tokens, followed by zeros up to the longest of the batch
-    text_mask    bool [B, L]          which of them are tokens
+    text         float16 [B, D]       unit-length embedding of the caption; or, for stored sequences, [B, L, D]: the
+                                      vectors of its tokens, zero-padded to the longest sequence in the batch
+    text_mask    bool [B, L]          True for the vectors of tokens
     length       int64 [B]            number of tokens of the caption including the end token; of the longest of K.
                                       Computed by `to_device` and kept on the CPU, where it is needed
     caption      list of B strings    the caption as text, in sets that neither tokenize nor embed it
-    begin_s, end_s  float64 [B]       the span shown, in its video (clipmill.train.data.interface)
-    folder       int64 [B]            of a mixture, index of the data folder (clipmill.train.data.interface)
+    begin_s, end_s  float64 [B]       the span shown, in its video, seconds (clipmill.train.data.interface)
+    folder       int64 [B]            in a mixture, index of the data folder (clipmill.train.data.interface)
 
-A task declares which of them it needs. A sample has the same names without the B.
+A task declares which entries it needs. A sample has the same entries without the dimension B.
 """
 
 import weakref
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 Input = Literal["pixels", "latents"]
 
 PICTURES = ("video", "colour", "latents")
-# Inputs of models; position, key and ids stay on the CPU, where they are needed.
+# Inputs of models. Position, key and IDs stay on the CPU, where they are needed.
 TENSORS = (*PICTURES, "tokens", "num_frames", "text", "text_mask", "relevancy", "label", "targets")
 
 # Numbers of a sample, or lists of numbers.
@@ -58,7 +58,7 @@ _ARRAYS = ("tokens", "targets", "text")
 
 
 class Sample(TypedDict, total=False):
-    """A clip of pixels."""
+    """A clip of pixels, with its annotations."""
 
     position: int
     key: str
@@ -106,9 +106,9 @@ class Batch(TypedDict, total=False):
 
 
 class KeptMemory:
-    """Memory for batches that may be kept: it is reused once nothing refers to the array made of it.
+    """Memory for batches that the caller may keep. It is reused once nothing refers to the array made from it.
 
-    Allocating memory for each batch would cost page faults, which take as long as a large copy.
+    New memory for each batch would cost page faults, which take as long as a large copy.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
@@ -117,10 +117,10 @@ class KeptMemory:
         self._loans: dict[int, _Loan] = {}
 
     def array(self, num: int) -> NDArray[Any]:
-        """Return an array of `num` rows, at most as many as the shape has; its content is arbitrary."""
+        """Return an array with `num` rows, at most as many as the shape has. Its values are arbitrary."""
         memory = self._free.pop() if self._free else np.empty(self._shape, self._dtype)
         rows = memory[:num]
-        # A tensor made of the array, and whatever shares its memory, keeps the array alive.
+        # A tensor made from the array, and everything that shares its memory, keeps the array alive.
         loan = _Loan(rows, self._give_back)  # weakref.finalize takes five times as long
         loan.memory = memory
         self._loans[id(loan)] = loan
@@ -141,23 +141,23 @@ class BatchMemory:
 
     Args:
         shape: Shape of the largest batch.
-        pin: Use pinned memory, for copies to a GPU. No batch is overwritten (clipmill.train.device.transfer).
-        can_keep: Reuse memory only once nothing refers to its batch, instead of buffers in turn.
+        pin: Use pinned memory, for copies to a GPU. No batch is ever overwritten (clipmill.train.device.transfer).
+        can_keep: Reuse memory only after nothing refers to its batch, instead of using buffers in turn.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
         import torch
 
         self._shape, self._dtype, self._from_numpy = shape, dtype, torch.from_numpy
-        # Integers of the same size: NumPy has no bfloat16.
+        # Integers of the same size, because NumPy has no bfloat16.
         self._kept = KeptMemory(shape, np.dtype(f"i{dtype.itemsize}").type) if can_keep and not pin else None
         has_ring = not (pin or can_keep)
-        # Zeros touch every page now: page faults would cost the first batches more than the copy.
+        # Writing zeros touches every page now; page faults would cost the first batches more than the copy.
         rings = [torch.zeros(shape, dtype=dtype) for _ in range(NUM_BUFFERS if has_ring else 0)]
         self._ring = deque((tensor, _bytes_of(tensor)) for tensor in rings)
 
     def rows(self, num: int) -> "tuple[torch.Tensor, memoryview]":
-        """Return memory for the first `num` rows of a batch, as a tensor and as bytes; its content is arbitrary."""
+        """Return memory for the first `num` rows of a batch, as a tensor and as bytes. Its values are arbitrary."""
         if self._kept is not None:
             array = self._kept.array(num)
             return self._from_numpy(array).view(self._dtype), array.data.cast("B")
@@ -181,7 +181,7 @@ def _bytes_of(tensor: "torch.Tensor") -> memoryview:
 
 
 class BatchRing:
-    """Collation of samples of equal shapes into batches, whose videos lie in a `BatchMemory`.
+    """Collation of samples of equal shapes into batches whose videos lie in a `BatchMemory`.
 
     Args:
         batch: Number of samples in the largest batch.
@@ -193,7 +193,7 @@ class BatchRing:
         self._memory: BatchMemory | None = None
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Return the batch of `samples`, in their order. The second batch after it may overwrite its video."""
+        """Return a batch of `samples`, in order. The second batch after it may overwrite its video."""
         import torch
 
         batch = Batch(
@@ -226,13 +226,13 @@ class BatchRing:
 
 
 def to_device(batch: Batch, device: "torch.device", *, names: Sequence[str] = TENSORS) -> Batch:
-    """Return the batch with the tensors `names` on `device`, and the lengths of its captions on the CPU."""
+    """Move the tensors `names` of a batch to `device`; the lengths of captions stay on the CPU."""
     from clipmill.train.device.transfer import send_pinned  # here, so that reading tars needs no torch
 
     moved = batch.copy()
     if "length" not in moved:
         if "tokens" in moved:
-            # CLIP's end token has the largest id.
+            # CLIP's end token has the largest ID.
             moved["length"] = moved["tokens"].argmax(dim=1).add_(1).cpu()
         elif "targets" in moved:
             moved["length"] = (moved["targets"] >= 0).sum(dim=-1).amax(dim=-1).cpu()

@@ -1,4 +1,4 @@
-"""`Batches`: the loaders of the training commands as users of Python see them, one epoch per iteration."""
+"""`Batches`: the training commands' loaders with the interface for Python users, one epoch per iteration."""
 
 import os
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
@@ -22,25 +22,25 @@ from clipmill.train.distributed.world import World, joined_world
 class Batches:
     """Batches of one split for one process, opened by `open_clips` or `open_latents`.
 
-    `for batch in batches` is an epoch of `len(batches)` batches of equal size, the same number on every rank. Samples
+    `for batch in batches` is an epoch with `len(batches)` batches of equal size, the same number on every rank. Samples
     that are left over begin the next iteration: as in the training commands, the order has no end, and no sample is
-    dropped or repeated. With `shuffle=False` an iteration gives every sample once, in order, and the last batch may be
-    smaller. A stream of tars has no length and, with `shuffle`, no end.
+    dropped or repeated. With `shuffle=False`, an iteration yields every sample once, in order, and the last batch may
+    be smaller. A stream of tars has no length and, with `shuffle`, no end.
 
-    A batch is a dictionary of tensors, or of arrays where `device` is None, and of lists of strings (docs/python.md).
-    It belongs to the caller and is never overwritten.
+    A batch is a dictionary of lists of strings and of tensors, or arrays if `device` is None (docs/python.md). It
+    belongs to the caller and is never overwritten.
 
     Args:
         samples: Loader of this rank.
-        finish: Function that adds to a batch, of arrays where `device` is None, the entries that the commands do not
-            need. It is called in the caller's thread, because the thread that loads ahead has more to do.
+        finish: Function that adds the entries that only Python users need to a batch (of arrays if `device` is None).
+            It is called in the caller's thread, because the thread that loads ahead has more work.
         world: Ranks; None for `joined_world()`.
         batch: Number of samples in this rank's batch.
 
     Attributes:
-        failures: Failed samples so far, with key, reason and detail (clipmill.train.data.outcomes). If there are more
-            than `max_failures`, iterating raises FailedWork.
-        classes: Names of the classes, in the order of their numbers; empty without labels.
+        failures: Failed samples so far, with key, reason and detail (clipmill.train.data.outcomes). After more than
+            `max_failures`, iterating raises FailedWork.
+        classes: Names of the classes in the order of their numbers; empty without labels.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Batches:
 
     @property
     def num_samples(self) -> int | None:
-        """Number of samples in an epoch, over all ranks; None for a stream of tars."""
+        """Number of samples per epoch, over all ranks; None for a stream of tars."""
         return self._samples.num_samples
 
     @property
@@ -80,7 +80,7 @@ class Batches:
         return self._batch * self._world.size
 
     def __len__(self) -> int:
-        """Return the number of batches in an iteration; TypeError for a stream of tars."""
+        """Return the number of batches per iteration; TypeError for a stream of tars."""
         if self.num_samples is None:
             raise TypeError(f"{self._samples.variant_name} has no length")
         if self._shuffle:
@@ -110,21 +110,28 @@ class Batches:
         return f"<Batches of {self._batch}, {ranks}: {self._samples.describe()}>"
 
     def close(self) -> None:
-        """End the threads; what is loaded ahead is dropped. Iterating again continues after the last batch taken."""
+        """End the threads, and drop what was loaded ahead.
+
+        A new iteration continues after the last batch that was used.
+        """
         running, self._running = self._running, None
         if running is not None:
             running.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch, as plain values; equal on all ranks unless a sample has failed."""
+        """Return the state after the last batch as plain values.
+
+        It is equal on all ranks unless a sample has failed.
+        """
         # `taken`: samples of this iteration, over all ranks.
         state: dict[str, Any] = {**self._samples.state_dict(), "taken": self._taken, "shuffle": self._shuffle}
         return state | {"position": self._cursor.position, "ahead": list(self._cursor.ahead)}
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
-        """Continue after the batch at which a state was taken; the next iteration is the rest of that iteration.
+        """Continue after the batch at which a state was taken. The next iteration is the rest of the interrupted one.
 
-        Batch size and number of ranks may differ. One state is enough if no sample had failed, or if there was one
+        Batch size and number of ranks may differ. A single state is enough if no sample had failed, or if there was
+        only one rank; otherwise the states of all ranks are needed.
         rank; otherwise all ranks' states are needed.
 
         Raises:
@@ -155,7 +162,8 @@ class Batches:
         self._cursor, self._taken, self._resumes = self._samples.cursor, states[0]["taken"], True
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
-        # An iteration begins when it is asked for its first batch: Lightning makes iterators that it does not use.
+        # An iteration begins with the request for its first batch, because Lightning makes iterators that it does not
+        # use.
         self._require_process()
         self._num_iterations += 1
         iteration, taken = self._num_iterations, self._taken if self._resumes else 0
@@ -199,7 +207,7 @@ class Batches:
         try:
             return next(self._running, None)
         except BaseException as error:
-            self._running = None  # a generator that has raised is at its end
+            self._running = None  # a generator that has raised an error cannot continue
             if isinstance(error, TooManyFailures):
                 list_failures(self.failures, error.failed, max_failures=self._max_failures)
             raise
@@ -224,7 +232,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _complete_first(method: _Method) -> _Method:
-    """Return a method of a dictionary that first makes the late entries, also of a batch as its argument."""
+    """Wrap a method of a dictionary so that it first makes the late entries, also if its argument is a batch."""
 
     @wraps(method)
     def call(batch: "LateBatch", *values: Any, **names: Any) -> Any:
@@ -237,10 +245,10 @@ def _complete_first(method: _Method) -> _Method:
 
 
 class LateBatch(dict[str, Any]):
-    """A batch whose `late` entries are made when a late entry is first read; otherwise like any dictionary.
+    """A batch whose `late` entries are made when one of them is first read. Otherwise it is like any dictionary.
 
-    Most training steps need neither keys nor times, and making strings takes several per cent of the time of a loader
-    that only copies. Copies, pickles and what a framework makes of such a batch have all entries.
+    Most training steps need neither keys nor times. Making strings would take several per cent of the time of a loader
+    that only copies. Copies and pickles of such a batch, and results of frameworks, have all entries.
 
     Args:
         entries: Other entries, by name.
@@ -271,7 +279,7 @@ class LateBatch(dict[str, Any]):
         return super().__getitem__(name)
 
     def __iter__(self) -> Iterator[str]:
-        # Without this method, dict(batch) and {**batch} would copy the memory of the dictionary as it is.
+        # Without this method, dict(batch) and {**batch} would copy the dictionary's memory without the late entries.
         return super().__iter__()
 
     def __reduce__(self) -> tuple[Any, ...]:

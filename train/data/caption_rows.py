@@ -1,7 +1,7 @@
 """The captions of a split, grouped into clips: the table of captioned clips.
 
-Captions come in the order of videos and times (clipmill.manifests.caption_spans), so that spans are searched rather
-than captions, and texts stay where they are. The kept arrays are collected in `scratch`, so that tens of millions of
+Captions come in the order of videos and times (clipmill.manifests.caption_spans). The code searches spans instead of
+captions, and does not move texts. The arrays that are kept are collected in `scratch`, so that tens of millions of
 captions take little memory.
 """
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UsableCaptions:
-    """The usable captions; one entry of each array per caption.
+    """The usable captions. Each array has one entry per caption.
 
     Attributes:
         caption: Index in the given arrays.
         begin_us, end_us: Span to show, microseconds.
-        first_chunk, last_chunk: Chunks that hold the span, as rows of the chunk table.
+        first_chunk, last_chunk: Chunks that contain the span, as rows of the chunk table.
         num_unusable: Number of captions that cannot be shown, by reason.
-        num_shortened: Number of captions that end after the last chunk of their video and are shown up to its end.
+        num_shortened: Number of captions that end after the last chunk of their video, and are shown up to its end.
     """
 
     caption: NDArray[np.int64]
@@ -60,7 +60,7 @@ class UsableCaptions:
     num_shortened: int
 
     def remarks(self) -> list[str]:
-        """Return remarks on excluded and shortened captions, by reason."""
+        """Return remarks about excluded and shortened captions, by reason."""
         return remarks_of(self.num_unusable, self.num_shortened)
 
 
@@ -75,13 +75,14 @@ def usable_captions(
     is_of_split: NDArray[np.bool_] | None = None,
     counts: NDArray[np.integer] | None = None,
 ) -> UsableCaptions:
-    """Find the span and the chunks of each caption; an `end_s` of inf stands for the end of the video.
+    """Find the span and the chunks of each caption. An `end_s` of inf means the end of the video.
 
     Args:
         selected: Mask of the captions to use; None for all.
-        selected_chunks: Mask of the chunks to use; None for all. All chunks of a caption must be among them.
+        selected_chunks: Mask of the chunks to use; None for all. A caption is usable only if all its chunks are
+            selected.
         is_of_split: Mask of the captions without seconds of other splits; None for all.
-        counts: Number of captions that each entry stands for; None for one.
+        counts: Number of captions that each entry stands for; None if it is one.
     """
     search = ChunkSearch(chunks)
     left = np.arange(len(video_row))
@@ -95,7 +96,7 @@ def usable_captions(
             num_unusable[reason] = count(bad)
         return left[~bad]
 
-    # Negated, so that NaN counts as empty.
+    # Negated comparison, so that NaN counts as empty.
     left = drop("empty_span", ~(end_s > begin_s) | ~np.isfinite(begin_s))
     if is_of_split is not None:
         left = drop("other_split", ~is_of_split[left])
@@ -109,7 +110,7 @@ def usable_captions(
     begin_us, stated_end_us = to_whole_us(begin_s[left]), to_whole_us(end_s[left])
     video_end_us = search.end_us[last_of_video[left]]
     wanted_end_us = np.where(np.isinf(end_s[left]), video_end_us, stated_end_us)
-    # Two times less than a microsecond apart may round to the same: the span is then one microsecond.
+    # Two times less than a microsecond apart may round to the same value. The span is then one microsecond long.
     wanted_end_us = np.maximum(wanted_end_us, begin_us + 1)
     after_the_end = begin_us >= video_end_us
     left = drop("begins_after_the_last_chunk", after_the_end)
@@ -148,7 +149,7 @@ def usable_captions(
 
 @dataclass(frozen=True)
 class Spans:
-    """Clips in order of videos and time; one entry of each array per clip, whose index is the clip_id.
+    """Clips in the order of videos and time. Each array has one entry per clip, whose index is the clip_id.
 
     Attributes:
         begin_us, end_us: Span in the video, microseconds.
@@ -165,7 +166,7 @@ class Spans:
 
 
 def spans_of_captions(usable: UsableCaptions) -> tuple[Spans, NDArray[np.int64]]:
-    """Return the span of each caption in order of videos and time, and which caption it is."""
+    """Return the spans of captions in the order of videos and time, and the caption of each span."""
     order = np.lexsort((usable.end_us, usable.begin_us, usable.first_chunk))
     return spans_at(usable, order), usable.caption[order]
 
@@ -182,7 +183,7 @@ def spans_at(usable: UsableCaptions, which: NDArray[np.int64]) -> Spans:
 
 @dataclass(frozen=True)
 class SplitCaptions:
-    """Facts about the captions of a split, before the captions are read.
+    """Facts about the captions of a split that are known before the captions are read.
 
     Attributes:
         videos: Videos of the split, which select its captions.
@@ -222,7 +223,7 @@ def captions_of_split(
     for block in spans.blocks(videos):
         count += np.bincount(block.source, minlength=len(count))
         max_id = max(max_id, int(block.caption_id.max(initial=-1)))
-    used = np.flatnonzero(count)  # all captions of the other sources are of other splits
+    used = np.flatnonzero(count)  # all captions of other sources belong to other splits
     sources = choose_sources([spans.sources[code] for code in used], weights=weights, elsewhere=spans.sources)
     rank_of_code = np.full(len(count), -1, np.int16)
     rank_of_code[used] = sources.rank
@@ -245,9 +246,9 @@ def make_clip_table(
     Args:
         spans: Captions of the videos of `data_dir`.
         weights: `--captions.sources`; see `choose_sources`.
-        stored_text: Stored embeddings; captions without an embedding are omitted. None to take all captions.
-        each_caption: Make a clip of each caption rather than of each span.
-        table: The captions as a table, if they are not the manifest's.
+        stored_text: Stored embeddings; captions without an embedding are omitted. None to use all captions.
+        each_caption: Make a clip for each caption, instead of one for each span.
+        table: Captions as a table, if they are not the manifest's captions.
 
     Raises:
         UserError: The split has no captions, or none is selected.
@@ -256,7 +257,7 @@ def make_clip_table(
     if not of_split.num_captions:
         raise no_captions(data_dir, split)
     selected = chunks.selection.of_captions(table)
-    chunks.require_same_manifest()  # from which both rows and selected rows are read
+    chunks.require_same_manifest()  # rows and selected rows must come from the same manifest
     groups = ClipGroups(
         of_split.sources,
         num_captions=of_split.num_captions,
@@ -338,7 +339,7 @@ def no_captions(data_dir: Path, split: str) -> NoCaptions:
 
 
 def used_texts(texts: pa.ChunkedArray, is_used: NDArray[np.bool_]) -> tuple[str, str | None]:
-    """Return the `TextDigest` of the texts in use, and the text if all of them have the same."""
+    """Return the `TextDigest` of the texts in use, and the text itself if all texts are equal."""
     digest, begin, same = TextDigest(), 0, set[str | None]()
     for chunk in texts.chunks:
         used = chunk.filter(pa.array(is_used[begin : begin + len(chunk)]))
@@ -379,12 +380,12 @@ class Clips:
 
 
 def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], *, each_caption: bool = False) -> Clips:
-    """Make one clip of all captions whose spans are the same in microseconds.
+    """Form clips: all captions whose spans are equal in microseconds become one clip.
 
     Args:
         usable: Usable spans of `block`.
         rank: Rank of the source of each caption, [captions]; captions with -1 are omitted.
-        each_caption: Make one clip of each caption instead; `block` then has a span for each.
+        each_caption: Make a clip for each caption instead; `block` then has one span per caption.
     """
     # The first chunk identifies the video.
     keys: tuple[NDArray[np.integer], ...] = (usable.end_us, usable.begin_us, usable.first_chunk)
@@ -401,7 +402,7 @@ def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], 
     if len(spans) < len(block.counts) or order is not None:
         first = np.cumsum(block.counts) - block.counts
         which = np.repeat(first[spans] - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-    number = np.repeat(np.arange(len(spans), dtype=np.int32), counts)  # number of each caption's span in `spans`
+    number = np.repeat(np.arange(len(spans), dtype=np.int32), counts)  # index of each caption's span in `spans`
     clip, rank_of_caption, row = np.repeat(np.cumsum(is_new, dtype=np.int32) - 1, counts), rank[which], block.row[which]
     caption_id = block.caption_id[which]
     is_used = rank_of_caption >= 0
@@ -409,7 +410,8 @@ def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], 
         clip, rank_of_caption, row, caption_id, number = (
             array[is_used] for array in (clip, rank_of_caption, row, caption_id, number)
         )
-    if not _ascend((row, rank_of_caption, clip)):  # spans that round to the same, or sources in another order
+    # Some spans round to the same values, or sources are in another order.
+    if not _ascend((row, rank_of_caption, clip)):
         by_clip = np.lexsort((row, rank_of_caption, clip))
         clip, rank_of_caption, row, caption_id, number = (
             array[by_clip] for array in (clip, rank_of_caption, row, caption_id, number)

@@ -1,10 +1,10 @@
-"""`Captions`: the choice of the caption that a sample is shown with, and its form: tokens, a text or an embedding.
+"""`Captions`: the choice of a sample's caption, and its form: tokens, a text or an embedding.
 
-Training shows one of the captions at a time: a source is drawn by its weight, then one of its captions, all equally
-likely. The draw is a pure function of (seed, position). An evaluation shows the first caption of the first source.
+Training shows one caption at a time: a source is drawn by its weight, then one of its captions, with equal probability.
+The draw is a pure function of (seed, position). An evaluation shows the first caption of the first source.
 
-All captions of a clip are consecutive entries of an array, ordered by source; the entries of a source of a clip are a
-run.
+All captions of a clip are consecutive entries of an array, ordered by source. A run consists of a clip's entries from
+one source.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from clipmill.train.models.text import Tokenize
 
 
-_BLOCK = 1 << 16  # captions whose texts are read at a time
+_BLOCK = 1 << 16  # number of captions whose texts are read at a time
 _MAX_TOKENIZED = 20_000
 
 
@@ -44,13 +44,13 @@ class Annotations(Protocol):
 
 @dataclass(frozen=True)
 class Sources:
-    """The caption sources that are used.
+    """The caption sources in use.
 
     Attributes:
-        names: Names, in the order in which they count as first, second, ...
+        names: Names in order of priority.
         weights: Sampling weights, float64 [names], all positive.
-        rank: Index in `names` by the source's code in the manifest, int16; -1 for excluded sources.
-        not_asked_for: Sources of models, excluded because nothing names them.
+        rank: Index in `names` for each source code of the manifest, int16; -1 for excluded sources.
+        not_asked_for: Sources of models that are excluded because the user did not name them.
     """
 
     names: tuple[str, ...]
@@ -65,7 +65,7 @@ class Sources:
         return f"sources {', '.join(parts)}"
 
     def describe_excluded(self, num_captions: int) -> str:
-        """Count the captions that are excluded, with the sources that include them; empty if there are none."""
+        """Count the excluded captions, and name the sources that would include them; empty if there are none."""
         if not num_captions:
             return ""
         if not self.not_asked_for:
@@ -77,7 +77,7 @@ class Sources:
 
 
 def asking_for(names: Sequence[str]) -> str:
-    """Return the value of `--captions.sources` that takes these sources alike, whatever their models' fingerprints."""
+    """Return a value of `--captions.sources` that weights these sources equally, for any model fingerprints."""
     pairs = dict.fromkeys(f"{name.partition('@')[0]}@*=1" if is_of_model(name) else f"{name}=1" for name in names)
     return ",".join(pairs)
 
@@ -86,11 +86,11 @@ def choose_sources(names: list[str], *, weights: str | None, elsewhere: Collecti
     """Select sources among `names`, the sources of a split.
 
     Args:
-        weights: `--captions.sources`: names or shell patterns with weights; the first pattern that matches a source
-            gives its weight. None gives every source the weight 1, in alphabetical order, except sources of models
-            (`captioner@1f2e3d4c`), which are used only if they are named.
-        elsewhere: Sources of other splits, such as pseudo-captions of training videos in an evaluation. They can be
-            named, too, as long as the split has captions of another named source.
+        weights: `--captions.sources`: names or shell patterns with weights. A source gets the weight of the first
+            pattern that matches it. With None, every source has the weight 1, in alphabetical order, except sources of
+            models (`captioner@1f2e3d4c`), which are used only if they are named.
+        elsewhere: Sources of other splits, such as pseudo-captions of training videos in an evaluation. They may also
+            be named, if the split has captions from another named source.
 
     Raises:
         UserError: A name or pattern matches no source, or no source of the split is left.
@@ -106,7 +106,7 @@ def choose_sources(names: list[str], *, weights: str | None, elsewhere: Collecti
     pairs = [(name, 1.0) for name in by_people] if weights is None else list(parse_weights(weights).items())
     chosen: list[tuple[str, float]] = []
     for pattern, weight in pairs:
-        # The full name of a source means that source, even if it could be read as a pattern.
+        # The full name of a source means this source, even if it could be read as a pattern.
         matching = [name for name in names if name == pattern or (pattern not in names and fnmatchcase(name, pattern))]
         if not matching and not any(name == pattern or fnmatchcase(name, pattern) for name in elsewhere):
             raise UserError(
@@ -149,24 +149,24 @@ class CaptionChoice:
         return len(self.first_entry if self.first_run is None else self.first_run) - 1
 
     def first(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the first caption of the first source of each clip, as entries."""
+        """Return the first caption of each clip's first source, as entries."""
         runs = clips if self.first_run is None else self.first_run[clips]
         return self.first_entry[runs].astype(np.int64)
 
     def draw(self, clips: NDArray[np.int64], *, position: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Draw a caption of each clip for its `position` in the sample order, as entries."""
+        """Draw a caption for each clip, given its `position` in the sample order; return entries."""
         runs = clips
         if self.first_run is not None and self.before is not None:
             low, high = self.first_run[clips], self.first_run[clips + 1]
             share = draw_uniform(position, 1, seed=seed, purpose="source")[:, 0]
             point = self.before[low] + share * (self.before[high] - self.before[low])
-            # Rounding may lead slightly out of the clip.
+            # Rounding may lead slightly beyond the clip.
             runs = np.clip(np.searchsorted(self.before, point, side="right") - 1, low, high - 1)
         begin, end = self.first_entry[runs].astype(np.int64), self.first_entry[runs + 1].astype(np.int64)
         return begin + integers_below(end - begin, position, seed=seed, purpose="caption")
 
     def draw_one(self, clip: int, *, position: int, seed: int) -> int:
-        """Draw a caption of one clip. A single caption has a shortcut, because this is called for every sample."""
+        """Draw a caption for one clip. A single caption has a shortcut, because this is called for every sample."""
         entries = self.entries(clip)
         if len(entries) == 1:
             return entries[0]
@@ -184,7 +184,7 @@ class CaptionChoice:
         return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
 
     def weights(self, clip: int) -> NDArray[np.float64]:
-        """Return the probability of each caption of a clip, in the order of `entries`; the sum is 1."""
+        """Return the probability of each caption of a clip, in the order of `entries`. The sum is 1."""
         if self.first_run is None or self.before is None:
             count = len(self.entries(clip))
             return np.full(count, 1 / count)
@@ -210,7 +210,7 @@ class Runs:
 
 
 def runs_of(clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int) -> Runs:
-    """Return the runs of entries of these clips and sources, sorted by both."""
+    """Return the runs for entries with these clips and sources, which must be sorted by both."""
     begins = np.flatnonzero(np.r_[len(clip) > 0, (clip[1:] != clip[:-1]) | (rank[1:] != rank[:-1])])
     return Runs(begins, rank[begins], np.bincount(clip[begins], minlength=num_clips))
 
@@ -218,7 +218,7 @@ def runs_of(clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int)
 def choice_of(
     first_entry: NDArray[Any], *, rank: NDArray[np.int16], num_runs: NDArray[Any], weights: NDArray[np.float64]
 ) -> CaptionChoice:
-    """Make the choice from the runs of all clips: `Runs`, with the number of entries after `first_entry`."""
+    """Make the choice, given the runs of all clips: the fields of `Runs`, and the number of entries."""
     if len(rank) == len(num_runs):
         return CaptionChoice(first_entry, None, None)
     first_run = scratch(len(num_runs) + 1, index_type(len(rank)))
@@ -233,23 +233,23 @@ def choice_of(
 def caption_choice(
     clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int, weights: NDArray[np.float64]
 ) -> CaptionChoice:
-    """Make the choice from the clip and the source's rank of each entry, sorted by both."""
+    """Make the choice, given the clip and the source's rank of each entry, sorted by both."""
     runs = runs_of(clip, rank, num_clips=num_clips)
     first_entry = smallest_integers(np.append(runs.first_entry, len(clip)))
     return choice_of(first_entry, rank=runs.rank, num_runs=runs.num_runs, weights=weights)
 
 
 def smallest_integers(numbers: NDArray[np.int64]) -> NDArray[Any]:
-    """Convert non-negative integers to int32 if they fit."""
+    """Convert non-negative integers to int32 if all of them fit."""
     fits = not len(numbers) or int(numbers.max()) <= np.iinfo(np.int32).max
     return numbers.astype(np.int32) if fits else numbers
 
 
 def describe_cut(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "Tokenize") -> str:
-    """Count the texts at `rows` that fill the context of a tokenizer, which cuts longer ones; '' for none.
+    """Count the texts at `rows` that fill a tokenizer's context, so that longer ones are cut; '' if there are none.
 
-    A token is a byte at least, and a word is a token at least, so that few texts have to be tokenized. Of more than
-    20,000 such texts, evenly spaced ones are tokenized.
+    A token has at least one byte, and a word has at least one token, so only a few texts have to be tokenized. If more
+    than 20,000 such texts exist, evenly spaced ones are tokenized.
     """
     empty = tokenize("")
     context, padding = len(empty), empty[-1]
@@ -269,9 +269,9 @@ def describe_cut(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "T
 
 
 def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -> str | None:
-    """Return the text at `rows`, which ascend (None: all), if it is the same at all of them; None if texts differ."""
+    """Return the common text of `rows` (ascending; None for all); None if texts differ."""
     first, begin = texts[0 if rows is None else int(rows[0])], 0
-    for chunk in texts.chunks:  # texts of most sets differ in the first one
+    for chunk in texts.chunks:  # in most sets, texts already differ in the first chunk
         is_same = pc.equal(chunk, first).to_numpy(zero_copy_only=False)
         low, high = (0, 0) if rows is None else np.searchsorted(rows, (begin, begin + len(chunk)))
         if not (is_same if rows is None else is_same[rows[low:high] - begin]).all():
@@ -288,10 +288,10 @@ class RowCaptions:
         choice: Choice of an entry, by the weights of caption sources.
         sources: The caption sources in use.
         texts_sha256: Digest of the texts.
-        same_text: Text of all captions, if it is the same; None otherwise.
+        same_text: The text of all captions if it is the same; otherwise None.
         caption_id: Ids of captions in the manifest, int [C].
         text_row: Rows of the texts in the stored captions, int32 [C].
-        caption: Index of each entry in the arrays of captions, int32 [P]; None if entries and captions are the same.
+        caption: Index of each entry in the arrays of captions, int32 [P]; None if entries and captions are identical.
         place: Places of stored embeddings, int64 [C] (clipmill.train.data.mapped_tars); None without embeddings.
         num_tokens: Lengths of stored sequences, int32 [C]; None if embeddings are single vectors.
     """
@@ -308,7 +308,7 @@ class RowCaptions:
 
     @classmethod
     def of_one_each(cls, text_row: NDArray[np.int32], *, texts: "pa.ChunkedArray", texts_sha256: str) -> "RowCaptions":
-        """Return the captions of rows with a single caption each, whose ids are the numbers of the rows.
+        """Return the captions for rows that have a single caption each. Their IDs are the row numbers.
 
         Args:
             text_row: Rows of the texts, ascending.
@@ -334,16 +334,16 @@ class RowCaptions:
 
 
 class CaptionDraw(Protocol):
-    """A draw by something else than the weights of sources (clipmill.train.data.relevancy.RelevantCaptions).
+    """A draw that does not use the weights of sources (clipmill.train.data.relevancy.RelevantCaptions).
 
     Attributes:
-        sha256: Digest of everything that the draw depends on.
+        sha256: Digest of everything that affects the draw.
     """
 
     sha256: str
 
     def draw(self, clip: int, *, position: int, seed: int) -> tuple[int, float]:
-        """Draw a caption of a clip: its entry, and its relevancy in [0, 1]."""
+        """Draw a caption for a clip; return its entry, and its relevancy in [0, 1]."""
 
 
 class Captions:
@@ -353,8 +353,8 @@ class Captions:
         rows: Captions of each row.
         texts: The stored texts of the manifest.
         tokenize: Tokenizer of captions; None for texts.
-        stored_text: Embeddings that samples get instead of captions; None for captions.
-        relevant: Draw of captions by relevancy; None to draw among the captions of a clip.
+        stored_text: Embeddings that samples get in place of captions; None to use captions.
+        relevant: Draw of captions by relevancy; None to draw among the clip's own captions.
     """
 
     def __init__(
@@ -375,7 +375,7 @@ class Captions:
         return self.rows.num_entries
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Return the number of samples that training takes in an epoch."""
+        """Return the number of samples per epoch of training."""
         return num_samples
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
@@ -409,7 +409,7 @@ class Captions:
 
     def texts_at(self, text_rows: NDArray[np.integer]) -> list[str]:
         """Return the texts at some rows of the stored captions."""
-        # Arrow's own `take` concatenates all chunks first.
+        # Arrow's own `take` would first concatenate all chunks.
         return [str(self.stored_texts[row].as_py()) for row in text_rows.tolist()]
 
     def texts_of(self, row: int) -> list[str]:
@@ -426,7 +426,7 @@ class Captions:
         return int(self.rows.choice.first(np.array([row]))[0])
 
     def require_different_texts(self, *, split: str) -> None:
-        """Raise a UserError if all captions are the same text, so that there is nothing to tell apart."""
+        """Raise a UserError if all captions are the same text, which leaves nothing to distinguish."""
         if self.rows.same_text is not None:
             raise UserError(
                 f"all {len(self.rows.caption_id):,} captions of split {split!r} are {self.rows.same_text!r:.60}: there "
@@ -443,7 +443,7 @@ class Captions:
         )
 
     def facts(self) -> tuple[Any, ...]:
-        """Return facts on which the samples depend, for their fingerprint."""
+        """Return facts that affect the samples, for their fingerprint."""
         return () if self._relevant is None else (self._relevant.sha256,)
 
     def _draw(self, request: "SampleRequest") -> tuple[int, float]:

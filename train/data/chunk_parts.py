@@ -1,4 +1,4 @@
-"""Parts of chunks that belong to a split, in videos that captions divide among several splits."""
+"""Parts of chunks that belong to a split, for videos whose captions belong to several splits."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class ChunkParts:
     Attributes:
         chunk: Row of the chunk of each part, ascending.
         begin_us, end_us: Span of each part in the video, microseconds.
-        num_trimmed: Number of chunks that are trimmed or left out.
-        lost_us: Length of all that is left out, microseconds.
+        num_trimmed: Number of chunks that are trimmed or omitted.
+        lost_us: Total length of what is omitted, microseconds.
     """
 
     chunk: NDArray[np.int64]
@@ -31,7 +31,7 @@ class ChunkParts:
     lost_us: int = 0
 
     def remarks(self) -> list[str]:
-        """Return a remark on what is left out; empty if nothing is."""
+        """Return a remark about what is omitted; empty if nothing is."""
         if not self.num_trimmed:
             return []
         of_chunks = f"{self.lost_us / US_PER_S:,.1f} s of {count_noun(self.num_trimmed, 'chunk')}"
@@ -47,7 +47,7 @@ def parts_of_split(chunk_set: ChunkSet, chunks: NDArray[np.int64]) -> ChunkParts
     parts = divided.parts_of(chunk_set.split, video=table.video_row[chunks], begin_us=start_us, end_us=end_us)
     chunk, begin_us = chunks[parts.span], parts.begin_us.copy()
     for number in np.flatnonzero(begin_us > start_us[parts.span]).tolist():
-        # The frame on screen when a part begins may have appeared in another split.
+        # The frame that is on screen when a part begins may have appeared in another split.
         at_us, last_us = int(begin_us[number]), int(parts.end_us[number])
         with suppress(SampleFailed):  # reading the chunk reports it
             times = chunk_set.times(int(chunk[number]))

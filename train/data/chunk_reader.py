@@ -1,6 +1,6 @@
-"""`read_chunks` and `chunks_table`: decoded chunks of a split, and a table of all chunks, for analysis in Python.
+"""`read_chunks` and `chunks_table`: the decoded chunks of a split, and a table of all chunks, for analysis in Python.
 
-docs/python.md shows how they are used.
+docs/python.md has examples.
 """
 
 import base64
@@ -44,7 +44,7 @@ _MAX_SHOWN, _SHOWN_PX = 8, 120
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a video, decoded. A notebook shows up to eight of its frames.
+    """A decoded chunk of a video. A notebook shows up to eight of its frames.
 
     Attributes:
         key: `<video id>_<start in ms>`.
@@ -74,7 +74,7 @@ class Chunk:
 
 
 class Chunks:
-    """The chunks of a split, or their parts that belong to it, decoded in order of videos and time (`read_chunks`).
+    """The chunks of a split, or the parts that belong to it, decoded in the order of videos and times (`read_chunks`).
 
     Attributes:
         failures: Chunks that could not be decoded so far, with key, reason and detail.
@@ -113,14 +113,15 @@ class Chunks:
         pictures: dict[int, NDArray[np.uint8]] = {}
 
         def add(frame: int, picture: "av.VideoFrame") -> None:
-            # One thread: starting more takes longer than converting a picture of this size.
+            # A single thread, because starting more takes longer than converting a picture of this size.
             pictures[frame] = np.asarray(picture.to_ndarray(format="rgb24", threads=1), np.uint8)
 
         try:
             grid, times = chunks.table.times(chunk), chunks.times(chunk)
             numbers = range(grid.frame_at(begin_us, 1), grid.frame_at(end_us - 1, 1) + 1, self._every)
             frames = [times.nominal_frame(number) for number in numbers]
-            if begin_us > grid.start_ms * 1000 or end_us < grid.end_us:  # other frames appear in other splits
+            # Other frames of the chunk belong to other splits.
+            if begin_us > grid.start_ms * 1000 or end_us < grid.end_us:
                 frames = [frame for frame in frames if begin_us <= times.frame_begin_us(frame) < end_us]
                 frames = frames or [times.frame_at(begin_us, 1)]
             chunks.decoder.decode_each(chunks.read(chunk, frames), add)
@@ -227,7 +228,7 @@ def _captions(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> Iterat
 def _shown_pairs(
     captions: pa.Table, chunks: ChunkTable, video_ids: pa.Array
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return each pair of a caption, as its row, and a chunk that shows a part of it."""
+    """Return all pairs of a caption (row) and a chunk that shows a part of it."""
     video = rows_of(captions["video_id"], video_ids)
     begin_s, end_s = captions["begin_s"].to_numpy(), captions["end_s"].to_numpy()
     search = ChunkSearch(chunks)
@@ -237,7 +238,7 @@ def _shown_pairs(
     end_ms = np.ceil(end_s[is_within] * _MS_PER_S).astype(np.int64) - 1
     last[is_within] = np.minimum(last[is_within], search.last_started(video[is_within], end_ms))
     first = np.maximum(before + 1, search.last_started(video, (begin_s * _MS_PER_S).astype(np.int64)))
-    # The chunk that had started by then may have ended, where shots or failures leave gaps.
+    # The last chunk that began before may have ended, because shots or failures leave gaps.
     has_ended = chunks.end_us[np.minimum(first, len(chunks) - 1)] <= begin_s * US_PER_S
     counts = np.maximum(last - (first + has_ended) + 1, 0)
     rows = np.repeat(np.arange(len(captions)), counts)

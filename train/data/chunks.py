@@ -1,7 +1,6 @@
-"""Chunks of a split in the `video` column, and the clips that are read from them.
+"""Chunks of a split in the `video` column, and the clips that are made from them.
 
-`ClipQuery` says which clips are opened, `ChunkSet` opens, reads and decodes the chunks, and `ClipReader` makes clips of
-them.
+`ClipQuery` describes the clips. `ChunkSet` opens, reads and decodes the chunks. `ClipReader` makes clips from them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
 class _OpenedChunks:
     """Videos of a split, their chunks, the divided videos among them, and the number of shards with open GOPs.
 
-    The last two are None if there are no such videos, or if the number is unknown.
+    The last two are None if there are no divided videos, or if the number is unknown.
     """
 
     video_ids: pa.Array
@@ -82,7 +81,7 @@ def _open_chunks(variant: Variant, data_dir: Path, *, split: str | None) -> _Ope
 
 
 def manifest_mark(data_dir: Path) -> tuple[object, ...]:
-    """Return what data from the manifest depend on: its fingerprint, and the checksums of its tables."""
+    """Return the identity of the manifest: its fingerprint, and the checksums of its tables."""
     manifest = read_manifest(data_dir)
     tables = manifest.get("tables") or [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(manifest_dir(data_dir).iterdir())
@@ -91,7 +90,7 @@ def manifest_mark(data_dir: Path) -> tuple[object, ...]:
 
 
 def require_same_manifest(data_dir: Path, mark: tuple[object, ...]) -> None:
-    """Raise a UserError if a manifest has changed since its `manifest_mark` was taken."""
+    """Raise a UserError if a manifest has changed since `manifest_mark` returned `mark`."""
     if manifest_mark(data_dir) != mark:
         raise UserError(
             f"the manifest of {data_dir} was replaced while it was read",
@@ -100,7 +99,7 @@ def require_same_manifest(data_dir: Path, mark: tuple[object, ...]) -> None:
 
 
 class ChunkSet:
-    """The chunks of a split in the `video` column: reading and decoding them. Thread-safe.
+    """The chunks of a split in the `video` column, which can be read and decoded. Thread-safe.
 
     Args:
         split: Split of the videos; None for all.
@@ -110,12 +109,13 @@ class ChunkSet:
         has_captions: True if the samples have captions.
 
     Attributes:
-        video_ids: Videos of the split, or with seconds of it.
-        table: Chunks; a chunk's video row is a row of `video_ids`.
+        video_ids: Videos of the split, including videos with some seconds of it.
+        table: Chunks. The video row of a chunk is an index of `video_ids`.
         divided: Videos with seconds of several splits, by their rows in `video_ids`; None if there are none.
-        selection: Chunks and captions that `where` selects. The table has all chunks nevertheless.
+        selection: Chunks and captions that `where` selects. The table still has all chunks.
         decoder: Decoder of the chunks that were read.
-        num_readers: Number of threads that read ahead of decoding; 0 for a local folder, which decoding threads read.
+        num_readers: Number of threads that read ahead of decoding; 0 for a local folder, in which decoding threads
+            read.
 
     Raises:
         UserError: The data folder does not exist or has no shards, the split has no videos, or `where` is not an
@@ -175,14 +175,14 @@ class ChunkSet:
     def shows_only_split(
         self, *, video_row: NDArray[np.integer], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> NDArray[np.bool_] | None:
-        """Return True for each span without seconds of other splits; None if no video has seconds of several splits."""
+        """Return True for each span that has no seconds of other splits; None if no video is divided."""
         if self.divided is None:
             return None
         begin_us, end_us = to_whole_us(begin_s), to_whole_us(end_s)
         return self.divided.shows_only(self.split, video=video_row, begin_us=begin_us, end_us=end_us)
 
     def require_same_manifest(self) -> None:
-        """Raise a UserError if the manifest has changed since the chunks were opened: a table may mix both."""
+        """Raise a UserError if the manifest has changed since the chunks were opened: a table could mix both."""
         _, *mark = self.videos
         require_same_manifest(self._data_dir, tuple(mark))
 
@@ -192,7 +192,7 @@ class ChunkSet:
         return chunk_key(video_id, int(self.table.start_ms[chunk]))
 
     def read(self, chunk: int, frames: Collection[int]) -> ChunkBytes:
-        """Read the bytes needed to decode `frames` of a chunk; raises SampleFailed if they cannot be read."""
+        """Read the bytes that are needed to decode `frames` of a chunk; raise SampleFailed if they cannot be read."""
         shard, row = self._variant.shard(int(self.table.shard[chunk])), int(self.table.row[chunk])
         return read_chunk(
             shard, row, frames, rule=self.rule, key=self.key(chunk), source=lambda: self._source_file(chunk)
@@ -223,7 +223,7 @@ class ChunkSet:
         return self.source_paths()
 
     def describe(self) -> str:
-        """Name the shards that are not decoded by the rule; empty if all are."""
+        """Name the shards that are decoded in another way than the rule says; empty if there are none."""
         if not self._num_open:
             return ""
         return (
@@ -232,14 +232,17 @@ class ChunkSet:
         )
 
     def source_paths(self) -> pa.Array:
-        """Return paths or URLs of the videos' files in the manifest, for each of `video_ids`."""
+        """Return the path or URL of each video's file in the manifest, in the order of `video_ids`."""
         videos = read_videos(self._data_dir)
         rows = pc.index_in(self.video_ids.cast(pa.string()), value_set=videos["video_id"].combine_chunks())
         return videos["path"].combine_chunks().take(rows)
 
     @cached_property
     def _num_open(self) -> int:
-        """Number of shards whose first chunk cannot be decoded from packets; a shard's chunks share a recipe."""
+        """Number of shards whose first chunk cannot be decoded from packets.
+
+        All chunks of a shard have the same recipe.
+        """
         if self.rule != "packets":
             return 0
         if self._known_open is not None:
@@ -255,7 +258,7 @@ def _has_closed_gops(shard: CommittedShard) -> bool:
 
 
 def evenly_of_each(videos: NDArray[np.int64], *, at_most: int) -> NDArray[np.int64]:
-    """Return rows of at most `at_most` samples of each video, spread evenly; `videos` of samples, ascending."""
+    """Return rows of at most `at_most` evenly spaced samples per video; `videos` of the samples must be ascending."""
     _, first, count = np.unique(videos, return_index=True, return_counts=True)
     count, number = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
     num_taken = np.minimum(count, at_most)
@@ -287,7 +290,7 @@ class ClipQuery:
     views: tuple[str, ...] = ()
 
     def open_chunks(self, *, has_captions: bool = False) -> ChunkSet:
-        """Open the chunks of the split.
+        """Open the chunks of the split for these clips.
 
         Args:
             has_captions: True if the clips have captions, so that conditions may concern them.
@@ -305,7 +308,7 @@ class ClipQuery:
         )
 
     def nothing(self, chunks: ChunkSet) -> tuple[str, str]:
-        """Return the message and hint of the error if none of the clips is usable."""
+        """Return message and hint of the error for the case that no clip is usable."""
         hint = (
             "see prep status; captions and labels come from prep manifest"
             if not chunks.selection.text
@@ -316,7 +319,7 @@ class ClipQuery:
 
 
 def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loading: LoaderSettings) -> ClipQuery:
-    """Return the clips of a folder that settings ask for, in the shape of training."""
+    """Return the clips of a folder that the settings describe, with the shape for training."""
     return ClipQuery(
         folder.path,
         split=split,
@@ -330,7 +333,7 @@ def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loadin
 
 
 def query_clips(query: DataQuery) -> ClipQuery:
-    """Return the clips of the data folder that a task asks for; raises UserError if the folder cannot be read."""
+    """Return the clips of the data folder that a task needs; raise UserError if the folder cannot be read."""
     folder = query.open_folder(column=VIDEO)
     clips = clip_query(query.settings, folder, split=query.split, loading=query.loading)
     return replace(clips, shape=query.shape)
@@ -362,7 +365,7 @@ class ClipPlan:
 
 @dataclass(frozen=True)
 class ReadClips:
-    """Clips of a group of requests, read ahead of decoding: bytes, or the reason why they cannot be read, by chunk.
+    """Clips for a group of requests, read ahead of decoding: the bytes of each chunk, or why they cannot be read.
 
     Attributes:
         shared: Chunks that several of the clips need.
@@ -378,7 +381,7 @@ MomentsOf = Callable[[int, np.random.Generator | None], Moments]
 
 
 class ClipReader(ThreadedReader):
-    """Reader of the clips of a table from chunks: the frames of their spans, decoded and cropped. Thread-safe.
+    """Reader of a table's clips from chunks: the frames of their spans, decoded and cropped. Thread-safe.
 
     Sample i shows row i // repeats.
 
@@ -386,11 +389,11 @@ class ClipReader(ThreadedReader):
         chunks: Chunks, which are the parts of the table.
         shape: Rules by which clips are made.
         annotations: Entries that samples get in addition to frames.
-        repeats: Samples of a clip in an epoch. They are consecutive, so that their chunks are read and decoded once if
-            they are loaded as a group.
-        same_frames: Number of consecutive requests, of one clip, that draw the same moments in training.
-        moments: Function of a row, and of the generator of its draws in training, that gives its moments, and raises
-            ValueError if it has none. By default they are sampled from its span by the rule of `shape`.
+        repeats: Number of samples per clip in an epoch. They are consecutive, so that their chunks are read and decoded
+            once if they are loaded as a group.
+        same_frames: Number of consecutive requests for one clip that draw the same moments in training.
+        moments: Function that returns the moments of a row, given the generator for its draws in training; it raises
+            ValueError if there are none. By default, moments are sampled from the row's span by the rule of `shape`.
     """
 
     def __init__(
@@ -433,7 +436,7 @@ class ClipReader(ThreadedReader):
         return to_seconds(first.frame_begin_us(first_frame)), to_seconds(end_us)
 
     def deviations(self) -> list[str]:
-        """Return deviations from the settings, with numbers."""
+        """Return deviations from the settings, with their numbers."""
         parts = [self.chunks.describe()]
         if self._repeats > 1:
             noun = "crops of the same frames" if self._of_same_frames > 1 else "samples"
@@ -454,7 +457,7 @@ class ClipReader(ThreadedReader):
         return ReadAhead(self.read, self.load_read, num_readers) if num_readers else None
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
-        """Read, decode and crop the clips of a group of requests; shared chunks are decoded once."""
+        """Read, decode and crop the clips of a group of requests. Shared chunks are decoded once."""
         return self._load([self.plan(request) for request in requests], None)
 
     def read(self, requests: Sequence[SampleRequest]) -> ReadClips:
@@ -468,11 +471,12 @@ class ClipReader(ThreadedReader):
         return ReadClips(plans, shared, others)
 
     def load_read(self, read: ReadClips) -> list[Sample | FailedSample]:
-        """Decode and crop clips that were read, with the result of `load`."""
+        """Decode and crop clips that were read; return the same as `load`."""
         return self._load(read.plans, read)
 
     def _load(self, plans: Sequence[ClipPlan], read: ReadClips | None) -> list[Sample | FailedSample]:
-        # A chunk that several plans need is decoded once. If it fails, it fails each of the plans, when they read it.
+        # A chunk that several plans need is decoded once. If it fails, each of these plans fails when it reads the
+        # chunk.
         shared: dict[int, ChunkFrames] = {}
         for chunk, needed in _shared_chunks(plans).items() if len(plans) > 1 else ():
             with suppress(SampleFailed):
@@ -522,7 +526,7 @@ class ClipReader(ThreadedReader):
         return ClipPlan(request, key, places, request.generator("crop"), time_s=time_s)
 
     def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
-        """Crop the frames of a plan, given the decoded frames of each chunk; raises SampleFailed if they differ."""
+        """Crop the frames of a plan, given each chunk's decoded frames; raise SampleFailed if they differ in form."""
         pictures = [decoded[chunk][frame] for chunk, frame in plan.frames]
         in_graph = self.chunks.rule == "filter"
         return make_clip(pictures, self._shape, rng=plan.rng, in_graph=in_graph, key=plan.key)
@@ -535,9 +539,9 @@ class ClipReader(ThreadedReader):
     def _make(
         self, plan: ClipPlan, shared: Mapping[int, ChunkFrames], read: Mapping[int, ChunkBytes | SampleFailed]
     ) -> Clip:
-        """Decode the chunks that are not `shared`, after reading the chunks that are not in `read`.
+        """Decode the chunks that are not in `shared`; first read the chunks that are not in `read`.
 
-        Each frame is cropped as the decoder outputs it.
+        Each frame is cropped as soon as the decoder outputs it.
         """
         chunks = self.chunks
         if chunks.rule == "filter":

@@ -1,8 +1,8 @@
-"""Classes of clips, from the label columns of the captions, and files with the names of classes.
+"""Classes of clips, from the label columns of captions, and files with names of classes.
 
-The classes come from all captions of the training and the evaluation split, whether or not their videos could be
-obtained. An action of EPIC-KITCHENS-100 is a string "verb:noun" of two class numbers, and actions are sorted as
-strings: "0:10" comes before "0:2". Other classes are sorted as numbers if all are numbers, otherwise as strings.
+The classes come from all captions of the training split and the evaluation split, even if their videos are missing. An
+action of EPIC-KITCHENS-100 is a string "verb:noun" of two class numbers, and actions are sorted as strings: "0:10"
+comes before "0:2". Other classes are sorted as numbers if all are numbers, otherwise as strings.
 
 Suffixes: R rows of the captions, L labels.
 """
@@ -48,23 +48,23 @@ class ClassList:
 
     @property
     def parts(self) -> dict[str, NDArray[np.int64]]:
-        """Verb and noun of each action; empty for other labels, and for actions with other names."""
+        """Verb and noun of each action; empty for other labels, and for actions with names of another form."""
         if self.label != ACTION or not all(map(_PAIR.fullmatch, self.names)):
             return {}
         pairs = np.array([name.split(":") for name in self.names], np.int64).reshape(-1, 2)
         return {"verb": pairs[:, 0], "noun": pairs[:, 1]}
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values for a file of settings."""
+        """Return plain values for a settings file."""
         return {"label": self.label, "names": list(self.names)}
 
     def describe(self, label: NDArray[np.int64]) -> str:
-        """Count the classes that occur among samples of these classes (-1: none)."""
+        """Count how many of the classes occur in samples with these labels (-1: none)."""
         return f"{len(np.unique(label[label >= 0])):,} of {count_noun(len(self), 'class', 'classes')} ({self.label})"
 
 
 def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Collection[str] = ()) -> ClassList:
-    """Return the classes of some splits of one or more data folders, united by name.
+    """Return the union of the classes in some splits of one or more data folders.
 
     Args:
         also: Names of classes of other data.
@@ -91,7 +91,7 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], also: Co
 
 
 def class_labels(schema: pa.Schema) -> tuple[str, ...]:
-    """Return the labels of captions that can be classes: not lists; and `action` if there are verbs and nouns."""
+    """Return the labels of captions that are usable as classes: not lists; `action` if there are verbs and nouns."""
     columns = [field.name for field in schema if field.name.startswith(_PREFIX) and not pa.types.is_nested(field.type)]
     action = [ACTION] if _has_pairs(schema) else []
     return (*(name.removeprefix(_PREFIX) for name in columns), *action)
@@ -104,7 +104,7 @@ def _has_pairs(schema: pa.Schema) -> bool:
 
 
 def proposed_label(labels: Sequence[str]) -> str:
-    """Return the label to propose: actions, whose verbs and nouns are scored too, or else the first label."""
+    """Return the label to propose: `action`, for which verbs and nouns are also scored, or else the first label."""
     return ACTION if ACTION in labels else labels[0]
 
 
@@ -122,7 +122,7 @@ def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.Chunke
         of: Source of the captions, for the message: " of FOLDER".
 
     Raises:
-        UserError: The label does not exist, or a caption can have several values of it.
+        UserError: The label does not exist, or a caption may have several values of it.
     """
     is_pair = label == ACTION and _has_pairs(captions.schema)
     columns = (_VERB, _NOUN) if is_pair else (f"{_PREFIX}{label}",)
@@ -143,7 +143,7 @@ def class_names_of(captions: pa.Table, *, label: str, of: str = "") -> pa.Chunke
 
 
 def class_numbers_of(names: pa.ChunkedArray, classes: ClassList) -> NDArray[np.int64]:
-    """Return the class of each name, int64; -1 if it is null or not among the classes."""
+    """Return the class number of each name, int64; -1 if it is null or unknown."""
     numbers = pc.index_in(names, value_set=pa.array(classes.names))
     return pc.fill_null(numbers, -1).to_numpy().astype(np.int64)
 
@@ -181,7 +181,7 @@ def labelled_rows(captions: pa.Table, *, is_of_split: NDArray[np.bool_], classes
     """Find the labelled captions of a split and number their classes.
 
     Raises:
-        UserError: The captions do not have the label, or can have several values of it.
+        UserError: The captions lack the label, or may have several values of it.
     """
     of_split = np.flatnonzero(is_of_split)
     label_RL = np.empty((len(of_split), len(classes)), np.int64)
@@ -213,7 +213,7 @@ def _some_names(names: Sequence[str]) -> str:
 Names = tuple[tuple[str, ...], ...]
 _TABLE, _UNUSED = ("id", "key"), ("instances", "category")
 _FORMS = "give EPIC_100_verb_classes.csv as it was published (id,key,instances,category), or one class name per line"
-# A first line of several words, one of them among these, is a header rather than the name of a class.
+# A first line of several words, including one of these, is a header and not the name of a class.
 _OF_HEADERS = frozenset({"id", "key", "name", "label", "class", "category", "index", "class_id", "class_name"})
 _WORD = re.compile(r"\w+")
 
@@ -244,7 +244,7 @@ def read_class_file(path: Path) -> Names:
 
 
 def require_names(classes: NDArray[np.integer], names: Sequence[object], *, path: Path, label: str) -> None:
-    """Raise a UserError if a class number of a label has no name: the list is of another label, or incomplete."""
+    """Raise a UserError if a label's class number has no name, because the file is incomplete or for another label."""
     most = int(classes.max(initial=-1))
     if most >= len(names):
         raise UserError(

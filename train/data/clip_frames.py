@@ -1,4 +1,4 @@
-"""The frames of a clip, cropped and resized alike: from decoded frames to the clip of a batch."""
+"""The frames of a clip, which are all cropped and resized in the same way: from decoded frames to a batch's clip."""
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import av
 
 
-# Crop rectangles: one for all frames of a clip, whatever chunks they come from.
+# Crop rectangles. All frames of a clip have the same one, whatever chunks they come from.
 
 
 SIMPLE_SHARE = 224 / 256  # AlexNet, and AVION for EPIC-KITCHENS-100
@@ -26,8 +26,8 @@ _NUM_TRIES = 10
 _MIN_RATIO, _MAX_RATIO = 3 / 4, 4 / 3
 _LOG_MIN_RATIO, _LOG_MAX_RATIO = math.log(_MIN_RATIO), math.log(_MAX_RATIO)
 _SCALES = (1.0, 0.875, 0.75, 0.66)
-_SNAP_PX = 3  # a side this close to the frame's own is set to it
-# Offsets of a multi-scale crop, in quarters of the room left: corners and edges, the centre, and between both.
+_SNAP_PX = 3  # a side this close to the frame's side is set to it
+# Offsets of a multi-scale crop, in quarters of the free space: corners and edges, the centre, and points between.
 _QUARTERS = ((0, 0), (4, 0), (0, 4), (4, 4), (2, 2), (0, 2), (4, 2), (2, 4), (2, 0), (1, 1), (3, 1), (1, 3), (3, 3))
 
 CropRule = Literal["random", "simple", "multi-scale", "centre"]
@@ -46,9 +46,10 @@ class Rectangle:
 def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: np.random.Generator) -> Rectangle:
     """Return a random rectangle with `min_area` to 1 of the frame's area and an aspect ratio of 3:4 to 4:3.
 
-    The rule of torchvision's RandomResizedCrop: ten attempts, then the largest centred rectangle of an allowed ratio.
+    This is the rule of torchvision's RandomResizedCrop: ten attempts, then the largest centred rectangle of an allowed
+    ratio.
     """
-    # All draws at once: a call of the generator costs more than everything else.
+    # All numbers are drawn at once, because a call of the generator costs more than everything else.
     for of_area, of_ratio, across, down in rng.random((_NUM_TRIES, 4)).tolist():
         area = width * height * (min_area + (1 - min_area) * of_area)
         ratio = math.exp(_LOG_MIN_RATIO + (_LOG_MAX_RATIO - _LOG_MIN_RATIO) * of_ratio)
@@ -64,8 +65,9 @@ def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: n
 def simple_rectangle(width: int, height: int, *, share: float, rng: np.random.Generator) -> Rectangle:
     """Return a square of `share` of the short side, at a random position: SimpleRandomCrop (AlexNet; AVION, 4.2).
 
-    Resizing it to `share` of S pixels is resizing the frame's short side to S and cropping. Side and offsets are even,
-    as ffmpeg's crop filter rounds offsets, so that a frame whose short side is S already is copied, chroma included.
+    Resizing it to S pixels is the same as resizing the frame's short side to S / `share`, and cropping. Side and
+    offsets are even, because ffmpeg's crop filter rounds offsets. If the frame already has the right size, it is
+    copied, with chroma.
     """
     short = min(width, height)
     side = max(1, min(2 * round(short * share / 2), short - short % 2))
@@ -77,7 +79,7 @@ def simple_rectangle(width: int, height: int, *, share: float, rng: np.random.Ge
 def multi_scale_rectangle(width: int, height: int, *, rng: np.random.Generator) -> Rectangle:
     """Return a rectangle at one of 13 offsets.
 
-    Its sides are 1, 7/8, 3/4 or 0.66 of the short side, at most one step apart. This is the multi-scale crop of TSN
+    The sides are 1, 7/8, 3/4 or 0.66 of the short side, and differ by at most one step. This is TSN's multi-scale crop
     (Wang et al., 2016), which VideoMAE uses.
     """
     sides = [int(min(width, height) * scale) for scale in _SCALES]
@@ -98,7 +100,7 @@ def centre_square(width: int, height: int) -> Rectangle:
 
 
 def square_views(width: int, height: int, *, num_crops: int) -> list[Rectangle]:
-    """Return the largest squares, spread along the longer side from end to end; a single one is in the centre."""
+    """Return the largest squares, evenly spaced along the longer side from end to end; a single square is centred."""
     side = min(width, height)
     if num_crops == 1:
         return [centre_square(width, height)]
@@ -115,7 +117,7 @@ def rectangle_of(
     simple_share: float = SIMPLE_SHARE,
     rng: np.random.Generator | None,
 ) -> Rectangle:
-    """Return the crop rectangle of a clip; without `rng`, as in evaluation, the centre square whatever the rule."""
+    """Return the crop rectangle of a clip. Without `rng`, as in evaluation, it is the centre square for any rule."""
     if rng is None or rule == "centre":
         return centre_square(width, height)
     if rule == "simple":
@@ -144,9 +146,9 @@ def as_yuv420(frame: "av.VideoFrame") -> "av.VideoFrame":
 
 
 def crop_clip(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
-    """Crop frames (yuv420p or yuvj420p) to `rectangle` and resize them: uint8 [T, size_px * size_px * 3 / 2].
+    """Crop frames (yuv420p or yuvj420p) to `rectangle`, and resize them: uint8 [T, size_px * size_px * 3 / 2].
 
-    A frame that occurs several times in the list is resized once.
+    A frame that occurs several times in the list is resized only once.
     """
     crop = CroppedPlanes(len(frames), rectangle, size_px=size_px)
     for indices in indices_of(map(id, frames)).values():
@@ -155,7 +157,7 @@ def crop_clip(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_p
 
 
 def indices_of(items: Iterable[_Item]) -> dict[_Item, list[int]]:
-    """Return the indices in `items` of each distinct item."""
+    """Return, for each distinct item, its indices in `items`."""
     indices: dict[_Item, list[int]] = {}
     for index, item in enumerate(items):
         indices.setdefault(item, []).append(index)
@@ -163,18 +165,18 @@ def indices_of(items: Iterable[_Item]) -> dict[_Item, list[int]]:
 
 
 class CroppedPlanes:
-    """The frames of a clip, each cropped to `rectangle` and resized when it is added.
+    """The frames of a clip. Each is cropped to `rectangle` and resized when it is added.
 
-    Resizing is bilinear, or by area if a side shrinks to half or less, where bilinear interpolation would skip pixels.
-    Where OpenCV has Intel's IPP (x86), it is a third faster and rounds to the nearest level, with equal results for
-    SSE4.2, AVX2 and AVX-512. OpenCV's own code rounds its weights: one pixel in twenty is one level darker.
+    Resizing is bilinear. If a side shrinks to half or less, bilinear interpolation would skip pixels, so areas are
+    averaged. If OpenCV has Intel's IPP (x86), resizing is a third faster and rounds to the nearest level, with equal
+    results for SSE4.2, AVX2 and AVX-512. OpenCV's own code rounds its weights: one pixel in twenty is one level darker.
 
     Args:
         size_px: Height of the frames, and their width unless `width_px` is given; both even.
 
     Attributes:
-        planes: Planes of the frames, uint8 [num_frames, size_px * width_px * 3 / 2]; uninitialised until all frames
-            were added.
+        planes: Planes of the frames, uint8 [num_frames, size_px * width_px * 3 / 2]. They are uninitialised until all
+            frames have been added.
     """
 
     def __init__(self, num_frames: int, rectangle: Rectangle, *, size_px: int, width_px: int | None = None) -> None:
@@ -190,13 +192,13 @@ class CroppedPlanes:
         for (height, width), part in (((size_px, width_px), rectangle), (half, chroma), (half, chroma)):
             end = begin + height * width
             pictures = self.planes[:, begin:end].reshape(num_frames, height, width)
-            # Bilinear samples would miss pixels of a picture that shrinks to half or less.
+            # Bilinear samples would miss pixels if a picture shrinks to half or less.
             shrinks_much = part.width >= _SHRINKS_MUCH * width or part.height >= _SHRINKS_MUCH * height
             self._parts.append((part, pictures, cv2.INTER_AREA if shrinks_much else cv2.INTER_LINEAR))
             begin = end
 
     def add(self, frame: "av.VideoFrame", indices: Sequence[int]) -> None:
-        """Crop and resize a frame (yuv420p or yuvj420p) and store it at `indices`; it may be released after that."""
+        """Crop and resize a frame (yuv420p or yuvj420p), and store it at `indices`. It may be released afterwards."""
         first, *others = indices
         is_free = cv2.ipp.useIPP_NotExact()
         cv2.ipp.setUseIPP_NotExact(True)  # for this thread only
@@ -217,7 +219,10 @@ def _cut(plane: "av.video.plane.VideoPlane", part: Rectangle) -> NDArray[np.uint
 
 
 def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
-    """Crop and resize frames in libav's filter graph, as AVION's decoder does (swscale, bilinear); for comparisons."""
+    """Crop and resize frames in libav's filter graph, as AVION's decoder does (swscale, bilinear).
+
+    For comparisons only.
+    """
     from av.filter import Graph
 
     graph = Graph()
@@ -239,10 +244,10 @@ def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, 
 def rgb_pictures(
     video: NDArray[np.uint8], colour: int, *, size_px: int, width_px: int | None = None
 ) -> NDArray[np.uint8]:
-    """Return the frames of a YUV clip, uint8 [T, S * W * 3 / 2], as RGB [T, S, W, 3] on the CPU; W = S by default.
+    """Return the frames of a YUV clip, uint8 [T, S * W * 3 / 2], as RGB [T, S, W, 3] on the CPU; by default W = S.
 
-    Equal to `clipmill.train.augment.pictures.to_rgb_uint8` up to rounding. OpenCV converts them, since torch's threads
-    are slow inside the loader's threads.
+    The result equals `clipmill.train.augment.pictures.to_rgb_uint8` up to rounding. OpenCV does the conversion, because
+    torch's threads are slow inside the loader's threads.
 
     Args:
         colour: Colour matrix and range (clipmill.train.augment.colour).
@@ -280,16 +285,16 @@ class Views:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipShape:
-    """Rules of a clip: its moments, the size of its frames, and their crop in training.
+    """Rules for making a clip: its moments, the size of its frames, and their crop in training.
 
     Attributes:
         sampling: Moments of a clip.
         size_px: Side of the square frames, pixels.
-        width_px: Width of complete frames, which are resized to size_px x width_px and not cropped; None for squares.
+        width_px: Width if complete frames are resized to size_px x width_px without a crop; None for squares.
         crop: Rule of the crop in training.
         min_crop_area: Minimum share of a frame's area that a "random" crop keeps.
         simple_share: Share of a frame's short side that a "simple" crop keeps.
-        rgb: Return RGB instead of YUV 4:2:0 (slower: twice the bytes, converted on the CPU).
+        rgb: Return RGB instead of YUV 4:2:0. This is slower: twice the bytes, and a conversion on the CPU.
         views: Views of an evaluation.
     """
 
@@ -318,7 +323,7 @@ class Clip:
 
 
 class ClipBuilder:
-    """A clip that is built frame by frame, in any order; a frame may be released once it was added.
+    """A clip that is built frame by frame, in any order. A frame may be released after it was added.
 
     All frames are cropped to the same rectangle, or to the square of each view, and resized.
 
@@ -326,7 +331,7 @@ class ClipBuilder:
         num_frames: Number of frames of all sets of moments.
         rng: Generator that draws the rectangle once the size of the first frame is known; None in evaluation, which
             crops squares.
-        key: Key of the clip's first chunk, for the error.
+        key: Key of the clip's first chunk, for errors.
     """
 
     def __init__(self, shape: ClipShape, *, num_frames: int, rng: np.random.Generator | None, key: str) -> None:
@@ -338,7 +343,7 @@ class ClipBuilder:
         """Crop and resize a frame, and store it at `indices` of the clip.
 
         Raises:
-            SampleFailed: The size or colour differs from earlier frames, as in neighbouring chunks it may.
+            SampleFailed: Size or colour differ from earlier frames, which may happen between neighbouring chunks.
         """
         planar = as_yuv420(frame)
         frame_format = _format_of(planar)
@@ -362,7 +367,7 @@ class ClipBuilder:
 def make_clip(
     frames: "Sequence[av.VideoFrame]", shape: ClipShape, *, rng: np.random.Generator | None, in_graph: bool, key: str
 ) -> Clip:
-    """Build a clip from all its frames; a frame that occurs several times in the list is resized once.
+    """Build a clip from all its frames. A frame that occurs several times in the list is resized only once.
 
     Args:
         rng, key: See `ClipBuilder`.

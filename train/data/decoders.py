@@ -1,6 +1,6 @@
-"""Decoders: of packets without their container, of files in memory, and of chunks by either way.
+"""Decoders: for packets without their container, for files in memory, and for chunks in either way.
 
-A requested frame that the decoder does not output is an error; no other frame takes its place.
+If the decoder does not output a requested frame, this is an error; no other frame replaces it.
 """
 
 import io
@@ -33,7 +33,7 @@ DecodeRule = Literal["packets", "filter", "plain"]
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """Bytes that were read of a chunk.
+    """Bytes that were read from a chunk.
 
     Attributes:
         key: Key of the chunk.
@@ -41,8 +41,8 @@ class ChunkBytes:
         codec: Name of the codec in libav.
         extradata: Codec headers.
         packets: (presentation index, bytes) in decode order; None if the chunk is decoded through its container.
-        whole: Bytes of the mp4 file, if the chunk is decoded through it.
-        timeline: Crop and orientation of frames of a source file (`SourceFrames.timeline`).
+        whole: Bytes of the mp4 file, if the chunk is decoded through its container.
+        timeline: Crop and orientation of frames from a source file (`SourceFrames.timeline`).
         is_strict: See `PacketDecoder.decode`.
     """
 
@@ -69,13 +69,13 @@ def read_chunk(
     key: str,
     source: Callable[[], SourceFile] | None = None,
 ) -> ChunkBytes:
-    """Read and verify the bytes needed to decode `frames` of a chunk.
+    """Read and verify the bytes that are needed to decode `frames` of a chunk.
 
-    Packets are read if the rule is "packets" and the GOPs are closed, or if they are in a source file; otherwise the
-    complete file is read.
+    Packets are read if the rule is "packets" and the GOPs are closed, or if the packets stay in a source file.
+    Otherwise the complete file is read.
 
     Args:
-        source: Function that returns the source file; needed for chunks whose packets are there.
+        source: Function that returns the source file; needed for chunks whose packets stay there.
 
     Raises:
         SampleFailed: The chunk cannot be read, or its bytes do not match their checksum.
@@ -107,7 +107,7 @@ def read_chunk(
             timeline="" if in_source is None else in_source.timeline,
             is_strict=is_strict,
         )
-    except UserError:  # refused credentials concern all chunks, not only this one
+    except UserError:  # credentials that are refused affect all chunks
         raise
     except (OSError, Damaged, Inaccessible) as error:
         if isinstance(error, Inaccessible) and isinstance(error.cause, UserError):
@@ -126,9 +126,9 @@ def _require_checksum(content: bytes, crc32: int, *, shard: CommittedShard) -> N
 
 ChunkFrames = dict[int, "av.VideoFrame"]  # frames of one chunk, by presentation index
 
-# A file is opened only as one of these containers, and cannot make libav open anything else.
+# A file is opened only as one of these containers, so libav cannot open anything else because of it.
 _OPTIONS = {"format_whitelist": CONTAINERS, "protocol_whitelist": NO_PROTOCOLS}
-# Twice the pixels of 8K video. A file of a few bytes can claim frames of any size, which a decoder would allocate.
+# Twice the number of pixels in 8K video. A small file can claim frames of any size, which a decoder would allocate.
 MAX_PIXELS = 1 << 26
 
 
@@ -146,8 +146,8 @@ class PlainVideo:
 
     Raises:
         av.FFmpegError: The file cannot be opened or read.
-        ValueError: The file is truncated or cannot tell whether it is, it has no video stream, its frames are too
-            large, or a packet has no timestamp.
+        ValueError: The file is truncated or may be, it has no video stream, its frames are too large, or a packet has
+            no timestamp.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -176,7 +176,7 @@ class PlainVideo:
         self.end_pts = self.pts[-1] + (gaps[len(gaps) // 2] if gaps else 1)
 
     def decode(self, frames: Collection[int]) -> "dict[int, av.VideoFrame]":
-        """Return the `frames` that the decoder outputs intact, by number; av.FFmpegError if it rejects the file."""
+        """Decode `frames`; return the intact ones by number. Raise av.FFmpegError if the decoder rejects the file."""
         decoded: dict[int, av.VideoFrame] = {}
         with self._open() as (container, stream):
             decoder = container.decode(stream)
@@ -213,7 +213,8 @@ class PlainVideo:
                 raise ValueError("there is no decoder for its codec")
             if stream.width * stream.height > MAX_PIXELS:
                 raise ValueError(f"frames of {stream.width} x {stream.height} are larger than {MAX_PIXELS:,} pixels")
-            stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}  # the packets may say otherwise
+            # Packets may state a larger size than the header.
+            stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}
             stream.codec_context.thread_count = 1  # the loader's threads already use all cores
             yield container, stream
 
@@ -231,7 +232,7 @@ class ChunkDecoder:
         return frames
 
     def decode_each(self, content: ChunkBytes, use: "Callable[[int, av.VideoFrame], None]") -> None:
-        """Pass each frame for which `content` was read to `use`, with its index, as the decoder outputs it.
+        """Pass each frame for which `content` was read to `use`, with its index, as soon as the decoder outputs it.
 
         Raises:
             SampleFailed: The chunk cannot be decoded, or the decoder does not output a frame.
@@ -268,7 +269,7 @@ class ChunkDecoder:
         require_frames(missing, key=content.key)
 
     def _shape_filter(self, timeline_json: str) -> "Upright":
-        """Return the filter of a source's frames; each thread keeps its last one, because building it is slow."""
+        """Return the filter for a source's frames. Each thread keeps its last filter, because building one is slow."""
         if getattr(self._local, "timeline", None) != timeline_json:
             from clipmill.shards.timeline.model import Timeline
             from clipmill.shards.timeline.pictures import Upright

@@ -1,26 +1,25 @@
-"""The frames that a clip consists of: exact integer arithmetic, no I/O.
+"""The choice of a clip's frames: exact integer arithmetic, no I/O.
 
 A caption names a span [begin, end) of its video, from which T moments are taken (`moments_of`):
 
     uniform  one moment from each of T equal segments: a random moment in training, the centre in evaluation
     stride   T moments that are `stride` frames apart (VideoMAE's 16 x 4): the window of T x stride frames lies at a
-             random offset in the span in training, in its middle in evaluation; in a shorter span the stride is
+             random offset in the span in training, and in its middle in evaluation; in a shorter span, the stride is
              span / T
     lavila   LaViLa's rule: the span without its last frame is cut into T segments, with borders rounded to frames, half
-             to even; a random frame between two borders (both included) in training, the lower middle frame in
-             evaluation
+             to even; in training, a random frame between two borders (inclusive); in evaluation, the lower middle frame
 
-An evaluation with several views of a clip takes its moments at `view_offsets` instead of the middle.
+An evaluation with several views of a clip takes the moments at `view_offsets` instead of the middle.
 
-A moment belongs to the chunk that covers it, and there to the frame on screen (`locate_frames`): frame i of a chunk is
-shown during [start + i / fps, start + (i + 1) / fps). A clip may take frames from several chunks.
+A moment belongs to the chunk that covers it, and in this chunk to the frame on screen (`locate_frames`): frame i of a
+chunk is shown during [start + i / fps, start + (i + 1) / fps). A clip may use frames from several chunks.
 
-Times are in microseconds. Captions arrive as floating-point seconds and are rounded once, so that 3.3 s is the
-start of frame 33 at 10 fps and not the end of frame 32. Nothing is rounded afterwards: moments are numerators over
-a common denominator.
+Times are in microseconds. Captions have floating-point seconds, which are rounded once, so that 3.3 s is the start of
+frame 33 at 10 fps and not the end of frame 32. Nothing is rounded afterwards: moments are numerators over a common
+denominator.
 
-Segments of latents have their frames in memory already; `spread_frames` (uniform) and `window_frames` (stride) select
-from them. Shape suffixes: B batch, F frames of a segment, C channels, H and W sides of a latent, K parts.
+Segments of latents already have their frames in memory; `spread_frames` (uniform) and `window_frames` (stride) select
+some of them. Shape suffixes: B batch, F frames of a segment, C channels, H and W sides of a latent, K parts.
 """
 
 import math
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 US_PER_S = 1_000_000
-# Starts of chunks are stored in milliseconds: neighbouring chunks may leave a gap, or overlap, by this much.
+# Starts of chunks are stored in milliseconds, so neighbouring chunks may have a gap or an overlap of this length.
 START_ROUNDING_US = 1000
 MIDDLE = Fraction(1, 2)
 _JITTER_STEPS = 1 << 20
@@ -49,7 +48,7 @@ SamplingRule = Literal["uniform", "stride", "lavila"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Rule that selects `num_frames` moments of a span; `stride`, in frames of the chunk, is for the rule "stride"."""
+    """Rule that selects `num_frames` moments in a span; `stride`, in frames of the chunk, is for the rule "stride"."""
 
     num_frames: int
     rule: SamplingRule = "uniform"
@@ -82,7 +81,7 @@ class ChunkTimes:
 
     def frame_begin_us(self, frame: int) -> Fraction:
         """Return the time in the video at which a frame begins, exact, microseconds."""
-        # One fraction rather than a sum, which takes twice as long: every clip has the times of its frames.
+        # One fraction instead of a sum, which takes twice as long; every clip needs the times of its frames.
         return Fraction(self.start_ms * 1000 * self.fps_num + frame * self.fps_den * US_PER_S, self.fps_num)
 
     def nominal_frame(self, number: int) -> int:
@@ -92,7 +91,7 @@ class ChunkTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTimes(ChunkTimes):
-    """Position of a chunk of source frames, which may begin at any time; `num_frames` counts them at a nominal rate.
+    """Position of a chunk of source frames. Frames may begin at any time; `num_frames` counts them at a nominal rate.
 
     Attributes:
         source: Frames of the chunk.
@@ -145,7 +144,7 @@ def frame_indices(
     rng: np.random.Generator | None,
     num_views: int = 1,
 ) -> list[FrameIndex]:
-    """Return the frames of the span [begin_us, end_us), which lies in `chunks`, at the frame rate of the first chunk.
+    """Return the frames for the span [begin_us, end_us), which lies in `chunks`, at the frame rate of the first chunk.
 
     Without `rng`, as in evaluation, these are the frames of `num_views` views, one view after another.
     """
@@ -158,10 +157,10 @@ def frame_indices(
 
 
 def view_offsets(rule: SamplingRule, num_views: int) -> tuple[Fraction, ...]:
-    """Return the offset of each view of a clip, as a fraction from 0 to 1 of the room that the rule leaves.
+    """Return the offset of each view of a clip, as a fraction from 0 to 1 of the free space that the rule leaves.
 
-    With "stride" the windows reach from the start of the span to its end (VideoMAE's test clips); with the other rules
-    each segment is sampled at the middles of equal parts. A single view is in the middle with every rule.
+    With "stride", the windows are spread from the start of the span to its end (VideoMAE's test clips). With the other
+    rules, each segment is sampled at the middles of equal parts. A single view is in the middle for every rule.
     """
     if num_views == 1:
         return (MIDDLE,)
@@ -171,17 +170,17 @@ def view_offsets(rule: SamplingRule, num_views: int) -> tuple[Fraction, ...]:
 
 
 def to_us(seconds: float) -> int:
-    """Return seconds as the nearest whole microsecond; raises ValueError if they are not finite."""
+    """Round seconds to the nearest microsecond; raise ValueError if they are not finite."""
     if not np.isfinite(seconds):
         raise ValueError(f"{seconds} s is not a time")
     return round(seconds * US_PER_S)
 
 
-_LONGEST_S = 1e9  # longer than any video, and far below where microseconds overflow
+_LONGEST_S = 1e9  # longer than any video, and far below the limit of microseconds in int64
 
 
 def to_whole_us(times_s: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Convert to microseconds; times beyond the end of any video, such as inf, are clipped to a later time."""
+    """Convert to microseconds. Times beyond the end of any video, such as inf, become a later time within the range."""
     return np.rint(np.clip(times_s, -_LONGEST_S, _LONGEST_S) * US_PER_S).astype(np.int64)
 
 
@@ -211,7 +210,7 @@ def moments_of(
         return _lavila(begin_us, end_us, count, fps_num=fps_num, fps_den=fps_den, rng=rng, at=at)
     if sampling.rule == "stride":
         offset, steps = at.as_integer_ratio() if rng is None else (int(rng.integers(_JITTER_STEPS)), _JITTER_STEPS)
-        # In units of 1 / (count * fps_num * steps) us everything below is an integer.
+        # In units of 1 / (count * fps_num * steps) us, all numbers below are integers.
         span = (end_us - begin_us) * fps_num * steps
         step = min(sampling.stride * fps_den * US_PER_S * steps * count, span)
         first = begin_us * count * fps_num * steps + (span * count - step * count) // steps * offset
@@ -244,17 +243,17 @@ def _lavila(
         low + math.floor((high - low) * at) if rng is None else int(rng.integers(low, high + 1))
         for low, high in pairwise(borders)
     ]
-    # The middle of the frame's time on screen, moved into the span if the span begins or ends during it.
+    # The middle of the time that the frame is on screen, moved into the span if the span begins or ends during it.
     scale = 2 * fps_num
     earliest, latest = begin_us * scale, end_us * scale - 1
     return Moments(tuple(min(max((2 * frame + 1) * frame_us_num, earliest), latest) for frame in frames), scale)
 
 
 def locate_frames(moments: Moments, chunks: Sequence[ChunkTimes]) -> list[FrameIndex]:
-    """Return the frame on screen at each moment, among `chunks` of one video in order of time.
+    """Return the frame on screen at each moment, among `chunks` of one video in the order of time.
 
     Raises:
-        ValueError: A moment lies in none of the chunks.
+        ValueError: No chunk covers a moment.
     """
     return [_locate(numerator, moments.denominator, chunks) for numerator in moments.numerators]
 
@@ -273,7 +272,7 @@ def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> F
 def window_frames(
     latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_B: NDArray[np.float64] | None
 ) -> "torch.Tensor":
-    """Return `num_frames` consecutive frames of each segment, in its middle or at `offset_B`, in [0, 1) of the room."""
+    """Return `num_frames` consecutive frames of each segment, in the middle or at `offset_B` in [0, 1) of the rest."""
     import torch
 
     from clipmill.train.device.transfer import send

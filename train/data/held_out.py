@@ -1,4 +1,4 @@
-"""Limits of metrics of held-out clips: how few they are, and how many look like clips that were trained on."""
+"""Limitations of metrics for held-out clips: the number of clips, and how many look like training clips."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from clipmill.shards.columns import SCORES
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import kind_of
 
-FEW = 100  # clips or questions; with fewer, the interval of a metric of 50 % is wider than 20 points
-_Z = 1.96  # 95 % of a normal distribution
+FEW = 100  # number of clips or questions; with fewer, the interval around 50 % is wider than 20 points
+_Z = 1.96  # quantile for 95 % of a normal distribution
 
 
 class EvaluatedClips(Protocol):
-    """A set of samples that is evaluated."""
+    """Samples that an evaluation uses."""
 
     @property
     def num_samples(self) -> int | None:
@@ -31,14 +31,14 @@ class EvaluatedClips(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Facts about the clips of an evaluation; the fields are keys of result files.
+    """Facts about the clips of an evaluation. The fields are keys of result files.
 
     Attributes:
         num_clips: Number of distinct clips.
-        num_chunks: Number of chunks in which they begin, if any of them looks like a chunk of `trained_split`.
+        num_chunks: Number of chunks in which the clips begin, if any of them looks like a chunk of `trained_split`.
         num_alike: Number of these chunks that look like a chunk of `trained_split`; None without scores.
-        trained_split: Split of the training.
-        were_trained_on: True if the model was trained on the clips, because the data have no splits.
+        trained_split: Split that was used for training.
+        were_trained_on: True if the model was trained on these clips, because the data have no splits.
     """
 
     num_clips: int
@@ -56,7 +56,7 @@ class HeldOut:
 
         Args:
             share: Metric in [0, 1], whose 95 % interval is stated.
-            of: Number and noun of the things that metrics average over; by default the clips.
+            of: Number and noun of the items over which metrics are averaged; by default the clips.
         """
         num, noun = of or (self.num_clips, "clip")
         cautions = ["the model was trained on these clips: the data have no splits"] if self.were_trained_on else []
@@ -87,10 +87,10 @@ def held_out_facts(
     """Return facts about the clips of a split; None if the samples do not count them.
 
     Args:
-        samples: Samples after their evaluation, because evaluating a stream counts its clips.
+        samples: Samples after their evaluation, because clips of a stream are counted during the evaluation.
         settings: Settings of the data to evaluate, with the training split.
-        data: Data fields of the result (`clipmill.train.run.folder.data_facts`). Only data that were trained on are
-            searched for look-alikes.
+        data: Data fields of the result (`clipmill.train.run.folder.data_facts`). Look-alikes are searched only in data
+            that were used for training.
     """
     num_clips: int | None = getattr(samples, "num_clips", samples.num_samples)
     if num_clips is None:

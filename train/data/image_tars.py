@@ -1,13 +1,13 @@
-"""Image tars: the place, caption and class of each image, from one pass over the headers of a tar.
+"""Image tars: location, caption and class of each image, from one pass over the headers of a tar.
 
-The tars are as img2dataset writes them: `jpg`, `png` or `webp`, with `txt` or `json`, and `cls` for classes. The first
-image or video of the first tar decides (`names_images`): tars with images are indexed here, tars with videos are read
-as a stream.
+The tars have img2dataset's layout: `jpg`, `png` or `webp`, with `txt` or `json`, and `cls` for classes. The first image
+or video in the first tar decides (`names_images`): tars with images are indexed here, tars with videos are read as a
+stream.
 
-The payloads of images are skipped. A large index is kept in the cache folder (clipmill.train.data.node_cache) by the
-size and modification time of its tar, so that it is made once per machine. A remote tar is copied to the cache, within
-the cache's size limit, to be indexed; if the copy is evicted, images are read from the remote tar by byte range. A
-sample without an image or a caption is omitted, counted and named; a video among the images is an error.
+Payloads of images are skipped. A large index is stored in the cache folder (clipmill.train.data.node_cache) under the
+size and modification time of its tar, so that each machine makes it only once. A remote tar is copied to the cache for
+indexing, within the cache's size limit. If the copy is evicted, images are read from the remote tar by byte range. A
+sample without an image or a caption is omitted, counted and named. A video among the images is an error.
 """
 
 import hashlib
@@ -44,12 +44,12 @@ from clipmill.train.data.tar_samples import (
 )
 from clipmill.train.data.workers import Stuck, in_order
 
-# A sample's image is its first member in this order, which is open_clip's too.
+# A sample's image is its first member in this order, which open_clip also uses.
 EXTENSIONS = ("jpg", "png", "jpeg", "webp")
-LABEL, _CLASS = "class", "cls"  # a label, and the member that holds it; other labels are keys of the json
+LABEL, _CLASS = "class", "cls"  # a label, and the member that has it; other labels are keys of the json
 MAX_IMAGE_BYTES = 1 << 28
 _LIMITS = dict.fromkeys(("txt", "json", _CLASS), MAX_TEXT_BYTES)
-_BYTES_PER_ROW = 512  # size of a header: every sample of a tar has at least one
+_BYTES_PER_ROW = 512  # size of a header; every sample has at least one
 _NUM_AT_ONCE = 4
 _INDEX_TIMEOUT_S = 86400.0
 
@@ -60,11 +60,11 @@ class TarIndex:
 
     Attributes:
         keys: Key of each sample.
-        captions, classes: Caption and class of each sample; '' if the sample has none.
+        captions, classes: Caption and class of each sample; '' if it has none.
         offset, size: Offset and size of each image in the tar, in bytes, int64 [R].
         left_out: Samples without a readable image: reason, number of samples, and key of the first sample (`LeftOut`).
-        first_video: Key of the first sample with a video; '' if there is none.
-        damage: Reason why the tar cannot be read to its end; '' if it can.
+        first_video: Key of the first sample that has a video; '' if there is none.
+        damage: Reason why the tar cannot be read to its end; '' if it is intact.
         order_sha256, content_sha256: Hash of keys and sizes, and hash of captions and classes.
     """
 
@@ -114,7 +114,7 @@ class ImageTars:
                 self.indexes.append(index)
                 add(1)
 
-        # Index of the first image of each tar, then the number of images.
+        # Index of the first image in each tar, followed by the number of images.
         self._first: NDArray[np.int64] = np.cumsum([0, *map(len, self.indexes)])
         self.offset: NDArray[np.int64] = np.concatenate([index.offset for index in self.indexes])
         self.size: NDArray[np.int64] = np.concatenate([index.size for index in self.indexes])
@@ -134,7 +134,7 @@ class ImageTars:
         return int(np.searchsorted(self._first, image, side="right")) - 1
 
     def key(self, image: int) -> str:
-        """Return the tar of an image and its key in the tar."""
+        """Return the name of an image's tar, and the image's key in the tar."""
         return f"{self.name(self.tar_of(image))}/{self._keys[image].as_py()}"
 
     @property
@@ -180,7 +180,7 @@ class ImageTars:
 
 
 def holds_images(tar: str, path: Path) -> bool | None:
-    """Return True if the first sample with an image or a video is an image; None if there is no such sample."""
+    """Return True if the first sample that has an image or a video has an image; None if there is no such sample."""
     for sample in samples_of(tar, path, limits={}):
         if isinstance(sample, TarSample):
             if not sample.places.keys().isdisjoint(VIDEO_EXTENSIONS):
@@ -191,7 +191,7 @@ def holds_images(tar: str, path: Path) -> bool | None:
 
 
 def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
-    """Index the tar at `path`, which messages call `tar`, with the classes of `label`.
+    """Index the tar at `path`, which messages call `tar`, including the classes of `label`.
 
     Raises:
         UserError: The tar is compressed.
@@ -248,7 +248,7 @@ def index_tar(tar: str, path: Path, *, label: str = LABEL) -> TarIndex:
 
 
 def _class_of(sample: TarSample, label: str) -> str:
-    """Return the class of an image, '' if it has none; raises ValueError if its json cannot be read."""
+    """Return the class of an image, '' if it has none; raise ValueError if its json cannot be read."""
     if label == LABEL:
         return sample.members.get(_CLASS, b"").decode("utf-8", "replace").strip()
     value = description_of(sample).get(label)
@@ -268,7 +268,7 @@ class ImageQuery:
 
     Attributes:
         pattern: Pattern of local or remote tars (`clipmill.train.data.tar_samples.expand`).
-        shape: Rules by which images are cropped and resized; every image fills all frames of its clip.
+        shape: Rules for cropping and resizing images. Every image fills all frames of its clip.
         loading: Batches, threads and this rank's share.
         cache, cache_size: Folder for copies of remote tars, and its limit (`clipmill.train.data.remote.open_cache`).
     """
@@ -281,7 +281,7 @@ class ImageQuery:
 
 
 def open_tars(pattern: str, *, cache: Path | None, cache_size: str | None, label: str = LABEL) -> ImageTars:
-    """Index tars; see `ImageQuery` and `ImageTars`. Raises UserError if a tar cannot be read or is compressed."""
+    """Index tars; see `ImageQuery` and `ImageTars`. Raise UserError if a tar cannot be read or is compressed."""
     choose_folder(cache)
     tars = expand(pattern)
     return ImageTars(tars, open_cache(cache, size=cache_size) if any(map(is_remote, tars)) else None, label=label)
@@ -304,7 +304,7 @@ def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> 
 
 
 def class_names_of_images(pattern: str, *, label: str, cache: Path | None, cache_size: str | None) -> set[str]:
-    """Return the classes of images in tars; raises UserError if the tars cannot be read, or lack the label."""
+    """Return the classes of images in tars; raise UserError if the tars cannot be read, or lack the label."""
     tars = open_tars(pattern, cache=cache, cache_size=cache_size, label=label)
     names = {name for index in tars.indexes for name in index.classes.unique().to_pylist() if name}
     if not names:

@@ -1,4 +1,4 @@
-"""Data of a task by its settings: data folders, mixtures, classes, and the size of pictures."""
+"""Data of a task according to its settings: data folders, mixtures, classes, and the size of pictures."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ Opened = TypeVar("Opened")
 
 
 def open_folder(settings: ClipSettings, *, reason: str, column: str | None = VIDEO) -> DataFolder:
-    """Open the data folder of a task that needs a manifest, for `reason`.
+    """Open the data folder of a task that needs a manifest, because of `reason`.
 
     Args:
         column: See `open_data_folder`.
@@ -45,13 +45,13 @@ def open_labelled_folder(settings: ClipSettings, *, column: str | None = VIDEO) 
 
 
 def open_mixed(open_one: Callable[[str], Opened], settings: DataSettings) -> "Opened | MixedSamples":
-    """Open the data folders of the settings: the samples of a single one, or their mixture.
+    """Open the data folders in the settings; return the samples of a single folder, or a mixture.
 
     Args:
-        open_one: Opens the samples of a folder.
+        open_one: Function that opens the samples of one folder.
 
     Raises:
-        UserError: An error of `open_one`, with the folder that it concerns; or the samples cannot be mixed.
+        UserError: `open_one` raised an error, which gets the name of its folder; or the samples cannot be mixed.
     """
     if len(settings.folders) == 1:
         return open_one(settings.folder)
@@ -66,7 +66,7 @@ def open_mixed(open_one: Callable[[str], Opened], settings: DataSettings) -> "Op
 
 
 def require_no_streams(settings: DataSettings) -> None:
-    """Raise a UserError if one of several addresses names samples that are not found by number."""
+    """Raise a UserError if one of several addresses names samples that cannot be found by number."""
     for folder in settings.folders if len(settings.folders) > 1 else ():
         if not (kind := kind_of(folder, settings)).can_be_mixed:
             raise UserError(
@@ -78,13 +78,13 @@ def require_no_streams(settings: DataSettings) -> None:
 
 
 def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[str] | None = None) -> "ClassList":
-    """Return the classes of a label in all data of the settings.
+    """Return the classes of a label in all data that the settings name.
 
     Args:
         splits: Splits of data folders; None for all.
 
     Raises:
-        UserError: Some of the data do not have the label, or there are fewer than two classes.
+        UserError: Some of the data lack the label, or there are fewer than two classes.
     """
     from clipmill.train.data.classes import read_classes
 
@@ -108,7 +108,7 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
 
 @contextmanager
 def naming(folder: str) -> Iterator[None]:
-    """Name one of several data folders in the hints of errors."""
+    """Add the name of a data folder to the hints of errors, if there are several folders."""
     try:
         yield
     except UserError as error:

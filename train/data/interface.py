@@ -48,7 +48,7 @@ from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World, joined_world
 
 ClipText = Literal["text", "embedding", "all"]
-_FARTHEST_US = 10**12  # offset of a frame
+_FARTHEST_US = 10**12  # largest offset of a frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,13 @@ class FinishedClips:
     """Final processing of a batch of clips, in the caller's thread.
 
     Attributes:
-        samples: Loader of clips, images or a stream, or of a mixture.
-        settings: Settings, with the normalisation and augmentation of model input; clips stay uint8 if no mean is set.
+        samples: Loader of clips, images or a stream, or a mixture of them.
+        settings: Settings, including normalisation and augmentation of the model's input. Without a mean, clips stay
+            uint8.
         rgb: True if the loader returns RGB frames.
         views: Temporal and spatial views of each clip in an evaluation.
-        is_training: True to augment clips.
-        all_captions: True to add `captions`, all captions of each clip.
+        is_training: Augment the clips.
+        all_captions: Add `captions`, a list of all captions for each clip.
         device: Device of the tensors; None for NumPy arrays.
     """
 
@@ -129,7 +130,7 @@ def texts_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
 
 
 def of_clips(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
-    """Return the start and end of each clip in seconds and, for a mixture, the index of its folder."""
+    """Return each clip's start and end in seconds and, for a mixture, the index of its folder."""
     convert = np.asarray if device is None else torch.from_numpy
     clips = np.asarray(clip_id)
     begin_us, end_us = samples.span_us(clips)
@@ -150,7 +151,7 @@ def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float |
 
 
 def augmentation(values: Mapping[str, float] | None) -> Augment:
-    """Return the augmentation with these settings; raises UserError for unknown names and invalid values."""
+    """Return augmentation with these settings; raise UserError for unknown names and invalid values."""
     known = vars(Augment())
     if values is not None and (not isinstance(values, Mapping) or values.keys() - known.keys()):
         raise UserError(f"augment is {quote_value(values)}", hint=f"give a dictionary with some of {', '.join(known)}")
@@ -169,7 +170,7 @@ def augmentation(values: Mapping[str, float] | None) -> Augment:
 def normalisation_arguments(
     pixel_mean: Sequence[float] | None, pixel_std: Sequence[float] | None, *, augment: Mapping[str, float] | None = None
 ) -> tuple[tuple[float, float, float] | None, tuple[float, float, float] | None]:
-    """Return the mean and standard deviation of a model's input; raises UserError if one of them is missing."""
+    """Return mean and standard deviation of the model's input; raise UserError if only one of them is given."""
     mean, std = colours_of("pixel_mean", pixel_mean), colours_of("pixel_std", pixel_std)
     if (mean is None) != (std is None) or (augment is not None and mean is None):
         raise UserError(
@@ -180,7 +181,7 @@ def normalisation_arguments(
 
 
 def views_setting(views: Sequence[str] | None) -> str | None:
-    """Return the setting --views; raises UserError for anything but a list of names."""
+    """Return the value of --views; raise UserError unless it is a list of names."""
     if views is None:
         return None
     if isinstance(views, str) or not isinstance(views, Sequence) or not all(isinstance(name, str) for name in views):

@@ -1,12 +1,12 @@
-"""`Loader`: batches of samples for one rank: their order, failures by name, and exact resumption.
+"""`Loader`: batches of samples for one rank, with a fixed order, named failures, and exact resumption.
 
-It knows rows only by index. The rows belong to a `SampleTable` (clipmill.train.data.samples), and a
-reader turns rows into samples: threads decode clips and images (clipmill.train.data.workers), latents are copied from
-mapped files, and a stream is read from front to back.
+The loader knows rows only by index. Rows belong to a `SampleTable` (clipmill.train.data.samples), and a reader turns
+rows into samples: threads decode clips and images (clipmill.train.data.workers), latents are copied from mapped files,
+and a stream is read from front to back.
 
-Training follows the endless order of clipmill.train.data.order, and its state is a cursor in it. A sample that
-fails is reported with the batch and replaced by the next sample in order, so the same failures give the same batches
-(clipmill.train.data.outcomes).
+Training follows the endless order of clipmill.train.data.order; its state is a cursor in this order. If a sample fails,
+it is reported with the batch, and the next sample in order replaces it. Therefore the same failures give the same
+batches (clipmill.train.data.outcomes).
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -24,20 +24,20 @@ from clipmill.train.data.order import SEPARATOR, Cursor, LoaderState, SampleOrde
 from clipmill.train.data.outcomes import BatchBuilder, LoadedBatch
 from clipmill.train.device.random import Positions, generator
 
-# Number of positions computed at a time; the first blocks are small, so that the first batch does not wait.
+# Number of positions that are computed at a time. The first blocks are small, so that the first batch does not wait.
 _FIRST_BLOCK, _GROWTH, _BLOCK = 64, 8, 4096
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A sample to load for one position of the order; without a seed, as in evaluation, nothing about it is random."""
+    """A sample to load for one position of the order. Without a seed, as in evaluation, it has no random choices."""
 
     sample: int
     position: int
     seed: int | None
 
     def generator(self, purpose: str, *, num_alike: int = 1) -> np.random.Generator | None:
-        """Return a generator of the random draws for one purpose; None in an evaluation.
+        """Return a generator for the random draws for a purpose; None in an evaluation.
 
         Args:
             num_alike: Number of consecutive positions that draw the same numbers.
@@ -50,8 +50,8 @@ class Block(NamedTuple):
     """Samples to load, in order.
 
     Attributes:
-        samples: Indices of the samples, int64 [N]; -1 for an empty position of the order.
-        positions: Positions in the order, int64 [N]; the indices of the samples in an evaluation.
+        samples: Indices of the samples, int64 [N]; -1 for an empty position in the order.
+        positions: Positions in the order, int64 [N]; in an evaluation, the indices of the samples.
         seed: Seed of random draws; None in an evaluation.
     """
 
@@ -62,15 +62,15 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """Settings by which samples are loaded and batched.
+    """Settings for loading and batching samples.
 
     Attributes:
         batch: Number of samples in this rank's batch.
-        num_ahead: Maximum number of samples loaded or being loaded ahead of the caller.
+        num_ahead: Maximum number of samples that are loaded, or being loaded, ahead of the caller.
         group: Number of consecutive samples that are loaded together.
-        stuck_after_s: Seconds after which a sample that is still being loaded fails.
+        stuck_after_s: Seconds after which a sample that is still being loaded counts as failed.
         pin: Put batches into pinned memory, for copies to a GPU.
-        can_keep: Never overwrite a batch that is still in use; otherwise the second batch after a batch overwrites it.
+        can_keep: Never overwrite a batch in use. Otherwise, the second batch after a batch overwrites it.
     """
 
     batch: int = 32
@@ -90,12 +90,12 @@ class LoaderSettings:
 
     @property
     def share(self) -> Share:
-        """Positions of this rank."""
+        """The positions of this rank."""
         return Share(self.rank, self.num_ranks, self.group)
 
 
 class Rows(Protocol):
-    """Facts about samples that a `Loader` needs in addition to a reader."""
+    """Facts about samples that a `Loader` needs, in addition to a reader."""
 
     @property
     def fingerprint(self) -> str:
@@ -106,11 +106,11 @@ class Rows(Protocol):
         """Number of samples; None if unknown, as in a stream."""
 
     def describe(self) -> str:
-        """Return a line for the log: content of the set, and omitted samples with reasons."""
+        """Return a line for the log: the content of the set, and omitted samples with reasons."""
 
 
 class Reader(Protocol):
-    """Reader of rows as samples."""
+    """Reader that turns rows into samples."""
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Any]:
         """Return the samples or failures of some blocks, in order, loaded ahead; None for an empty position."""
@@ -120,7 +120,7 @@ class Reader(Protocol):
 
 
 class TrainingSet(Protocol):
-    """Batches of samples, as the training loop and evaluations read them."""
+    """Batches of samples, with the interface that the training loop and evaluations use."""
 
     @property
     def fingerprint(self) -> str:
@@ -132,7 +132,7 @@ class TrainingSet(Protocol):
 
     @property
     def visits_per_epoch(self) -> float | None:
-        """Number of samples that training takes in an epoch; None if unknown."""
+        """Number of samples per epoch of training; None if unknown."""
 
     def describe(self) -> str:
         """Return a line for the log: content of the set, and omitted samples with reasons."""
@@ -141,31 +141,32 @@ class TrainingSet(Protocol):
         """Yield endless batches in training order; raises TooManyFailures after more than `max_failures` failures."""
 
     def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        """Yield this rank's share of every `every`-th sample, once, in order; the last batch may be smaller."""
+        """Yield this rank's share of every `every`-th sample, once, in order. The last batch may be smaller."""
 
     def load_state_dict(self, *states: LoaderState) -> None:
-        """Resume `batches` from the states of all ranks; raises UserError if they do not match the set."""
+        """Resume `batches` from the states of all ranks; raise UserError if they do not match the set."""
 
 
 class Order(Protocol):
     """The samples at the positions of the endless order, as `SampleOrder` gives them."""
 
     def at(self, positions: Positions) -> Positions:
-        """Return the samples at `positions`; -1 where empty."""
+        """Return the samples at `positions`; -1 for empty positions."""
 
 
 class Loader:
-    """Batches of the samples of a table, as a reader makes them.
+    """Batches of a table's samples, made by a reader.
 
     Args:
         rows: Facts about the samples.
         reader: Reader of the samples.
         loading: Batches and this rank's share.
-        order: Training order; by default shuffled by the seed, or as samples arrive if their number is unknown.
+        order: Training order. By default it is shuffled by the seed; if the number of samples is unknown, as they
+            arrive.
 
     Attributes:
         reader, loading: Arguments of these names.
-        cursor: Position up to which batches have been taken.
+        cursor: Position up to which batches have been used.
     """
 
     def __init__(self, rows: Rows, reader: Reader, loading: LoaderSettings, *, order: Order | None = None) -> None:
@@ -205,18 +206,18 @@ class Loader:
             yield building.take(Cursor(begin + building.num_taken * step if num_samples is None else num_samples))
 
     def outcomes(self, samples: Iterable[int]) -> Iterator[Any]:
-        """Return each of `samples` as in an evaluation, or its failure, in order; they are loaded ahead."""
+        """Return each of `samples` as in an evaluation, or its failure, in order. They are loaded ahead."""
         return self.reader.outcomes(_evaluation_blocks(samples), self.loading)
 
     def state_dict(self) -> LoaderState:
-        """Return the state after the batches taken so far; identical on all ranks unless a sample has failed."""
+        """Return the state after the batches used so far. It is identical on all ranks unless a sample has failed."""
         position, ahead = self.cursor
         return LoaderState(position=position, ahead=list(ahead), seed=self.loading.seed, samples=self._rows.fingerprint)
 
     def load_state_dict(self, *states: LoaderState) -> None:
         """Resume from the states of all ranks, even if the batch size or the number of ranks has changed.
 
-        One state is enough if no sample had failed, or if there was one rank.
+        A single state is enough if no sample had failed, or if there was only one rank.
 
         Raises:
             UserError: The states belong to another sample set, another seed or different steps.
@@ -266,6 +267,6 @@ def _evaluation_blocks(samples: Iterable[int]) -> Iterator[Block]:
             numbers = np.arange(part.start, part.stop, part.step)
             yield Block(numbers, numbers, None)
         return
-    for sample in samples:  # one by one, because their number may be unknown
+    for sample in samples:  # one at a time, because their number may be unknown
         number = np.array([sample])
         yield Block(number, number, None)

@@ -1,14 +1,14 @@
-"""Tars whose members are copied from memory maps (latents, stored embeddings), and the verification of members.
+"""Memory-mapped tars from which members are copied (latents, stored embeddings), and the verification of members.
 
-A tar is mapped when it is first needed, after the length of the open file was compared with its commit. Bytes are read
-when they are used, and the kernel reclaims pages when memory is short, so that a set may be larger than memory. A tar
-that is truncated in place while it is mapped ends the process with its name (clipmill.manifests.mapped_files).
+A tar is mapped when it is first needed, after the length of the open file is compared with its commit. Bytes are read
+when they are used, and the kernel reclaims pages when memory is short, so a set may be larger than memory. If a mapped
+tar is truncated in place, the process ends with the name of the tar (clipmill.manifests.mapped_files).
 
-A member is verified against its checksum once per process, when it is first needed. Later changes are not noticed, and
-a member that does not match stays bad until the process ends.
+A member is verified against its checksum once per process, when it is first needed. Later changes are not noticed. A
+member that does not match stays unusable until the process ends.
 
-Tars of remote variants (`RemoteMaps`) are fetched into the cache and mapped from it in the background; bytes of tars
-that do not fit, or have not arrived, are read by range.
+Tars of remote variants (`RemoteMaps`) are fetched into the cache in the background, and mapped from there. If a tar
+does not fit into the cache, or has not arrived yet, its bytes are read by range.
 """
 
 import errno
@@ -46,20 +46,20 @@ from clipmill.train.data.workers import Stuck
 
 _UNKNOWN, _GOOD = 0, 1
 
-# Bytes, with begin and end of a part. A batch is copied faster if each part is cut out when it is copied.
+# Bytes, with begin and end of a part. A batch is copied faster if parts are cut out only when they are copied.
 Part = tuple[memoryview, int, int]
 
 
 class MappedTars:
-    """The tars of `variants`, numbered one variant after another. Thread-safe.
+    """The tars of `variants`, numbered variant after variant. Thread-safe.
 
-    The place of a byte is its offset if all tars were one file, so that one number says where a member lies. The oldest
-    maps are given up if the process has too many (`clipmill.manifests.mapped_files`); a part in use keeps its map.
+    The place of a byte is its offset if all tars were concatenated, so a single number locates a member. If the process
+    has too many maps, the oldest are given up (`clipmill.manifests.mapped_files`); a part in use keeps its map.
 
     Attributes:
         starts: Place of the first byte of each tar, int64.
-        has_origin: True if the tars are copies of other tars, which `fetch_bytes` reads.
-        num_readers: Number of threads that fetch members; 0 if no member has to be fetched.
+        has_origin: True if the tars are copies of other tars, from which `fetch_bytes` reads.
+        num_readers: Number of threads that fetch members; 0 if no member needs to be fetched.
     """
 
     has_origin = False
@@ -84,17 +84,17 @@ class MappedTars:
                 raise unusable_error(self._path(number), column, error.strerror or str(error)) from error
 
     def want(self, places: NDArray[np.int64]) -> None:
-        """Name the places of all members that hold samples. Tars on local disks need no preparation."""
+        """Announce the places of all members that samples need. Tars on local disks need no preparation."""
 
     def begin_fetching(self) -> None:
-        """Fetch the tars that hold samples to this machine, in the background."""
+        """Start fetching the tars that samples need to this machine, in the background."""
 
     def describe(self) -> str:
-        """Say where the tars are, for the log; empty for tars on local disks."""
+        """Describe where the tars are, for the log; empty for tars on local disks."""
         return ""
 
     def locate(self, place: int) -> tuple[int, int]:
-        """Return the tar of a place, and the offset in it."""
+        """Return the tar at a place, and the offset in this tar."""
         number = bisect_right(self._starts, place) - 1
         return number, place - self._starts[number]
 
@@ -103,11 +103,11 @@ class MappedTars:
         return str(self._path(number))
 
     def are_mapped(self, places: NDArray[np.int64]) -> bool:
-        """Return True if `parts` can read all of some places."""
+        """Return True if `parts` can read the bytes at all of these places."""
         return True
 
     def parts(self, places: NDArray[np.int64], size_bytes: NDArray[np.int64] | int) -> Iterator[Part]:
-        """Return the bytes at some places, one part after another.
+        """Return the bytes at the given places, part after part.
 
         Raises:
             UserError: A tar can no longer be mapped.
@@ -140,7 +140,7 @@ class MappedTars:
     def _map(self, number: int) -> memoryview:
         descriptor = open_regular(self._path(number))
         try:
-            # The size of the open file: its name may refer to another one by now.
+            # The size of the open file, because the name may refer to another file by now.
             self._require(number, os.fstat(descriptor))
             view = map_descriptor(descriptor, int(self._sizes[number]))
         finally:
@@ -164,7 +164,7 @@ class MappedTars:
 
 
 class _Map:
-    """A mapped tar among `views` (clipmill.manifests.mapped_files)."""
+    """A mapped tar in `views` (clipmill.manifests.mapped_files)."""
 
     def __init__(self, views: list[memoryview | None], number: int) -> None:
         self._views, self._number = views, number
@@ -199,7 +199,7 @@ class Problem(NamedTuple):
 
 
 class VerifiedMembers:
-    """The members of a column, by their numbers, each verified when it is first loaded. Thread-safe.
+    """The members of a column, by number. Each is verified when it is first loaded. Thread-safe.
 
     Args:
         payload: Function that returns the payload of a member.
@@ -215,13 +215,13 @@ class VerifiedMembers:
         self._turns: dict[int, threading.Lock] = {}
 
     def are_due(self, members: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which of `members` are first occurrences that were not verified yet."""
+        """Return a mask of the first occurrences in `members` that have not been verified yet."""
         due, unknown = np.zeros(len(members), bool), np.flatnonzero(self._state[members] != _GOOD)
         due[unknown[np.unique(members[unknown], return_index=True)[1]]] = True
         return due
 
     def load(self, member: int) -> memoryview | Problem:
-        """Return the bytes of a member, verified now unless they were before; or the problem with them."""
+        """Return the bytes of a member, verified now unless they were before; or the problem with the member."""
         if (known := self._problems.get(member)) is not None:
             return known
         place, size_bytes, crc32 = self._payload(member)
@@ -231,19 +231,19 @@ class VerifiedMembers:
             content = None if view is None else view[offset : offset + size_bytes]
             if content is None or not self._is_good(member, content, crc32):
                 content = self._tars.fetch_bytes(number, offset, size_bytes)
-                # Verified each time, because the next request fetches it again.
+                # Verified each time, because the next request fetches the member again.
                 content = None if content is None or zlib.crc32(content) != crc32 else content
             if content is not None:
                 return content
             problem = Problem("checksum", f"{self._where(number)} do not match their checksum")
-        except UserError:  # refused credentials concern all tars, not only this one
+        except UserError:  # credentials that are refused affect all tars
             raise
         except OSError as error:
             problem = Problem("shard_unreadable", f"{self._where(number)} cannot be read: {error.strerror or error}")
         return self._record(member, problem)
 
     def give_up(self, member: int, stuck: Stuck) -> Problem:
-        """Record that a member was not loaded in time; later requests for it fail at once instead of waiting."""
+        """Record that a member was not loaded in time. Later requests for it fail at once instead of waiting."""
         number, _ = self._tars.locate(self._payload(member).place)
         return self._record(member, Problem("stuck", f"{self._where(number)} were not read within {stuck.after_s:g} s"))
 
@@ -254,11 +254,11 @@ class VerifiedMembers:
         return problem
 
     def _is_good(self, member: int, content: memoryview, crc32: int) -> bool:
-        """Return True if mapped bytes match their checksum; they are compared once."""
+        """Return True if mapped bytes match their checksum. They are compared only once."""
         if self._state[member] == _UNKNOWN:
             with self._turns.setdefault(member, threading.Lock()):
                 if self._state[member] == _UNKNOWN:
-                    # A copy that cannot be read is fetched again, like a copy that does not match.
+                    # If a copy cannot be read, it is fetched again, like a copy that does not match.
                     with suppress(OSError) if self._tars.has_origin else nullcontext():
                         read_ahead(content)
                         if zlib.crc32(content) == crc32:
@@ -271,7 +271,7 @@ class VerifiedMembers:
 
 
 def member_rows(variant: Variant) -> ChunkRows:
-    """Return the rows of a variant's merged table, verified, or else of its verified indexes.
+    """Return the rows of a variant's verified merged table, or else of its verified indexes.
 
     Raises:
         UserError: The table or an index is damaged, or an index is not the committed index.
@@ -300,10 +300,11 @@ def places_of(
     Args:
         starts: Place of each shard's tar.
         shard_of: Index in `starts` of each row.
-        array_bytes: Size of each array; None for members that are not arrays: their own places, and no headers.
+        array_bytes: Size of each array; None for members that are not arrays: places of the members, without headers.
 
     Raises:
-        UserError: An array would reach beyond its tar, or does not begin on a block: an index is not of its tar.
+        UserError: An array would end beyond its tar, or does not begin on a block boundary: the index is for another
+            tar.
     """
     tars = variant.tar_files
     offset, size = (table[name].to_numpy().astype(np.int64) for name in ("offset", "size"))
@@ -329,7 +330,7 @@ def damaged_index(shard: CommittedShard, why: str) -> UserError:
 
 
 _NUM_FETCHED_AT_ONCE = 4
-_RETRY_AFTER_S = 0.2  # between checks whether another process has fetched a tar
+_RETRY_AFTER_S = 0.2  # time between checks whether another process has fetched a tar
 _JOIN_TIMEOUT_S = 10.0
 _NUM_ATTEMPTS = 3
 _MAX_MAPPED = MAX_OPEN_MAPS // 2  # the rest is for indexes
@@ -341,18 +342,18 @@ class RemoteMaps(MappedTars):
     Tars that fit under the limit of the cache are fetched in the background, once per machine, and mapped as they
     arrive. Until then, and always for tars that do not fit, members are read by range when they are needed.
 
-    The order of samples therefore does not depend on the size of the cache. In a full shuffle over a set that is larger
-    than the cache, the other members are read one by one in each epoch, which takes as many bytes as the epoch shows;
-    fetching complete tars for single members would take thousands of times as many. Mapped tars are kept as long as the
-    set: eviction by last use would always evict what a full shuffle needs next. If a member of a cached tar does not
-    match its checksum, it is read by range, and the tar leaves the cache.
+    Thus the order of samples does not depend on the size of the cache. In a full shuffle over a set that is larger than
+    the cache, the other members are read individually in each epoch, which transfers as many bytes as the epoch shows.
+    Fetching complete tars for single members would transfer thousands of times as many. Mapped tars are kept as long as
+    the set, because eviction by last use would always evict what a full shuffle needs next. If a member of a cached tar
+    does not match its checksum, it is read by range, and the tar is removed from the cache.
 
     Args:
         tars: Tars of the data folder.
-        whole: Variant whose complete tars are needed, and fetched now.
+        whole: Variant whose tars must be complete; they are fetched now.
 
     Raises:
-        UserError: A complete tar that is needed cannot be fetched, or does not fit into the cache.
+        UserError: A required complete tar cannot be fetched, or does not fit into the cache.
     """
 
     has_origin = True
@@ -369,10 +370,10 @@ class RemoteMaps(MappedTars):
             self._fetch_whole(range(first, first + whole.num_shards), column=whole.directory.parent.name)
 
     def require_files(self) -> None:
-        """Check nothing: a tar that is missing in the bucket fails its samples."""
+        """Check nothing: if a tar is missing in the bucket, its samples fail."""
 
     def describe(self) -> str:
-        """Say how much is in the cache, for the log."""
+        """Describe how much is in the cache, for the log."""
         needed, cache = self._is_needed, self._tars.cache
         num_here, num_fitting, num_all = (
             int(self._sizes[tars].sum()) for tars in (needed & self._is_mapped, self._is_claimed(), needed)
@@ -384,11 +385,11 @@ class RemoteMaps(MappedTars):
         return f"{size_text(num_here)} of {size_text(num_all)} of tars in the cache {cache.folder} ({limit}{part})"
 
     def want(self, places: NDArray[np.int64]) -> None:
-        """Note that the tars of these places are needed, and map the tars that are in the cache."""
+        """Note that the tars at these places are needed, and map the tars that are in the cache."""
         self._is_needed[np.unique(np.searchsorted(self.starts, places, side="right") - 1)] = True
         cache, cached = self._tars.cache, set(self._tars.cache.names())
         numbers = np.flatnonzero(self._is_needed & ~self._is_mapped).tolist()
-        # Tars that are here already cost nothing, so they come first.
+        # Tars that are already local cost nothing, so they come first.
         for number in sorted(numbers, key=lambda number: self._cached_name(number) not in cached):
             shard, name = self._shards[number], self._cached_name(number)
             has_room = len(cache.claims) < _MAX_MAPPED
@@ -397,12 +398,12 @@ class RemoteMaps(MappedTars):
                 self._map_copy(number, copy)
 
     def begin_fetching(self) -> None:
-        """Fetch the tars that are needed and fit into the cache, in the background, until this object is deleted."""
+        """Fetch the needed tars that fit into the cache, in the background, until this object is deleted."""
         numbers = np.flatnonzero(self._is_claimed() & ~self._is_mapped).tolist()
         if not numbers or self._is_fetching:
             return
         self._is_fetching = True
-        # The processes of a machine begin in different places; a tar that another process fetches is left to it.
+        # The processes of a machine begin at different places. A tar that another process is fetching is left to it.
         share = int(os.environ.get("LOCAL_RANK") or 0) / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
         pending = deque(numbers)
         pending.rotate(-int(len(numbers) * share))
@@ -413,7 +414,7 @@ class RemoteMaps(MappedTars):
         ]
         for thread in threads:
             thread.start()
-        # At the end of the program too: a thread must not return from a request into an interpreter that has ended.
+        # Also at the end of the program: a thread must not return from a request into an interpreter that has ended.
         weakref.finalize(self, _stop, end, threads)
 
     def name(self, number: int) -> str:
@@ -426,7 +427,7 @@ class RemoteMaps(MappedTars):
         return self._views[number] if self._is_mapped[number] else None
 
     def fetch_bytes(self, number: int, offset: int, size: int) -> memoryview | None:
-        if self._is_mapped[number]:  # the copy is damaged; parts in use were verified
+        if self._is_mapped[number]:  # the copy is damaged, but parts in use were verified
             self._is_mapped[number] = False
             self._tars.cache.drop(self._cached_name(number))
         return memoryview(self._tars.read(self._path(number), offset, size))
@@ -465,7 +466,7 @@ class RemoteMaps(MappedTars):
             raise UserError(f"the {column} column cannot be fetched: {error}", hint=hint) from error
 
     def _is_claimed(self) -> NDArray[np.bool_]:
-        """Return a mask of the tars that hold samples and fit into the cache."""
+        """Return a mask of the tars that samples need and that fit into the cache."""
         claims = self._tars.cache.claims
         return np.array(
             [bool(needed) and self._cached_name(number) in claims for number, needed in enumerate(self._is_needed)],
@@ -482,7 +483,7 @@ def open_maps(variants: Sequence[Variant], tars: RemoteTars | None, *, whole: Va
 
 
 def _fetch_all(of: "weakref.ref[RemoteMaps]", pending: deque[int], end: threading.Event) -> None:
-    """Fetch tars into the cache; try a tar that another process is fetching again later."""
+    """Fetch tars into the cache. A tar that another process is fetching is tried again later."""
     attempts: Counter[int] = Counter()
     while not end.is_set() and (maps := of()) is not None:
         try:
@@ -501,7 +502,7 @@ def _fetch_all(of: "weakref.ref[RemoteMaps]", pending: deque[int], end: threadin
                 _note(f"the cache takes no more tars, further tars are read by range: {error}")
             elif is_done:
                 _note(f"a tar is not fetched into the cache, it is read by range: {error}")
-        del maps  # a waiting thread must not keep a set alive that is no longer in use
+        del maps  # a waiting thread must not keep an unused set alive
         if not is_done:
             pending.append(number)
             end.wait(_RETRY_AFTER_S)

@@ -1,8 +1,7 @@
-"""Mixtures: the samples of several data folders, which one loader reads, and their order.
+"""Mixtures: samples of several data folders that one loader reads, and their order.
 
-The tables of a mixture do not know of each other. Samples, clips and captions of the mixture are numbered one folder
-after another, so that a loss that keeps state for each clip or caption has a place for each. Failures name their
-folder.
+The tables in a mixture are independent. Samples, clips and captions of the mixture are numbered folder after folder, so
+that a loss that keeps state per clip or caption has a place for each of them. Failures name their folder.
 """
 
 import hashlib
@@ -34,39 +33,40 @@ _MOST_SHARES = 1 << 31  # products of two of them fit into int64
 class MixedOrder:
     """Order of the samples of several folders: a pure function of seed and position.
 
-    Consecutive positions form groups (clipmill.train.data.order), and each group shows one folder. Two stages choose
-    the folder from the weights w_k, whole numbers with the sum W:
+    Consecutive positions form groups (clipmill.train.data.order), and each group shows a single folder. The folder is
+    chosen in two stages from the weights w_k, integers with the sum W:
 
     1. Numbering. A binary tree over the folders divides the groups 0, 1, 2, ...: among the first n groups of a node,
-       floor(n * w_left / w_node + 1/2) belong to its left half. The number of groups of folder k among the first n
-       groups therefore needs no table: it is n * w_k / W, with an error of at most half the depth of the tree, and
+       floor(n * w_left / w_node + 1/2) belong to its left half. Therefore the number of groups of folder k among the
+       first n groups needs no table: it is n * w_k / W, with an error of at most half the depth of the tree, and
        exactly w_k in any W consecutive groups.
-    2. Shuffling. The folders of each block are shuffled as a function of seed and block. A block is a period of W
-       groups, or 16 groups of a longer period. Otherwise a rank could get all of its samples from one folder, which may
-       be slower than the others.
+    2. Shuffling. The folders in each block are shuffled as a function of seed and block. A block is a period of W
+       groups, or 16 groups of a longer period. Without shuffling, a rank could get all of its samples from one folder,
+       which may be slower than the others.
 
-    With a tree of D levels, numbering is off by at most D / 2 at each end of a block. Within a block, all groups of a
-    folder with the share p may come first: 16 p (1 - p) <= 4 more. A window has two ends, and is off by at most 8 + D.
+    With a tree of D levels, numbering deviates by at most D / 2 at each end of a block. Within a block, all groups of a
+    folder with the share p may come first, which adds at most 16 p (1 - p) <= 4. A window has two ends, so its
+    deviation is at most 8 + D.
 
-    The n-th group of folder k is the n-th group of that folder's `SampleOrder`. After all samples of a folder were
-    visited, its next epoch begins, independent of the other folders. Without weights, w_k is in proportion to the
+    The n-th group of folder k is the n-th group of the folder's `SampleOrder`. After all samples of a folder were
+    visited, its next epoch begins, independently of the other folders. Without weights, w_k is proportional to the
     number of groups of folder k, and an epoch of the mixture is one epoch of each folder.
 
     Shape suffixes: N positions, U blocks, S slots of a block, K folders.
 
     Args:
         sizes: Number of samples of each folder.
-        weights: Weight of each folder, all positive; None for proportions by size.
-        group: Number of consecutive positions that belong to one folder.
+        weights: Weight of each folder, all positive; None for weights proportional to size.
+        group: Number of consecutive positions that belong to the same folder.
 
     Attributes:
-        shares: Weights as the smallest whole numbers.
-        period: W, number of groups after which each folder has had exactly its share, from the beginning on.
-        offsets: Index of the first sample of each folder, and then the number of samples, int64 [K + 1].
+        shares: Weights as the smallest integers.
+        period: W, the number of groups after which each folder has had exactly its share, from the beginning on.
+        offsets: Index of the first sample of each folder, followed by the number of samples, int64 [K + 1].
     """
 
     def __init__(self, sizes: Sequence[int], *, weights: Sequence[Fraction] | None, seed: int, group: int = 1) -> None:
-        # Each folder has its own seed, so that folders of equal size are not visited in the same order.
+        # Each folder has a different seed, so that folders of equal size are not visited in the same order.
         digests = [hashlib.blake2b(f"{seed}/folder {number}".encode(), digest_size=8) for number in range(len(sizes))]
         self._orders = [
             SampleOrder(size, int.from_bytes(digest.digest()), group)
@@ -84,7 +84,7 @@ class MixedOrder:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of all folders, which is the length of an epoch of the mixture."""
+        """Number of samples in all folders, which is the length of an epoch of the mixture."""
         return int(self.offsets[-1])
 
     def folder_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -113,13 +113,13 @@ class MixedOrder:
         return [_num_samples(order, num) for order, num in zip(self._orders, taken.tolist(), strict=True)]
 
     def per_epoch(self) -> list[float]:
-        """Return the average number of visits of a folder's samples in an epoch of the mixture, by folder."""
+        """Return, for each folder, the average number of visits per sample in an epoch of the mixture."""
         total = Fraction(sum(order.positions_per_epoch for order in self._orders), self._bounds[-1])
         pairs = zip(self.shares, self._orders, strict=True)
         return [float(share * total / order.positions_per_epoch) for share, order in pairs]
 
     def _place(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the folder of each group, and its number among the groups of that folder."""
+        """Return the folder of each group, and the group's number within that folder."""
         first_N, slot_N = self._block_of(group_N)
         first_U, block_N = np.unique(first_N, return_inverse=True)
         folder_US = self._shuffle(first_U)
@@ -129,12 +129,12 @@ class MixedOrder:
         return folder_N, self._numbers(first_U)[block_N, folder_N] + before_N
 
     def _block_of(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the first group of the block of each group, and its slot in the block."""
+        """Return the first group of each group's block, and its slot in the block."""
         slot_N = group_N % self.period % self._block
         return group_N - slot_N, slot_N
 
     def _shuffle(self, first_U: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the folder of each slot of some blocks; the last block of a period may have unused slots."""
+        """Return the folder of each slot in some blocks. The last block of a period may have unused slots."""
         group_US = first_U[:, None] + np.arange(self._block)
         folder_US = self._folders(group_US.ravel(), 0, len(self._orders)).reshape(group_US.shape)
         key_US = draw_uniform(group_US.ravel(), 1, seed=self._seed, purpose="folder").reshape(group_US.shape)
@@ -142,7 +142,7 @@ class MixedOrder:
         return np.take_along_axis(folder_US, key_US.argsort(axis=1, kind="stable"), axis=1)
 
     def _folders(self, group_N: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
-        """Return the folder of each group of the node [low, high) of the tree, before shuffling."""
+        """Return the folder of each group in the tree node [low, high), before shuffling."""
         if high - low == 1:
             return np.full(len(group_N), low)
         middle = (low + high) // 2
@@ -154,7 +154,7 @@ class MixedOrder:
         return folder_N
 
     def _numbers(self, group_N: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of each folder's groups before each group, before shuffling: [N, K]."""
+        """Return, before shuffling, how many groups of each folder precede each group: [N, K]."""
         number_NK = np.empty((len(group_N), len(self._orders)), np.int64)
 
         def divide(group_N: NDArray[np.int64], low: int, high: int) -> None:
@@ -169,7 +169,7 @@ class MixedOrder:
         return number_NK
 
     def _num_in_left_half(self, group_N: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
-        """Return how many of the first `group_N` groups of a node are in its left half."""
+        """Return how many of the first `group_N` groups of a node belong to its left half."""
         left = self._bounds[(low + high) // 2] - self._bounds[low]
         total = self._bounds[high] - self._bounds[low]
         rounds, rest = np.divmod(group_N, total)
@@ -177,7 +177,7 @@ class MixedOrder:
 
 
 def whole_numbers(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Return the smallest whole numbers in the proportions of `weights`."""
+    """Return the smallest integers that are proportional to `weights`."""
     scale = math.lcm(*(weight.denominator for weight in weights))
     scaled = [int(weight * scale) for weight in weights]
     divisor = math.gcd(*scaled)
@@ -185,20 +185,23 @@ def whole_numbers(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _num_samples(order: SampleOrder, num_positions: int) -> int:
-    """Return the number of samples at the first positions of an order; its empty positions are the last of an epoch."""
+    """Return the number of samples at the first positions of an order.
+
+    Its empty positions are at the end of an epoch.
+    """
     epochs, rest = divmod(num_positions, order.positions_per_epoch)
     return epochs * order.num_samples + min(rest, order.num_samples)
 
 
 @dataclass(frozen=True)
 class MixedFolders:
-    """Folders of a mixture, for the log, metrics and the results page; one entry per folder.
+    """Folders of a mixture, for the log, the metrics and the results page. Each list has one entry per folder.
 
     Attributes:
         names: Short names.
-        addresses: Addresses, as in --shards.
+        addresses: Addresses as in --shards.
         described: Description of each set.
-        variants: Variants that each set comes from.
+        variants: Variants of each set.
         order: Order of the samples.
     """
 
@@ -214,11 +217,11 @@ class MixedFolders:
         return [share / sum(self.order.shares) for share in self.order.shares]
 
     def counts(self, position: int) -> dict[str, int]:
-        """Return the number of samples of each folder before a position, failed ones included."""
+        """Return the number of samples of each folder before a position, including failed ones."""
         return dict(zip(self.names, self.order.counts(position), strict=True))
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return the entry of run.json: address, share, and visits of each sample per epoch."""
+        """Return the entry for run.json: address, share, and visits of each sample per epoch."""
         sizes = np.diff(self.order.offsets).tolist()
         columns = (
             self.names,
@@ -233,7 +236,7 @@ class MixedFolders:
         return [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def describe(self) -> str:
-        """Return a line for the log: shares and visits of the folders, and the content of the sets."""
+        """Return a line for the log: shares and visits of the folders, and contents of the sets."""
         each = []
         for folder in self.facts():
             visits = "once" if folder["per_epoch"] == 1 else f"{folder['per_epoch']:.3g} times"
@@ -250,7 +253,7 @@ class MixedFolders:
         return ", ".join(f"{variant} ({name})" for name, variant in named if variant)
 
     def fingerprint(self, parts: Sequence[str]) -> str:
-        """Return the hash of the order, from the fingerprints of the sets."""
+        """Compute the hash of the order from the fingerprints of the sets."""
         orders, contents = zip(*(part.partition("-")[::2] for part in parts), strict=True)
         order, content = (
             hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()
@@ -260,7 +263,7 @@ class MixedFolders:
 
 
 def require_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise a UserError if data folders, given by address, differ in one of their facts."""
+    """Raise a UserError if data folders differ in one of their facts; the facts are given by address."""
     (first, first_facts), *others = facts.items()
     for address, other_facts in others:
         for name, value in first_facts.items():
@@ -273,12 +276,12 @@ def require_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
 
 
 class MixedSamples(BatchedSamples):
-    """Samples of several folders. For the methods see `clipmill.train.data.samples.Samples`.
+    """Samples of several folders. `clipmill.train.data.samples.Samples` describes the methods.
 
     Args:
         parts: Samples of each folder, opened with the same loader settings.
         addresses: Addresses of the folders.
-        weights: Weights of the folders; None for proportions by size.
+        weights: Weights of the folders; None for weights proportional to size.
 
     Attributes:
         folders: Folders for the log and the metrics.
@@ -316,12 +319,12 @@ class MixedSamples(BatchedSamples):
 
     @property
     def visits_per_epoch(self) -> float:
-        """Number of samples that training takes in an epoch: every sample of all folders, once on average."""
+        """Number of samples per epoch of training: each sample of all folders once, on average."""
         return float(sum(part.visits_per_epoch for part in self.parts))
 
     @property
     def num_clips(self) -> int:
-        """Number of distinct clips; ids of clips are in [0, num_clips)."""
+        """Number of distinct clips. IDs of clips are in [0, num_clips)."""
         return int(self.numbering.first_clip[-1])
 
     @property
@@ -362,7 +365,7 @@ class MixedSamples(BatchedSamples):
 
 
 class Numbering:
-    """Numbers of the clips and captions of several folders, one folder after another.
+    """Numbers of the clips and captions of several folders, folder after folder.
 
     Attributes:
         first_clip, first_caption: Index of the first clip and caption of each folder, then their total, int64 [K + 1].
@@ -377,7 +380,7 @@ class Numbering:
         return np.searchsorted(self.first_clip, clips, side="right") - 1
 
     def divide(self, clips: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield each folder that has some of the clips: its index, the indices of its clips, and their rows in it."""
+        """Yield, for each folder that has some of the clips: its index, indices of its clips, and their rows in it."""
         folders = self.folder_of(clips)
         for folder in np.unique(folders).tolist():
             where = np.flatnonzero(folders == folder)
@@ -385,7 +388,7 @@ class Numbering:
 
 
 class MixedReader(ThreadedReader):
-    """Reader of clips and images of several folders, in the same threads.
+    """Reader of clips and images of several folders, which all use the same threads.
 
     Args:
         parts: Samples of each folder.
@@ -399,7 +402,7 @@ class MixedReader(ThreadedReader):
         decoders = [reader.decoder for reader in self._readers if reader.decoder is not None]
         for reader in self._readers:
             if reader.decoder is not None:
-                # Decoders keep contexts for codecs, which are equal in all folders; one decoder keeps them once.
+                # Decoders keep contexts for codecs, which are equal in all folders. A single decoder keeps them once.
                 reader.decoder = decoders[0]
 
     @property
@@ -418,9 +421,9 @@ class MixedReader(ThreadedReader):
         return f" (data folder {self._addresses[self._place(sample)[0]]})"
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Outcome]:
-        """Load the samples of a group of requests, in their order; consecutive samples of a folder share work.
+        """Load the samples of a group of requests, in order. Consecutive samples of a folder share work.
 
-        A group belongs to one folder, unless a run was resumed in the middle of a group.
+        All samples of a group belong to one folder, unless a run was resumed in the middle of a group.
         """
         loaded: list[Outcome] = []
         for folder, part in self._by_folder(requests):
@@ -439,7 +442,7 @@ class MixedReader(ThreadedReader):
         return loaded
 
     def _by_folder(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, list[SampleRequest]]]:
-        """Yield runs of consecutive requests of one folder, with that folder's numbers."""
+        """Yield runs of consecutive requests for the same folder, with that folder's numbers."""
         for folder, part in groupby(requests, key=lambda request: self._place(request.sample)[0]):
             first = self._first_sample[folder]
             yield folder, [replace(request, sample=request.sample - first) for request in part]
@@ -453,6 +456,6 @@ class MixedReader(ThreadedReader):
         return loaded
 
     def _place(self, sample: int) -> tuple[int, int]:
-        """Return the folder of a sample, and its number in it."""
+        """Return the folder of a sample, and its number in the folder."""
         folder = bisect_right(self._first_sample, sample) - 1
         return folder, sample - self._first_sample[folder]

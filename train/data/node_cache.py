@@ -1,14 +1,14 @@
-"""Arrays that all ranks of a machine share: computed by one of them, written to a file, and mapped by all.
+"""Arrays that all ranks of a machine share: one rank computes them and writes a file, and all ranks map it.
 
-Opening a set of millions of samples sorts and searches arrays of as many rows. If every rank did it, time and memory
-would multiply. Here the first rank computes under a lock, and publishes the result in the folder of `--cache`, or in
-the user's cache folder; the other ranks, and later runs on the same data, map it. Results are named by a hash of
-everything that they depend on: commits, manifest, split, settings, and the format. A result is an Arrow file with a
+Opening a set of millions of samples sorts and searches arrays of as many rows. If every rank did this, time and memory
+would multiply. Therefore the first rank computes under a lock, and publishes the result in the folder of `--cache`, or
+in the user's cache folder. The other ranks, and later runs on the same data, map the result. A result's name is a hash
+of everything that affects it: commits, manifest, split, settings, and the format. A result is an Arrow file with a
 checksum; a damaged file is made again.
 
-Small sets are computed by every rank, without a file. So are large sets if the folder cannot be written; a warning on
-standard error says so. The folder holds at most `_MAX_BYTES`; results that were not used for the longest time are
-removed.
+Small sets are computed by every rank, without a file. If the folder cannot be written, large sets are too, with a
+warning on standard error. The folder holds at most `_MAX_BYTES`; the results that have not been used for the longest
+time are removed first.
 """
 
 import ctypes
@@ -37,10 +37,10 @@ from clipmill.manifests.publish import publish_atomically
 from clipmill.manifests.storage.cache import evict, files_in
 
 FOLDER = "opened"
-MIN_ROWS = 200_000  # sets below it take less than a second, and a few megabytes
-SCRATCH_BYTES = 32 << 20  # smaller arrays cost less in memory: the kernel need not keep their pages for a file
+MIN_ROWS = 200_000  # smaller sets take less than a second, and a few megabytes
+SCRATCH_BYTES = 32 << 20  # smaller arrays cost less in memory, because the kernel need not keep pages for a file
 _MAX_BYTES = 64 << 30
-_FORMAT = 4  # increase it whenever `compute` returns something else for the same data
+_FORMAT = 4  # increment it whenever `compute` returns other results for the same data
 _STRUCTURE = b"clipmill_structure"
 _CHECKSUM_BYTES = 4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -57,12 +57,12 @@ def choose_folder(folder: Path | None) -> None:
 def open_shared(
     compute: Callable[[], _T], *, of: Sequence[object], num_rows: int, types: Sequence[type], column: str = "set"
 ) -> _T:
-    """Return the result of `compute`, with arrays that are mapped read-only if there are many rows.
+    """Return the result of `compute`; if it has many rows, its arrays are mapped read-only.
 
     Args:
         compute: Function that returns frozen dataclasses, tuples, lists, dicts with names, numbers, strings and
-            fractions, NumPy arrays, and Arrow arrays of strings without nulls.
-        of: Everything that the result depends on, in a form whose `repr` identifies it.
+            fractions, NumPy arrays, and Arrow string arrays without nulls.
+        of: Everything that affects the result, in a form whose `repr` identifies it.
         num_rows: Approximate number of rows of the result.
         types: Dataclasses in the result.
         column: Word for the name of the file.
@@ -93,9 +93,9 @@ def open_shared(
         if opened is None:
             return computed
         del computed
-        # Return the memory of computing to the system: Arrow and the C library would keep it for later.
+        # Return the memory of the computation to the system; Arrow and the C library would keep it for later.
         pa.default_memory_pool().release_unused()
-        with suppress(AttributeError, OSError):  # glibc only
+        with suppress(AttributeError, OSError):  # only glibc has this function
             ctypes.CDLL(None).malloc_trim(0)
         return opened  # type: ignore[no-any-return]
 
@@ -105,16 +105,16 @@ def _warn(error: OSError) -> None:
 
 
 def scratch(count: int, kind: Any) -> NDArray[Any]:
-    """Return an array without values. A large array is a mapped file without a name, outside the process's memory.
+    """Return an uninitialised array. A large array is a mapped unnamed file, outside the process's memory.
 
-    Code that computes shared arrays collects its rows in such arrays, so that the kernel can write them to the disk.
+    Code that computes shared arrays collects its rows in such arrays, which the kernel can write to the disk.
     """
     size_bytes = count * np.dtype(kind).itemsize
     if size_bytes < SCRATCH_BYTES:
         return np.empty(count, kind)
     try:
         with tempfile.TemporaryFile(dir=_folder()) as file:
-            # Reserved, because writing to a mapped file on a full disk would kill the process.
+            # Space is reserved, because writing to a mapped file on a full disk would kill the process.
             os.posix_fallocate(file.fileno(), 0, size_bytes)
             return np.frombuffer(mmap.mmap(file.fileno(), size_bytes), kind)
     except OSError:
@@ -122,7 +122,7 @@ def scratch(count: int, kind: Any) -> NDArray[Any]:
 
 
 def index_type(count: int) -> type[np.int32 | np.int64]:
-    """Return the type for numbers up to `count`."""
+    """Return the integer type for numbers up to `count`."""
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
@@ -154,7 +154,10 @@ def _folder() -> Path:
 
 
 def _make_room(folder: Path, *, keep: Path) -> None:
-    """Remove the results that were not used for the longest time; a process that maps one keeps it until it ends."""
+    """Remove the results that have not been used for the longest time.
+
+    A process that maps one keeps it until it ends.
+    """
     files = files_in(folder)
     results = {path: state for path, state in files.items() if path != keep and not path.name.startswith(".")}
     evict(results, excess_bytes=sum(state.st_size for state in files.values()) - _MAX_BYTES, are_locked=False)
@@ -163,7 +166,7 @@ def _make_room(folder: Path, *, keep: Path) -> None:
 def _write(value: object, path: Path) -> None:
     """Write an Arrow file of one row, followed by the checksum of its bytes.
 
-    Each array is a column, a list, with its place in the result as a name; the rest is JSON in the metadata.
+    Each array is a list column that is named after its place in the result. All other values are JSON in the metadata.
     """
     columns: dict[str, pa.Array] = {}
     structure = json.dumps(_encode(value, "", columns)).encode()
@@ -185,7 +188,7 @@ def _encode(value: Any, name: str, columns: dict[str, pa.Array]) -> Any:
         entry = {"column": name}
         if isinstance(value, np.ndarray):
             entry |= {"dtype": value.dtype.str, "shape": value.shape}
-            # Arrow packs truth values into bits.
+            # Arrow packs booleans into bits.
             plain = np.ascontiguousarray(value).reshape(-1)
             value = pa.array(plain.view(np.uint8) if plain.dtype == bool else plain)
         columns[name] = pa.LargeListArray.from_arrays(np.array([0, len(value)]), value)
@@ -208,7 +211,7 @@ def _encode_parts(parts: Iterable[tuple[Any, Any]], name: str, columns: dict[str
 
 
 def _open(path: Path, types: dict[str, type]) -> Any:
-    """Return the result in a file, mapped; None if the file is missing, or damaged, which is reported."""
+    """Map the result in a file; return None if the file is missing, or damaged, which is reported."""
     try:
         with map_arrow_file(path) as mapped:
             content = mapped.read_buffer()
@@ -225,7 +228,7 @@ def _open(path: Path, types: dict[str, type]) -> Any:
 
 
 def _verify(path: Path, content: memoryview, *, checksum: memoryview) -> None:
-    """Compare a file with its checksum, once after each start of the machine and each change; note that it is used.
+    """Compare a file with its checksum, once after each boot of the machine and each change; note that it is used.
 
     Raises:
         ValueError: File and checksum differ.
@@ -240,12 +243,12 @@ def _verify(path: Path, content: memoryview, *, checksum: memoryview) -> None:
 
 
 def _mark_of(path: Path) -> Path:
-    """Return the file that records the state in which a file was verified."""
+    """Return the path of the file that records the state in which a file was verified."""
     return path.with_name(f".{path.name}.verified")
 
 
 def _state(path: Path) -> str:
-    """Return the start of the machine, and size and time of a file, which change whenever its content may."""
+    """Return the machine's boot ID, and size and time of a file; one of them changes whenever the content may."""
     state = path.stat()
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else str(time.monotonic_ns())
     return f"{boot} {state.st_ino} {state.st_size} {state.st_mtime_ns}"

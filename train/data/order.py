@@ -1,15 +1,15 @@
-"""Sample order: a pure function of (seed, epoch, position) with random access in O(1).
+"""Sample order: a pure function of (seed, epoch, position), with random access in O(1).
 
-Every epoch contains every sample exactly once, in its own order. The order is a format-preserving permutation: an
-alternating Feistel network on the smallest power of two that holds all samples, followed along its cycle until it
-reaches a valid sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table, so 10^9
+Every epoch contains every sample exactly once, in an order of its own. The order is a format-preserving permutation: an
+alternating Feistel network on the smallest power of two that is large enough. Its cycle is followed until it reaches a
+valid sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The permutation needs no table, so 10^9
 samples cost as much as ten, and it does not depend on the number of workers or ranks.
 
-Positions count on across epochs: position p is position p % num_samples of epoch p // num_samples.
+Positions continue across epochs: position p is position p % num_samples of epoch p // num_samples.
 
-With groups of G samples, groups are permuted: group g holds the samples g * G to g * G + G - 1, which stay next
-to each other. If G does not divide the number of samples, the last group of every epoch is incomplete and its remaining
-positions are empty.
+With groups of G samples, the groups are permuted. Group g has the samples g * G to g * G + G - 1, which stay adjacent.
+If G does not divide the number of samples, the last group of every epoch is incomplete, and its remaining positions are
+empty.
 """
 
 import hashlib
@@ -45,13 +45,13 @@ class SampleOrder:
         return -(-self.num_samples // self.group) * self.group
 
     def at(self, positions: Positions) -> Positions:
-        """Return the samples, in [0, num_samples), at `positions` (int64, any shape, >= 0); -1 where empty."""
+        """Return the samples, in [0, num_samples), at `positions` (int64, any shape, >= 0); -1 for empty positions."""
         epochs, of_epoch = np.divmod(np.asarray(positions, dtype=np.int64), self.positions_per_epoch)
         groups, members = np.divmod(of_epoch, self.group)
         num_full = self.num_samples // self.group
         chosen = groups < num_full
         if chosen.any():
-            # All epochs at once: many positions of a small set belong to many epochs.
+            # All epochs are computed at once, because many positions of a small set belong to many epochs.
             distinct, number = np.unique(epochs[chosen], return_inverse=True)
             keys = np.stack([_round_keys(self.seed, int(epoch)) for epoch in distinct], axis=1)
             groups[chosen] = _permute_with_keys(
@@ -66,8 +66,8 @@ class SampleOrder:
 class Share:
     """Positions of a rank: every `num_ranks`-th group of the order, starting with the `rank`-th.
 
-    The shares of all ranks are equal and cover every position. They are counted from the first position of the order,
-    wherever a run is resumed, so that the same number of ranks continues with the same shares.
+    The shares of all ranks are equal, and together cover every position. They are counted from the first position of
+    the order, wherever a run is resumed, so the same number of ranks continues with the same shares.
 
     Attributes:
         rank: Rank, or an array of ranks for several shares at once.
@@ -78,11 +78,11 @@ class Share:
     group: int = 1
 
     def at(self, numbers: Positions) -> Positions:
-        """Return the positions with these numbers in the share, which count from 0."""
+        """Return the positions with the given numbers in the share, counted from 0."""
         return (numbers // self.group * self.num_ranks + self.rank) * self.group + numbers % self.group
 
     def count_before(self, positions: int | Positions) -> Positions:
-        """Return the number of positions of the share that are before each of `positions`."""
+        """Return, for each of `positions`, how many positions of the share precede it."""
         rows, rest = np.divmod(np.asarray(positions, dtype=np.int64), self.group * self.num_ranks)
         before: Positions = rows * self.group + np.clip(rest - self.rank * self.group, 0, self.group)
         return before
@@ -127,42 +127,42 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 
 # Resume cursor: the progress of a run in the endless sample order, for any batch size and number of ranks.
 #
-# As long as nothing fails and groups divide a rank's batch, the cursor is one number: all positions before it have been
-# taken. A rank whose sample fails takes the next position of its share and is then ahead of the other ranks; positions
-# taken early are recorded, so that no rank takes them again after a resume.
+# As long as nothing fails and groups divide a rank's batch, the cursor is a single number: all positions before it have
+# been used. If a rank's sample fails, the rank uses the next position of its share, and is then ahead of the other
+# ranks. Positions that were used early are recorded, so that no rank uses them again after a resumption.
 
 
-SEPARATOR = "-"  # between the two parts of a fingerprint
+SEPARATOR = "-"  # separates the two parts of a fingerprint
 
 
 class LoaderState(TypedDict):
     """State of a loader, as stored in a checkpoint."""
 
-    position: int  # all positions before it have been taken
-    ahead: list[int]  # further positions taken: only with several ranks, after failures
+    position: int  # all positions before it have been used
+    ahead: list[int]  # further used positions; only with several ranks, after failures
     seed: int
     samples: str  # fingerprint of the sample set
 
 
-class Cursor(NamedTuple):  # as `LoadedBatch`
-    """Positions that have been taken: all before `position`, and the later ones in `ahead` (ascending)."""
+class Cursor(NamedTuple):  # a NamedTuple for the same reason as `LoadedBatch`
+    """Positions that have been used: all before `position`, and later ones in `ahead` (ascending)."""
 
     position: int
     ahead: tuple[int, ...] = ()
 
     def has_passed(self, position: int) -> bool:
-        """Return True if `position` has been taken."""
+        """Return True if `position` has been used."""
         return position < self.position or position in self.ahead
 
     def positions(self, begin: int, count: int, share: Share) -> Positions:
-        """Return the `count` positions that a rank takes after its first `begin`, in order: the rest of its share."""
+        """Return `count` positions that a rank uses after its first `begin` ones, in order: the rest of its share."""
         first, taken = int(share.count_before(self.position)), self._numbers_ahead(share)
         numbers = begin + np.arange(count, dtype=np.int64)
         left_before = taken - first - np.arange(len(taken))
         return share.at(first + numbers + np.searchsorted(left_before, numbers, side="right"))
 
     def after(self, num_common: int, num_own: int, share: Share) -> "Cursor":
-        """Return the cursor after every rank has taken `num_common` positions, and this rank `num_own` or more."""
+        """Return the cursor after every rank has used `num_common` positions, and this rank `num_own` or more."""
         if not self.ahead and num_own == num_common and share.group == 1:
             return Cursor(self.position + num_common * share.num_ranks)
         position = self._after_all(num_common, share)
@@ -170,11 +170,11 @@ class Cursor(NamedTuple):  # as `LoadedBatch`
         num_before -= int(np.searchsorted(share.at(self._numbers_ahead(share)), position))
         early = self.positions(num_before, num_own - num_before, share).tolist()
         cursor = Cursor(position, tuple(sorted({at for at in self.ahead if at > position}.union(early))))
-        # Ranks with different failures must still report the same position, by which `merge_cursors` matches them.
+        # Ranks with different failures must report the same position, by which `merge_cursors` matches them.
         return cursor if share.num_ranks > 1 else merge_cursors([cursor])
 
     def _after_all(self, num_common: int, share: Share) -> int:
-        """Return the first position that some rank has left after every rank has taken `num_common`."""
+        """Return the first position that some rank has not used after every rank has used `num_common` positions."""
         everyone = replace(share, rank=np.arange(share.num_ranks))
         lefts = everyone.at(everyone.count_before(self.position) + num_common)
         for rank in {at // share.group % share.num_ranks for at in self.ahead}:
@@ -182,13 +182,13 @@ class Cursor(NamedTuple):  # as `LoadedBatch`
         return int(lefts.min())
 
     def _numbers_ahead(self, share: Share) -> Positions:
-        """Return the numbers in the share of its positions in `ahead`, ascending."""
+        """Return the numbers that the positions in `ahead` have in the share, ascending."""
         ahead = np.array(self.ahead, dtype=np.int64)
         return share.count_before(ahead[ahead // share.group % share.num_ranks == share.rank])
 
 
 def merge_cursors(cursors: Iterable[Cursor]) -> Cursor:
-    """Merge the cursors of all ranks, which have taken the same number of batches, to one cursor.
+    """Merge the cursors of all ranks, which must have used the same number of batches.
 
     Raises:
         ValueError: The ranks are at different batches.

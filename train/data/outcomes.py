@@ -1,14 +1,15 @@
-"""Outcomes of loading a sample: a sample of a batch, or a failure with a name and a reason.
+"""Outcomes of loading a sample: a sample of a batch, or a named failure with a reason.
 
-Life cycle of a failed sample ("why was this sample skipped?"):
+Life cycle of a failed sample, which answers "why was this sample skipped?":
 
 1. Reading, verifying or decoding raises `SampleFailed` with the chunk's key, a reason and a detail.
-2. The sample set returns it as a `FailedSample`. So does a loader for a sample that is not ready in time ("stuck").
-3. The next sample in order fills the batch, and `LoadedBatch.failed` carries the failure along. More failures than
-   `max_failures` raise `TooManyFailures` instead.
-4. `clipmill.train.engine.failures.FailureLog` collects the failures of all ranks, appends them to failures.jsonl in
-   the run folder and ends the run above --max-failures. Evaluations in the loop report failures as `num_failed`, result
-   files as `failed`.
+2. The sample set returns it as a `FailedSample`. A loader does the same for a sample that is not ready in time
+("stuck").
+3. The next sample in order fills the batch, and `LoadedBatch.failed` contains the failure. If there are more failures
+   than `max_failures`, `TooManyFailures` is raised instead.
+4. `clipmill.train.engine.failures.FailureLog` collects the failures of all ranks, appends them to failures.jsonl in the
+   run folder, and ends the run above --max-failures. Evaluations during training report failures as `num_failed`,
+   result files as `failed`.
 
 Reasons:
 
@@ -17,12 +18,12 @@ Reasons:
     undecodable       the decoder reports an error, or a file is truncated
     frame_missing     the decoder does not output a requested frame
     chunks_differ     the chunks of a clip differ in frame size or colour space
-    chunk_missing     no chunk holds a moment that was asked for (clips at given times)
+    chunk_missing     no chunk covers a requested moment (clips at given times)
     empty_span        no frame of the file lies in the span of the caption (streams only)
     stuck             reading or decoding took longer than the time limit
 
-Captions that can never be shown, because their span is empty or their chunk is missing, are not failures: the sample
-set excludes them when it is opened (clipmill.train.data.caption_rows), and the first line of the log counts them by
+Captions that can never be shown, because their span is empty or their chunk is missing, are not failures: they are
+excluded when the sample set is opened (clipmill.train.data.caption_rows), and the first line of the log counts them by
 reason.
 """
 
@@ -56,9 +57,9 @@ Unusable = Literal[
     "chunk_missing",
     "not_selected",
 ]
-_MAX_NAMED = 3  # keys in a message
+_MAX_NAMED = 3  # maximum number of keys in a message
 
-# Words after "1", and after higher numbers.
+# Words to use after "1", and after higher numbers.
 _WORDS: dict[Unusable, tuple[str, str]] = {
     "empty_span": ("with an empty span", "with an empty span"),
     "other_split": ("shows seconds of another split", "show seconds of other splits"),
@@ -70,7 +71,7 @@ _WORDS: dict[Unusable, tuple[str, str]] = {
 
 
 def remarks_of(num_unusable: Mapping[Unusable, int], num_shortened: int) -> list[str]:
-    """Return remarks on excluded and shortened captions, by reason."""
+    """Return remarks about excluded and shortened captions, by reason."""
     parts = [f"{count:,} {_WORDS[reason][count != 1]}" for reason, count in num_unusable.items()]
     return [*parts, f"{num_shortened:,} shortened to the end of the video"] if num_shortened else parts
 
@@ -117,7 +118,7 @@ class FailedSample:
 
 
 class SampleFailed(ClipmillError):
-    """A sample could not be read or decoded; see `FailedSample` for the arguments."""
+    """A sample could not be read or decoded. `FailedSample` describes the arguments."""
 
     def __init__(self, key: str, *, reason: Reason, detail: str) -> None:
         super().__init__(f"{key}: {detail}")
@@ -129,7 +130,7 @@ class SampleFailed(ClipmillError):
 
 
 def name_repeated(keys: Sequence[str]) -> str:
-    """Return the number and names of the keys of failures, to append to their number; empty if none is repeated."""
+    """Return the repeated keys of failures as text, to append to the number of failures; empty if there are none."""
     if len(distinct := list(dict.fromkeys(keys))) == len(keys):
         return ""
     names = ", ".join([*distinct[:_MAX_NAMED], *(["..."] if len(distinct) > _MAX_NAMED else [])])
@@ -137,10 +138,10 @@ def name_repeated(keys: Sequence[str]) -> str:
 
 
 class TooManyFailures(ClipmillError):
-    """The failure budget is exceeded.
+    """There are more failures than allowed.
 
     Args:
-        failed: Failures since the last batch, including the failure above the limit.
+        failed: Failures since the last batch, including the one above the limit.
     """
 
     def __init__(self, failed: tuple[FailedSample, ...]) -> None:
@@ -160,7 +161,7 @@ class FailureBudget:
         self._since_batch: list[FailedSample] = []
 
     def add(self, failure: FailedSample) -> None:
-        """Record a failure; raises TooManyFailures above the limit."""
+        """Record a failure; raise TooManyFailures above the limit."""
         self._since_batch.append(failure)
         self._num_failures += 1
         if self._max_failures is not None and self._num_failures > self._max_failures:
@@ -170,7 +171,7 @@ class FailureBudget:
         return len(self._since_batch)
 
     def take(self) -> tuple[FailedSample, ...]:
-        """Return the failures since the last batch, and start over."""
+        """Return the failures since the last batch, and forget them."""
         if not self._since_batch:
             return ()
         failed, self._since_batch = tuple(self._since_batch), []
@@ -178,7 +179,7 @@ class FailureBudget:
 
 
 def list_failures(failures: list[FailedSample], failed: Sequence[FailedSample], *, max_failures: int) -> None:
-    """Append to the list of a user's program; raises FailedWork if it has more than `max_failures`."""
+    """Append failures to the list for the user's program; raise FailedWork if it has more than `max_failures`."""
     failures += failed
     if failed and len(failures) > max_failures:
         raise FailedWork(
@@ -188,8 +189,8 @@ def list_failures(failures: list[FailedSample], failed: Sequence[FailedSample], 
         )
 
 
-class LoadedBatch(NamedTuple):  # making a dataclass takes twice as long, which matters for batches of one
-    """A batch, the samples that failed on the way to it, and the cursor after it."""
+class LoadedBatch(NamedTuple):  # creating a dataclass takes twice as long, which matters for batches of one sample
+    """A batch, the samples that failed before it was full, and the cursor after it."""
 
     batch: Batch
     failed: tuple[FailedSample, ...]
@@ -200,7 +201,7 @@ _NO_SAMPLES = frozenset({FailedSample, NoneType})
 
 
 class BatchBuilder:
-    """Collection of loaded samples that become batches.
+    """Collector that turns loaded samples into batches.
 
     Args:
         collate: Function that makes a batch of samples, as `BatchRing.collate` does.
@@ -217,9 +218,9 @@ class BatchBuilder:
         self.num_batches, self.num_taken = 1, 0
 
     def fill(self, outcomes: Iterator[Any]) -> bool:
-        """Take outcomes until the batch is full, as `add` does; return False if they end before."""
+        """Take outcomes until the batch is full, as `add` does; return False if there are not enough."""
         while missing := self._batch - len(self._samples):
-            # Several at a time: if samples are only copied, taking them one by one would double the time of a batch.
+            # Several at a time: if samples are only copied, taking them individually would double the time of a batch.
             taken = list(islice(outcomes, missing))
             if not taken:
                 return False
@@ -246,7 +247,7 @@ class BatchBuilder:
         return not (self._samples or self._failures)
 
     def take(self, cursor: Cursor) -> LoadedBatch:
-        """Return the batch as it is now, and start the next batch."""
+        """Return the current batch, even if it is not full, and start the next one."""
         batch = self._collate(self._samples) if self._samples else Batch()
         self._samples = []
         self.num_batches += 1

@@ -1,7 +1,7 @@
 """Prefetching: the next batch is collated and copied to the device, on a separate CUDA stream, during a step.
 
-Two batches exist at a time, the current and the next batch: a loader that reuses its buffers needs two of them. The
-second half of the file passes batches to all stages of a pipeline; only the first stage loads and decodes them.
+Two batches exist at a time, the current one and the next one, so a loader that reuses its buffers needs two of them.
+The second half of the file passes batches to all stages of a pipeline; only the first stage loads and decodes them.
 """
 
 import threading
@@ -23,7 +23,7 @@ _JOIN_TIMEOUT_S = 10.0
 def prefetch(
     batches: Iterator[LoadedBatch], device: torch.device, *, names: Sequence[str] = TENSORS
 ) -> Generator[LoadedBatch, None, None]:
-    """Yield `batches` with the tensors `names` on `device`, made by a thread that is one batch ahead.
+    """Yield `batches` with the tensors `names` on `device`. A thread makes them, one batch ahead.
 
     A batch is valid until the next one is requested. Closing the generator closes `batches`.
 
@@ -32,7 +32,7 @@ def prefetch(
     """
     device = with_index(device)
     ready: SimpleQueue[LoadedBatch | BaseException | None] = SimpleQueue()
-    # Tokens in a queue, not a semaphore: an interrupt in the middle of a release would leave a semaphore locked.
+    # Tokens in a queue instead of a semaphore, which an interrupt in the middle of a release would leave locked.
     free: SimpleQueue[None] = SimpleQueue()
     for _ in range(_NUM_BATCHES):
         free.put(None)
@@ -48,7 +48,7 @@ def prefetch(
                 with nullcontext() if stream is None else torch.cuda.stream(stream):
                     batch = to_device(loaded.batch, device, names=names)
                 if stream is not None:
-                    stream.synchronize()  # the model's stream does not wait for this one
+                    stream.synchronize()  # the model's stream does not wait for the copy stream
                 ready.put(loaded._replace(batch=batch))
             ready.put(None)
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
@@ -72,17 +72,17 @@ def prefetch(
 
 
 def _record_stream(loaded: LoadedBatch, device: torch.device) -> LoadedBatch:
-    """Tell the allocator that tensors made on the copy stream are used on the model's stream."""
+    """Tell the allocator that the model's stream uses tensors that were made on the copy stream."""
     if device.type == "cuda":
         for value in loaded.batch.values():
-            # Positions, ids and lengths are CPU tensors, which have no streams.
+            # Positions, IDs and lengths are CPU tensors, which have no streams.
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 value.record_stream(torch.cuda.current_stream(device))
     return loaded
 
 
 def on_all_stages(loaded: LoadedBatch | None, stages: World) -> LoadedBatch | None:
-    """Broadcast the first stage's batch; the other stages get it without its frames, and ignore their own."""
+    """Broadcast the first stage's batch. The other stages get it without frames, and ignore their own batch."""
     if stages.size == 1:
         return loaded
     small = stages.first(lambda: None if loaded is None else _without_pictures(loaded))
@@ -90,13 +90,13 @@ def on_all_stages(loaded: LoadedBatch | None, stages: World) -> LoadedBatch | No
 
 
 def batches_on_all_stages(batches: Iterable[LoadedBatch], stages: World) -> Iterator[LoadedBatch]:
-    """Broadcast the first stage's batches likewise; the other stages do not start their own `batches`.
+    """Broadcast the first stage's batches, as `on_all_stages` does. The other stages do not start their `batches`.
 
     Raises:
         ClipmillError: The error that the first stage's `batches` raised, on all stages.
     """
     iterator = iter(batches)
-    loaded: LoadedBatch | None = None  # only on the first stage
+    loaded: LoadedBatch | None = None  # only the first stage has one
 
     def next_batch() -> LoadedBatch | None:
         nonlocal loaded

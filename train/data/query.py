@@ -1,4 +1,4 @@
-"""`DataQuery`: the samples that a task needs; `open_samples` opens them, whatever kind of data they are."""
+"""`DataQuery`: the samples that a task needs; `open_samples` opens them for any kind of data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from clipmill.train.data.classes import ClassList
     from clipmill.train.models.text import Tokenize
 
-# A VAE scales a side down by 8, so that a patch of 2 latents covers as much of the frame as a patch of 16 pixels.
+# A VAE scales a side down by 8, so a patch of 2 latents covers as much of the frame as a patch of 16 pixels.
 LATENT_PATCH = 2
 
 TARS_SPLIT = "all"  # tars have no splits
@@ -35,19 +35,19 @@ class DataQuery:
     Attributes:
         settings: Settings of the task, with this folder.
         content: Content of samples in addition to frames: captions, labels, or nothing.
-        split: Split of the videos; tars have no splits.
+        split: Split of the videos. Tars have no splits.
         loading: Batches, threads and this rank's share.
         views: Temporal and spatial views of each clip in an evaluation.
-        is_rgb: Give frames of RGB instead of YUV 4:2:0.
+        is_rgb: Return RGB frames instead of YUV 4:2:0.
         tokenize: Tokenizer of captions; None for captions as texts.
-        has_stored_text: Take the embeddings that prep text has stored instead of captions.
+        has_stored_text: Use the embeddings that prep text stored in place of captions.
         captions: Caption sources and relevancy.
-        each_caption: Make a clip of each caption, even if two have the same span.
-        table: Captions of a protocol, instead of the captions of the manifest.
-        classes: Class lists of the labels; samples have at least one of them.
-        repeats: Number of samples of a clip in an epoch.
+        each_caption: Make a clip for each caption, even if several captions have the same span.
+        table: Captions of a protocol, in place of the manifest's captions.
+        classes: Class lists of the labels. A sample has at least one of them.
+        repeats: Number of samples per clip in an epoch.
         same_frames: Let the repeated samples of a chunk show the same moments.
-        has_all_segments: Take all segments of long videos, whatever --max-segments is.
+        has_all_segments: Use all segments of long videos, regardless of --max-segments.
     """
 
     settings: ClipSettings
@@ -68,21 +68,21 @@ class DataQuery:
 
     @property
     def shape(self) -> ClipShape:
-        """Rules by which clips of pixels are sampled, cropped and resized."""
+        """Rules for sampling, cropping and resizing clips of pixels."""
         return replace(clip_shape(self.settings, views=self.views), rgb=self.is_rgb)
 
     def open_folder(self, *, column: str) -> DataFolder:
-        """Open the data folder; raises UserError if it cannot be read."""
+        """Open the data folder; raise UserError if it cannot be read."""
         settings = self.settings
         return open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=column)
 
 
 def open_samples(query: DataQuery) -> Any:
-    """Open this rank's part of the samples that a task asks for.
+    """Open this rank's part of the samples that a task needs.
 
     Raises:
-        UserError: There are no samples, they do not fit the settings, or this kind of data lacks the content, or the
-            manifest by which the settings select samples and captions.
+        UserError: There are no samples; they contradict the settings; or this kind of data lacks the content, or the
+            manifest with which the settings select samples and captions.
     """
     folder = query.settings.folder
     kind = kind_of(folder, query.settings)
@@ -108,7 +108,7 @@ def open_samples(query: DataQuery) -> Any:
 
 
 def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:
-    """Return the rules by which clips of pixels are sampled, cropped and resized.
+    """Return the rules for sampling, cropping and resizing clips of pixels.
 
     Args:
         views: Temporal and spatial views of each clip in an evaluation.

@@ -2,13 +2,13 @@
 
     relevancy = (1 where the verb classes are equal, else 0; plus the IoU of the sets of noun classes) / 2
 
-(Damen et al. 2022, after Wray et al. 2019). As float64 the matrix of EK-100's training split, 67,217 x 15,989, takes
+(Damen et al. 2022, after Wray et al. 2019). As float64, the matrix of EK-100's training split, 67,217 x 15,989, takes
 8.6 GB. But a row depends only on its clip's classes, so most rows and columns occur many times, and a value is one of a
-few fractions. Only distinct rows and columns are stored, with a byte per entry, and each fraction once: nothing is
-rounded.
+few fractions. Only distinct rows and columns are stored, with one byte per entry, and each fraction is stored once.
+Nothing is rounded.
 
-Training for multi-instance retrieval shows a clip with any sentence of the split whose relevancy for it is more than
-0.1, all equally likely. A sentence is a distinct text with the classes of the first caption, by id, that has it. The
+In training for multi-instance retrieval, a clip is shown with any sentence of the split whose relevancy for it is above
+0.1, with equal probability. A sentence is a distinct text. It has the classes of its first caption, by ID. The
 clip's own sentence always counts, with relevancy 1.
 
 Shape suffixes: N clips, M sentences, R distinct rows, C distinct columns, V distinct values, K noun classes.
@@ -36,12 +36,12 @@ _BLOCK_ROWS = 256
 
 
 class NoRelevancy(ValueError):
-    """Values that are not relevancies: outside [0, 1], or too many different ones."""
+    """Some values are not relevancies: they are outside [0, 1], or there are too many different ones."""
 
 
 @dataclass(frozen=True)
 class Relevancy:
-    """A matrix [N, M] of few distinct values.
+    """A matrix [N, M] with few distinct values.
 
     Attributes:
         values_V: Distinct values, ascending, float64.
@@ -65,16 +65,16 @@ class Relevancy:
         return sum(array.nbytes for array in (self.values_V, self.codes_RC, self.row_of_N, self.column_of_M))
 
     def rows(self, clips: NDArray[np.int64] | slice) -> NDArray[np.float64]:
-        """Return the rows of some clips, float64 [n, M]."""
+        """Return the rows of the given clips, float64 [n, M]."""
         # Rows are selected first, so that only the result is in memory.
         return self.values_V[self.codes_RC[self.row_of_N[clips]][:, self.column_of_M]]
 
     def at(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the relevancy of pairs, float64 of the arrays' common shape."""
+        """Return the relevancy of pairs, float64, with the common shape of both arrays."""
         return self.values_V[self.codes_RC[self.row_of_N[clips], self.column_of_M[sentences]]]
 
     def take(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> "Relevancy":
-        """Return the matrix of some clips and some sentences, in the given order."""
+        """Return the matrix for the given clips and sentences, in the given order."""
         return Relevancy(self.values_V, self.codes_RC, self.row_of_N[clips], self.column_of_M[sentences])
 
     def transpose(self) -> "Relevancy":
@@ -103,12 +103,12 @@ class Actions:
 
 
 def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
-    """Return the relevancy of sentences for clips; if neither has a noun, the IoU counts as 0."""
+    """Return the relevancy of sentences for clips. If neither has a noun, the IoU is 0."""
     clips, row_of_N = clips.without_repeats()
     sentences, column_of_M = sentences.without_repeats()
     num_clip, num_sentence = clips.nouns_NK.sum(1), sentences.nouns_NK.sum(1)
     most = int(num_clip.max(initial=0) + num_sentence.max(initial=0)) + 1
-    # Each entry is one of few triples: equal verbs or not, number of shared nouns, number of nouns in the union.
+    # Each entry is one of a few triples: whether verbs are equal, number of shared nouns, number of nouns in the union.
     shared, union = np.meshgrid(np.arange(most), np.arange(most), indexing="ij")
     iou = np.divide(shared, union, out=np.zeros(union.shape), where=union > 0)
     value_of_triple = np.stack([iou / 2, (1 + iou) / 2]).reshape(-1)
@@ -117,7 +117,8 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
     occurs = np.zeros(len(value_of_triple), bool)
     for begin in range(0, len(triple_RC), _BLOCK_ROWS):
         part = slice(begin, begin + _BLOCK_ROWS)
-        shared = (clips.nouns_NK[part].astype(np.float32) @ nouns_KC).astype(np.int64)  # integers: exact
+        # Exact, because all values are integers.
+        shared = (clips.nouns_NK[part].astype(np.float32) @ nouns_KC).astype(np.int64)
         union = num_clip[part, None] + num_sentence - shared
         has_verb = clips.verb_N[part, None] == sentences.verb_N
         triple_RC[part] = (has_verb * most + shared) * most + union
@@ -154,14 +155,14 @@ def compress_matrix(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Re
 def _distinct_rows(
     parts: Iterable[NDArray[np.floating] | NDArray[np.integer]],
 ) -> tuple[NDArray[np.float64], list[NDArray[np.uint8]], list[int]]:
-    """Return values in order of occurrence, distinct rows as indices of them, and the distinct row of each row."""
+    """Return values in the order of occurrence, distinct rows as indices of values, and each row's distinct row."""
     values_V = np.empty(0)
     number_of: dict[bytes, int] = {}
     rows: list[NDArray[np.uint8]] = []
     row_of: list[int] = []
     for part in parts:
         for row in np.ascontiguousarray(part):
-            # A hash takes a tenth of the time of looking up every value, and most rows have occurred before.
+            # A hash takes a tenth of the time of looking up every value, and most rows occurred before.
             digest = hashlib.blake2b(row, digest_size=16).digest()
             number = number_of.setdefault(digest, len(rows))
             if number == len(rows):
@@ -174,7 +175,7 @@ def _distinct_rows(
 def _encode_row(
     row: NDArray[np.float64], values_V: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
-    """Return the values with the new values of a row appended, and the row as indices of them."""
+    """Add the new values of a row to `values_V`; return the values, and the row as indices of them."""
     new = np.setdiff1d(row, values_V)
     if len(new) and not (new[0] >= 0 and new[-1] <= 1):  # NaN is sorted last
         raise NoRelevancy(f"it has {new[0] if new[0] < 0 else new[-1]}, and a relevancy is between 0 and 1")
@@ -190,7 +191,7 @@ def _require_few(values_V: NDArray[np.float64]) -> None:
 
 
 class RelevantCaptions:
-    """Captions that are usable for N clips.
+    """The captions that may be shown with each of N clips.
 
     Args:
         rows: The captions of each clip.
@@ -225,14 +226,14 @@ class RelevantCaptions:
         )
 
     def relevant_entries(self, clip: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the sentences that are usable for a clip, as entries of their captions, and their relevancy."""
+        """Return the sentences that may be shown with a clip, as entries of their captions, and their relevancy."""
         values_M = self._relevancy.rows(np.array([clip]))[0]
         values_M[self._own[clip]] = 1.0
         chosen = np.flatnonzero(values_M > self._min)
         return self._entry[self._caption_of_sentence[chosen]], values_M[chosen]
 
     def draw(self, clip: int, *, position: int, seed: int) -> tuple[int, float]:
-        """Draw an entry, and return it with its relevancy: a pure function of (clip, position, seed)."""
+        """Draw an entry; return it with its relevancy. This is a pure function of (clip, position, seed)."""
         entries, values = self.relevant_entries(clip)
         bound, at = np.array([len(entries)]), np.array([position])
         number = int(integers_below(bound, at, seed=seed, purpose="relevant caption")[0])
@@ -240,7 +241,7 @@ class RelevantCaptions:
 
 
 def has_actions(schema: pa.Schema) -> bool:
-    """Return True if captions can have a verb class and noun classes, as EPIC-KITCHENS-100 numbers them."""
+    """Return True if captions may have a verb class and noun classes with the numbers of EPIC-KITCHENS-100."""
     return all(_is_class(schema, name) for name in LABELS)
 
 

@@ -1,14 +1,14 @@
-"""`Samples`: a table of samples, the reader of its rows, and the loader of their batches.
+"""`Samples`: a table of samples, the reader of its rows, and the loader that makes batches from them.
 
-Producers (clipmill.train.data.query) make them, one for each kind of data. A task asks for samples and gets batches; it
-does not ask what kind they are.
+Producers (clipmill.train.data.query), one for each kind of data, make `Samples`. A task requests samples and gets
+batches, without knowing the kind of data.
 
-A row of a `SampleTable` says where its sample is: in which parts of the data (chunks of videos, arrays of latents,
-images), from when to when or from which frame on, which captions it may be shown with, and which labels it has. Rows
-are in the order of videos and times, so that a table does not depend on shards.
+A row of a `SampleTable` describes a sample: the parts of the data that contain it (chunks of videos, arrays of latents,
+images), its time span or first frame, the captions with which it may be shown, and its labels. Rows are in the order of
+videos and times, so a table does not depend on shards.
 
-A table is made of arrays, and stored as one Arrow file with a column for each array (clipmill.train.data.node_cache):
-made once per machine, found by a digest of everything that it depends on, and mapped by all ranks.
+A table consists of arrays. It is stored as an Arrow file with one column per array (clipmill.train.data.node_cache):
+made once per machine, found by a digest of everything that affects it, and mapped by all ranks.
 
 Suffixes: N rows, R runs, P captions of rows, C captions, L labels.
 """
@@ -36,14 +36,16 @@ class SampleTable:
     """Rows of samples.
 
     Attributes:
-        first_part, last_part: Parts that hold a sample, as rows of the tables of parts, int [N]. The last part is None
-            if every sample lies in one part.
-        begin_us, end_us: Span in the video, microseconds, int64 [N]; None for parts without time, or complete parts.
+        first_part, last_part: Parts that contain a sample, as rows of the tables of parts, int [N]. The last part is
+            None if every sample lies in a single part.
+        begin_us, end_us: Span in the video, microseconds, int64 [N]; None for parts without time, or for complete
+            parts.
         frame: First frame of a segment in its part, int32 [N]; None for other samples.
         captions: Captions of each row; None without captions.
-        label: Class in each class list, int64 [N, L], -1 if a sample has none of its classes; None without labels.
-        caption_id: Id of the caption that has the label, int [N]; None for other tables.
-        remarks: Remarks for the log on counted and omitted samples.
+        label: Class in each class list, int64 [N, L], -1 if a sample has none of the list's classes; None without
+            labels.
+        caption_id: ID of the caption that has the label, int [N]; None in other tables.
+        remarks: Remarks for the log about counted and omitted samples.
     """
 
     first_part: NDArray[Any]
@@ -61,7 +63,7 @@ class SampleTable:
 
     @property
     def num_caption_ids(self) -> int:
-        """Upper bound of caption ids, which are in [0, num_caption_ids); 0 in a table without captions."""
+        """Upper bound of caption IDs, which are in [0, num_caption_ids); 0 in a table without captions."""
         ids = self.caption_id if self.captions is None else self.captions.caption_id
         return 0 if ids is None else int(ids.max(initial=-1)) + 1
 
@@ -72,11 +74,11 @@ _TYPES = (SampleTable, RowCaptions, CaptionChoice, Sources)
 def open_table(
     name: str, make: Callable[[], SampleTable], *, depends_on: Sequence[object], num_rows: int
 ) -> SampleTable:
-    """Return the table that `make` makes, once per machine if it is large (clipmill.train.data.node_cache).
+    """Return the table that `make` makes. A large table is made once per machine (clipmill.train.data.node_cache).
 
     Args:
-        name: Name of the kind of samples, for the file.
-        depends_on: Everything that the table depends on.
+        name: Name of the kind of samples, which becomes part of the file name.
+        depends_on: Everything that affects the table.
         num_rows: Approximate number of rows.
     """
     return open_shared(make, of=(name, *depends_on), num_rows=num_rows, types=_TYPES, column=name)
@@ -90,11 +92,11 @@ def open_fingerprint(
     depends_on: Sequence[object],
     num_rows: int,
 ) -> str:
-    """Return the hash of the samples, their order, and the texts of their captions; made once per machine if large.
+    """Return the hash of the samples, their order, and the texts of their captions; cached per machine if large.
 
     Args:
-        facts: Facts that the samples depend on in addition to the rows, such as variants.
-        parts: Function that returns arrays that identify the parts, if rows do not.
+        facts: Facts besides the rows that affect the samples, such as variants.
+        parts: Function that returns arrays that identify the parts, if the rows do not.
         depends_on, num_rows: See `open_table`.
     """
     return open_shared(
@@ -129,10 +131,10 @@ def _sha256(facts: Sequence[object], arrays: Sequence[NDArray[Any] | None]) -> s
 
 
 class RowReader(Reader, Protocol):
-    """A reader that also shows single samples to an evaluation.
+    """A reader that can also show single samples to an evaluation.
 
     Attributes:
-        mixture: Import path of the reader of such samples of several data folders.
+        mixture: Import path of the reader for such samples from several data folders.
     """
 
     mixture: ClassVar[str]
@@ -147,17 +149,17 @@ class RowReader(Reader, Protocol):
         """Return the numbers of the videos of rows."""
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the start and end of the frames that an evaluation shows of a sample, in its video, seconds."""
+        """Return start and end, in the video in seconds, of the frames that an evaluation shows of a sample."""
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
+        """Return frames as the model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
 
     def deviations(self) -> list[str]:
         """Return deviations from the settings, with numbers."""
 
 
 class RowCaptioner(Protocol):
-    """Captions of rows, as evaluations and losses use them (clipmill.train.data.captions.Captions)."""
+    """Captions of rows, with the interface for evaluations and losses (clipmill.train.data.captions.Captions)."""
 
     @property
     def rows(self) -> RowCaptions:
@@ -170,7 +172,7 @@ class RowCaptioner(Protocol):
         """Raise a UserError if all captions are the same text."""
 
     def describe(self) -> list[str]:
-        """Return remarks on the captions, for the log."""
+        """Return remarks about the captions, for the log."""
 
     def visits_per_epoch(self, num_samples: int) -> float:
         """Return the number of samples that training takes in an epoch."""
@@ -184,10 +186,10 @@ class Source:
         split: Split of the manifest.
         variant_name: Variants of the columns; empty for data without a manifest, which have none.
         fingerprint: Function that computes the hash of the samples, their order, and the texts of their captions.
-        nothing: Error message and hint for a set without samples.
-        alike: Facts that have to be equal in all sets of a mixture, by name.
+        nothing: Message and hint of the error for a set without samples.
+        alike: Facts that must be equal in all sets of a mixture, by name.
         frame_shape: Shape of latents (clipmill.train.data.latents.segments.FrameShape); None for pixels.
-        text_width: Width of stored embeddings of captions; None if captions are tokens or texts.
+        text_width: Width of stored caption embeddings; None if captions are tokens or texts.
     """
 
     split: str
@@ -203,7 +205,7 @@ AnyReader = TypeVar("AnyReader", bound=RowReader)
 
 
 class BatchedSamples:
-    """Samples with a loader, as the training loop needs them (clipmill.train.data.loader.TrainingSet).
+    """Samples with a loader, with the interface for the training loop (clipmill.train.data.loader.TrainingSet).
 
     Attributes:
         loader: Loader of the batches.
@@ -213,7 +215,7 @@ class BatchedSamples:
 
     @property
     def cursor(self) -> Cursor:
-        """Position in the order up to which batches have been taken."""
+        """Position in the order up to which batches have been used."""
         return self.loader.cursor
 
     @cursor.setter
@@ -242,7 +244,7 @@ class BatchedSamples:
 
 
 class Samples(BatchedSamples, Generic[AnyReader]):
-    """Samples of one folder; sample i shows row i // repeats of a table.
+    """Samples of a folder. Sample i shows row i // repeats of a table.
 
     Args:
         captions: Captions of the rows; None if there are no captions.
@@ -285,7 +287,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
 
     @property
     def visits_per_epoch(self) -> float:
-        """Number of samples that training takes in an epoch: each once, unless a captioner counts captions."""
+        """Number of samples per epoch of training: each sample once, unless the captions determine the number."""
         return len(self) if self._captions is None else self._captions.visits_per_epoch(len(self))
 
     @property
@@ -326,12 +328,12 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         return self.source.fingerprint()
 
     def describe(self) -> str:
-        """Return a line for the log: content of the set, omitted samples with reasons, deviations from the settings."""
+        """Return a line for the log: content, omitted samples with reasons, and deviations from the settings."""
         of_captions = [] if self._captions is None or not len(self.table) else self._captions.describe()
         return "; ".join(filter(None, [*self.table.remarks, *of_captions, *self.reader.deviations()]))
 
     def require_different_texts(self) -> None:
-        """Raise a UserError if all captions are the same text, so that there is nothing to tell apart."""
+        """Raise a UserError if all captions are the same text, which leaves nothing to distinguish."""
         if self._captions is not None:
             self._captions.require_different_texts(split=self.split)
 

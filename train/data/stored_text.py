@@ -1,4 +1,4 @@
-"""Embeddings of captions that `prep text` has stored, and their places in the tars of the `text` column."""
+"""Embeddings of captions that `prep text` stored, and their places in the tars of the `text` column."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +37,13 @@ _ITEM_BYTES = 2  # float16
 
 @dataclass(frozen=True)
 class TextMembers:
-    """Members that hold embeddings, ordered by place; one entry of each array per video.
+    """Members that contain embeddings, ordered by place. Each array has one entry per video.
 
     Attributes:
         width: Width D of embeddings.
-        place, size_bytes, crc32: Place, size and checksum of the payload, header and array.
-        video_row: Row of the video; -1 for a video that is not in the request.
-        max_tokens: Length of the longest sequence, if texts are sequences of vectors; 0 if they are embeddings.
+        place, size_bytes, crc32: Place, size and checksum of the payload (header and array).
+        video_row: Row of the video; -1 if the video is not requested.
+        max_tokens: Length of the longest sequence if texts are stored as sequences of vectors; 0 for embeddings.
     """
 
     width: int
@@ -59,11 +59,11 @@ class TextMembers:
         return self.width * _ITEM_BYTES
 
     def member_at(self, place: Any) -> Any:
-        """Return the member that holds the embedding at a place, or the members for an array of places."""
+        """Return the member that contains the embedding at a place; for an array of places, an array of members."""
         return np.searchsorted(self.place, place, side="right") - 1
 
     def verify_in(self, tars: MappedTars) -> VerifiedMembers:
-        """Return these members of `tars`; each is verified when it is first loaded."""
+        """Return these members in `tars`. Each is verified when it is first loaded."""
 
         def payload(member: int) -> Payload:
             return Payload(int(self.place[member]), int(self.size_bytes[member]), int(self.crc32[member]))
@@ -71,14 +71,14 @@ class TextMembers:
         return VerifiedMembers(tars, len(self.place), payload, column=TEXT, noun="embeddings")
 
     def row_of(self, content: memoryview, member: int, place: int, *, num_tokens: int = 1) -> Part:
-        """Return the embedding at a place, or a sequence, of the bytes of its member."""
+        """Return the embedding or sequence at a place, given the bytes of its member."""
         begin = place - int(self.place[member])
         return content, begin, begin + num_tokens * self.row_bytes
 
 
 @dataclass(frozen=True)
 class TextRows:
-    """Embeddings of captions, ordered by caption id.
+    """Embeddings of captions, ordered by caption ID.
 
     Attributes:
         caption_id: Ids, ascending.
@@ -95,10 +95,10 @@ class TextRows:
     def find(
         self, caption_id: NDArray[np.int64], *, video_row: NDArray[np.int64], video_ids: pa.Array
     ) -> NDArray[np.int64]:
-        """Return the index of each caption's embedding, -1 if it has none.
+        """Return the index of each caption's embedding; -1 if it has none.
 
         Raises:
-            UserError: A caption belongs to another video here than in the manifest.
+            UserError: A caption belongs to another video in the text column than in the manifest.
         """
         index = np.minimum(np.searchsorted(self.caption_id, caption_id), len(self.caption_id) - 1)
         has_text = self.caption_id[index] == caption_id
@@ -116,7 +116,7 @@ class TextRows:
 
 
 def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa.Array) -> tuple[TextMembers, TextRows]:
-    """Collect the embeddings of all captions, from the merged table of a variant or else from its indexes.
+    """Collect the embeddings of all captions from a variant's merged table, or else from its indexes.
 
     Args:
         starts: Place of each shard's tar.
@@ -140,7 +140,7 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     row_bytes = int(widths[0]) * _ITEM_BYTES
     num_rows = table["num_rows"].to_numpy().astype(np.int64)
     tokens = pc.list_flatten(table["row_tokens"]).to_numpy() if variant.recipe.get("max_tokens") else None
-    # Vectors before each text in the order of the table, and before each member.
+    # Number of vectors before each text in the order of the table, and before each member.
     before = None if tokens is None else np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
     first = np.cumsum(num_rows) - num_rows
     array_bytes = (num_rows if before is None else before[first + num_rows] - before[first]) * row_bytes
@@ -173,13 +173,13 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
 
 
 def encoder_of(variant: Variant) -> str:
-    """Return the model that made the embeddings of a variant of the text column, by its weights."""
+    """Return the model that made the embeddings in a variant of the text column, identified by its weights."""
     recipe = variant.recipe
     return f"{recipe.get('encoder')} {str(recipe.get('encoder_sha256'))[:8]}, width {recipe.get('width')}"
 
 
 def require_embeddings(variant: Variant, data_dir: Path) -> None:
-    """Raise a UserError if texts are stored as sequences rather than as an embedding each."""
+    """Raise a UserError if texts are stored as sequences, instead of one embedding per text."""
     if variant.recipe.get("max_tokens"):
         raise UserError(
             f"{variant.directory} has a sequence of vectors for each text, and this needs one embedding",
@@ -193,8 +193,8 @@ class StoredText:
     The embeddings of a video are verified when the first of them is needed.
 
     Args:
-        videos: Facts that `video_ids` depend on (clipmill.train.data.node_cache).
-        tars: Reader of the tars of a remote data folder, which are fetched completely into the cache.
+        videos: Facts that determine `video_ids` (clipmill.train.data.node_cache).
+        tars: Reader of the tars of a remote data folder. They are fetched completely into the cache.
 
     Raises:
         UserError: The column does not exist, or a tar is missing or truncated.
@@ -243,17 +243,17 @@ class StoredText:
         return self._members.width
 
     def has(self, caption_id: NDArray[np.int64], *, video_row: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which captions have an embedding; raises UserError like `TextRows.find`."""
+        """Return which captions have an embedding; raise UserError like `TextRows.find`."""
         return self._rows.find(caption_id, video_row=video_row, video_ids=self._video_ids) >= 0
 
     def embedding(self, caption_id: int, *, key: str) -> NDArray[np.float16]:
-        """Return the embedding of a caption that has one, float16 [D] of unit length.
+        """Return a caption's embedding, float16 [D], unit length. The caption must have one.
 
         Args:
-            key: Key of the sample that needs it.
+            key: Key of the sample that needs the embedding.
 
         Raises:
-            SampleFailed: The embeddings of its video do not match their checksum.
+            SampleFailed: The embeddings of the caption's video do not match their checksum.
         """
         place = int(self._rows.place[int(np.searchsorted(self._rows.caption_id, caption_id))])
         member = int(self._members.member_at(place))

@@ -1,9 +1,9 @@
-"""The members of a tar, read from front to back in bounded memory, whatever its headers claim.
+"""The members of a tar, read from front to back in bounded memory, whatever sizes its headers claim.
 
-Python's tarfile reads extended headers of any size, pads sparse members with zeros, takes a damaged header for the end
-of the tar, and expands compressed tars to any size. Here a member is read only if the caller needs it and it is within
-a limit, headers have a limit, sparse members are not read, and a compressed tar that expands more than videos do is
-rejected.
+Python's tarfile reads extended headers of any size, pads sparse members with zeros, interprets a damaged header as the
+end of the tar, and expands compressed tars to any size. This module reads a member only if the caller needs it and it
+is within a limit. Headers have a limit, sparse members are not read, and a compressed tar is rejected if it expands
+more than videos do.
 
 Names and sizes are interpreted as in tarfile: USTAR, old tars, GNU's long names, PAX.
 """
@@ -24,11 +24,12 @@ from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.index import padded_size
 from clipmill.shards.opening import DamagedTar, open_regular
 
-MAX_HEADER_BYTES = 1 << 20  # of an extended header: long names and PAX records
+MAX_HEADER_BYTES = 1 << 20  # limit of an extended header, which has long names and PAX records
 MAX_NAME_BYTES = 4096
-# Limit for a compressed tar: videos hardly compress, captions a few times, a decompression bomb a thousand times.
+# Limit of a compressed tar's expansion. Videos hardly compress, captions a few times, decompression bombs a
+# thousandfold.
 MAX_EXPANSION = 64
-_FREE_BYTES = 64 << 20  # size that any small tar may expand to
+_FREE_BYTES = 64 << 20  # any tar may expand to this size
 _XZ_MEMORY_BYTES = 256 << 20  # four times what `xz -9` needs
 _PIECE_BYTES = 1 << 20
 _PAX = (b"x", b"X")
@@ -41,7 +42,7 @@ _WITHOUT_PAYLOAD = (
     tarfile.FIFOTYPE,
 )
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
-# Offsets of the flag that another header follows, in the first and in further headers of a sparse member.
+# Offsets of the flag that says that another header follows, in the first and in later headers of a sparse member.
 _SPARSE_FIRST, _SPARSE_FURTHER = 482, 504
 
 
@@ -53,7 +54,7 @@ class Member:
         size_bytes: Size according to the header.
         offset: Offset of the first byte in the tar; None in a compressed tar.
         content: Bytes; None if they are not needed or cannot be read.
-        problem: Reason why it cannot be read, as the end of a sentence that begins with its name.
+        problem: Reason why the member cannot be read, as the end of a sentence that begins with its name.
     """
 
     name: str
@@ -64,13 +65,13 @@ class Member:
 
 
 def members_of(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member]:
-    """Yield the files of a tar in its order; links, folders and devices are skipped.
+    """Yield the files in a tar, in order; links, folders and devices are skipped.
 
     Args:
-        limit_of: Function that returns the maximum size in bytes of a member by its name; 0 if it is not needed.
+        limit_of: Function from a member's name to its maximum size in bytes; 0 if the member is not needed.
 
     Raises:
-        DamagedTar: The tar ends early, continues with something that is not a member, or expands too far. Earlier
+        DamagedTar: The tar ends early, continues with something other than a member, or expands too far. Earlier
             members are intact.
         OSError: The tar cannot be read.
     """
@@ -84,7 +85,7 @@ def members_of(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member
 
 @dataclass
 class _Extended:
-    """Facts about a member from the headers before its own."""
+    """Facts about a member from the headers that precede its own header."""
 
     name: bytes | None = None
     size_bytes: int | None = None
@@ -112,7 +113,7 @@ class _Source:
         return block
 
     def read(self, size_bytes: int) -> bytes:
-        """Return the payload of a member or header, whose size is within a limit; skips its padding."""
+        """Return the payload of a member or header, whose size must be within a limit; skip its padding."""
         self._require_available(size_bytes)
         if not self._is_packed:
             content = self._stream.read(size_bytes)
@@ -143,7 +144,7 @@ class _Source:
             size_bytes -= len(piece)
 
     def damage(self, why: str) -> DamagedTar:
-        """Return the error at which reading ends."""
+        """Return the error with which reading ends."""
         return DamagedTar(self._path, f"the tar cannot be read from here on (byte {self.position:,}): {why}")
 
     def _require_available(self, size_bytes: int) -> None:
@@ -189,7 +190,7 @@ def _member(
         name = name.encode("unicode_escape").decode()
     limit_bytes, problem = 0, None
     if info.type == tarfile.GNUTYPE_SPARSE:
-        # Further headers of the sparse member follow before its payload.
+        # Further headers of the sparse member precede its payload.
         has_further = block[_SPARSE_FIRST]
         while has_further:
             has_further = source.read(BLOCK_BYTES)[_SPARSE_FURTHER]
@@ -211,7 +212,7 @@ def _member(
 
 
 def _extend(extended: _Extended, payload: bytes, *, is_pax: bool) -> None:
-    """Read name, size and sparseness from the payload of an extended header; raises ValueError if it is damaged."""
+    """Read name, size and sparseness from the payload of an extended header; raise ValueError if it is damaged."""
     if not is_pax:
         extended.name = payload.partition(b"\0")[0]
         return
@@ -247,7 +248,7 @@ def _unpack(file: BinaryIO) -> tuple[BinaryIO, bool]:
 
 
 class _Xz(io.RawIOBase):
-    """Content of an xz file; unlike `lzma.LZMAFile` it limits the dictionary that a header can request."""
+    """Content of an xz file. Unlike `lzma.LZMAFile`, it limits the dictionary size that a header can request."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

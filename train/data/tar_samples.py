@@ -1,15 +1,15 @@
-"""Tars that a pattern names, and their samples: read from front to back, without an index.
+"""The tars that a pattern names, and their samples, read from front to back without an index.
 
-A sample is a run of members with one key, as webdataset groups them. It is held in memory; its size is limited, and a
-sample that exceeds a limit is reported and skipped.
+A sample consists of consecutive members with the same key, as webdataset groups them. It is held in memory. Its size is
+limited; a sample that exceeds a limit is reported and skipped.
 
-Samples of `prep chunk`: the json has the chunk's span in its video and its captions. Each caption is a clip: the part
-of its span that lies in the chunk, because a stream cannot access the neighbouring chunk. Samples of video2dataset: the
-complete video is one clip, whose caption is the txt member, or `caption` in the json.
+In samples of `prep chunk`, the json has the chunk's span in its video, and its captions. Each caption becomes a clip:
+the part of its span that lies in the chunk, because a stream cannot access the neighbouring chunk. In samples of
+video2dataset, the complete video is one clip. Its caption is the txt member, or `caption` in the json.
 
-A sample that has no video, no caption, or cannot be read is a failed sample with its key. A tar that ends early, or
-continues with something that is not a member, is one more failed sample, after the samples that could be read. A sample
-whose json says that video2dataset could not download it is omitted and counted.
+If a sample has no video, has no caption, or cannot be read, it is a failed sample with its key. If a tar ends early, or
+continues with something other than a member, there is another failed sample after the readable ones. A sample is
+omitted and counted if its json says that video2dataset could not download it.
 """
 
 import json
@@ -36,19 +36,19 @@ from clipmill.train.data.workers import Stuck, in_order
 from clipmill.train.device.random import generator
 
 MAX_SAMPLE_BYTES = 1 << 30
-MAX_TEXT_BYTES = 8 << 20  # of a json or txt, which takes twenty times as much memory once it is parsed
+MAX_TEXT_BYTES = 8 << 20  # limit of a json or txt, which takes twenty times as much memory once it is parsed
 NO_CAPTION_ID = -1
 
 VIDEO_EXTENSIONS = ("mp4", "webm", "mkv", "mov", "avi")
 _LIMITS = dict.fromkeys(VIDEO_EXTENSIONS, MAX_SAMPLE_BYTES) | dict.fromkeys(("json", "txt"), MAX_TEXT_BYTES)
-_MAX_MEMBERS = 1000  # of a sample
+_MAX_MEMBERS = 1000  # maximum number of members per sample
 _MAX_SHOWN = 20
 _FAILED_STATUS = "failed_to_"  # video2dataset: failed_to_download, failed_to_subsample
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Substitute for a sample, or for the rest of a tar, that cannot be read."""
+    """Replacement for a sample, or for the rest of a tar, that cannot be read."""
 
     key: str
     detail: str
@@ -56,19 +56,19 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class WithoutVideo:
-    """Substitute for a sample whose video video2dataset could not download: the tar is not damaged."""
+    """Replacement for a sample whose video video2dataset could not download. The tar is not damaged."""
 
     key: str
 
 
 @dataclass
 class TarSample:
-    """A sample, as far as it has been read.
+    """A sample, as far as it was read.
 
     Attributes:
         members: Contents by extension in lower case; empty if they are not needed.
         places: Offset in the tar (None if it is compressed) and size in bytes of each member.
-        problem: Reason why it must be skipped.
+        problem: Reason why the sample must be skipped.
     """
 
     key: str
@@ -79,15 +79,15 @@ class TarSample:
 
 @dataclass(frozen=True)
 class StreamedClip:
-    """A clip that has not been decoded yet.
+    """A clip that has not been decoded.
 
     Attributes:
         key: Key of the sample in its tar.
         content: Video file.
-        caption_id: Id in the manifest; NO_CAPTION_ID in tars of other tools.
+        caption_id: ID in the manifest; NO_CAPTION_ID in tars from other tools.
         text: Caption.
-        begin_us, end_us: Span relative to the first frame of the file, microseconds; None for the end of the file. It
-            is empty if the caption's span is.
+        begin_us, end_us: Span relative to the first frame of the file, microseconds; None for the end of the file. The
+            span is empty if the caption's span is empty.
         is_shortened: True if the caption extends beyond the file.
     """
 
@@ -101,7 +101,7 @@ class StreamedClip:
 
 
 def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> Iterator[TarSample | Unreadable]:
-    """Yield the samples of the tar at `path`, in its order, and its unreadable parts.
+    """Yield the samples and the unreadable parts of the tar at `path`, in order.
 
     Args:
         tar: Name for messages.
@@ -122,7 +122,7 @@ def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> 
         key, extension = parts
         is_same = sample is not None and sample.key == key
         if sample is not None and is_same and (sample.problem or extension in sample.members):
-            return 0  # the sample is skipped: no further member of it is kept
+            return 0  # the sample is skipped, so its other members are not needed
         held_bytes = sum(map(len, sample.members.values())) if sample is not None and is_same else 0
         # At least one byte: 0 means that the member is not needed.
         return min(limits.get(extension, 0), max(MAX_SAMPLE_BYTES - held_bytes, 1))
@@ -139,7 +139,7 @@ def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> 
                 sample = TarSample(key)
             _add(sample, extension, member)
     except DamagedTar as error:
-        # A sample is complete only if the next one has begun.
+        # A sample is complete only once the next one has begun.
         if sample is not None and begun not in (None, sample.key):
             yield _finish_sample(sample)
         yield Unreadable(tar, error.why)
@@ -167,7 +167,7 @@ def _finish_sample(sample: TarSample) -> TarSample | Unreadable:
 
 
 def _key_and_extension(name: str) -> tuple[str, str] | None:
-    """Return key and extension in a member's name; None for a member that belongs to no sample.
+    """Return the key and extension in a member's name; None if the member belongs to no sample.
 
     Names without an extension, hidden files, and webdataset's own files (`__name__`) belong to no sample.
     """
@@ -207,7 +207,7 @@ def clips_of(sample: TarSample) -> Sequence[StreamedClip | WithoutVideo]:
 
 
 def caption_of(sample: TarSample) -> str | None:
-    """Return the text of a sample's txt member, or else the caption in its json; ValueError if it cannot be read."""
+    """Return the text in a sample's txt member, or else the caption in its json; ValueError if it cannot be read."""
     # video2dataset and img2dataset write an empty txt if there was no caption.
     try:
         text = sample.members.get("txt", b"").decode()
@@ -218,7 +218,7 @@ def caption_of(sample: TarSample) -> str | None:
 
 
 def description_of(sample: TarSample) -> dict[str, Any]:
-    """Return the json of a sample, {} without one; raises ValueError if it cannot be read."""
+    """Return the json of a sample, {} if it has none; raise ValueError if it cannot be read."""
     try:
         description = json.loads(sample.members.get("json") or b"{}")
     except (ValueError, RecursionError) as error:
@@ -252,8 +252,8 @@ Item = StreamedClip | WithoutVideo | Unreadable
 
 _FETCH_TIMEOUT_S = 3600.0
 _WINDOW = 256
-_WINDOW_BYTES = 1 << 30  # limits the window of long videos
-_MAX_DEPTH = 10  # nested braces
+_WINDOW_BYTES = 1 << 30  # limits the window if videos are long
+_MAX_DEPTH = 10  # maximum nesting of braces
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?\d+)?")
 _NUM_LETTERS = 52
@@ -277,7 +277,7 @@ def expand(pattern: str) -> list[str]:
         )
     first = next((tar for tar in tars if is_remote(tar)), None)
     if first is not None:
-        # Later tars are checked when their turn comes: a request for each would delay the run.
+        # Later tars are checked when they are needed, because a request for each would delay the run.
         folder, _, key = first.rpartition("/")
         try:
             open_objects(folder).info(key)
@@ -291,7 +291,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def _names_of(pattern: str) -> list[str]:
-    """Return the names that a pattern stands for. They are counted before they are made."""
+    """Return the names that a pattern stands for. They are counted before they are generated."""
     from webdataset.shardlists import envsubst, expand_urls
 
     try:
@@ -304,12 +304,13 @@ def _names_of(pattern: str) -> list[str]:
             named = f"{num_named:,}" if num_named < 10**15 else "very many"
             raise UserError(f"{_shorten(pattern)} names {named} tars, more than {MAX_TARS:,}", hint=PATTERN_HINT)
         return [str(name) for name in expand_urls(pattern)]
-    except (ValueError, AssertionError) as error:  # AssertionError: a ${NAME} that is not in the environment
+    # A ${NAME} that is missing in the environment raises an AssertionError.
+    except (ValueError, AssertionError) as error:
         raise UserError(f"{_shorten(pattern)} is not a pattern: {error}", hint=PATTERN_HINT) from error
 
 
 def _num_names(pattern: str, *, depth: int = 0) -> int:
-    """Count the names that braces expand to, with letters counted as all letters, by the grammar of braceexpand."""
+    """Count the names to which braces expand, by braceexpand's grammar; each letter range counts as all letters."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"braces within braces, more than {_MAX_DEPTH} deep")
     num = 1
@@ -363,10 +364,10 @@ def _shorten(pattern: str) -> str:
 
 
 def items_in(tars: Iterable[str], *, cache: Path | None, cache_size: str | None = None) -> Iterator[Item]:
-    """Yield the clips in `tars` in order, and unreadable items. While a remote tar is read, the next ones are fetched.
+    """Yield the clips and unreadable items in `tars`, in order. While a remote tar is read, the next ones are fetched.
 
     Raises:
-        UserError: The cache cannot be written, or is too small for the tars that are read and fetched together.
+        UserError: The cache cannot be written, or is too small for the tars that are used at the same time.
     """
 
     def fetch(tar: str) -> Path | CachedFile | OSError:
@@ -407,7 +408,7 @@ def _items_of(tar: str, path: Path) -> Iterator[Item]:
 
 
 def shuffle_items(items: Iterable[_T], *, size_of: Callable[[_T], int], seed: int, epoch: int) -> Iterator[_T]:
-    """Shuffle `items` within a window of `_WINDOW` items that hold at most `_WINDOW_BYTES`, by (seed, epoch).
+    """Shuffle `items` by (seed, epoch) in a window of `_WINDOW` items that take at most `_WINDOW_BYTES`.
 
     Args:
         size_of: Function that returns the size of an item in bytes.

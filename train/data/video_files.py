@@ -21,12 +21,12 @@ def clip_of_file(
     begin_us: int = 0,
     end_us: int | None = None,
 ) -> tuple[Clip, list[float]]:
-    """Return the clip that a request shows of a span of a video file; the frame rate need not be constant.
+    """Return the clip that a request shows of a span of a video file. The frame rate may vary.
 
-    With it come the times of its frames, in seconds from the first frame of the file.
+    The second value is the times of its frames, in seconds from the first frame of the file.
 
-    In training, the moments of the frames are drawn by `request.generator("frames")`, and the crop rectangle by
-    `request.generator("crop")`. In an evaluation, the frames of `shape.views.num_clips` views follow one another.
+    In training, `request.generator("frames")` draws the moments of the frames, and `request.generator("crop")` draws
+    the crop rectangle. In an evaluation, the frames of `shape.views.num_clips` views follow one another.
 
     Args:
         content: Bytes of the complete file.
@@ -49,12 +49,12 @@ def clip_of_file(
         return clip, [float(video.time_base * (video.pts[frame] - video.pts[0])) for frame in frames]
     except SampleFailed:
         raise
-    except Exception as error:  # any error of libav on a foreign file fails only that sample
+    except Exception as error:  # if libav raises any error for a foreign file, only this sample fails
         raise SampleFailed(key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
 
 
 def _end_of_span(video: PlainVideo, begin_us: int, end_us: int | None, *, key: str) -> int:
-    # Rounded up: a stride of complete frames would not fit into a span that is shorter than the file's frames.
+    # Rounded up, because a stride of complete frames would not fit into a span that is shorter than the file's frames.
     end_of_file_us = math.ceil((video.end_pts - video.pts[0]) * video.time_base * US_PER_S)
     end_us = end_of_file_us if end_us is None else min(end_us, end_of_file_us)
     if end_us <= begin_us:

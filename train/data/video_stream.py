@@ -1,13 +1,14 @@
-"""`VideoStream`: a training set of tars that are read from front to back, without index and manifest.
+"""`VideoStream`: a training set of tars that are read from front to back, without an index or a manifest.
 
-For tars without our index: other tools' tars, or ours if only the tars were copied. Remote tars are fetched completely
-into the cache first. This is much slower than a data folder: files are read completely and decoded through their
-containers, a caption across the border of a chunk is shortened (counted in `num_shortened`), and the number of samples
-is not known in advance. If there is a data folder, give its address instead of a pattern of its tars.
+It is for tars without our index: tars from other tools, or from prep if only the tars were copied. Remote tars are
+first fetched completely into the cache. A stream is much slower than a data folder: files are read completely and
+decoded through their containers, a caption across the border of a chunk is shortened (counted in `num_shortened`), and
+the number of samples is not known in advance. If there is a data folder, use its address instead of a pattern of its
+tars.
 
-Each caption of a sample is a clip, which waits undecoded in the shuffle window for its turn. The loader's threads then
-open, decode and crop it. Positions count clips and failures as they leave the window, so that a resumed run reads up to
-its position without decoding: once through the first epoch, to count the clips, and then from the beginning of its own
+Each caption of a sample is a clip, which waits undecoded in the shuffle window. The loader's threads then open, decode
+and crop it. Positions count clips and failures as they leave the window. Therefore a resumed run reads up to its
+position without decoding: first through the first epoch, to count the clips, and then from the beginning of its own
 epoch.
 """
 
@@ -43,7 +44,7 @@ from clipmill.train.data.video_files import clip_of_file
 from clipmill.train.data.workers import Stuck, in_order
 from clipmill.train.models.text import Tokenize
 
-_AHEAD_BYTES = 1 << 30  # of files that wait to be decoded, or are being decoded
+_AHEAD_BYTES = 1 << 30  # total size of files that wait to be decoded, or are being decoded
 _Item = StreamedClip | Unreadable
 
 
@@ -54,11 +55,11 @@ class _Work:
 
 
 class VideoStream(BatchedSamples):
-    """Clips of tars (clipmill.train.data.tar_samples), decoded through their containers.
+    """Clips from tars (clipmill.train.data.tar_samples), decoded through their containers.
 
-    Tars are shuffled, and clips within a window; positions count all clips read, including failures. A run resumes
-    exactly, by reading up to its position without decoding: the first epoch to count the clips, then its own epoch.
-    Every rank reads everything and takes its share.
+    Tars are shuffled, and clips are shuffled within a window. Positions count all clips, including failures. A run
+    resumes exactly, by reading up to its position without decoding: the first epoch to count the clips, then its own
+    epoch. Every rank reads everything and uses its share.
 
     Args:
         pattern: Pattern of local or remote tars (`clipmill.train.data.tar_samples.expand`).
@@ -69,7 +70,7 @@ class VideoStream(BatchedSamples):
         fingerprint: Hash of the names and sizes of the tars.
 
     Raises:
-        UserError: A tar is missing; when batches are requested, the tars hold fewer clips than a batch.
+        UserError: A tar is missing; or, when batches are requested, the tars have fewer clips than a batch.
     """
 
     split = TARS_SPLIT
@@ -86,7 +87,7 @@ class VideoStream(BatchedSamples):
         cache_size: str | None = None,
     ) -> None:
         self.tars = expand(pattern)
-        # Hashed now, so that a run can save its state after a tar is lost. Of remote tars, only the names are known.
+        # Hashed now, so that a run can save its state even after a tar is lost. For remote tars, only names are known.
         facts = [(tar.rpartition("/")[2], None if is_remote(tar) else Path(tar).stat().st_size) for tar in self.tars]
         self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
         self.reader = StreamReader(
@@ -105,32 +106,32 @@ class VideoStream(BatchedSamples):
         return f"a stream of {count_noun(len(self.tars), 'tar')}"
 
     def describe(self) -> str:
-        """Return a line for the log: the way in which clips are read, and deviations from the settings so far."""
+        """Return a line for the log: how clips are read, and deviations from the settings so far."""
         return self.reader.describe()
 
     def require_different_texts(self) -> None:
-        """Do nothing: the captions of a stream are not known before they are read."""
+        """Do nothing, because the captions of a stream are unknown until they are read."""
 
     def text(self, sample: int) -> str:
         """Return the caption of a clip that an evaluation has shown."""
         return self.reader.shown[sample].text
 
     def key(self, sample: int) -> str:
-        """Return the sample of such a clip in its tar."""
+        """Return the sample, in its tar, of a clip that an evaluation has shown."""
         return self.reader.shown[sample].key
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Return the start and end of such a clip in its file, seconds."""
+        """Return start and end, in its file in seconds, of a clip that an evaluation has shown."""
         clip = self.reader.shown[sample]
         return clip.begin_us / US_PER_S, float("inf") if clip.end_us is None else clip.end_us / US_PER_S
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return nothing: a stream cannot go back."""
+        """Return an empty list, because a stream cannot go back."""
         return []
 
 
 class StreamReader:
-    """Reader of clips of tars from front to back (clipmill.train.data.loader.Reader), which numbers them as they come.
+    """Reader of clips from tars, front to back (clipmill.train.data.loader.Reader). It numbers clips as they arrive.
 
     Attributes:
         shown: Clips that evaluations have shown, without their files.
@@ -152,7 +153,7 @@ class StreamReader:
         self._first_unreadable: Unreadable | None = None
 
     def describe(self) -> str:
-        """Return what `VideoStream.describe` does."""
+        """Return the text for `VideoStream.describe`."""
         tars = f"{len(self._tars)} tars" if len(self._tars) > 1 else self._tars[0]
         parts = [f"{tars} from front to back, decoded through the container: a stream has no packet tables"]
         if self.num_shortened:
@@ -162,14 +163,14 @@ class StreamReader:
         return "; ".join(parts)
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Sample]], Batch]:
-        """Return the function that makes batches of samples, for one iteration."""
+        """Return the function that collates samples into batches, for one iteration."""
         return BatchRing(loading.batch, pin=loading.pin, can_keep=loading.can_keep).collate
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Sample | FailedSample]:
-        """Yield the samples or failures at ascending positions of some blocks; an evaluation ends with the tars.
+        """Yield samples or failures at the ascending positions of some blocks. An evaluation ends with the tars.
 
         Raises:
-            UserError: The tars hold no clips, or fewer than a batch in training.
+            UserError: The tars have no clips, or, in training, fewer than a batch.
         """
         loaded = in_order(
             self._load,
@@ -184,7 +185,7 @@ class StreamReader:
             if isinstance(work.item, StreamedClip):
                 self.num_shortened += work.item.is_shortened
                 if work.request.seed is None:
-                    # Without the file: an evaluation shows only the caption of a clip.
+                    # Stored without the file, because an evaluation shows only the caption of a clip.
                     self.shown[work.request.position] = replace(work.item, content=b"")
             if isinstance(outcome, Stuck):
                 outcome = FailedSample(work.request.position, work.item.key, "stuck", str(outcome))
@@ -207,7 +208,7 @@ class StreamReader:
             self._require(num_items, at_least=1 if seed is None else batch)
             if seed is None:
                 return
-            # All epochs have the same length: epochs before the next position are skipped unread.
+            # All epochs have the same length, so epochs before the next position are skipped without reading.
             num_skipped = (request.position - position) // num_items
             epoch, position = epoch + 1 + num_skipped, position + num_skipped * num_items
 
@@ -257,13 +258,13 @@ class StreamReader:
             return sample
         try:
             sample["tokens"] = self._tokenize(clip.text)
-        except Exception as error:  # any error of a tokenizer on a foreign text fails only that sample
+        except Exception as error:  # if a tokenizer raises any error for a foreign text, only this sample fails
             raise SampleFailed(clip.key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
         return sample
 
 
 def open_stream(query: DataQuery) -> VideoStream:
-    """Open the stream of tars that a task asks for.
+    """Open the stream of tars that a task needs.
 
     Raises:
         UserError: See `VideoStream`.

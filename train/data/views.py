@@ -1,10 +1,10 @@
-"""Views of one moment: captions that name a group and a view, and clips that show each group from several cameras.
+"""Views of a moment: captions that name a group and a view, and clips that show each group from several cameras.
 
-A caption with a group and a view says that its span is what the camera `view` recorded of the moment `group`. A group
-may have several spans, such as the parts of an episode; the n-th spans of its views are then a moment. Moments of clips
-are sampled from the span of the first view, as far as all views reach, and shown from each view at the same offset from
-the begin of its span; cameras may have different rates. A group that lacks a view is an error, and a moment with a view
-that was not encoded is omitted and counted.
+If a caption has a group and a view, its span is what the camera `view` recorded of the moment `group`. A group may have
+several spans, such as the parts of an episode; the n-th spans of its views form a moment. Moments of clips are sampled
+from the first view's span, as far as all views reach. Each view shows them at the same offset from the begin of its own
+span; cameras may have different frame rates. It is an error if a group lacks a view. If a view was not encoded, the
+moment is omitted and counted.
 
 Shape suffixes: V views, N rows.
 """
@@ -41,7 +41,7 @@ _HINT = "columns `group` and `view` of a table of captions say which spans show 
 
 @dataclass(frozen=True)
 class _View:
-    """Different spans of one view, M of G groups.
+    """Different spans of one view, M spans of G groups.
 
     Attributes:
         usable: Spans that can be shown, as numbers in [0, M).
@@ -55,10 +55,10 @@ class _View:
 
 
 def open_groups(query: ClipQuery, chunks: ChunkSet, table: pa.Table | None) -> "GroupedCaptions":
-    """Return the captions of the groups of a split.
+    """Return the captions for the groups of a split.
 
     Args:
-        table: Captions of a protocol, instead of the manifest's.
+        table: Captions of a protocol, in place of the manifest's captions.
 
     Raises:
         UserError: See `GroupedCaptions`.
@@ -68,7 +68,7 @@ def open_groups(query: ClipQuery, chunks: ChunkSet, table: pa.Table | None) -> "
 
 
 class GroupedCaptions:
-    """The captions of the first of several views, for groups that all views show.
+    """The captions of the first of several views, for the groups that have all views.
 
     Args:
         views: Names of the views.
@@ -76,10 +76,10 @@ class GroupedCaptions:
 
     Attributes:
         captions: Captions of the first view, of groups with all views.
-        remark: Remark on omitted groups; empty if there are none.
+        remark: Remark about omitted groups; empty if there are none.
 
     Raises:
-        UserError: The captions have no such views, or a group does not have the same number of spans of each.
+        UserError: The captions have no such views, or views of a group have different numbers of spans.
     """
 
     def __init__(self, views: Sequence[str], chunks: ChunkSet, captions: pa.Table) -> None:
@@ -141,7 +141,7 @@ class GroupedCaptions:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """Facts on which samples depend, for their fingerprint."""
+        """Facts that affect the samples, for their fingerprint."""
         digest = hashlib.sha256()
         for spans in self._spans:
             for name in ("caption", "begin_us", "end_us", "first_chunk", "last_chunk"):
@@ -219,10 +219,11 @@ class _CommonMoments:
 class ViewReader(ClipReader):
     """Reader of clips of several views: `video` [V, T, ...], `time_s` [V, T], `colour` [V].
 
-    It is the reader of the first view, which gives the other entries, and knows the readers of the others.
+    The object is the reader of the first view, which provides all other entries, and has the readers of the other
+    views.
 
     Args:
-        others: Reader of the clips of each further view, by the same rows.
+        others: Reader for the clips of each additional view, with the same rows.
         remark: Remark for the log.
         first: Arguments of the reader of the first view.
     """
@@ -245,7 +246,7 @@ class ViewReader(ClipReader):
         return _join(super().load_read(read[0]), *(reader.load_read(clips) for reader, clips in others))
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return frames of the first view as a model sees them in an evaluation, RGB [H, W, 3]."""
+        """Return frames of the first view, as the model sees them in an evaluation, RGB [H, W, 3]."""
         return ClipReader(**self._first).pictures(sample, num_frames=num_frames)
 
     def deviations(self) -> list[str]:

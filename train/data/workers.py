@@ -1,8 +1,8 @@
-"""Worker threads with results in the order of the work items, and `ThreadedReader`, whose samples they load.
+"""Worker threads whose results come in the order of the work items; `ThreadedReader`, whose samples they load.
 
-Threads, not processes: decoding, checksums and resizing release the interpreter lock, and nothing is copied between
-processes. Threads that never return are tolerated: they are daemon threads, so that a thread that is blocked in a
-decoder or on a dead file system does not keep the program from exiting.
+Threads are used instead of processes: decoding, checksums and resizing release the interpreter lock, and nothing is
+copied between processes. All threads are daemon threads, so that a thread that is blocked in a decoder or on a dead
+file system does not prevent the program from exiting.
 """
 
 import math
@@ -33,7 +33,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Stuck:
-    """Substitute for a result that was not ready in time; its text is the detail of the failure."""
+    """Replacement for a result that was not ready in time. Its text is the detail of the failure."""
 
     after_s: float
 
@@ -85,14 +85,15 @@ class _Pool(Generic[_Item, _Result]):
             self.add_thread()
 
     def close(self, waiting: "Iterable[_Task[_Item, _Result]]") -> None:
-        """End the threads, without waiting for blocked ones beyond a time limit."""
+        """End the threads; wait for blocked ones only up to a time limit."""
         for task in waiting:
             task.abandoned.set()
         for _ in self._threads:
             self._queue.put(None)
         until = time.monotonic() + _JOIN_TIMEOUT_S
         for thread in self._threads:
-            if thread is not threading.current_thread():  # the garbage collector may close a generator in it
+            # The garbage collector may close a generator in one of these threads.
+            if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
@@ -106,7 +107,7 @@ class _Pool(Generic[_Item, _Result]):
                 task.error = error
             task.done.set()
             if task.abandoned.is_set():
-                return  # another thread has replaced this one
+                return  # another thread has replaced this thread
 
 
 def in_order(
@@ -123,12 +124,12 @@ def in_order(
     """Yield (item, work(item)) in the order of `items`; threads run at most `num_ahead` items ahead of the caller.
 
     Args:
-        stuck_after_s: Seconds after which work yields a `Stuck` instead of its result. Its thread cannot be stopped:
-            it is abandoned and replaced by a new thread.
+        stuck_after_s: Seconds after which work yields a `Stuck` instead of its result. Its thread cannot be stopped, so
+            it is abandoned, and a new thread replaces it.
         size_of: Function that returns the size of an item in bytes.
         max_bytes: Maximum total size of the items ahead of the caller, unless a single item is larger; 0 for no limit.
         num_together: Number of results that the caller uses together. A waiting caller is woken when the last of them
-            is ready, not once for each: every wake-up takes the interpreter lock from the threads.
+            is ready, not for each of them, because every wake-up takes the interpreter lock from the threads.
 
     Raises:
         Exception: The error that `work` raised for an item, when its turn comes.
@@ -139,13 +140,13 @@ def in_order(
 
     def wait_for(task: _Task[_Item, _Result]) -> None:
         while not (task.done.wait(min(_POLL_S, stuck_after_s)) or task.abandoned.is_set()):
-            # All running tasks are checked: this one may be queued behind threads that are stuck with others.
+            # All running tasks are checked, because this one may be queued behind threads stuck with other tasks.
             pool.abandon([other for other in waiting if other.is_late(stuck_after_s)])
 
     def first_result() -> tuple[_Item, _Result | Stuck]:
         task = waiting[0]
         if not task.done.is_set():
-            # Earlier tasks may take longer than the last task, so wait for the first task as well.
+            # Earlier tasks may take longer than the last one, so wait for the first task as well.
             wait_for(waiting[min(num_together, len(waiting)) - 1])
             wait_for(task)
         nonlocal held_bytes

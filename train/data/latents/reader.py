@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from clipmill.train.data.mixed_samples import Numbering
 
 
-_AHEAD_BYTES = 1 << 28  # size of members that are loaded ahead
+_AHEAD_BYTES = 1 << 28  # total size of members that are loaded ahead
 
 Columns = dict[str, NDArray[Any]]  # entries of batches, by name
 
-# A sample: columns of batches and its row in them; its latents, and its embedding in a set with stored text.
+# A sample: columns of batches, and its row in them; its latents; and, in a set with stored text, its embedding.
 LatentSample = tuple[Columns, int, Part, Part | None]
 _Text = tuple[int, int, int]  # member and place of the embedding, or of a sequence, and number of vectors
 _Segment = tuple[int, int, _Text | None]  # first frame, number of frames; text
@@ -45,16 +45,16 @@ _Loaded = tuple[Part, Part | None] | Problem
 
 @dataclass(frozen=True)
 class SegmentRequests:
-    """Samples to read; one entry of each array per request.
+    """Samples to read. Each array has one entry per request.
 
     Attributes:
-        columns: Entries of a batch other than latents and embeddings; they may have rows of other requests too.
+        columns: Entries of a batch except latents and embeddings. They may also have rows of other requests.
         rows: Rows of the requests in `columns`, ascending.
         chunk: Index of the chunk in the records.
         frame: Index of the first frame in the chunk.
-        num_frames: Number of frames; a tail has fewer than a full segment.
-        text_place: Place at which the embedding or sequence of the caption begins; None if texts are not stored. The
-            column `num_tokens` has the lengths of sequences.
+        num_frames: Number of frames. A tail has fewer frames than a full segment.
+        text_place: Place at which the caption's embedding or sequence begins; None if texts are not stored. The column
+            `num_tokens` has the lengths of sequences.
     """
 
     columns: Columns
@@ -65,7 +65,7 @@ class SegmentRequests:
     text_place: NDArray[np.int64] | None
 
     def column(self, name: str, *, default: int) -> NDArray[np.int64]:
-        """Return a column for these requests; `default` for each if the column is missing."""
+        """Return a column for these requests; if it is missing, `default` for each request."""
         column = self.columns.get(name)
         return np.full(len(self.rows), default) if column is None else column[np.asarray(self.rows)]
 
@@ -83,7 +83,7 @@ class SegmentReader:
         """Read the samples of some requests, in their order.
 
         Args:
-            loading: Threads for members that are not ready in a mapped tar.
+            loading: Settings of the threads that load members that are not ready in a mapped tar.
 
         Raises:
             UserError: A tar can no longer be mapped.
@@ -101,7 +101,10 @@ class SegmentReader:
         return zip(repeat(requests.columns), requests.rows, parts, texts)
 
     def _due(self, requests: SegmentRequests, latents: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return the requests that wait for a member; once these are loaded, all other members are verified too."""
+        """Return the requests that must wait for a member.
+
+        After they are loaded, all other members are verified too.
+        """
         are_parts = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
         due = self._latents.are_due(requests.chunk)
         if self._text is not None and self._segments.text is not None and requests.text_place is not None:
@@ -112,7 +115,7 @@ class SegmentReader:
     def _read_ahead(
         self, requests: SegmentRequests, due: NDArray[np.bool_], loading: LoaderSettings
     ) -> Iterator[LatentSample | FailedSample]:
-        """Read with threads that load due members. Consecutive requests for the same chunk load it once."""
+        """Load due members ahead, in threads. Consecutive requests for the same chunk load it only once."""
         chunk: list[int] = requests.chunk.tolist()
         text: Iterable[_Text | None] = repeat(None, len(chunk))
         if self._segments.text is not None and (place := requests.text_place) is not None:
@@ -176,16 +179,16 @@ class SegmentReader:
 
 
 class LatentRing:
-    """Memory in which batches are made of the samples of one set, or of sets whose samples have the same shape.
+    """Memory in which batches are collated from the samples of one set, or of sets whose samples have the same shape.
 
-    Each row is one copy, by assignment to a part of a `memoryview`, which holds the interpreter lock: if the lock were
-    released for each row, a loader next to another busy thread would wait for it once per row. This is as fast as the C
-    library's `memcpy`, and does not depend on torch's threads, which are slow when they share a core.
+    Each row is one copy, an assignment to a part of a `memoryview`, which holds the interpreter lock. If the lock were
+    released for each row, a loader beside another busy thread would wait for the lock once per row. This is as fast as
+    the C library's `memcpy`, and does not use torch's threads, which are slow when they share a core.
 
     Args:
         loading: Size of the largest batch, and kind of its memory.
-        keys_of: Function that returns the keys of the chunks that hold clips.
-        captions: Captions of the segments, which batches show as tokens; None if batches have no captions.
+        keys_of: Function that returns the keys of the chunks of given clips.
+        captions: Captions of the segments, which batches contain as tokens; None if batches have no captions.
     """
 
     def __init__(
@@ -201,7 +204,7 @@ class LatentRing:
         batch, pin, can_keep = loading.batch, loading.pin, loading.can_keep
         shape, text = segments.records.shape, segments.text
         num_frames, picture = segments.num_frames, (shape.height, shape.width)
-        # A video VAE puts the channels before the frames; the batch is a view with the frames first.
+        # A video VAE stores the channels before the frames. The batch is a view with the frames first.
         self._channels_first = shape.segment_frames > 0
         row_shape = (num_frames, shape.channels, *picture)
         if self._channels_first:
@@ -219,7 +222,7 @@ class LatentRing:
         columns, rows, latents, texts = zip(*samples)  # noqa: B905 - all have four entries
         first, end = rows[0], rows[0] + len(rows)
         is_slice = columns[-1] is columns[0] and rows[-1] + 1 == end
-        # A literal: calling `Batch` costs a microsecond, which matters for a batch of one.
+        # A literal, because calling `Batch` costs a microsecond, which matters for a batch of one sample.
         pictures = self._latents.fill(latents)
         batch: Batch = {
             "input": "latents",
@@ -243,7 +246,7 @@ class LatentRing:
 
 
 class _Rows(BatchMemory):
-    """Memory whose rows are copied from bytes."""
+    """Memory with rows into which bytes are copied."""
 
     def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
         super().__init__(shape, dtype, pin=pin, can_keep=can_keep)
@@ -251,7 +254,7 @@ class _Rows(BatchMemory):
         self._places = [slice(begin, begin + size) for begin in range(0, shape[0] * size, size)]
 
     def fill(self, parts: Sequence[Part]) -> "torch.Tensor":
-        """Copy parts into rows, and return the rows as a tensor; a part that is shorter than a row is zero-padded."""
+        """Copy parts into rows, and return the rows as a tensor. A part that is shorter than a row is zero-padded."""
         (rows, content), size = self.rows(len(parts)), self._row_bytes
         for place, (source, begin, end) in zip(self._places, parts):  # noqa: B905 - the last batch may be smaller
             content[place] = source[begin:end] if end - begin == size else bytes(source[begin:end]).ljust(size, b"\0")
@@ -259,7 +262,10 @@ class _Rows(BatchMemory):
 
 
 class Keys(Sequence[str]):
-    """Keys of the chunks of clips, made on access: a training step does not need them. Equal to a list of keys."""
+    """Keys of the chunks of clips. They are made on access, because a training step does not need them.
+
+    Equals a list.
+    """
 
     __slots__ = ("_clips", "_keys_of")
 
@@ -313,7 +319,7 @@ class LatentReader:
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
         """Return the samples or failures of some blocks, in order."""
-        # Not a generator, which would be resumed for every sample.
+        # No generator, because it would be resumed for every sample.
         return chain.from_iterable(self.read(block, loading) for block in blocks)
 
     def read(self, block: Block, loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
@@ -322,12 +328,12 @@ class LatentReader:
 
     @cached_property
     def segment_reader(self) -> SegmentReader:
-        """Reader of segments; its first use starts to fetch remote tars."""
+        """Reader of segments. Its first use starts fetching remote tars."""
         self.segments.maps.begin_fetching()
         return SegmentReader(self.segments)
 
     def requests(self, block: Block) -> SegmentRequests:
-        """Return requests for a block, each with a caption: drawn by the seed, or the first caption without a seed."""
+        """Return requests for a block, each with a caption: drawn with the seed, or the first one without a seed."""
         rows, chunk, frame = block.samples, self._chunk[block.samples], self._frame[block.samples].astype(np.int64)
         num_frames = np.minimum(self.segments.records.num_frames[chunk] - frame, self.num_frames)
         columns: Columns = {"position": block.positions, "clip_id": rows.astype(np.int64)}
@@ -352,7 +358,7 @@ class LatentReader:
         return SegmentRequests(columns, range(len(rows)), chunk, frame, num_frames, text_place)
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[LatentSample]], Batch]:
-        """Return the function that makes batches of samples; it uses the same memory in all iterations."""
+        """Return the function that collates samples into batches. It uses the same memory in all iterations."""
         if loading not in self._rings:
             self._rings[loading] = LatentRing(self.segments, loading, keys_of=self.keys_of, captions=self.captions)
         return self._rings[loading].collate
@@ -382,7 +388,7 @@ class LatentReader:
         return begin_s, begin_s + float(num_frames / fps)
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return frames as a model sees them, in false colours: three channels as red, green and blue [h, w, 3].
+        """Return frames as the model sees them, in false colours: three channels become red, green and blue [h, w, 3].
 
         The list is empty if the latents do not match their checksum.
         """
@@ -405,12 +411,15 @@ class LatentReader:
         return list((np.clip(colours / (2 * FALSE_COLOUR_STDS) + 0.5, 0, 1) * 255).astype(np.uint8))
 
     def deviations(self) -> list[str]:
-        """Report latents of chunks other than the current ones, and where the tars are."""
+        """Report that latents belong to other chunks than the current ones, and where the tars are."""
         return [self.segments.made_of, self.segments.maps.describe()]
 
 
 class MixedLatentReader:
-    """Reader of segments of several folders, numbered one folder after another. For the arguments see `MixedReader`."""
+    """Reader of segments from several folders, which are numbered folder after folder.
+
+    `MixedReader` has the arguments.
+    """
 
     def __init__(self, parts: Sequence[Samples], addresses: Sequence[str], numbering: "Numbering") -> None:
         self._readers: list[LatentReader] = [part.reader for part in parts]  # type: ignore[misc]
@@ -431,11 +440,11 @@ class MixedLatentReader:
 
     @cached_property
     def captions(self) -> Captions | None:
-        """Captions of all folders, with texts numbered one folder after another; None if there are no captions."""
+        """Captions of all folders, with texts numbered folder after folder; None if there are no captions."""
         parts = [reader.captions for reader in self._readers if reader.captions is not None]
         if not parts:
             return None
-        # One table: finding the folder of each caption of a small batch would take longer than reading its text.
+        # A single table: finding each caption's folder for a small batch would take longer than reading its text.
         texts = pa.chunked_array([chunk for part in parts for chunk in part.stored_texts.chunks], pa.string())
         return Captions(parts[0].rows, texts, tokenize=parts[0].tokenize)
 

@@ -1,4 +1,4 @@
-"""The table of segments of latents: the chunks with latents, and the segments with captions or labels."""
+"""The table of segments of latents: the chunks that have latents, and the segments with captions or labels."""
 
 import hashlib
 import shlex
@@ -47,7 +47,7 @@ def read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTa
     """Read which chunks of a split have latents.
 
     Args:
-        maps: Tars of the latents, perhaps followed by other tars.
+        maps: Tars of the latents, possibly followed by other tars.
 
     Raises:
         UserError: There are no latents, or a file is damaged.
@@ -68,7 +68,7 @@ def read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTa
 def read_text(
     text: Variant, stored: StoredLatents, maps: MappedTars, *, data_dir: Path, split: str, depends_on: Sequence[object]
 ) -> tuple[TextMembers, TextRows]:
-    """Return the members and rows of stored texts, whose tars follow the tars of the latents in `maps`."""
+    """Return members and rows of stored texts. In `maps`, their tars follow the tars of the latents."""
 
     def read() -> tuple[TextMembers, TextRows]:
         if not text.num_shards:
@@ -120,7 +120,7 @@ def make_segment_table(
     remarks: list[str] = []
     if stored_captions is not None:
         selected = selection.of_captions()
-        require_same_manifest(query.data_dir, manifest)  # from which both rows and selected rows are read
+        require_same_manifest(query.data_dir, manifest)  # rows and selected rows must come from the same manifest
         segment, captions, remarks = pair_captions(
             query,
             stored_captions,
@@ -175,7 +175,7 @@ def make_segment_table(
 def _without_other_splits(
     shown: NDArray[np.int64], records: LatentRecords, segments: Segments, divided: DividedVideos, *, split: str
 ) -> tuple[NDArray[np.int64], str | None]:
-    """Return the segments without seconds of other splits, and a remark on the others; None without others."""
+    """Return the segments that have no seconds of other splits, and a remark about the rest; None if all remain."""
     chunk = segments.chunk_of(shown)
     begin_us, end_us = times_us(records, segments, shown)
     is_kept = divided.shows_only(split, video=records.video_row[chunk], begin_us=begin_us, end_us=end_us)
@@ -200,7 +200,7 @@ def _nothing_of(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split:
 
 
 def require_whole_crops(latents: Variant, shape: FrameShape, *, segment: str | None, num_frames: int) -> None:
-    """Raise a UserError if a segment of latents with random crops would show two crops."""
+    """Raise a UserError if latents have random crops, and a segment could contain two of them."""
     recipe = latents.recipe
     if recipe.get("crop") not in ("random", "exact") or shape.segment_frames:
         return
@@ -228,19 +228,19 @@ def pair_captions(
     selected: NDArray[np.bool_] | None,
     keep: Callable[[NDArray[np.int64]], NDArray[np.int64]],
 ) -> tuple[NDArray[np.int64], RowCaptions, list[str]]:
-    """Read the captions of the videos `video_ids` of a split, and find the segments of each caption.
+    """Read the captions of the videos `video_ids` of a split, and find each caption's segments.
 
-    A segment has the captions of its video that overlap it. Memory is 4 bytes for a pair of segment and caption, up to
-    12 for a caption, 8 for a segment, and 12 for each source of a segment with captions of several sources.
+    A segment has the captions of its video that overlap it. Memory: 4 bytes per pair of segment and caption, up to 12
+    per caption, 8 per segment, and 12 per source of a segment whose captions come from several sources.
 
     Args:
         stored: Captions of the manifest.
         text: Stored embeddings; None if captions need no embeddings.
         selected: Mask of the selected captions; None for all.
-        keep: Function that chooses among the segments with captions, ascending.
+        keep: Function that selects some of the segments with captions, which ascend.
 
     Returns:
-        The segments, ascending; their captions, grouped by segment, then by source, ascending by id; and remarks.
+        The segments, ascending; their captions, grouped by segment, then by source, with ascending IDs; and remarks.
 
     Raises:
         UserError: A caption belongs to another video in the text column than in the manifest, a source is missing, or
@@ -281,7 +281,7 @@ def pair_captions(
         }
         parts.append({"place": place, "tokens": tokens, **{name: array[used] for name, array in part.items()}})
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
-    # Ascending indices of captions are then ascending ids, source by source.
+    # Ascending indices of captions are then also ascending IDs within each source.
     order = np.lexsort((joined["id"], joined["rank"]))
     rank, text_row = joined["rank"][order], joined["row"][order].astype(np.int32)
     counts, pair_caption = _pairs(joined["first"][order], joined["last"][order], num_segments=len(segments))
@@ -333,7 +333,7 @@ def _words_sha256(
 
 
 class SegmentSpans:
-    """Search for the segments that a span of a video overlaps; video and time are searched as one number.
+    """Search for the segments that a span of a video overlaps. Video and time are combined into one number.
 
     Attributes:
         lengths_us: Duration of each segment, microseconds, int64 [segments].
@@ -343,7 +343,7 @@ class SegmentSpans:
         numbers = np.arange(len(segments))
         self._begins, self._ends = times_us(records, segments, numbers)
         self.lengths_us: NDArray[np.int64] = self._ends - self._begins
-        self._step = int(self._ends.max(initial=0)) + 2  # more than any time of a video
+        self._step = int(self._ends.max(initial=0)) + 2  # larger than any time in a video
         before = records.video_row[segments.chunk_of(numbers)] * np.int64(self._step)
         self._begins += before
         self._ends += before
@@ -351,7 +351,7 @@ class SegmentSpans:
     def overlaps(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return for each span the first overlapping segment of its video, and the number after the last one."""
+        """Return, for each span, the first segment of its video that it overlaps, and the number after the last one."""
         begin, end = self._keys(video_row=video_row, begin_s=begin_s, end_s=end_s)
         first = np.searchsorted(self._ends, begin, side="right")
         last = np.searchsorted(self._begins, end, side="left")
@@ -360,9 +360,9 @@ class SegmentSpans:
     def longest_spans(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return for each segment the span that shares the most time with it, and this time in microseconds.
+        """Return, for each segment, the span that overlaps it longest, and the overlap in microseconds.
 
-        The first of equal spans counts; -1 and 0 if no span overlaps the segment.
+        Of several equal spans, the first one is returned; -1 and 0 if no span overlaps the segment.
         """
         begin, end = self._keys(video_row=video_row, begin_s=begin_s, end_s=end_s)
         first, last = self.overlaps(video_row=video_row, begin_s=begin_s, end_s=end_s)
@@ -370,7 +370,7 @@ class SegmentSpans:
         span = np.repeat(np.arange(len(first)), widths)
         segment = np.arange(len(span)) - np.repeat(np.cumsum(widths) - widths, widths) + first[span]
         shared_us = np.minimum(end[span], self._ends[segment]) - np.maximum(begin[span], self._begins[segment])
-        # The last value written to a segment stays: the longest, and among equal ones the first.
+        # The last value that is written wins: the longest overlap, and the first among equal ones.
         order = np.lexsort((-span, shared_us))
         longest = np.full(len(self._begins), -1)
         longest_us = np.zeros(len(self._begins), np.int64)
@@ -382,7 +382,7 @@ class SegmentSpans:
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         step = self._step
-        # NaN is not a time: such a span is empty.
+        # NaN is not a time, so such a span is empty.
         begin = np.clip(np.nan_to_num(np.rint(begin_s * US_PER_S), nan=step), 0, step - 1).astype(np.int64)
         end = np.clip(np.nan_to_num(np.rint(end_s * US_PER_S), nan=0, posinf=step), 0, step - 1).astype(np.int64)
         return video_row * step + begin, video_row * step + end
@@ -391,7 +391,7 @@ class SegmentSpans:
 def _pairs(
     first: NDArray[np.int64], last: NDArray[np.int64], *, num_segments: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return the number of captions of each segment, and the captions, segment by segment and ascending in each."""
+    """Return each segment's number of captions, and the captions, segment by segment, ascending in each segment."""
     steps = np.bincount(first, minlength=num_segments + 1) - np.bincount(last, minlength=num_segments + 1)
     counts = np.cumsum(steps)[:num_segments]
     pair_caption = np.empty(int((last - first).sum()), np.int32)
@@ -411,7 +411,7 @@ def _pairs(
 
 
 def _blocks(first: NDArray[np.int64], last: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield captions in order, in blocks of a bounded number of pairs."""
+    """Yield captions in order, in blocks with a bounded number of pairs."""
     total = np.cumsum(last - first)
     begin = 0
     while begin < len(first):
@@ -431,17 +431,17 @@ def label_segments(
     classes: Sequence[ClassList],
     selection: Selection,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
-    """Read the labels of the captions of the videos `video_ids` and find the segments that have them.
+    """Read the labels in the captions of the videos `video_ids`, and find the segments that have them.
 
-    A segment has the label of the labelled caption that shares the most time with it; among equal captions, the lowest
-    caption id wins. Captions without this label do not count. A segment that no labelled caption overlaps is omitted.
+    A segment has the label of the labelled caption that overlaps it longest; among equal captions, the lowest caption
+    ID wins. Captions without this label do not count. A segment is omitted if no labelled caption overlaps it.
 
     Returns:
-        The segments with at least one of the labels, ascending; the class of each in each class list, int64 [N, L], -1
-        without a class; and remarks.
+        The segments with at least one of the labels, ascending; the class of each segment in each class list, int64 [N,
+        L], -1 without a class; and remarks.
 
     Raises:
-        UserError: The captions do not have the label, can have several values of it, or no caption is selected.
+        UserError: The captions lack the label, may have several values of it, or no caption is selected.
     """
     table = read_captions(data_dir)
     video_row = rows_of(table["video_id"], video_ids)

@@ -1,8 +1,8 @@
-"""Places of the latents of every chunk, and the segments that they are cut into, as arrays: 40 bytes per chunk.
+"""Locations of the latents of all chunks, and the segments into which they are cut, as arrays: 40 bytes per chunk.
 
-A segment is `num_frames` frames of one chunk; segment i of a chunk begins at frame i * num_frames. The rest at the end
-of a chunk is a tail: a shorter segment, which is omitted or zero-padded. Latents of a video VAE have the segments that
-it encoded, and no tails; a frame is then a latent frame, at the lower rate of latent frames.
+A segment consists of `num_frames` frames of one chunk; segment i of a chunk begins at frame i * num_frames. The rest of
+a chunk is a tail: a shorter segment, which is either omitted or zero-padded. Latents of a video VAE have the segments
+that the VAE encoded, and no tails. A frame is then a latent frame, at the lower rate of latent frames.
 """
 
 import re
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 Tails = Literal["drop", "pad"]
 
 _COMPRESSED = "latents.npy.zst"
-_ITEM_BYTES = 2  # of float16 and of bfloat16
+_ITEM_BYTES = 2  # size of a float16 or bfloat16
 _SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
 DEFAULT_SEGMENT = "5s"
-FALSE_COLOUR_STDS = 2.0  # range of false colours: standard deviations on either side of grey
-_SAME_S = 1e-3  # tolerance: a decimal number may not be exact, as for 80 frames at 30000/1001 per second
+FALSE_COLOUR_STDS = 2.0  # range of false colours, in standard deviations on either side of grey
+_SAME_S = 1e-3  # tolerance, because a decimal number may not be exact, as for 80 frames at 30000/1001 per second
 _MS_PER_S = 1000
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
 
 
 @dataclass(frozen=True)
 class FrameShape:
-    """Shape that all latents of a set have in common.
+    """Shape that all latents of a set share.
 
     Attributes:
         channels, height, width: C, h and w of a latent.
@@ -76,13 +76,13 @@ class FrameShape:
 
 @dataclass(frozen=True)
 class LatentRecords:
-    """Chunks with latents, ordered by (video row, start); one entry of each array per chunk.
+    """Chunks with latents, ordered by (video row, start). Each array has one entry per chunk.
 
     Attributes:
-        array_place: Start of the array, or of the member if it is compressed (clipmill.train.data.mapped_tars).
+        array_place: Place of the array, or of the member if it is compressed (clipmill.train.data.mapped_tars).
         header_bytes: Size of the npy header before the array; 0 for a compressed member.
         crc32: Checksum of header and array, or of the compressed member.
-        num_unknown: Number of further chunks, whose videos are not in the manifest.
+        num_unknown: Number of additional chunks whose videos are not in the manifest.
         packed_bytes: Size of a compressed member; None if members are not compressed.
     """
 
@@ -122,7 +122,7 @@ class LatentRecords:
 def read_records(
     variant: Variant, *, starts: NDArray[np.int64], video_ids: pa.Array, known_ids: pa.Array
 ) -> LatentRecords | None:
-    """Collect the chunks of the videos `video_ids`, from a variant's merged table or, if it has none, its indexes.
+    """Collect the chunks of the videos `video_ids` from a variant's merged table, or from its indexes without a table.
 
     Args:
         starts: Place of each shard's tar.
@@ -168,7 +168,7 @@ def read_records(
 
 
 def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is_compressed: bool) -> FrameShape:
-    """Return the shape of all latents; raises UserError if they differ."""
+    """Return the shape of all latents; raise UserError if shapes differ."""
     alike = table.select([*_SHAPE_COLUMNS]).group_by(list(_SHAPE_COLUMNS), use_threads=False).aggregate([])
     shapes, segment_frames = [], int(variant.recipe.get("latent_frames") or 0)
     for row in alike.to_pylist():
@@ -191,13 +191,13 @@ def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments of a set of chunks, numbered chunk by chunk.
+    """Segments of a set of chunks, which are numbered chunk by chunk.
 
     Attributes:
         num_frames: Number of frames of a full segment.
-        first: Index of the first segment of each chunk, and then the number of segments, [chunks + 1].
+        first: Index of the first segment of each chunk, followed by the number of segments, [chunks + 1].
         num_tails: Number of chunks that end with a shorter segment.
-        tails: "pad" if tails are segments too.
+        tails: "pad" if tails are also segments.
     """
 
     num_frames: int
@@ -214,7 +214,7 @@ class Segments:
 
 
 def cut(records: LatentRecords, *, num_frames: int, tails: Tails) -> Segments:
-    """Return the segments of `records`."""
+    """Cut the chunks in `records` into segments."""
     per_chunk, rest = np.divmod(records.num_frames.astype(np.int64), num_frames)
     if tails == "pad":
         per_chunk += rest > 0
@@ -225,7 +225,7 @@ def cut(records: LatentRecords, *, num_frames: int, tails: Tails) -> Segments:
 def times_us(
     records: LatentRecords, segments: Segments, numbers: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return start and end of segments in their videos, microseconds, rounded down; a tail ends with its last frame."""
+    """Return start and end of segments in their videos, microseconds, rounded down. A tail ends with its last frame."""
     chunk = segments.chunk_of(numbers)
     frame = (numbers - segments.first[chunk]) * segments.num_frames
     return frame_times_us(records, chunk, frame, num_frames=segments.num_frames)
@@ -234,7 +234,7 @@ def times_us(
 def frame_times_us(
     records: LatentRecords, chunk: NDArray[np.integer], begin: NDArray[np.integer], *, num_frames: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return start and end, as `times_us` does, of segments that begin at frame `begin` of their chunks."""
+    """Return start and end, like `times_us`, of segments that begin at the frame `begin` of their chunks."""
     begin = begin.astype(np.int64)
     end = np.minimum(begin + num_frames, records.num_frames[chunk])
     fps = records.shape.fps
@@ -246,7 +246,7 @@ def frame_times_us(
 def begins_s(
     records: LatentRecords, chunk: NDArray[np.integer], begin: NDArray[np.integer], *, num_frames: int
 ) -> NDArray[np.float64]:
-    """Return the begin of each frame of segments, seconds [N, num_frames]; nan after the last frame of a chunk."""
+    """Return the begin of each frame of segments, seconds [N, num_frames]; nan after a chunk's last frame."""
     frame = begin.astype(np.int64)[:, None] + np.arange(num_frames)
     fps = records.shape.fps
     start = records.start_ms[chunk].astype(np.int64)[:, None] * fps.numerator
@@ -255,10 +255,10 @@ def begins_s(
 
 
 def frames_of(segment: str | None, shape: FrameShape) -> int:
-    """Return the number of frames in a segment of a length in seconds, such as `5s`; None is the default length.
+    """Return the number of frames in a segment, given its length such as `5s`; None means the default length.
 
     Raises:
-        UserError: `segment` is not a duration, not a whole number of frames, or not the segment of a video VAE.
+        UserError: `segment` is not a duration, is not a whole number of frames, or is not the video VAE's segment.
     """
     if shape.segment_frames:
         stored_s = float(shape.segment_frames / shape.fps)
@@ -280,7 +280,7 @@ def frames_of(segment: str | None, shape: FrameShape) -> int:
 
 
 def seconds_of(segment: str) -> Fraction:
-    """Return the seconds of a duration such as `5s` or `2.5`; raises UserError if it is not one."""
+    """Convert a duration such as `5s` or `2.5` to seconds; raise UserError if it is not a duration."""
     match = _DURATION.fullmatch(segment)
     if match is None:
         raise UserError(f"{segment!r} is not a segment length", hint="give seconds, such as 5s")
@@ -289,7 +289,7 @@ def seconds_of(segment: str) -> Fraction:
 
 @dataclass(frozen=True)
 class StoredLatents:
-    """Chunks with latents, for the videos of a split, and the divided ones of these videos; None if there are none."""
+    """Chunks with latents, for the videos of a split, and the divided videos among them; None if there are none."""
 
     video_ids: pa.Array
     records: LatentRecords
@@ -298,7 +298,7 @@ class StoredLatents:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSegments:
-    """Data from which segments are read.
+    """The data from which segments are read.
 
     Attributes:
         records: Chunks with latents, which are the parts of a segment table.
@@ -306,8 +306,8 @@ class LatentSegments:
         maps: Tars of latents and stored texts.
         text: Members that hold stored texts; None if samples have no stored texts.
         num_frames: Number of frames of a full segment.
-        has_tails: True if shorter segments are samples too.
-        made_of: Remark that the latents were made of other chunks; usually empty.
+        has_tails: True if shorter segments are also samples.
+        made_of: Remark that the latents were made from other chunks; usually empty.
     """
 
     records: LatentRecords
@@ -333,20 +333,20 @@ class SegmentQuery:
     Attributes:
         data_dir: Folder that prep made.
         split: Split of the manifest.
-        segment: Length of a segment in seconds, a whole number of frames. Default: the stored segments of a
-            video VAE; DEFAULT_SEGMENT for other latents.
-        captions: Form of captions in samples: none, stored embeddings, or words. Segments without them are omitted.
-        loading: Batches and this rank's share. The threads read members that have to be verified, fetched or unpacked;
-            four threads keep a disk busy, and one verifies several gigabytes per second. Memory is pinned if there is a
-            GPU, unless batches that are in use are kept.
+        segment: Length of a segment in seconds, a whole number of frames. By default, the stored segments of a video
+            VAE, or DEFAULT_SEGMENT for other latents.
+        captions: Form of captions in samples: none, stored embeddings, or words. Segments without captions are omitted.
+        loading: Batches and this rank's share. The threads read members that must be verified, fetched or unpacked.
+            Four threads keep a disk busy, and one thread verifies several gigabytes per second. Memory is pinned if
+            there is a GPU, unless batches in use are kept.
         tails: Treatment of the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches then
             have `num_frames`).
         sources: Sampling weights of caption sources (clipmill.train.config.clips).
-        classes: Classes of labels, instead of captions; segments without any label are omitted
+        classes: Classes of labels, in place of captions. Segments without any of the labels are omitted
             (clipmill.train.data.latents.segment_table).
-        max_segments: Maximum number of samples of each video, spread evenly over it; None for all.
-        where: Expression that selects segments, by chunks and captions (clipmill.shards.where); None for all.
-        tars: Reader of the tars of a remote data folder, whose small files are in `data_dir`.
+        max_segments: Maximum number of samples per video, evenly spaced; None for all.
+        where: Expression that selects segments by chunks and captions (clipmill.shards.where); None for all.
+        tars: Reader of the tars of a remote data folder. The folder's small files are in `data_dir`.
     """
 
     data_dir: Path = field(kw_only=False)

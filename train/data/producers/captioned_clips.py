@@ -35,19 +35,19 @@ def open_captioned_clips(
     table: pa.Table | None = None,
     make_captions: MakeCaptions | None = None,
 ) -> Samples[ClipReader]:
-    """Open the captioned clips of a split: sample i is a span of a video with all its captions.
+    """Open the captioned clips of a split. Sample i is a span of a video with all its captions.
 
-    Training shows one of the captions at a time (clipmill.train.data.captions), an evaluation the first caption of the
-    first source. Batches have `tokens`, `text` with stored embeddings, or else `caption`.
+    Training shows one caption at a time (clipmill.train.data.captions); an evaluation shows the first caption of the
+    first source. Batches have `tokens`, or `text` with stored embeddings, or else `caption`.
 
     Args:
-        query: Clips; its conditions on captions select the captions with which a clip may be shown.
+        query: Clips. Its conditions on captions select the captions that may be shown.
         tokenize: Tokenizer of captions.
-        captions: Choice of the captions of a clip.
-        has_stored_text: Use the embeddings that prep text made as captions; captions without an embedding are omitted.
-        each_caption: Make a clip of each caption rather than of each span, for evaluations that score every caption.
-        table: Captions instead of the manifest's, with its columns.
-        make_captions: Function that makes other forms of captions than tokens, texts and embeddings.
+        captions: Settings for the choice of a clip's caption.
+        has_stored_text: Use the embeddings that prep text made as captions. Captions without an embedding are omitted.
+        each_caption: Make a clip for each caption instead of each span, for evaluations that score every caption.
+        table: Captions to use in place of the manifest's captions, with the same columns.
+        make_captions: Function that makes forms of captions other than tokens, texts and embeddings.
 
     Raises:
         UserError: The data do not exist, or no clip is usable.
@@ -120,7 +120,7 @@ def open_captioned_clips(
 
 
 def open_captions(query: DataQuery) -> Samples[ClipReader]:
-    """Open the captioned clips that a task asks for; raises UserError like `open_captioned_clips`."""
+    """Open the captioned clips that a task needs; raise UserError like `open_captioned_clips`."""
     return open_captioned_clips(
         query_clips(query),
         tokenize=query.tokenize,

@@ -1,4 +1,4 @@
-"""Complete chunks of a split, their parts that belong to it, or segments of them: only frames, without captions."""
+"""Complete chunks of a split, the parts that belong to it, or segments of chunks: only frames, without captions."""
 
 from functools import partial
 from typing import Any
@@ -17,13 +17,13 @@ from clipmill.train.data.samples import Samples, SampleTable, Source, open_finge
 def open_chunk_clips(
     query: ClipQuery, *, same_frames: bool = False, segment_us: int | None = None
 ) -> Samples[ClipReader]:
-    """Open clips of complete chunks; batches have `video`, `colour`, and the number of the chunk as `clip_id`.
+    """Open clips of complete chunks. Batches have `video`, `colour`, and the number of the chunk as `clip_id`.
 
     Args:
-        query: Chunks; the `group` of its loading is the number of samples of each chunk in an epoch.
+        query: Chunks. The `group` of its loading settings is the number of samples per chunk in an epoch.
         same_frames: Let the samples of a chunk show the same moments, with different crops.
-        segment_us: Length of the clips that each chunk is divided into, microseconds; None for one clip per chunk. A
-            remainder shorter than a quarter of it is added to the last clip.
+        segment_us: Length of the clips into which each chunk is divided, microseconds; None for one clip per chunk. A
+            remainder shorter than a quarter of this length is added to the last clip.
 
     Raises:
         UserError: The data do not exist, or the split has no chunks.
@@ -63,7 +63,7 @@ def open_chunk_clips(
 
 
 def open_frames(query: DataQuery) -> Samples[ClipReader]:
-    """Open the chunks that a task asks for; raises UserError like `open_chunk_clips`."""
+    """Open the chunks that a task needs; raise UserError like `open_chunk_clips`."""
     return open_chunk_clips(query_clips(query), same_frames=query.same_frames)
 
 

@@ -1,8 +1,8 @@
-"""Clips at given moments: a row names a video and a time, and a clip has the frames at offsets from it (`read_clips`).
+"""Clips at given moments: a row names a video and a time; its clip has frames at offsets from it (`read_clips`).
 
 A frame is on screen until the next one begins. Times in tables are rounded, so a frame that begins up to NEAR_US after
-a moment is on screen at it. Offsets that lead out of the video, or out of the span of the row, show its first or last
-frame, as LeRobot pads an episode. A row whose own time lies outside is a failed sample.
+a moment counts as being on screen at that moment. An offset that leads out of the video, or out of the row's span,
+shows its first or last frame, as LeRobot pads an episode. If the row's own time lies outside, the sample fails.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,12 +32,13 @@ _NUM_NAMED = 3
 
 @dataclass(frozen=True)
 class GivenRows:
-    """Rows of a table, in its order.
+    """Rows of a table, in the given order.
 
     Attributes:
         video_id: Videos, strings [N].
         time_us: Times in the videos, microseconds, int64 [N].
-        begin_us, end_us: Spans that offsets do not leave, int64 [N]; 0 and a time after any video without columns.
+        begin_us, end_us: Spans that offsets must not leave, int64 [N]; without such columns, 0 and a time after any
+            video.
     """
 
     video_id: pa.ChunkedArray
@@ -50,10 +51,10 @@ class GivenRows:
         """Read the columns `video_id` or `key` (of a chunk of the video), `time_s`, and optionally `begin_s`, `end_s`.
 
         Args:
-            view: Camera, whose columns, such as `video_id.top`, take the place of columns without a camera.
+            view: Camera. Its columns, such as `video_id.top`, replace columns without a camera.
 
         Raises:
-            UserError: It is not a table, a column is missing, or a value is not a name or a time.
+            UserError: The table is not a table, a column is missing, or a value is not a name or a time.
         """
         try:
             columns = table if isinstance(table, pa.Table) else pa.table(dict(table))
@@ -112,28 +113,28 @@ def _times_us(columns: pa.Table, name: str) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class GivenMoments:
-    """Moments of rows, whose spans end with their videos, at offsets in the order of the frames, microseconds."""
+    """Moments of rows, whose spans end no later than their videos, at offsets in the order of frames, microseconds."""
 
     rows: GivenRows
     offsets_us: Sequence[int]
 
     def shown_us(self, offset_us: int) -> NDArray[np.int64]:
-        """Return the moment that is shown of each row for an offset, int64 [N]."""
+        """Return, for an offset, the moment that each row shows, int64 [N]."""
         rows = self.rows
         return np.maximum(np.minimum(rows.time_us + offset_us, rows.end_us - 2 * NEAR_US), rows.begin_us) + NEAR_US
 
     def of_row(self, row: int, rng: np.random.Generator | None) -> Moments:
-        """Return the moments of a row; raises ValueError if its own time is not in its span."""
+        """Return the moments of a row; raise ValueError if the row's own time is not in its span."""
         time_us, begin_us, end_us = self._times_of(row)
         if not begin_us - NEAR_US <= time_us < end_us:
             span = f"[{begin_us / US_PER_S:g}, {end_us / US_PER_S:g}) s"
             raise ValueError(f"time_s of row {row} is {time_us / US_PER_S:g}, outside of its video or span: {span}")
-        # At the end, the frame that is on screen before it; a frame that begins there is the next span's.
+        # At the end, use the frame that is on screen before it: a frame that begins there belongs to the next span.
         latest_us = end_us - 2 * NEAR_US
         return Moments(tuple(max(min(time_us + at, latest_us), begin_us) + NEAR_US for at in self.offsets_us), 1)
 
     def add(self, sample: Sample, request: SampleRequest) -> None:
-        """Add which frames of a sample are padding."""
+        """Add to a sample which of its frames are padding."""
         time_us, begin_us, end_us = self._times_of(request.sample)
         sample["is_padded"] = [not begin_us <= time_us + at + NEAR_US < end_us for at in self.offsets_us]
 
@@ -153,10 +154,10 @@ def open_given_moments(
     """Open clips at given moments; sample i is row i. Batches have `time_s` and `is_padded`.
 
     Args:
-        views: Rows of the only camera, or of each camera.
+        views: Rows for the only camera, or for each camera.
         chunks: Chunks of all videos.
         shape: Size and crop of the frames.
-        offsets_us: Offsets from the time of a row, microseconds, in the order of the frames; they may repeat.
+        offsets_us: Offsets from the time of a row, microseconds, in the order of frames; they may be repeated.
 
     Raises:
         UserError: A row names an unknown video, or a video without chunks.

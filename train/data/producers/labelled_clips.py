@@ -1,4 +1,4 @@
-"""Labelled clips: each labelled caption of a split is a separate clip, even if two have the same span."""
+"""Labelled clips: each labelled caption of a split is a separate clip, even if two captions have the same span."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Labels:
-    """Class and caption id of each row."""
+    """Class and caption ID of each row."""
 
     def __init__(self, table: SampleTable) -> None:
         assert table.label is not None and table.caption_id is not None
         self._label_N, self._caption_id_N = table.label[:, 0], table.caption_id
 
     def add(self, sample: Sample, request: SampleRequest) -> None:
-        """Add class and caption id to a sample."""
+        """Add class and caption ID to a sample."""
         sample["caption_id"] = int(self._caption_id_N[request.sample])
         sample["label"] = int(self._label_N[request.sample])
 
@@ -40,9 +40,10 @@ def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repea
     """Open the labelled clips of a split.
 
     Args:
-        classes: Class lists, which number the labels; captions of other classes are omitted and counted. With several
-            class lists, samples have at least one of the labels.
-        repeats: Samples of a clip in an epoch (repeated augmentation, Hoffer et al. 2020); divides the loader's group.
+        classes: Class lists, which number the labels. Captions with other classes are omitted and counted. With several
+            class lists, a sample has at least one of the labels.
+        repeats: Samples per clip in an epoch (repeated augmentation, Hoffer et al. 2020). It divides the loader's
+            group.
 
     Raises:
         UserError: The data do not exist, or no clip is usable.
@@ -82,7 +83,7 @@ def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repea
 
 
 def open_labels(query: DataQuery) -> Samples[ClipReader]:
-    """Open the labelled clips that a task asks for; raises UserError like `open_labelled_clips`."""
+    """Open the labelled clips that a task needs; raise UserError like `open_labelled_clips`."""
     return open_labelled_clips(query_clips(query), classes=query.classes, repeats=query.repeats)
 
 

@@ -1,4 +1,4 @@
-"""Segments of the latents of a split, with captions, with labels, or without."""
+"""Segments of a split's latents, with captions, with labels, or without either."""
 
 from dataclasses import replace
 from functools import partial
@@ -48,22 +48,22 @@ def open_latent_segments(
 ) -> Samples[LatentReader]:
     """Open the segments of latents of a split, for one rank.
 
-    A sample is a segment of a chunk's latents with one of the captions that overlap it: in training a caption drawn by
-    a pure function of (seed, position), in evaluation the caption with the lowest id. clipmill.train.data.batch
-    documents the batches.
+    A sample is a segment of a chunk's latents, with one of the captions that overlap it. In training, the caption is
+    drawn by a pure function of (seed, position); in evaluation, it is the caption with the lowest ID.
+    clipmill.train.data.batch documents the batches.
 
-    Every array is verified against its checksum when it is first needed, so that only the first epoch takes longer. An
-    array that does not match is a failed sample (clipmill.train.data.outcomes).
+    Every array is verified against its checksum when it is first needed, so only the first epoch takes longer. If an
+    array does not match, the sample fails (clipmill.train.data.outcomes).
 
-    Memory: 40 bytes per chunk and 8 per segment; with text also 4 per segment with captions, 12 per caption and 4 per
-    pair of segment and caption.
+    Memory: 40 bytes per chunk and 8 per segment; with text, another 4 per segment with captions, 12 per caption, and 4
+    per pair of segment and caption.
 
     Args:
-        tokenize: Tokenizer of captions that are words; without it, batches have only ids of captions.
-        needs_embeddings: Refuse stored texts that are sequences.
+        tokenize: Tokenizer for captions that are words. Without it, batches have only IDs of captions.
+        needs_embeddings: Reject stored texts that are sequences.
 
     Raises:
-        UserError: There is nothing to show, the columns do not belong together, or a tar is missing or truncated.
+        UserError: There are no samples, the columns do not belong together, or a tar is missing or truncated.
     """
     data_dir, tars, has_text = query.data_dir, query.tars, query.captions == "stored"
     if not resolved_folder(data_dir).is_dir():
@@ -118,12 +118,12 @@ def open_latent_segments(
         depends_on=depends_on,
         num_rows=num_rows,
     )
-    is_first = np.diff(table.first_part, prepend=-1) > 0  # first segment of each chunk; chunks ascend
+    is_first = np.diff(table.first_part, prepend=-1) > 0  # True for the first segment of each chunk; chunks ascend
     maps.want(records.array_place[table.first_part[is_first]])
     captions: Captions | None = None
     if table.captions is not None and stored_captions is not None:
         captions = Captions(table.captions, stored_captions.texts, tokenize=tokenize)
-    # Otherwise Arrow would keep the memory of reading indexes and captions.
+    # Otherwise Arrow would keep the memory that reading indexes and captions used.
     pa.default_memory_pool().release_unused()
     names = [variant.directory.name for variant in variants]
 
@@ -173,23 +173,23 @@ def open_latent_segments(
 
 
 def open_captions(query: DataQuery) -> Samples[LatentReader]:
-    """Open segments with captions; raises UserError like `open_frames`, or if there are no captions."""
+    """Open segments with captions; raise UserError like `open_frames`, or if there are no captions."""
     shown: ShownCaptions = "stored" if query.has_stored_text else "words"
     segments = replace(_query(query), captions=shown, sources=query.captions.sources)
     return _require_fitting(query, open_latent_segments(segments, tokenize=query.tokenize, needs_embeddings=True))
 
 
 def open_labels(query: DataQuery) -> Samples[LatentReader]:
-    """Open segments with labels; raises UserError like `open_frames`, or if there are no labels."""
+    """Open segments with labels; raise UserError like `open_frames`, or if there are no labels."""
     segments = replace(_query(query), captions="none", classes=tuple(query.classes))
     return _require_fitting(query, open_latent_segments(segments))
 
 
 def open_frames(query: DataQuery) -> Samples[LatentReader]:
-    """Open segments without captions and labels.
+    """Open segments without captions and without labels.
 
     Raises:
-        UserError: There are no segments, they cannot be read, or they do not fit the settings.
+        UserError: There are no segments, they cannot be read, or they contradict the settings.
     """
     return _require_fitting(query, open_latent_segments(replace(_query(query), captions="none")))
 
@@ -234,7 +234,10 @@ def _require_fitting(query: DataQuery, samples: Samples[LatentReader]) -> Sample
 
 
 def _common_facts(latents: Variant, shape: FrameShape, text: Variant | None) -> dict[str, str]:
-    """Return shape and VAE of the latents, and the encoder of stored embeddings: equal in all folders of a mixture."""
+    """Return shape and VAE of the latents, and the encoder of stored embeddings.
+
+    All folders of a mixture must agree.
+    """
     recipe = latents.recipe
     name, weights = recipe.get("vae"), str(recipe.get("vae_sha256"))[:8]
     scaled = f"(x - {recipe.get('shift_factor') or 0}) * {recipe.get('scaling_factor')}"

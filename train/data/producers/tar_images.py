@@ -1,7 +1,7 @@
-"""Images of tars: their table, their reader, and the decoder of JPEG, PNG and WebP files.
+"""Images in tars: their table, their reader, and the decoder of JPEG, PNG and WebP files.
 
-Tars are indexed once (clipmill.train.data.image_tars), and images are read in random order. Images are numbered in the
-order of the tars and of their members. Samples without the requested caption or class are omitted and counted.
+Each tar is indexed once (clipmill.train.data.image_tars), and images are read in random order. Images are numbered in
+the order of tars and of members. Samples without the requested caption or class are omitted and counted.
 """
 
 import hashlib
@@ -41,14 +41,14 @@ _NUM_READERS = 32  # for remote tars; a request waits for tens of milliseconds
 
 
 class ImageReader(ThreadedReader):
-    """Reader of the images of a table, whose parts are the images of all tars, in their order. Thread-safe.
+    """Reader of the images of a table, whose parts are the images of all tars, in order. Thread-safe.
 
     Sample i shows row i // repeats.
 
     Args:
         images: Image of each row, int64 [N].
         annotations: Entries that samples get in addition to frames.
-        repeats: Samples of an image in an epoch; divides the loader's group, in which it is decoded once.
+        repeats: Samples per image in an epoch. It divides the loader's group, in which the image is decoded once.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class ImageReader(ThreadedReader):
         self._annotations, self._repeats = annotations, repeats
 
     def key(self, sample: int) -> str:
-        """Return the tar of an image and its key in the tar."""
+        """Return the name of an image's tar, and the image's key in the tar."""
         return self._tars.key(self._image(sample))
 
     def content(self, sample: int) -> bytes:
-        """Return the file of an image.
+        """Return the content of an image file.
 
         Raises:
             SampleFailed: The file cannot be read.
@@ -78,7 +78,7 @@ class ImageReader(ThreadedReader):
         try:
             size = int(self._tars.size[image])
             content = self._tars.read(tar, int(self._tars.offset[image]), size)
-        except UserError:  # refused credentials concern all tars, not only this one
+        except UserError:  # credentials that are refused affect all tars
             raise
         except (OSError, Damaged) as error:
             detail = f"{self._tars.tars[tar]}: {error}"
@@ -89,11 +89,11 @@ class ImageReader(ThreadedReader):
         return content
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return the image as a model sees it in an evaluation, RGB [H, W, 3], once; empty if it cannot be read."""
+        """Return the image once, RGB [H, W, 3], as the model sees it in an evaluation; empty if it cannot be read."""
         return super().pictures(sample, num_frames=1)
 
     def deviations(self) -> list[str]:
-        """Return the number of times that an image is shown in an epoch."""
+        """Return how many times an image is shown in an epoch, as text."""
         num_frames = self._shape.sampling.num_frames
         return [
             f"{self._repeats} samples of each in an epoch" if self._repeats > 1 else "",
@@ -106,7 +106,7 @@ class ImageReader(ThreadedReader):
         return ReadAhead(self.read, self.load_read, _NUM_READERS) if self._tars.has_remote else None
 
     def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
-        """Read, decode and crop the images of a group of requests; a repeated image is decoded once."""
+        """Read, decode and crop the images of a group of requests. A repeated image is decoded once."""
         return self.load_read(self.read(requests))
 
     def read(self, requests: Sequence[SampleRequest]) -> list[tuple[SampleRequest, bytes | SampleFailed]]:
@@ -140,7 +140,7 @@ class ImageReader(ThreadedReader):
     def _decode(self, sample: int, content: bytes) -> "av.VideoFrame":
         try:
             return decode_image(content)
-        except Exception as error:  # any error of libav on a foreign file fails only that sample
+        except Exception as error:  # if libav raises any error for a foreign file, only this sample fails
             detail = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise SampleFailed(self.key(sample), reason="undecodable", detail=detail) from error
 
@@ -171,15 +171,15 @@ def open_tar_images(
     classes: ClassList | None = None,
     repeats: int = 1,
 ) -> Samples[ImageReader]:
-    """Open the images of tars; `clip_id` and `caption_id` are their numbers.
+    """Open the images in tars; `clip_id` and `caption_id` are the numbers of the images.
 
     Args:
-        has_captions: Omit images without caption; batches have `tokens` with `tokenize`, or else `caption`.
-        classes: Classes; images of other classes are omitted, and batches have `label`.
-        repeats: Samples of an image in an epoch; divides the loader's group, in which it is decoded once.
+        has_captions: Omit images without a caption. Batches have `tokens` if `tokenize` is given, or else `caption`.
+        classes: Classes. Images with other classes are omitted, and batches have `label`.
+        repeats: Samples per image in an epoch. It divides the loader's group, in which the image is decoded once.
 
     Raises:
-        UserError: The tars cannot be read, hold videos too, or have no such images.
+        UserError: The tars cannot be read, also contain videos, or have no such images.
     """
     label = LABEL if classes is None else classes.label
     tars = open_tars(query.pattern, cache=query.cache, cache_size=query.cache_size, label=label)
@@ -211,7 +211,7 @@ def open_tar_images(
 
 
 def open_images(query: DataQuery) -> Samples[ImageReader]:
-    """Open the images of the tars that a task asks for, with captions, labels or neither.
+    """Open the images of the tars that a task needs, with captions, with labels, or without either.
 
     Raises:
         UserError: See `open_tar_images`.
@@ -233,8 +233,8 @@ def _make_table(
 
     Args:
         texts: Captions of all images; None for samples without captions.
-        classes: Classes; a sample must have one. None for samples without classes.
-        needs_captions: Omit images without caption.
+        classes: Classes; a sample must have one of them. None for samples without classes.
+        needs_captions: Omit images without a caption.
     """
     left_out, images = LeftOut(), np.arange(tars.num_images)
     for number, index in enumerate(tars.indexes):
@@ -269,7 +269,7 @@ def _make_table(
 
 
 _ORIENTATION_TAG = 0x0112
-# Filters of libav for the orientations of EXIF; 1 is upright.
+# libav's filters for the orientations of EXIF; 1 is upright.
 _UPRIGHT: dict[int, tuple[tuple[str, str], ...]] = {
     2: (("hflip", ""),),
     3: (("hflip", ""), ("vflip", "")),
@@ -285,24 +285,24 @@ _JPEG_FRAMES = (b"\xc0", b"\xc1", b"\xc2")  # markers of frame headers: baseline
 
 
 def decode_image(content: bytes) -> "av.VideoFrame":
-    """Return the upright image in a JPEG, PNG or WebP file, as 8-bit YUV 4:2:0.
+    """Decode a JPEG, PNG or WebP file, and return the upright image as 8-bit YUV 4:2:0.
 
-    The YUV planes of a JPEG or lossy WebP file, mostly 4:2:0, are used as they are, without a conversion to RGB and
-    back. The content decides the format, not the file name. CMYK, grey, palettes and 16 bits per channel are converted;
-    transparency is dropped, as by Pillow's `convert("RGB")`.
+    The YUV planes of a JPEG or lossy WebP file, mostly 4:2:0, are used unchanged, without a conversion to RGB and back.
+    The content determines the format, not the file name. CMYK, grey, palettes and 16 bits per channel are converted.
+    Transparency is dropped, as by Pillow's `convert("RGB")`.
 
     Raises:
-        ValueError: The file is of another kind, animated, too large, cut or damaged.
+        ValueError: The file is of another kind, animated, too large, truncated or damaged.
     """
     import av
 
     codec = _codec_of(content)
-    # A new decoder for each image: libav's PNG decoder outputs noise for a second file. A decoder costs a tenth of the
-    # time of a small JPEG.
+    # Each image needs a new decoder, because libav's PNG decoder outputs noise for a second file. Creating one costs a
+    # tenth of the time of decoding a small JPEG.
     context = av.CodecContext.create(codec, "r")
     assert isinstance(context, av.VideoCodecContext)
     context.thread_count = 1  # the loader's threads already use all cores
-    # Report errors, do not conceal them; and a file of a few bytes can claim an image of any size.
+    # Report errors instead of concealing them. And a file of a few bytes can claim an image of any size.
     context.options = {"err_detect": "explode", "max_pixels": str(MAX_PIXELS)}
     try:
         frames = context.decode(av.Packet(content))
@@ -317,7 +317,7 @@ def decode_image(content: bytes) -> "av.VideoFrame":
 
 
 def _codec_of(content: bytes) -> str:
-    """Return libav's name of the codec; raises ValueError for other files, and for animations."""
+    """Return libav's name of the codec; raise ValueError for other files and for animations."""
     if content.startswith(b"\xff\xd8\xff"):
         return "mjpeg"
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -333,7 +333,7 @@ def _codec_of(content: bytes) -> str:
 
 
 def _claimed_size(content: bytes, codec: str) -> tuple[int, int]:
-    """Return the width and height in the header, for the message of a rejected file; (0, 0) if they are not found."""
+    """Return width and height from the header, for the message about a rejected file; (0, 0) if they are not found."""
     if codec == "png":
         return int.from_bytes(content[16:20]), int.from_bytes(content[20:24])
     if codec == "webp":
@@ -344,7 +344,7 @@ def _claimed_size(content: bytes, codec: str) -> tuple[int, int]:
             return (packed & 0x3FFF) + 1, (packed >> 14 & 0x3FFF) + 1
         return int.from_bytes(content[26:28], "little") & 0x3FFF, int.from_bytes(content[28:30], "little") & 0x3FFF
     at = 2
-    while content[at : at + 1] == b"\xff":  # segments: a marker, and the number of bytes that follow it
+    while content[at : at + 1] == b"\xff":  # a segment consists of a marker, its length and its content
         if content[at + 1 : at + 2] in _JPEG_FRAMES:
             return int.from_bytes(content[at + 7 : at + 9]), int.from_bytes(content[at + 5 : at + 7])
         at += 2 + int.from_bytes(content[at + 2 : at + 4])
@@ -352,7 +352,7 @@ def _claimed_size(content: bytes, codec: str) -> tuple[int, int]:
 
 
 def _orientation_of(content: bytes, codec: str) -> int:
-    """Return the orientation in the EXIF data of a file, 1 to 8; 1 without EXIF data."""
+    """Return the orientation in a file's EXIF data, 1 to 8; 1 without EXIF data."""
     mark = _EXIF_MARKS[codec]
     at = content.find(mark)
     if at < 0:
@@ -382,7 +382,7 @@ def _turn_upright(frame: "av.VideoFrame", orientation: int) -> "av.VideoFrame":
     graph = Graph()
     links = [graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1))]
     links += [graph.add(name, arguments or None) for name, arguments in _UPRIGHT[orientation]]
-    # Copied, because vflip only lets the lines of a frame run backwards in memory.
+    # Copied, because vflip only reverses the order of the lines in memory.
     graph.link_nodes(*links, graph.add("copy"), graph.add("buffersink")).configure()
     graph.push(frame)
     turned = graph.pull()
