@@ -1,12 +1,13 @@
-"""Answers of a model, the journal that keeps each answer from the moment it arrives, and the samples made of them.
+"""Answers of a model, the journal that stores each answer as soon as it arrives, and the samples made from them.
 
-    <variant>/answers/000003.jsonl   the answers about chunks of shard 3: a line for each, `<CRC-32, 8 digits> <JSON>`
-    <variant>/answers/spent          the tokens of the current run, 8 bytes for each answer (`Budget`)
+    <variant>/answers/000003.jsonl   the answers about chunks of shard 3, one per line: `<CRC-32, 8 digits> <JSON>`
+    <variant>/answers/spent          the tokens of the current run, 8 bytes per answer (`Budget`)
 
-A line is on disk before the next request of its place in the queue is sent, so that a killed run loses only requests in
-flight, and no answer that was paid for. A truncated or damaged line is ignored. The last line about a chunk counts. The
-journal is kept, because it has values that the shard lacks, such as the seconds of each answer. A line names its chunk
-by the fingerprint of the content, so that an answer is found when the chunk has moved to another shard.
+A line is on disk before the next request is sent in its place. A killed run therefore loses only requests in flight,
+but no answer that was paid for. A truncated or damaged line is ignored. If a chunk has several lines, the last one
+counts. The journal is kept, because it has values that the shard lacks, such as the seconds of each answer. A line
+identifies its chunk by the fingerprint of the content, so that an answer is found even if the chunk has moved to
+another shard.
 """
 
 import json
@@ -34,8 +35,8 @@ ANSWER_FILE = re.compile(r"\d{6,}\.jsonl|spent")
 KEY_VARIABLE = "OPENAI_API_KEY"
 _SPENT_FILE = "spent"
 _LENGTH, _FILTERED = "length", "content_filter"
-# Finish reasons of complete answers: the words of OpenAI, Together, TGI and Anthropic. All other words, even unknown
-# ones, mean that the text may be cut off.
+# Finish reasons of complete answers: the words of OpenAI, Together, TGI and Anthropic. Any other word, even an unknown
+# one, means that the text may be cut off.
 _COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")
 _RECORD_BYTES = 8
 _FINGERPRINT = re.compile(rb'"chunk_fingerprint": "([0-9a-f]{32})"')
@@ -50,15 +51,15 @@ EXTENSION = "caption.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer of a model to the question about a chunk. Its strings lose lone surrogates, which files cannot hold.
+    """Answer of a model about a chunk. Lone surrogates are removed from its strings, because files cannot store them.
 
     Attributes:
         text: Text as received.
         finish_reason: Reason why the model ended: stop, length, content_filter; None if the server gave none.
         refusal: Reason why the model declines to answer, as a separate field.
         tokens_in, tokens_out: Number of tokens of pictures and prompt, and of the answer; None if the server gave none.
-        seconds: Time in seconds from the request to the answer, retries included; for a batch, its share.
-        model: Name under which the model answered.
+        seconds: Time in seconds from the request to the answer, including retries; in a batch, an equal share.
+        model: Name that the model gave in the answer.
     """
 
     text: str
@@ -80,7 +81,7 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in and out, as far as it is known."""
+        """Number of tokens in and out, as far as they are known."""
         return (self.tokens_in or 0) + (self.tokens_out or 0)
 
     @property
@@ -99,7 +100,7 @@ class Answer:
         )
 
     def problem(self, model: str) -> SourceFailure | None:
-        """Return the reason why the answer is not a caption by `model`, without the key; None if it is a caption.
+        """Return the reason why the answer is not a caption by `model`; None if it is. The server's key is removed.
 
         A server may add the date of a snapshot to the name: gpt-4o-2024-08-06 for gpt-4o.
         """
@@ -122,10 +123,10 @@ class Answer:
 
 
 def without_key(message: str) -> str:
-    """Return a message in which `***` replaces the key of the server; some servers repeat it in their errors.
+    """Replace the key of the server in a message by `***`, because some servers repeat the key in their errors.
 
     Only messages are changed, never answers. A short key, such as EMPTY for a server that needs none, is replaced only
-    where it is a separate word.
+    if it is a separate word.
     """
     key = os.environ.get(KEY_VARIABLE)
     if not key:
@@ -164,7 +165,7 @@ def read_answers(path: Path) -> dict[str, Answer]:
 
 
 def answered_chunks(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield the ID of each shard with a journal, and the fingerprints of chunks in its lines, even damaged ones."""
+    """Yield the ID of each shard that has a journal, and the chunk fingerprints in its lines, even in damaged lines."""
     for path in sorted(folder.glob("*.jsonl")):
         yield int(path.stem), _FINGERPRINT.findall(path.read_bytes())
 
@@ -196,7 +197,7 @@ class Journal:
     """Context manager for the journal of a shard while a worker adds to it; threads may share it.
 
     Args:
-        others: Journals of shards that held chunks of this shard before; the answers of this journal take precedence.
+        others: Journals of shards that contained chunks of this shard before. Answers in this journal take precedence.
     """
 
     def __init__(self, path: Path, others: Sequence[Path] = ()) -> None:
@@ -214,9 +215,9 @@ class Journal:
         os.close(self._descriptor)
 
     def add(self, fingerprint: str, answer: Answer) -> None:
-        """Keep an answer about the chunk with this fingerprint; on return it is on disk."""
+        """Store an answer about the chunk with this fingerprint. It is on disk when the method returns."""
         text = json.dumps({"chunk_fingerprint": fingerprint, **asdict(answer)}, sort_keys=True).encode()
-        # The line feed at the beginning ends a line that a kill has cut short.
+        # The line feed at the beginning ends a line that a kill has cut off.
         line = b"\n%08x %s\n" % (zlib.crc32(text), text)
         with self._lock:
             self.answers[fingerprint] = answer
@@ -227,7 +228,7 @@ class Journal:
 
 
 class Budget:
-    """`--max-tokens-total`: the tokens of a variant's answers, which all workers of a run share by a file.
+    """`--max-tokens-total`: the tokens of a variant's answers. All workers of a run share the count through a file.
 
     Args:
         limit: Number of tokens; None for no limit.
@@ -239,7 +240,7 @@ class Budget:
         self._num_read = 0
 
     def begin(self) -> None:
-        """Forget the tokens of an earlier run, whose answers are in the journals; only the driver calls this."""
+        """Forget the tokens of an earlier run, because its answers are in the journals. Only the driver calls this."""
         self._path.unlink(missing_ok=True)
 
     def add(self, tokens: int) -> None:
@@ -249,7 +250,7 @@ class Budget:
                 file.write(tokens.to_bytes(_RECORD_BYTES, "little"))
 
     def is_spent(self) -> bool:
-        """Return True once the answers have taken all tokens of the limit."""
+        """Return True once the answers have used all tokens of the limit."""
         if self._limit is None:
             return False
         try:

@@ -58,12 +58,12 @@ class Questions:
 
     Attributes:
         rows: Rows of the shard to caption.
-        stop: Function that returns the reason to stop asking, or None; called before each request.
-        read: Function that returns the content of a chunk. It may raise SourceFailure and must be thread-safe.
-        pictures: Function that decodes frames of a chunk. It may raise SourceFailure and must be thread-safe.
-        keep: Function that stores the answer for a row, or the reason why there is no answer. An answer is on disk
-            when the function returns. It must be thread-safe.
-        seed: Function that returns the random seed of a row.
+        stop: Function that returns a reason to stop asking, or None. It is called before each request.
+        read: Function that returns the content of a chunk. It may raise SourceFailure, and must be thread-safe.
+        pictures: Function that decodes frames of a chunk. It may raise SourceFailure, and must be thread-safe.
+        keep: Function that stores the answer for a row, or the reason why there is none. The answer is on disk when the
+            function returns. It must be thread-safe.
+        seed: Function that returns the random seed for a row.
     """
 
     rows: Iterator[int]
@@ -78,5 +78,5 @@ class Captioner(Protocol):
     """Model or server that writes captions."""
 
     def answer(self, questions: Questions) -> Stop | None:
-        """Answer all questions. Return the reason if some were not asked; otherwise return None."""
+        """Answer all questions. If some were not asked, return the reason; otherwise return None."""
         ...

@@ -2,10 +2,10 @@
 
     row ──► thread: read ──► decode, JPEG, JSON ──► request, one of `in_flight` ──► thread: journal
 
-Rows beyond the requests in flight are prepared, so that a row is ready when a request ends. A single thread does all
-work of the CPU, because there are as many workers as cores, and threads that take turns cost a third more. The client
-repeats requests that fail (429, 5xx, time limit, broken connection) after growing pauses with jitter, or after the time
-in Retry-After. It sends and returns bytes: converting its classes of messages takes as long as decoding.
+Rows are prepared ahead of the requests in flight, so that a row is ready when a request ends. A single thread does all
+CPU work, because there are as many workers as cores, and threads that take turns cost a third more. The client repeats
+failed requests (429, 5xx, time limit, broken connection) after growing pauses with jitter, or after the time in
+Retry-After. It sends and receives bytes, because converting its message classes takes as long as decoding.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 _NO_KEY = "none"  # local servers need no key, but the client does
-_MAX_UNUSABLE = 3  # responses to one request that are not answers
-_MAX_FAILED = 8  # consecutive requests that fail despite retries, before the rest of the shard is given up
+_MAX_UNUSABLE = 3  # maximum number of responses to one request that are not answers
+_MAX_FAILED = 8  # after this many consecutive failed requests, the rest of the shard is given up
 _MAX_AHEAD = 16  # rows that are prepared while others wait for the server
 # Status codes that concern all requests: no credit is left, or there is another program at the address.
 _OF_ALL_REQUESTS = (401, 402, 403, 404, 405)
@@ -39,7 +39,7 @@ _TRANSIENT = (408, 409, 429)  # the client repeats these requests, like 5xx
 
 
 class Endpoint:
-    """A server.
+    """A captioning server.
 
     Args:
         settings: Settings with the text of the prompt.
@@ -57,7 +57,7 @@ class Endpoint:
         self._retries, self._timeout_s = retries, timeout_s
         self._key = os.environ.get(KEY_VARIABLE) or _NO_KEY
         self._stop: Stop | None = None
-        self._num_failed = 0  # requests since the last answer
+        self._num_failed = 0  # failed requests since the last answer
 
     def answer(self, questions: Questions) -> Stop | None:
         """Answer all questions (see `Captioner` of `asking.py`); requests in flight end before it returns."""
@@ -96,7 +96,7 @@ class Endpoint:
                     result: Answer | SourceFailure = await self._ask(client, request)
                 except SourceFailure as failure:
                     result = failure
-                # Before the next request, the answer must be on disk, and its tokens counted.
+                # The answer must be on disk, and its tokens counted, before the next request.
                 try:
                     await asyncio.to_thread(questions.keep, row, result)
                 except OSError as error:  # the other requests in flight are still answered
@@ -162,7 +162,7 @@ class Endpoint:
         raise failure
 
     def _answer_in(self, content: bytes, *, begin_s: float) -> Answer | None:
-        """Return the answer in a response; None if it has none, for example a truncated body or a page of a proxy."""
+        """Return the answer in a response; None if it has none, such as a truncated body or a proxy's error page."""
         try:
             completion = parse_json(content)
             choice, usage = completion["choices"][0], completion.get("usage")
@@ -178,19 +178,19 @@ class Endpoint:
             )
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
-        # Some servers never give a reason. Then only the number of tokens shows that the text is cut off.
+        # Some servers never give a reason. Then only the number of tokens shows that the text was cut off.
         is_cut = answer.finish_reason is None and (answer.tokens_out or 0) >= self._settings.max_tokens
         return replace(answer, finish_reason="length") if is_cut else answer
 
     def _words(self, error: Exception) -> str:
-        """Return the message of an error, or of its cause, on one line: a closed port is reported as a time limit."""
+        """Return the message of an error, or of its cause, on one line. A closed port is reported as a time limit."""
         cause = error.__cause__
         text = str(error) if cause is None else str(cause) or f"{error}: {type(cause).__name__}"
         return on_one_line(without_key(text))
 
 
 def require_client() -> None:
-    """Raise UserError if `openai` or its transport is not installed, or if the key cannot be part of a request.
+    """Raise UserError if `openai` or its transport is not installed, or if the key is not valid in a request.
 
     Importing them here would take a second.
     """

@@ -26,13 +26,13 @@ _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 _SUGGESTION = (
     "give a folder written by save_pretrained of model and processor, or a name such as Qwen/Qwen3-VL-2B-Instruct"
 )
-CAPTIONS_SCHEMA = 2  # incremented when the same settings begin to send other pictures, or other words
+CAPTIONS_SCHEMA = 2  # increment it when the same settings begin to send other pictures or other words
 MODEL = Parameter(group=Group("Captions", sort_key=1))
 PROMPT = "Describe this video clip in one sentence."
 _MAX_PROMPT_CHARS = 100_000
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
-_SAMPLING = Needs("temperature", use="1")  # with 0, the most likely token is taken at each step
+_SAMPLING = Needs("temperature", use="1")  # with temperature 0, the most likely token is used at each step
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Model:
 
     Attributes:
         name: Name given by the user; for a folder only its last component.
-        source: Name or absolute path, with which another machine finds the model.
+        source: Name or absolute path with which another machine can find the model.
         sha256: Hash of configuration, processor, tokenizer and weights.
     """
 
@@ -53,7 +53,7 @@ class Model:
 
 @lru_cache(maxsize=1)
 def find_model(name: str) -> Model:
-    """Find a model on this machine, or download it, and hash its files; once per process.
+    """Find a model on this machine or download it, and hash its files; this is done once per process.
 
     Raises:
         UserError: It does not exist, or lacks weights or a processor.
@@ -78,7 +78,7 @@ def find_model(name: str) -> Model:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionsSettings(Checked):
-    """Settings of `prep captions`: all but the address of the server and `where` affect the captions."""
+    """Settings of `prep captions`. All of them affect the captions, except the address of the server and `where`."""
 
     model: Annotated[str, MODEL, FIRST_RUN]
     """Model: folder or Hugging Face name of an image-text-to-text model of transformers, or with --endpoint the name

@@ -1,4 +1,4 @@
-"""The driver of `captions`: options of its workers, journals of other shards, the trial of a plan, cost and reports."""
+"""The driver of `captions`: options of workers, journals of other shards, the trial of a plan, cost and reports."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -37,9 +37,9 @@ from clipmill.shards.columns import CAPTIONS
 from clipmill.shards.reader import Variant
 
 _SERVED_WORKERS = 4
-_SERVER_GB, _MODEL_GB = 1.0, 8.0  # memory of a worker; for a model, a guess: bfloat16 weights of 3 B parameters
-_MAX_ANSWERS = 10_000  # read for an estimate
-_NUM_SHOWN = 3  # answers in the report of a plan
+_SERVER_GB, _MODEL_GB = 1.0, 8.0  # memory of a worker; for a model, this is a guess: bfloat16 weights of 3 B parameters
+_MAX_ANSWERS = 10_000  # maximum number of answers read for an estimate
+_NUM_SHOWN = 3  # number of answers in the report of a plan
 
 
 def choose_workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
@@ -55,8 +55,8 @@ def _workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
     gpus = 0.0 if is_served else request.gpus_per_worker(has_work=bool(work))
     workers, num_threads = request.workers, None
     if is_served:
-        # A worker that ends a shard does not use its share of the requests, so several workers share them even on few
-        # cores.
+        # A worker that finishes a shard does not use its share of the requests. Therefore several workers share them,
+        # even on few cores.
         workers = max(1, min(workers or max(_SERVED_WORKERS, num_cores()), request.in_flight, len(work)))
     elif not gpus and workers is None and request.cluster is None:
         workers, num_threads = 1, num_cores()  # a model on a CPU uses all cores, and each replica takes its memory
@@ -93,7 +93,7 @@ def other_journals(plan: ChunksPlan) -> Callable[[int], tuple[Path, ...]]:
 
 
 def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
-    """Ask about a few chunks for the estimate; the answers are kept.
+    """Ask about a few chunks for the estimate. The answers are stored.
 
     Raises:
         UserError: The model or the server does not answer.
@@ -121,7 +121,7 @@ def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
 
 
 def sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
-    """Return the duration and the model of the answer about a chunk, as far as the journal has them."""
+    """Return duration and model of the answer about a chunk, if the journal has them."""
     variant = Variant.open(data_dir, column=CAPTIONS)
     for shard in variant.shards():
         row = pc.index(shard.index["key"], key).as_py()
@@ -136,7 +136,7 @@ def sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of the answers of a variant: tokens in and out, and seconds.
+    """The cost of a variant's answers: tokens in and out, and seconds.
 
     Attributes:
         num_uncounted: Number of answers for which the server did not report the tokens.
@@ -150,7 +150,7 @@ class Cost:
 
     @classmethod
     def of(cls, answers: list[Answer]) -> "Cost":
-        """Add up the cost of answers."""
+        """Sum the costs of answers."""
         return cls(
             num_answers=len(answers),
             num_uncounted=sum(not answer.is_counted for answer in answers),
@@ -182,7 +182,7 @@ def estimate(plan: ChunksPlan) -> Addition:
     values: dict[str, Any] = {"num_chunks": num_chunks}
     lines: list[str] = []
     if num_chunks:
-        # "At most": unchanged chunks of a changed shard, and chunks with an answer, are not asked about again.
+        # "At most", because chunks that are unchanged or already have an answer are not asked about again.
         lines.append(
             f"estimate at most {count_noun(num_chunks, 'chunk')} to caption, "
             f"{count_noun(settings.frames, 'frame')} each"

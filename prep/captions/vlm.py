@@ -38,7 +38,7 @@ class LocalModel:
     def captions(
         self, pictures: Sequence[Sequence[Picture]], *, settings: CaptionsSettings, seed: int
     ) -> list[Answer | SourceFailure]:
-        """Return the answer about each chunk, given its pictures, or the reason why there is none.
+        """Return the answer about each chunk, given its pictures, or the reason why there is no answer.
 
         Raises:
             MemoryError: The GPU does not have enough memory for the batch.
@@ -50,7 +50,7 @@ class LocalModel:
         lengths = inputs["attention_mask"].sum(1).tolist()
         fits = [length + settings.max_tokens <= self._context for length in lengths]
         if not all(fits):
-            # The chunks that fit are prepared again, as a batch without the others.
+            # The chunks that fit are prepared again, as a batch without the other chunks.
             rest = [chunk for chunk, does_fit in zip(pictures, fits, strict=True) if does_fit]
             answered = iter(self.captions(rest, settings=settings, seed=seed) if rest else [])
             return [
@@ -124,8 +124,8 @@ class LocalModel:
 class LocalCaptioner:
     """Captioner that runs a model in this process, `batch` chunks at a time.
 
-    Batches consist of consecutive rows of a shard, whichever of them are still to be captioned, so that a killed run
-    and its rerun have the same batches.
+    A batch consists of consecutive rows of a shard, even if only some of them still need a caption. Therefore a killed
+    run and its rerun have the same batches.
     """
 
     def __init__(self, model: LocalModel, settings: CaptionsSettings, *, batch: int) -> None:

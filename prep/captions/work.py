@@ -1,4 +1,4 @@
-"""The `ChunkWork` of `captions`, and `<variant>/captions.parquet`, the table that `prep manifest captions` takes.
+"""The `ChunkWork` of `captions`, and `<variant>/captions.parquet`, the table that `prep manifest captions` reads.
 
 The table is derived from the shards, and written at the end of a run.
 """
@@ -77,7 +77,7 @@ def publish_caption_table(variant: Variant) -> Path:
 
 
 def caption_table_problem(variant: Variant) -> str | None:
-    """Return the reason why the table of a variant is unusable; None if it is usable, or there are no captions."""
+    """Return the reason why a variant's table is unusable; None if it is usable, or if there are no captions."""
     if not any(commit.files for commit in variant.commits.values()):
         return None
     path = variant.directory / TABLE_FILE

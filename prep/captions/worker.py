@@ -1,7 +1,7 @@
-"""Caption the chunks of one shard in a worker.
+"""Captioning of the chunks of one shard in a worker.
 
-Captions in the journal are used; the model is asked about all other chunks. Until no question is left, answers are only
-in the journal. A chunk without a caption does not affect the others.
+Captions in the journal are reused; the model is asked about all other chunks. Answers are only in the journal until no
+question is left. If a chunk gets no caption, the others are not affected.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,9 +31,9 @@ class Asking:
     Attributes:
         batch: Batch size of a model in the worker, in chunks.
         num_threads: Number of threads of that model; None for the number that the engine has assigned to the worker.
-        in_flight, retries, timeout_s: Number of requests of the worker at a time, and number of repetitions and time
-            limit in seconds of each.
-        max_tokens_total, spent: Limit of the tokens of the variant, and tokens of the answers of earlier runs.
+        in_flight, retries, timeout_s: Number of simultaneous requests per worker; for each request, the number of
+            retries and the time limit in seconds.
+        max_tokens_total, spent: Token limit of the variant, and tokens of the answers of earlier runs.
         retry_codes: Codes of answers that are not captions, for which the model is asked again.
     """
 
@@ -49,7 +49,7 @@ class Asking:
 
 
 def make_captions(chunks: Chunks, recipe: Recipe[CaptionsSettings]) -> Iterator[Sample | SourceFailure | Stop]:
-    """Yield the sample of each chunk, or the reason why there is none; a `Stop` if some could not be asked about."""
+    """Yield each chunk's sample, or the reason why it has none; a `Stop` if some could not be asked about."""
     with Journal(journal_path(chunks.variant_dir, chunks.shard_id), chunks.more) as journal:
         inquiry = Inquiry(chunks, recipe, journal)
         open_rows = inquiry.open_rows()
@@ -83,7 +83,7 @@ class Inquiry:
     failed: dict[int, SourceFailure] = field(default_factory=dict)
 
     def open_rows(self) -> list[int]:
-        """Return the rows to ask about: rows without an answer, or whose answer is to be asked for again."""
+        """Return the rows to ask about: rows without an answer, and rows whose answer is requested again."""
         again = self.chunks.use.retry_codes | {FailureCode.OTHER_MODEL}
         rows = []
         for row in self.chunks.rows:
@@ -94,7 +94,7 @@ class Inquiry:
         return rows
 
     def ask(self, captioner: Captioner, *, limit: int | None = None, on_answer: Callable[[int], None]) -> Stop | None:
-        """Ask about the open rows, at most `limit`; return the reason why some could not be asked, or None."""
+        """Ask about at most `limit` open rows; if some could not be asked, return the reason, otherwise None."""
         chunks, asking, settings = self.chunks, self.chunks.use, self.recipe.settings
         budget = Budget(chunks.variant_dir, limit=asking.max_tokens_total, spent=asking.spent)
 

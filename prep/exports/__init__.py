@@ -1,1 +1,1 @@
-"""Exports: what has been made, in the formats of other tools."""
+"""Exports of columns to the formats of other tools."""

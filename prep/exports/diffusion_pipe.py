@@ -1,19 +1,19 @@
-"""The cache of diffusion-pipe (tdrussell/diffusion-pipe), from which it trains with --trust_cache.
+"""The cache of diffusion-pipe (tdrussell/diffusion-pipe), with which it trains if --trust_cache is given.
 
     dataset.toml                                                     the trainer's configuration of the dataset
     segments/cache/MODEL/metadata/grouping_keys.json                 [[1.0, F]]
     segments/cache/MODEL/metadata/grouped_metadata_1.000_F/          segments and captions, by datasets' save_to_disk
-    segments/cache/MODEL/cache_1.000xSxSxF/latents/                  items of latents
-    segments/cache/MODEL/ar_frames_1.000_F/text_embeddings_1/        items of texts, for models with a T5
+    segments/cache/MODEL/cache_1.000xSxSxF/latents/                  items with latents
+    segments/cache/MODEL/ar_frames_1.000_F/text_embeddings_1/        items with texts, for models with a T5
 
-S is the side of the pictures in pixels, F the number of frames of a segment. Items are stored one after another in
-shard_N.bin, each as torch.save writes it; metadata.db, of SQLite, has their places: `items` the shard of each item and
-its number in the shard, `shard_N` offset and size. Texts are ordered as the list of segments; latents as that list
-after the trainer has shuffled it, with a seed that is a hash of S and F.
+S is the side of the pictures in pixels, and F is the number of frames of a segment. Items are concatenated in
+shard_N.bin, each as torch.save writes it. The SQLite file metadata.db has their locations: `items` has the shard of
+each item and its number in the shard, `shard_N` has offsets and sizes. Texts have the order of the list of segments.
+Latents have the order of that list after the trainer has shuffled it, with a seed that is a hash of S and F.
 
-The table `fingerprint` of metadata.db has no row: at its first start, the trainer enters the fingerprint that it makes
-from the list of segments, and at a later start it deletes a cache with another one. Because the trainer writes into
-metadata.db, no run links it from an older cache.
+The table `fingerprint` in metadata.db has no rows. At its first start, the trainer enters the fingerprint that it
+computes from the list of segments. At later starts, it deletes a cache whose fingerprint differs. Because the trainer
+writes to metadata.db, this file is never linked from an older cache.
 """
 
 import hashlib
@@ -39,10 +39,10 @@ class _Model:
     """A model of the trainer.
 
     Attributes:
-        name: Name in the trainer, a folder of the cache; None: the user gives it.
+        name: Name in the trainer, which is also a folder of the cache; None if the user gives it.
         side_step: Step in pixels; the trainer rounds sides to multiples of it.
-        entries: Entries of an item of text: the vectors, and their number or mask; None: its text encoders are not T5.
-        num_tokens: Number of vectors of an item of text, padding included.
+        entries: Entries of a text item: the vectors, and their number or mask; None if the text encoders are not T5.
+        num_tokens: Number of vectors of a text item, including padding.
     """
 
     name: str | None
@@ -63,7 +63,7 @@ _MODELS = {  # by class of the VAE and its spatial factor
 
 @dataclass(frozen=True)
 class _Item:
-    """An item of a cache: a mark that changes with it, its shard in the column, and the function that makes it."""
+    """An item of a cache: a mark that changes with the content, its shard in the column, a function that makes it."""
 
     mark: str
     shard: int
@@ -99,7 +99,7 @@ def write_diffusion_pipe_cache(
             )
             for segment in captioned
         ]
-        # The trainer shuffles the segments of a bucket of sizes with this seed.
+        # The trainer uses this seed to shuffle the segments of each size bucket.
         seed = int(hashlib.md5(str(bucket).encode(), usedforsecurity=False).hexdigest(), 16) % 10**9
         order: list[int] = np.random.default_rng(seed).permutation(len(captioned)).tolist()
         yield from _items(f"{cache}/cache_1.000x{size}x{size}x{num_frames}/latents", latents, order)
@@ -164,18 +164,18 @@ def _text(segments: Segments, model: _Model, segment: Segment) -> dict[str, Any]
 
 
 def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterator[Part]:
-    """Yield the files of a cache of items, each item once; `order` has the number of the item at each place."""
+    """Yield the files of a cache of items, each item once; `order` has the item number at each place."""
     places: dict[str, tuple[int, int]] = {}
     shards: dict[int, list[_Item]] = {}
     segments: dict[int, list[int]] = {}
     for number, item in enumerate(items):
         of_shard = shards.setdefault(item.shard, [])
         segments.setdefault(item.shard, []).append(number)
-        # Segments that share a caption share its item of text.
+        # Segments that share a caption also share its text item.
         if item.mark not in places:
             places[item.mark] = item.shard, len(of_shard)
             of_shard.append(item)
-    # All items have the same size, so that places are known before the items are made.
+    # All items have the same size, so locations are known before the items are made.
     size = len(torch_bytes(items[0].values()))
 
     def contents(of_shard: list[_Item]) -> Iterator[bytes]:
@@ -205,7 +205,7 @@ def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterato
 
 
 def _metadata(folder: str, captioned: list[Segment], *, num_frames: int, mark: str) -> Iterator[Part]:
-    """Yield the list of segments; the video files that it names do not exist, and the trainer opens none of them."""
+    """Yield the list of segments. The video files that it names do not exist, but the trainer opens none of them."""
     columns = {
         "image_spec": pa.array([[None, f"{segment.name}.mp4"] for segment in captioned], pa.list_(pa.string())),
         "mask_file": pa.nulls(len(captioned)),

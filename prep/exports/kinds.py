@@ -1,4 +1,4 @@
-"""`prep export KIND`: a row for each kind, with its flags and the import path of its writer."""
+"""`prep export KIND`: one row per kind, with its flags and the import path of its writer."""
 
 import os
 import shutil
@@ -28,8 +28,8 @@ class Exported:
     Attributes:
         noun: Noun for a sample, singular.
         num_samples: Number of samples in the export.
-        num_written: Number of samples that this run has written; the others were up to date.
-        left_out: Number of omitted samples, by reason.
+        num_written: Number of samples that this run wrote; the others were already up to date.
+        left_out: Reason -> number of samples that were omitted.
     """
 
     noun: str
@@ -44,10 +44,10 @@ class ExportKind:
 
     Attributes:
         name: Name of the command.
-        flags: Frozen dataclass, whose fields are the flags; all have defaults.
-        writer: Import path `package.module:function`; it is called with the data folder, the destination, an instance
-            of `flags` and `Progress`, and returns `Exported`. A rerun writes only changed files; a killed run leaves
-            nothing that looks like a finished export.
+        flags: Frozen dataclass whose fields are the flags. All fields have defaults.
+        writer: Import path `package.module:function`. The function gets the data folder, the destination, an instance
+            of `flags` and `Progress`, and returns `Exported`. A rerun must write only changed files, and a killed run
+            must leave nothing that looks like a finished export.
         text: Help text of the command.
     """
 
@@ -211,7 +211,7 @@ for _kind in KINDS:
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder, and rename it to `folder` once the block has succeeded; remove leftovers of killed runs.
+    """Yield a new folder, and rename it to `folder` when the block succeeds; remove leftovers of killed runs.
 
     If `folder` is a link, the folder that it points to is replaced.
     """

@@ -1,25 +1,25 @@
-"""Exports for trainers of video models: segments with a caption each, in folders with one file per part.
+"""Exports for trainers of video models: segments with one caption each, in folders with one file per part.
 
 A trainer's cache has separate files for latents and texts. They are written into a new folder, which then replaces the
-old one; files whose content has not changed are linked from it. Two trainers with simple files are here, too:
+old one. Unchanged files are linked from the old folder. Two trainers with simple file formats are in this module:
 
 finetrainers (huggingface/finetrainers) reads precomputed data with --precomputation_reuse:
 
     finetrainers-precomputed-data/condition-N.pt   the padded sequence of a caption, and its mask
     finetrainers-precomputed-data/latent-N.pt      the parameters of the posterior
 
-It samples the posterior of each segment and normalises the sample. The parameters here are the latents as the VAE gives
-them and, because they are stored without the posterior's width, a standard deviation of almost zero.
+It samples the posterior of each segment, and normalises the sample. The exported parameters are the latents as the VAE
+gives them, with a standard deviation of almost zero, because the posterior's deviation is not stored.
 
 musubi-tuner (kohya-ss/musubi-tuner, format_version 1.0.1) trains from its cache without VAE and T5. A segment has two
-safetensors files, whose names begin alike:
+safetensors files, whose names have the same beginning:
 
     NAME_00000-FFF_WWWWxHHHH_ARCH.safetensors   latents_T'xhxw_DTYPE [C, T', h, w]
     NAME_ARCH_te.safetensors                    varlen_t5_DTYPE [L, D]
 
-The number of frames FFF and the size are in pixels. Latents of Wan are normalised per channel; latents of HunyuanVideo
-are neither shifted nor scaled, which the trainer does. Its text encoders are not T5, so that its texts are left to the
-trainer's script.
+The number of frames FFF and the size are in pixels. Latents of Wan are normalised per channel. Latents of HunyuanVideo
+are neither shifted nor scaled, because the trainer does this. Its text encoders are not T5, so the trainer's own script
+must make its texts.
 """
 
 import hashlib
@@ -61,8 +61,8 @@ class Segment:
 
     Attributes:
         name: Key of the chunk, and number of the segment in it.
-        sample, number: Row of the chunk in the table of latents, and the segment in its array.
-        text_sample, text: Row of the video in the table of texts, and the text in its array.
+        sample, number: Row of the chunk in the table of latents, and number of the segment in the chunk's array.
+        text_sample, text: Row of the video in the table of texts, and number of the text in the video's array.
     """
 
     name: str
@@ -74,10 +74,10 @@ class Segment:
 
 
 class Segments:
-    """The segments of a split that have a caption, with a stored sequence where texts are exported.
+    """The segments of a split that have a caption, with a stored sequence if texts are exported.
 
     Args:
-        with_texts: Classes of VAEs whose models take the sequences of a T5.
+        with_texts: Classes of VAEs whose models use the sequences of a T5.
 
     Attributes:
         kind: Class of the VAE.
@@ -86,7 +86,7 @@ class Segments:
         num_of_others: Number of segments with seconds of other splits.
 
     Raises:
-        UserError: A column is missing, or does not hold segments or sequences.
+        UserError: A column is missing, or does not contain segments or sequences.
     """
 
     def __init__(self, data_dir: Path, *, split: str, with_texts: Collection[str]) -> None:
@@ -130,7 +130,7 @@ class Segments:
                     if not divided.shows_only(self._split, video=video_row[[sample]], **times)[0]:
                         self.num_of_others += 1
                         continue
-                # The first caption that overlaps the segment, and has a sequence where texts are exported.
+                # The first caption that overlaps the segment and, if texts are exported, has a sequence.
                 text_sample, row_of = self._texts.get(video_id, (0, {})) if self.has_texts else (0, None)
                 for caption_id, caption_begin_s, caption_end_s, words in self._captions.get(video_id, ()):
                     overlaps = caption_begin_s < begin_s + seconds and caption_end_s > begin_s
@@ -160,7 +160,7 @@ class Segments:
         return int(str(self.recipe["segment"])[:-1])
 
     def stored_latents(self, segment: Segment) -> "torch.Tensor":
-        """Return the latents as they are stored, [C, T', h, w]."""
+        """Return the stored latents, [C, T', h, w]."""
         import torch
 
         array = torch.from_numpy(self._stored(segment.sample)[segment.number])
@@ -179,7 +179,7 @@ class Segments:
 
     @property
     def statistics(self) -> tuple[list[float] | None, list[float] | None]:
-        """Mean and standard deviation by which latents are normalised."""
+        """Mean and standard deviation with which latents are normalised."""
         return self.recipe["latents_mean"], self.recipe["latents_std"]
 
     def sequence(self, segment: Segment) -> "torch.Tensor":
@@ -226,11 +226,11 @@ class Part:
     """A file of a cache.
 
     Attributes:
-        path: Path in the cache.
-        mark: Text that changes with its content, besides the format.
-        content: Function that makes its bytes, piece by piece.
-        segments: Numbers of the segments that it holds.
-        is_kept: True if it is linked while its mark is the same; otherwise the trainer may have written into it.
+        path: Path within the cache.
+        mark: Text that changes with the content of the file.
+        content: Function that makes the bytes of the file, piece by piece.
+        segments: Numbers of the segments in the file.
+        is_kept: Link the file while its mark is unchanged. False if the trainer may write to it.
     """
 
     path: str
@@ -249,12 +249,12 @@ def write_cache(
     show: Progress,
     derived: str | None = None,
 ) -> Exported:
-    """Write the files of all segments, unless `destination` is up to date; keep files of others in that folder.
+    """Write the files of all segments, unless `destination` is up to date; keep other files in that folder.
 
     Args:
-        parts: Function segments -> the files of the cache.
+        parts: Function from segments to the files of the cache.
         form: Name and version of the format.
-        derived: Folder of the files that the trainer derives from these files, which are not kept.
+        derived: Folder with files that the trainer derives from these files; it is not kept.
 
     Raises:
         UserError: There is no segment with a caption, or something else is at `destination`.
@@ -314,7 +314,7 @@ def torch_bytes(values: dict[str, Any]) -> bytes:
 
 
 def _link(source: Path, path: Path) -> bool:
-    """Link a file, or copy it where links are not possible; return False if it no longer exists."""
+    """Link a file, or copy it if links are not possible; return False if the file no longer exists."""
     with suppress(FileNotFoundError):
         try:
             os.link(source, path)
@@ -325,7 +325,7 @@ def _link(source: Path, path: Path) -> bool:
 
 
 _FOLDER = "finetrainers-precomputed-data"
-_LOG_VARIANCE = -1e4  # the trainer clips it to -30, after it has divided it by latents_std for Wan
+_LOG_VARIANCE = -1e4  # the trainer clips it to -30, for Wan after a division by latents_std
 # Class of the VAE: entry of the mask of a caption.
 _MODELS = {
     "AutoencoderKLWan": None,

@@ -2,10 +2,10 @@
 
     base_frames [S, F, C, h, w]  float16, the latents of S segments of F frames
     clip_emb [V, D]              float16, one text embedding per video
-    segment_to_video [S]         int64, the row in clip_emb of each segment
+    segment_to_video [S]         int64, each segment's row in clip_emb
 
 Segments are ordered by video (as in the manifest) and time. The store has Zarr format 2, which versions 2 and 3 of the
-zarr library read; chunks are compressed by Blosc with Zstandard.
+zarr library can read. Chunks are compressed by Blosc with Zstandard.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ from clipmill.prep.exports.kinds import Exported, Progress, ZarrFlags, replaced_
 from clipmill.shards.columns import LATENTS, TEXT, how_to_make
 
 FRAMES, EMBEDDINGS, VIDEOS = "base_frames", "clip_emb", "segment_to_video"
-_MARK = "clipmill"  # attribute of a store that was written here, with its inputs
+_MARK = "clipmill"  # attribute with the inputs of a store that this module wrote
 _SCHEMA = 1
-_WRITTEN_AT_ONCE = 64  # segments, rounded to whole chunks; zarr compresses the chunks of one call in parallel
+_WRITTEN_AT_ONCE = 64  # segments, rounded to complete chunks, because zarr compresses the chunks of a call in parallel
 _ROWS_AT_ONCE = 1 << 14  # rows of a chunk of the small arrays
-_ALL_CHUNKS: Any = {"write_empty_chunks": True}  # so that a missing file is always a lost one
+_ALL_CHUNKS: Any = {"write_empty_chunks": True}  # so that a missing file always means a loss
 
 
 def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: Progress) -> Exported:
@@ -159,7 +159,7 @@ def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: s
 
 
 def _embeddings(data_dir: Path, text: ColumnArrays, videos: pa.Table, *, split: str) -> dict[int, NDArray[np.float16]]:
-    """Return the embedding of the first caption of a split (by time, source and row) of each video, by its row."""
+    """Return each video's first caption embedding in a split (by time, source and row), by the video's row."""
     lists = [text.rows.table[name].combine_chunks() for name in ("caption_id", "caption_row")]
     ids, rows = (pc.list_flatten(values).to_numpy() for values in lists)
     sample = np.repeat(np.arange(len(lists[0])), pc.list_value_length(lists[0]).to_numpy())
@@ -214,7 +214,7 @@ def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFl
 
 
 def _mark_at(destination: Path) -> dict[str, Any] | None:
-    """Return the inputs of the store at `destination`; None if there is none, or files of its arrays are missing.
+    """Return the inputs of the store at `destination`; None if there is none, or if files of its arrays are missing.
 
     Raises:
         UserError: Something else is at `destination`.
@@ -237,7 +237,7 @@ def _mark_at(destination: Path) -> dict[str, Any] | None:
         array: Any = store.get(name)
         if array is None:
             return None
-        # Chunks divide the first dimension only.
+        # Chunks divide only the first dimension.
         rest, present = ".0" * (array.ndim - 1), {path.name for path in (destination / name).iterdir()}
         if not present.issuperset(f"{number}{rest}" for number in range(array.nchunks)):
             return None

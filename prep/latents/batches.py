@@ -1,9 +1,9 @@
-"""Batches of chunks: threads decode chunks ahead of the model and crop the frames; batches span chunks.
+"""Batches across chunks: threads decode chunks ahead of the model, and crop the frames.
 
     chunk ──► thread: decode, crop ──► one short queue per chunk ──► batches, in the order of the chunks ──► model
 
-The thread of a chunk blocks while its queue is full, so that memory use depends neither on the length of a chunk nor on
-the speed of the model.
+The thread of a chunk blocks while its queue is full. Therefore memory use depends neither on the length of a chunk nor
+on the speed of the model.
 """
 
 import threading
@@ -26,7 +26,7 @@ from clipmill.prep.latents.frames import Square, frames_on_screen, segment_squar
 from clipmill.prep.latents.recipe import Encoding
 
 PIECE_FRAMES = 16
-PIECES_AHEAD = 4  # queue length per chunk: all of a chunk of 60 frames; with a video VAE, four segments
+PIECES_AHEAD = 4  # queue length per chunk: a complete chunk of 60 frames; with a video VAE, four segments
 _RETRY_S = 0.2
 
 C = TypeVar("C")
@@ -49,7 +49,7 @@ class WantedFrames:
 
 @dataclass(frozen=True)
 class ChunkVideo:
-    """The frames and crops of a chunk that are decoded.
+    """The frames of a chunk to decode, and the crops.
 
     Attributes:
         sources: Frames of the chunk, and a frame of the next chunk if a segment ends there.
@@ -79,10 +79,10 @@ class Piece(Generic[C]):
 
 
 def pieces_in_order(chunks: Iterable[C], *, read: Callable[[C], ChunkVideo], num_threads: int) -> Iterator[Piece[C]]:
-    """Yield the pieces of all `chunks` in order; `num_threads` chunks are decoded in parallel.
+    """Yield the pieces of all `chunks` in order; decode `num_threads` chunks in parallel.
 
     Args:
-        read: Read a chunk and return its frames and crops; may raise SourceFailure.
+        read: Function that reads a chunk and returns its frames and crops. It may raise SourceFailure.
 
     Raises:
         Exception: Any other exception that `read` raises.
@@ -171,7 +171,7 @@ def _pictures(video: ChunkVideo) -> Iterator[NDArray[np.uint8]]:
 
 
 def read_chunk_video(chunk: Chunk, encoding: Encoding) -> ChunkVideo:
-    """Read a chunk, and determine its frames and crops to encode.
+    """Read a chunk, and determine its frames and crops for encoding.
 
     Raises:
         SourceFailure: chunk_damaged, if its bytes or the bytes of the next chunk differ from the committed ones.
@@ -179,7 +179,7 @@ def read_chunk_video(chunk: Chunk, encoding: Encoding) -> ChunkVideo:
     segments, fps = segments_of(chunk.length, encoding), encoding.settings.fps_exact
     sources = [WantedFrames(chunk.read(), segments.frames)]
     if segments.has_border and chunk.next is not None:
-        # The moment after the last moment that this chunk shows, in the time of the next chunk.
+        # The next moment after the last one in this chunk, in the time of the next chunk.
         num_shown = len(frames_on_screen(chunk["num_frames"], chunk_fps=chunk.fps, fps=fps))
         later_s = num_shown / fps - Fraction(chunk.next["start_ms"] - chunk["start_ms"], 1000)
         sources.append(WantedFrames(chunk.next.read(), [int(max(Fraction(0), later_s) * chunk.next.fps)]))
@@ -218,14 +218,14 @@ class _Growing(Generic[C]):
     chunk: C
     latents: list[NDArray[np.float32]] = field(default_factory=list)
     num_decoded: int = 0  # number of pictures decoded so far
-    num_waiting: int = 0  # number of these that are not in a finished batch yet
+    num_waiting: int = 0  # number of decoded pictures that are not in a finished batch yet
     is_ended: bool = False
     failure: SourceFailure | None = None
 
 
 @dataclass(frozen=True)
 class PicturesOfChunk(Generic[C]):
-    """The pictures in a batch that belong to one chunk, from its picture number `first` on.
+    """The pictures of one chunk in a batch, beginning with its picture number `first`.
 
     Attributes:
         pictures: Array or tensor of N pictures of the same size, or of N segments, in memory or on a device.
@@ -250,13 +250,13 @@ def encoded_chunks(
     encode: Encode[C],
     batch: int,
 ) -> Iterator[EncodedChunk[C]]:
-    """Run the model over the pieces of many chunks, `batch` pictures at a time, and yield the chunks in order.
+    """Run the model on the pieces of many chunks, `batch` pictures at a time; yield the chunks in order.
 
     Args:
         pieces: Pieces of one chunk after another; the last piece of each chunk has no crops.
-        resize: Convert crops [N, S, S, 3] to N pictures of the same size for all chunks, or [N, F, S, S, 3] to N
-            segments.
-        encode: Return the latents of the pictures of all parts, concatenated.
+        resize: Function that converts crops [N, S, S, 3] to N pictures, or [N, F, S, S, 3] to N segments. All chunks
+            get the same size.
+        encode: Function that returns the latents of the pictures in all parts, concatenated.
     """
     growing: deque[_Growing[C]] = deque()
     waiting: list[PicturesOfChunk[C]] = []
@@ -285,7 +285,7 @@ def encoded_chunks(
 
 
 def _encode_batch(parts: list[PicturesOfChunk[C]], encode: Encode[C]) -> None:
-    """Encode a batch, and give each chunk its latents."""
+    """Encode a batch, and distribute the latents to the chunks."""
     latents = encode(parts)
     for part in parts:
         num_pictures = len(part.pictures)
@@ -295,7 +295,7 @@ def _encode_batch(parts: list[PicturesOfChunk[C]], encode: Encode[C]) -> None:
 
 
 def _pop_complete(growing: deque[_Growing[C]]) -> Iterator[EncodedChunk[C]]:
-    """Remove the first chunks from the queue while all their pictures are encoded, and yield them."""
+    """Remove chunks from the front of the queue while all their pictures are encoded, and yield them."""
     while growing and growing[0].is_ended and not growing[0].num_waiting:
         done = growing.popleft()
         if done.failure is not None or not done.latents:

@@ -19,7 +19,7 @@ _RANDOM_SIDE = (8, 9)
 
 
 def frames_on_screen(num_frames: int, *, chunk_fps: Fraction, fps: Fraction) -> list[int]:
-    """Return the indices of the frames that a chunk of `num_frames` shows at 0, 1 / fps, 2 / fps ... seconds."""
+    """Return the indices of the frames that a chunk of `num_frames` shows at 0, 1 / fps, 2 / fps, ... seconds."""
     num_moments = -(-num_frames * fps // chunk_fps)
     return [int(moment * chunk_fps // fps) for moment in range(num_moments)]
 
@@ -29,10 +29,10 @@ class SegmentFrames:
     """The frames of a chunk's segments, one segment after another.
 
     Attributes:
-        frames: Index of each frame in the chunk, in ascending order; a frame on the border of two segments is in both.
-        has_border: True if the first frame of the next chunk follows them.
+        frames: Index of each frame in the chunk, ascending. A frame on the border of two segments occurs in both.
+        has_border: True if the first frame of the next chunk follows.
         num_repeated: Number of repetitions of the last frame that complete the last segment.
-        lengths: Number of frames of the video in each segment; the other frames of a full segment are repetitions.
+        lengths: Number of real frames in each segment; the other frames of a full segment are repetitions.
     """
 
     frames: list[int]
@@ -44,9 +44,10 @@ class SegmentFrames:
 def video_segments(shown: list[int], *, segment_frames: int, has_next: bool, tail: str) -> SegmentFrames:
     """Cut the frames `shown` of a chunk (`frames_on_screen`) into segments for a VAE of videos.
 
-    Segments have `segment_frames` frames, and the last frame of a segment is the first frame of the next. At the end of
-    a chunk it comes from the next chunk. At the end of a video, where `has_next` is false, a segment that lacks frames
-    is omitted by the tail `drop`, and completed by the tail `repeat`. At the end of any other chunk, it is omitted.
+    Segments have `segment_frames` frames, and the last frame of a segment is also the first frame of the next one. At
+    the end of a chunk, this frame comes from the next chunk. At the end of a video (`has_next` is false), an incomplete
+    segment is omitted if the tail is `drop`, and completed if it is `repeat`. At the end of any other chunk, it is
+    omitted.
     """
     step = segment_frames - 1
     count, rest = divmod(len(shown), step)
@@ -64,7 +65,7 @@ def video_segments(shown: list[int], *, segment_frames: int, has_next: bool, tai
 
 
 def segments_of(length: ChunkLength, encoding: Encoding) -> SegmentFrames:
-    """Return the frames of a chunk that are encoded; for a VAE of pictures, all frames at the sampling rate."""
+    """Return the frames of a chunk that are encoded; a VAE of images encodes all frames at the sampling rate."""
     shown = frames_on_screen(length.num_frames, chunk_fps=length.fps, fps=encoding.settings.fps_exact)
     if not encoding.is_video:
         return SegmentFrames(shown)
@@ -74,7 +75,7 @@ def segments_of(length: ChunkLength, encoding: Encoding) -> SegmentFrames:
 
 
 def has_segment(recipe: Recipe[LatentsSettings], length: ChunkLength) -> bool:
-    """Return True if a part of a chunk is encoded: a VAE of videos encodes only complete segments."""
+    """Return True if some part of a chunk is encoded. A VAE of videos encodes only complete segments."""
     encoding = Encoding.of(recipe)
     return not encoding.is_video or bool(segments_of(length, encoding).lengths)
 

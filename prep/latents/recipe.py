@@ -21,7 +21,7 @@ Precision = Literal["float32", "float16", "bfloat16"]
 MODEL = Parameter(group=Group("Latents", sort_key=1))
 EXTENSION = "latents.npy"  # member of each sample
 COMPRESSED = f"{EXTENSION}.zst"
-LATENTS_SCHEMA = 2  # incremented when the same settings begin to produce different bytes
+LATENTS_SCHEMA = 2  # increment it when the same settings begin to produce different bytes
 SEED = Range(0, (1 << 63) - 1, hint="use a whole number from 0 to 2^63 - 1")
 _FPS = Range(Fraction(1, 60), 240, hint="--fps must be from 1/60 to 240")  # type: ignore[arg-type]
 _FRAMES = re.compile(r"([1-9]\d{0,5})f", re.ASCII)
@@ -32,7 +32,7 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
 
 @dataclass(frozen=True, kw_only=True)
 class LatentsSettings(Checked):
-    """Settings of `prep latents`: all but `where` affect the bytes of the latents."""
+    """Settings of `prep latents`. All of them except `where` affect the bytes of the latents."""
 
     vae: Annotated[str, MODEL, FIRST_RUN]
     """VAE: folder or Hugging Face name of a diffusers VAE of images (AutoencoderKL) or videos (Wan, LTXVideo,
@@ -86,7 +86,7 @@ class LatentsSettings(Checked):
     that are not selected. Default: all chunks."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors of an empty VAE, wrong lengths and rates, and an invalid condition."""
+        """Yield errors for an empty VAE, wrong lengths and rates, and an invalid condition."""
         if not self.vae:
             yield UserError(
                 "--vae is empty",
@@ -111,7 +111,7 @@ class LatentsSettings(Checked):
             ) from None
 
     def segment_frames(self, *, is_video: bool) -> int:
-        """Return the number of frames in a segment; a length in seconds includes the frame at its end for a video VAE.
+        """Return the number of frames in a segment. For a video VAE, a length in seconds includes the frame at its end.
 
         Raises:
             UserError: --segment is not a length, or not a whole number of frames.
@@ -153,7 +153,7 @@ class Encoding:
 
     @property
     def segment_step(self) -> int:
-        """Number of frames between the beginnings of segments; two segments of a video VAE share a frame."""
+        """Number of frames from the beginning of a segment to the next; two segments of a video VAE share a frame."""
         return self.segment_frames - self.is_video
 
     @property
@@ -180,10 +180,10 @@ class Encoding:
         return batch if self.latent_frames is None else max(1, batch // self.segment_frames)
 
     def require_consistency(self) -> None:
-        """Check that the VAE supports the settings: all frames of a segment, tiles, samples, the size.
+        """Check that the VAE supports the settings: number of frames, tiles, samples from the posterior, size.
 
         Raises:
-            UserError: It does not, or it lacks the statistics to normalise a segment.
+            UserError: The VAE does not support them, or lacks the statistics to normalise a segment.
         """
         if self.is_video:
             num_frames, step, vae = self.segment_frames, self.vae.frames_step, self.vae
@@ -221,7 +221,7 @@ class Encoding:
 def resolve(settings: LatentsSettings) -> tuple[LatentsSettings, dict[str, Any]]:
     """Find the VAE; return the settings with its folder, and the values that settings and VAE add to the recipe.
 
-    Settings that cannot affect the bytes are null, such as the seed if nothing is random.
+    Settings that cannot affect the bytes are null, for example the seed if nothing is random.
 
     Raises:
         UserError: There is no such VAE, or it does not support the settings.
@@ -264,7 +264,7 @@ def variant_name(recipe: Recipe[LatentsSettings]) -> str:
 
 
 def vae_of(values: Mapping[str, Any], *, source: str) -> Vae:
-    """Return the VAE of a recipe, without its folder.
+    """Return the VAE in a recipe, without its folder.
 
     Args:
         values: Content of recipe.json.

@@ -56,9 +56,9 @@ def choose_workers(plan: ChunksPlan, request: LatentsRequest) -> Workers:
 
 
 def worker_memory_gb(plan: ChunksPlan, request: LatentsRequest, *, on_cpu: bool) -> float:
-    """Return the memory that a worker reserves on a cluster.
+    """Return the memory to reserve for a worker on a cluster.
 
-    For a VAE of videos on CPUs it is measured in a trial on this machine, for the segments of a batch, with a margin.
+    For a VAE of videos on CPUs, it is measured in a trial on this machine with the segments of a batch, plus a margin.
     """
     encoding, has_work = Encoding.of(plan.recipe), bool(with_work(plan.shards))
     is_asked = request.cluster is not None and request.execution.task_memory is None
@@ -71,12 +71,12 @@ def worker_memory_gb(plan: ChunksPlan, request: LatentsRequest, *, on_cpu: bool)
 
 @dataclass(frozen=True)
 class FrameCost:
-    """Cost of a frame: decoding, resizing and the VAE, with one thread on a CPU, or with one GPU.
+    """Cost of a frame: decoding, resizing and the VAE, on a single CPU thread or on a single GPU.
 
     Attributes:
         num_workers: Number of cores or GPUs of this machine.
-        segment_bytes: Peak memory of a worker that encodes one segment, including libraries, weights and, on a CPU, the
-            segments that are decoded ahead; None for a VAE of images.
+        segment_bytes: Peak memory of a worker that encodes a single segment, including libraries, weights and, on a
+            CPU, the segments that are decoded ahead; None for a VAE of images.
     """
 
     device: Device
@@ -85,7 +85,7 @@ class FrameCost:
     segment_bytes: int | None = None
 
     def hours(self, num_frames: int) -> tuple[float, float]:
-        """Return the lowest and the highest estimate of the hours of encoding on this machine."""
+        """Return the lowest and highest estimate for the hours of encoding on this machine."""
         hours = num_frames * self.frame_s / 3600 / self.num_workers
         load = os.getloadavg()[0] if self.device == "cpu" else 0.0
         least, most = hours / _SPREAD, hours * _SPREAD * (self.num_workers + load) / self.num_workers
@@ -93,7 +93,7 @@ class FrameCost:
 
 
 def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | None:
-    """Encode a few frames or a segment of a chunk; return None if chunks or model cannot be read, as the run reports.
+    """Encode a few frames or a segment of a chunk. Return None if chunk or model cannot be read; the run reports it.
 
     Args:
         num_gpus: Number of GPUs of this machine; None to count them.
@@ -111,7 +111,7 @@ def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | N
             noise = np.zeros((len(crops), *encoding.unit_shape), np.float32)
             noise_or_none = noise if settings.posterior == "sample" else None
             pictures = encoder.resize(crops, size=settings.size)
-            if not is_video:  # a first call sets up memory and kernels; in a segment, its first frames do
+            if not is_video:  # the first call sets up memory and kernels; in a segment, the first frames do
                 encoder.encode([pictures[:1]], noise=None)
             # Decoding yields a full piece and encoding takes a few of its frames, so each is timed per frame.
             begin_s = time.monotonic()
@@ -136,7 +136,7 @@ def _crops(plan: ChunksPlan, encoding: Encoding) -> Iterator[NDArray[np.uint8]]:
 
 
 def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
-    """Return the duration of encoding as lines of a report."""
+    """Return the expected duration of encoding as lines of a report."""
     if trial is None:
         return ["         the duration is unknown: the model or the chunks cannot be read here"]
     noun = "GPU" if trial.device == "cuda" else "core"
@@ -152,13 +152,13 @@ def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Content:
-    """The encoded part of chunks and, for a VAE of videos, the part that is in no segment.
+    """The part of chunks that is encoded and, for a VAE of videos, the part that is in no segment.
 
     Attributes:
-        num_frames: Maximum number of frames to encode; unchanged chunks of a changed shard are copied.
-        num_units: Number of frames, or of segments of a VAE of videos.
+        num_frames: Maximum number of frames to encode, because unchanged chunks of a changed shard are copied.
+        num_units: Number of frames, or of segments for a VAE of videos.
         num_without: Number of chunks without a segment, which have no sample.
-        left_out_s: Seconds of video at the ends of chunks, including the chunks without a segment.
+        left_out_s: Seconds of video at the ends of chunks, including chunks without a segment.
     """
 
     num_frames: int
@@ -186,7 +186,7 @@ def content_of(shards: Iterable[ChunkShard], encoding: Encoding) -> Content:
 
 
 def require_segments(plan: ChunksPlan, request: Request) -> None:
-    """Check that a VAE of videos finds a segment in a chunk.
+    """Check that at least one chunk is long enough for a segment of a VAE of videos.
 
     Raises:
         UserError: All chunks are shorter than a segment.
@@ -197,7 +197,7 @@ def require_segments(plan: ChunksPlan, request: Request) -> None:
         return
     settings = encoding.settings
     (longest_s, has_next), fps, step = max(lengths), settings.fps_exact, encoding.vae.frames_step
-    # Without a next chunk, there is no frame at the end of the last segment.
+    # The last segment of a video lacks the frame at its end, because there is no next chunk.
     most = (int(longest_s * fps) - (not has_next)) // step * step + 1
     longer = f"make longer chunks: prep {command_for(VIDEO, plan.recipe.values[VIDEO])} --len"
     raise UserError(
@@ -209,7 +209,7 @@ def require_segments(plan: ChunksPlan, request: Request) -> None:
 
 
 def estimate(plan: ChunksPlan) -> Addition:
-    """Return the cost of the latents of a plan, and the division of chunks into segments."""
+    """Estimate the cost of a plan's latents, and describe the division of chunks into segments."""
     encoding = Encoding.of(plan.recipe)
     content = content_of((plan.chunk_shards[shard.shard_id] for shard in plan.shards if shard.has_work), encoding)
     in_all = content_of(plan.chunk_shards.values(), encoding)
@@ -220,7 +220,7 @@ def estimate(plan: ChunksPlan) -> Addition:
     disk = disk_use(plan.data_dir, column=LATENTS, variant=plan.recipe.variant, added_bytes=added_bytes)
     lines: list[str] = []
     if num_frames:
-        # "At most": unchanged chunks of a changed shard are copied, but their number is unknown until it is made.
+        # "At most", because unchanged chunks of a changed shard are copied; their number is not known in advance.
         lines.append(f"estimate at most {count_noun(num_frames, 'frame')} to encode, {size_text(size_bytes)}")
         lines += [*time_lines(trial, num_frames=num_frames), *disk.lines()]
     of_trial: dict[str, Any] = {}
@@ -246,13 +246,13 @@ def estimate(plan: ChunksPlan) -> Addition:
 
 
 def left_out_lines(plan: ChunksPlan) -> list[str]:
-    """Return the part of a plan that is in no segment, in words; empty if every frame is in a segment."""
+    """Describe the part of a plan that is in no segment; empty if every frame is in a segment."""
     encoding = Encoding.of(plan.recipe)
     return _left_out_texts(content_of(plan.chunk_shards.values(), encoding), encoding.settings)
 
 
 def _left_out_texts(content: Content, settings: LatentsSettings) -> list[str]:
-    """Return the part of chunks that is in no segment, in words; empty if every frame is in a segment."""
+    """Describe the part of chunks that is in no segment; empty if every frame is in a segment."""
     texts = []
     if content.left_out_s:
         texts.append(f"{duration_text(float(content.left_out_s))} at the ends of chunks and videos are in no segment")
@@ -263,7 +263,7 @@ def _left_out_texts(content: Content, settings: LatentsSettings) -> list[str]:
 
 
 def summary(plan: ChunksPlan, result: Summary, written: Sequence[str]) -> Addition:
-    """Return the VAE of a run, and the part of the complete plan that is in no segment."""
+    """Describe the VAE of a run, and the part of the complete plan that is in no segment."""
     encoding = Encoding.of(plan.recipe)
     content = content_of(plan.chunk_shards.values(), encoding)
     left_out = {"num_chunks": content.num_without, "seconds": float(content.left_out_s)}

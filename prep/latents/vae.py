@@ -1,4 +1,4 @@
-"""The only interface to torch and diffusers: a VAE on a device that turns pictures or segments into latents."""
+"""The only interface to torch and diffusers: a VAE on a device, which converts pictures or segments to latents."""
 
 import logging
 from functools import lru_cache
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 Device = Literal["cpu", "cuda"]
 
-# Epsilon of the normalisation layers of the tiny VAE: being untrained, it would otherwise amplify noise in flat areas.
+# Epsilon of the normalisation layers in the tiny VAE. It is untrained, and would otherwise amplify noise in flat areas.
 _TINY_EPS = 0.1
 
 
 class Encoder:
-    """The encoder of a VAE, for a single thread: some of these models keep state while they encode.
+    """The encoder of a VAE. Only one thread may use it, because some models keep state while they encode.
 
     Args:
-        model: A model of a class in clipmill.prep.latents.weights.
+        model: Model of a class in clipmill.prep.latents.weights.
     """
 
     def __init__(self, model: Any, encoding: Encoding, *, device: Device) -> None:
@@ -57,7 +57,7 @@ class Encoder:
 
         pictures = torch.from_numpy(crops).flatten(0, -4).permute(0, 3, 1, 2)
         if pictures.shape[-1] != size:
-            # Always on the CPU: CUDA does not resize uint8, and in float32 a quarter of the bytes differ, which changes
+            # Always on the CPU: CUDA does not resize uint8. In float32, a quarter of the bytes differ, which changes
             # the latents more than half precision does.
             pictures = functional.interpolate(pictures, size=(size, size), mode="bilinear", antialias=True)
         return pictures.unflatten(0, crops.shape[:-3]).to(self._device)
@@ -66,7 +66,7 @@ class Encoder:
         """Return the normalised latents of the N pictures, uint8 [3, H, W], or segments, [F, 3, H, W], in all parts.
 
         Args:
-            noise: Standard normal noise to sample the posterior, of the shape of the result; None for its mean.
+            noise: Standard normal noise for sampling the posterior, with the shape of the result; None for its mean.
 
         Returns:
             Latents [N, C, h, w] or [N, C, T', h, w].
@@ -119,7 +119,7 @@ def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Enc
     Raises:
         UserError: torch or diffusers is missing, or the weights do not match the configuration.
     """
-    # diffusers imports xformers if it is installed; its warnings are irrelevant, since its attention is not used.
+    # diffusers imports xformers if it is installed. Its warnings are irrelevant, because its attention is not used.
     logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
         import diffusers
@@ -129,7 +129,7 @@ def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Enc
         raise UserError(f"{error.name} is not installed", hint="install clipmill[columns]") from None
     diffusers_logging.set_verbosity_error()
     torch.set_num_threads(num_threads)
-    # By default, convolutions would use TF32, which keeps 11 significant bits instead of float32's 24.
+    # By default, convolutions would use TF32, which has 11 significant bits instead of the 24 of float32.
     torch.backends.cudnn.allow_tf32 = False
     vae = encoding.vae
     if vae.directory is None:
@@ -149,7 +149,7 @@ def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Enc
 
 
 def tiny_vae() -> Any:
-    """Return the small VAE without pretrained weights; numpy generates its numbers, the same on every machine."""
+    """Return the small VAE without pretrained weights. numpy generates the same numbers on every machine."""
     import torch
     from diffusers import AutoencoderKL
 

@@ -1,7 +1,7 @@
 """The classes of VAEs, one row each, and a VAE's weights and configuration: location, hash, content.
 
-Defaults of the classes are the defaults of diffusers, since configurations on the Hugging Face Hub lack entries that
-were added later. Factors include patches. This module does not import torch.
+Defaults of the classes equal diffusers' defaults, because configurations on the Hugging Face Hub lack entries that were
+added later. Factors include patches. This module does not import torch.
 """
 
 import hashlib
@@ -30,10 +30,10 @@ class VaeClass:
             encodes frame by frame.
         frames_step: Step of the segment lengths, k x frames_step + 1 frames; None for the temporal factor.
         in_channels: Number of input channels of the encoder for pictures in RGB.
-        scaling_factor: Default of the entry of this name.
-        statistics: Location of the mean and standard deviation of each channel, by which latents are normalised: in the
-            configuration, or as tensors beside the weights; None if latents are scaled by one factor.
-        has_posterior: True if the encoder returns a distribution to sample, False if it returns the latents themselves.
+        scaling_factor: Default of the configuration entry with this name.
+        statistics: Location of each channel's mean and standard deviation, with which latents are normalised: in the
+            configuration, or as tensors beside the weights; None if latents are scaled by a single factor.
+        has_posterior: True if the encoder returns a distribution to sample from; False if it returns the latents.
         can_tile: True if the encoder can divide a frame into tiles.
     """
 
@@ -50,7 +50,7 @@ class VaeClass:
 
 
 def _block_factor(entry: str, default: int) -> Callable[[Config], int]:
-    """Return a function for 2^(blocks - 1): every block in the list `entry` except the last halves the sides."""
+    """Return a function for 2^(blocks - 1): each block in the list `entry`, except the last one, halves the sides."""
     return lambda config: 2 ** (len(config[entry]) - 1 if entry in config else default)
 
 
@@ -59,7 +59,7 @@ def _entry_or(entry: str, default: int) -> Callable[[Config], int]:
 
 
 def _ltx_factor(entry: str, patch: str, patch_size: int) -> Callable[[Config], int]:
-    """Return a function for LTX's factors: from `entry`, or from patches and the blocks that halve space and time."""
+    """Return a function for LTX's factors: from `entry`, or from patches and blocks that halve space and time."""
 
     def factor(config: Config) -> int:
         halving = sum(config.get("spatio_temporal_scaling", (True, True, True, False)))
@@ -139,7 +139,7 @@ _SUGGESTION = "give a folder with an AutoencoderKL, a model such as stabilityai/
 _WANTED = [f"{folder}{file}" for folder in ("", "vae/") for file in (CONFIG_FILE, WEIGHTS_FILE)]
 _STATISTICS = ("latents_mean", "latents_std")
 
-# Identifies the tiny VAE: change this name whenever the code that makes it (clipmill.prep.latents.vae) changes.
+# Identity of the tiny VAE. Change it whenever the code that makes the VAE (clipmill.prep.latents.vae) changes.
 _TINY_SHA256 = hashlib.sha256(b"clipmill tiny VAE, version 1").hexdigest()
 TINY_CONFIG: dict[str, Any] = {
     "_class_name": IMAGE_CLASS,
@@ -158,12 +158,12 @@ TINY_CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Vae:
-    """A VAE that `find_vae` has found, or that a recipe names.
+    """A VAE that `find_vae` found, or that a recipe names.
 
     Attributes:
-        name: Name given by the user; for a folder only its last component, since moving a folder does not change the
+        name: Name given by the user. For a folder, only its last component, because moving a folder does not change the
             weights.
-        source: Name or absolute path of the folder, with which another machine finds the VAE.
+        source: Name or absolute path of the folder with which another machine can find the VAE.
         directory: Folder of the files; None for `tiny`, and if only the recipe is known.
         sha256: Hash of configuration and weights.
         channels: Number of latent channels.
@@ -201,7 +201,7 @@ class Vae:
 
 
 def find_vae(name: str) -> Vae:
-    """Return the VAE called `name`: `tiny`, a folder, or a model on the Hugging Face Hub, which is downloaded once.
+    """Return the VAE with the given name: `tiny`, a folder, or a model on the Hugging Face Hub (downloaded once).
 
     A folder may contain the VAE itself, or a pipeline with the VAE in `vae/`.
 
@@ -245,7 +245,7 @@ def find_vae(name: str) -> Vae:
 
 
 def vae_folder(name: str) -> Path | None:
-    """Return the folder with the files of a VAE that `find_vae` has found; None for `tiny`.
+    """Return the folder with the files of a VAE that `find_vae` found; None for `tiny`.
 
     Raises:
         UserError: It does not exist.
@@ -313,7 +313,7 @@ def _make_vae(name: str, source: str, directory: Path | None, sha256: str, confi
 def _statistics(
     row: VaeClass, config: dict[str, Any], directory: Path | None, *, num_channels: int
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    """Return the mean and standard deviation by which latents are normalised; raises ValueError if they do not fit."""
+    """Return mean and standard deviation for normalising latents; raise ValueError if they are inconsistent."""
     if row.statistics == IN_CONFIG:
         mean, std = (config.get(name, "") for name in _STATISTICS)
         if mean is None and std is None:

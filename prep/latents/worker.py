@@ -1,7 +1,7 @@
-"""Encode the chunks of one shard in a worker, and make their samples: member, index row and check by `verify --deep`.
+"""Encoding of the chunks of one shard in a worker; their samples: member, index row and check by `verify --deep`.
 
-Chunks are decoded ahead, and batches span chunks. Numbers are stored as float16, or as the bits of bfloat16 in uint16,
-since npy has no bfloat16.
+Chunks are decoded ahead, and batches span several chunks. Numbers are stored as float16, or as the bits of bfloat16 in
+uint16, because npy has no bfloat16.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class EncoderUse:
 
 
 def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sample | SourceFailure]:
-    """Yield the sample of each chunk, or the reason why there is none."""
+    """Yield the sample of each chunk, or the reason why it has none."""
     use: EncoderUse = chunks.use
     settings, num_threads = recipe.settings, worker_threads() if use.num_threads is None else use.num_threads
     vae = find_vae(settings.vae)
@@ -67,7 +67,7 @@ def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sa
     def encode(parts: list[PicturesOfChunk[Chunk]]) -> NDArray[np.float32]:
         noise = None
         if settings.posterior == "sample":
-            # The noise is drawn frame by frame or segment by segment, so that it does not depend on the batch.
+            # Noise is drawn per frame or per segment, so that it does not depend on the batch.
             unit = "segment" if encoding.is_video else "frame"
             draws = [
                 generator(settings.seed, part.chunk.content, f"{unit} {number}")
@@ -115,7 +115,7 @@ def latents_sample(chunk: Chunk, stored: NDArray[np.generic], *, encoding: Encod
 
 
 def as_stored(latents: NDArray[np.float32], *, dtype: Literal["float16", "bfloat16"]) -> NDArray[np.generic]:
-    """Round latents to a stored data type, to nearest, ties to even.
+    """Round latents to a stored data type: to the nearest value, ties to even.
 
     Values out of range become infinite, which `is_finite` detects.
     """

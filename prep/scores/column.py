@@ -28,7 +28,7 @@ COLUMN = ColumnSpec(
     work="clipmill.prep.scores.work:WORK",
     check_sample="clipmill.prep.scores.score:check_scores",
     settings=ScoresSettings,
-    schema=3,  # incremented when the same settings begin to produce other values: methods, frames, thresholds
+    schema=3,  # increment it when the same settings begin to produce other values: methods, frames, thresholds
     help="""
     Score the chunks: motion, sharpness, brightness, black and frozen shares, bars, cuts, speech, perceptual hash.
 

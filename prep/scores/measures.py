@@ -7,24 +7,25 @@ Frames that are analysed:
     middle       the middle frame, for the perceptual hash
     refined      all frames between two samples that differ by as much as a cut might
 
-All values use full-range luma (0 black, 255 white), whatever the range that the codec stores.
+Luma is always in full range (0 black, 255 white), whatever range the codec stores.
 
 Motion: the flow between a sample and its neighbour is DIS (Kroeger et al., Fast Optical Flow using Dense Inverse
 Search, ECCV 2016) in OpenCV's implementation, on small luma. The camera's part is the similarity transform
-(translation, rotation, zoom) that explains the flow at the textured points of a grid, by least median of squares;
-everything else is the motion of objects. Flow cannot be observed where there is no texture, so such pixels follow the
-camera. If the texture covers too little of the picture to distinguish a moving camera from a moving object, the camera
-counts as still.
+(translation, rotation, zoom) that explains the flow at the textured points of a grid, by least median of squares. All
+other flow is motion of objects. Flow cannot be observed without texture, so pixels without texture are assumed to
+follow the camera. If texture covers too little of the picture to distinguish a moving camera from a moving object, the
+camera is assumed to be still.
 
-Cuts: PySceneDetect's ContentDetector compares each frame with the frame that it received before. It receives all
-samples. Between two samples whose difference is below `REFINE_SHARE` of the threshold, it receives no other frame;
-between all others it receives every frame, so that a cut is found at its exact frame. It misses a short shot between
-two samples that look alike, and a cut between pictures that differ too little as samples but enough as neighbours.
+Cuts: PySceneDetect's ContentDetector compares each frame with the previous frame that it received. It receives all
+samples. If the difference of two samples is below `REFINE_SHARE` of the threshold, it receives no frames between them;
+otherwise it receives every frame between them, so that a cut is found at its exact frame. It misses a short shot
+between two samples that look alike, and a cut between pictures that differ too little as samples but enough as
+neighbours.
 
-Speech: WebRTC's voice activity detector decides for each window of 30 ms whether it is loud in the bands of speech, as
-tones and noise are, too. Speech also changes its loudness with every syllable, about four times a second (Scheirer and
-Slaney, Construction and Evaluation of a Robust Multifeature Speech/Music Discriminator, ICASSP 1997). Windows therefore
-count only where the loudness varies within the second around them.
+Speech: WebRTC's voice activity detector decides for each window of 30 ms whether it is loud in the frequency bands of
+speech; tones and noise may be, too. But speech also changes its loudness with every syllable, about four times a second
+(Scheirer and Slaney, Construction and Evaluation of a Robust Multifeature Speech/Music Discriminator, ICASSP 1997).
+Therefore windows count only if the loudness varies within the second around them.
 """
 
 from bisect import bisect_right
@@ -61,7 +62,7 @@ _FULL_RANGE = np.clip(np.round((np.arange(256) - 16) * (255 / 219)), 0, 255).ast
 
 @dataclass(frozen=True)
 class Chosen:
-    """Indices of the frames that are decoded in the first pass; ascending.
+    """Indices of the frames that are decoded in the first pass, ascending.
 
     Attributes:
         pairs: (sample, neighbour); empty if the chunk has a single frame.
@@ -81,8 +82,8 @@ def choose_frames(
 ) -> Chosen:
     """Choose the frames of a chunk to analyse, from its packet table (clipmill.shards.format.VIDEO_FIELDS).
 
-    The next sample is the last reference frame within SAMPLE_STEP_S of a sample; else the first reference frame within
-    twice that time; else the frame at that time, whatever it costs.
+    The next sample is the last reference frame within SAMPLE_STEP_S of a sample. If there is none, it is the first
+    reference frame within twice that time, or else the frame at that time, whatever its decoding costs.
     """
     step = max(1, int(SAMPLE_STEP_S * fps))
     references = sorted(
@@ -186,7 +187,7 @@ def camera_flow(flow: Flow, texture: Mask) -> Flow:
     a, b, c, d, e, f = np.asarray(transform, np.float32).ravel()
     x, y = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)[:, None]
     camera = np.stack([(a - 1) * x + (b * y + c), d * x + ((e - 1) * y + f)], axis=2)
-    # A camera at rest is preferred unless a moving one explains the typical point clearly better.
+    # A camera at rest is preferred, unless a moving camera explains the typical point clearly better.
     moving, still = (_lengths((flow - other)[rows, columns]) for other in (camera, np.zeros_like(flow)))
     return camera if np.median(still) - np.median(moving) > _REST_PX else np.zeros_like(flow)
 
@@ -216,7 +217,7 @@ def analysis_picture(picture: Picture) -> Picture:
 
 
 def intervals_to_refine(samples: Sequence[tuple[int, Picture]], *, threshold: float) -> list[range]:
-    """Return the frames between neighbouring samples (index, picture) that may hold a cut."""
+    """Return the frames between neighbouring samples (index, picture) that may contain a cut."""
     detector = ContentDetector(threshold=REFINE_SHARE * threshold, min_scene_len=0)
     intervals = []
     for before, (frame, picture) in zip([0, *(frame for frame, _ in samples)], samples, strict=False):
@@ -273,11 +274,11 @@ def shown_frames(looks: Sequence[Look], *, num_frames: int) -> NDArray[np.float6
 
 
 def frozen_frames(looks: Sequence[Look], *, num_frames: int, min_frames: float, key_frames: Sequence[int]) -> float:
-    """Return the number of frames in standstills of at least `min_frames` frames.
+    """Return the total number of frames in standstills of at least `min_frames` frames.
 
-    As in ffmpeg's freezedetect, a standstill lasts while frames look like its first frame, so that slow changes end it.
-    Unlike in freezedetect, a change in a single block ends it too, because a small object moves. After a key frame,
-    where compression changes all blocks, frames are also compared with the first frame after it.
+    As in ffmpeg's freezedetect, a standstill lasts while frames look like its first frame, so slow changes end it.
+    Unlike in freezedetect, a change in a single block also ends it, because a small object may move. Compression
+    changes all blocks after a key frame, so frames are also compared with the first frame after the key frame.
 
     Args:
         key_frames: Indices of the key frames, in ascending order.
@@ -302,10 +303,10 @@ def frozen_frames(looks: Sequence[Look], *, num_frames: int, min_frames: float, 
 
 
 def _is_still(before: Luma, after: Luma, *, has_key_frame: bool = False) -> bool:
-    """Return True if nothing has moved between two frames.
+    """Return True if nothing moves between two frames.
 
     Args:
-        has_key_frame: True if there is a key frame between them. The median of all blocks then counts as compression.
+        has_key_frame: True if a key frame lies between them. The median of all blocks then counts as compression.
     """
     difference = cv2.absdiff(before, after).astype(np.float32)
     size = (max(1, before.shape[1] // _BLOCK_PX), max(1, before.shape[0] // _BLOCK_PX))
@@ -363,15 +364,15 @@ def active_part(lines: Sequence[Lines]) -> Active | None:
 def phash(rgb: NDArray[np.uint8]) -> int:
     """Return the 64-bit perceptual hash of a picture [H, W, 3]: ImageHash's `phash`, first bit highest.
 
-    It is the sign of the 8 x 8 lowest frequencies of the 32 x 32 luma's cosine transform against their median. Grey and
-    the Lanczos filter are computed in Pillow's integers, so that the hashes are equal bit for bit.
+    It is the sign of the lowest 8 x 8 frequencies of the 32 x 32 luma's cosine transform, relative to their median.
+    Grey and the Lanczos filter are computed in Pillow's integers, so that hashes are equal bit for bit.
     """
     weights = np.array([19595, 38470, 7471], np.int64)  # Pillow's conversion to L
     grey = ((rgb.astype(np.int64) @ weights + 0x8000) >> 16).astype(np.int64)
     for _ in range(2):  # along the width, then along the height
         coefficients = _lanczos(grey.shape[1])
         grey = np.clip((grey @ coefficients + (1 << 21)) >> 22, 0, 255).T
-    # Rounding makes frequencies that are zero by symmetry exactly zero, whatever the order of the sums.
+    # Rounding makes frequencies that are zero by symmetry exactly zero, in whatever order sums are computed.
     low = np.round(_COSINES @ grey.astype(np.float64) @ _COSINES.T, 6)
     bits = (low > np.median(low)).ravel()
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
@@ -399,7 +400,7 @@ WINDOW_MS = 30
 _WINDOW = RATE_HZ * WINDOW_MS // 1000  # samples
 _AGGRESSIVENESS = 3  # from 0 to 3: the fewest false alarms
 _AROUND = 16  # windows before and after a window: about a second
-_MIN_VARIATION_DB = 3.0  # standard deviation; a tone has 0, white noise 0.3
+_MIN_VARIATION_DB = 3.0  # minimum standard deviation; a tone has 0, white noise 0.3
 _FLOOR_DB = -60.0  # relative to full scale; anything below is silence
 
 

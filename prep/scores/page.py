@@ -1,6 +1,7 @@
-"""The page of `prep inspect --column scores --html`: the distribution of each score, and pictures along it.
+"""The page of `prep inspect --column scores --html`: the distribution of each score, with example pictures.
 
-It is self-contained: it embeds its pictures as JPEG files, and its content security policy forbids everything else.
+The page is self-contained: its pictures are embedded JPEG files, and its content security policy forbids other
+resources.
 """
 
 import os
@@ -52,7 +53,7 @@ class Thumbnail:
 
 
 class Chunks:
-    """The rows of the merged table (clipmill.shards.scores), and the chunks behind them.
+    """The rows of the merged table (clipmill.shards.scores), and their chunks.
 
     Args:
         table: Merged table.
@@ -134,7 +135,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Selection:
-    """The chunks that an expression keeps, bool [chunks], in the order of the table."""
+    """The chunks that an expression keeps: bool [chunks], in the order of the table."""
 
     expression: str
     is_kept: NDArray[np.bool_]
@@ -151,7 +152,7 @@ class Selection:
 
 
 def write_scores_page(variant: Variant, request: PageRequest) -> Report:
-    """Publish the page of the current variant; with an expression it also shows the chunks kept and dropped.
+    """Publish the page of the current variant. With an expression, it also shows the chunks that are kept and dropped.
 
     Raises:
         UserError: The page cannot be written, `variant` is not the current one, its merged table is missing or stale,
@@ -264,7 +265,7 @@ def _cut_frames_s(chunks: Chunks, row: int) -> list[float]:
 def landmarks(values: NDArray[np.float64]) -> list[tuple[str, int]]:
     """Return (name, row) of the chunks at the lowest, highest and quartile values; NaN marks unknown values.
 
-    Each chunk is named once, so that a few chunks have fewer landmarks.
+    Each chunk is named only once, so a small number of chunks has fewer landmarks.
     """
     known = np.flatnonzero(~np.isnan(values))
     in_order = known[np.argsort(values[known], kind="stable")]

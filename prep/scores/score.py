@@ -1,4 +1,4 @@
-"""The scores of one chunk (defined in docs/columns.md), and its sample: member, index row and `verify --deep`."""
+"""The scores of a chunk (defined in docs/columns.md), and its sample: member, index row and `verify --deep`."""
 
 import json
 from dataclasses import astuple, dataclass
@@ -54,7 +54,7 @@ _HASH_DIGITS = 16
 
 @dataclass(frozen=True)
 class _Seen:
-    """Data of the frames of the first pass.
+    """Data from the frames of the first pass.
 
     Attributes:
         looks, pictures: Looks of all frames, and pictures of the samples, by frame.
@@ -79,14 +79,14 @@ def score_chunk(chunk: ChunkContent, *, cut_threshold: float) -> dict[str, Any]:
     Raises:
         SourceFailure: The chunk or its audio cannot be decoded.
     """
-    cv2.setNumThreads(1)  # the flow depends on the number of threads, and the caller already works in parallel
+    cv2.setNumThreads(1)  # the flow depends on the number of threads, and the caller already uses all cores
     chosen = choose_frames(
         chunk.num_frames, fps=chunk.fps, packet_frame=chunk.packet_frame, packet_flags=chunk.packet_flags
     )
     colours = VideoReformatter()  # one for all frames: setting it up costs more than converting a frame
     seen = _first_pass(chunk, chosen, colours)
     looks, pictures = dict(seen.looks), dict(seen.pictures)
-    # A second pass decodes all frames between samples that may hold a cut. Most chunks have few or none.
+    # A second pass decodes all frames between samples that may contain a cut. Most chunks have few such frames or none.
     intervals = intervals_to_refine(sorted(pictures.items()), threshold=cut_threshold)
     to_refine = [frame for interval in intervals for frame in interval]
     for frame, picture in zip(to_refine, chunk.frames(to_refine), strict=True):
@@ -95,7 +95,7 @@ def score_chunk(chunk: ChunkContent, *, cut_threshold: float) -> dict[str, Any]:
     cuts = find_cuts(sorted(pictures.items()), threshold=cut_threshold)
     active = active_part(seen.lines) if seen.lines else None
     motion = _mean_motion(seen, chosen, cuts=cuts, active=active, fps=chunk.fps)
-    # Looks are denser where frames were refined, so each is weighted by the frames that it represents.
+    # Looks are denser where frames were refined, so each is weighted with the number of frames that it represents.
     in_order = [look for _, look in sorted(looks.items())]
     shown = shown_frames(in_order, num_frames=chunk.num_frames)
     is_black = np.array([look.is_black for look in in_order])
@@ -164,7 +164,7 @@ def _picture(frame: VideoFrame, colours: VideoReformatter) -> Picture:
 def _mean_motion(
     seen: _Seen, chosen: Chosen, *, cuts: list[int], active: Active | None, fps: Fraction
 ) -> Motion | None:
-    """Return the mean over all pairs without a cut between them, in frame heights per second; None if there is none."""
+    """Return the mean over all pairs without a cut between them, in frame heights per second; None without pairs."""
     motions = []
     for before, after in chosen.pairs:
         if any(before < cut <= after for cut in cuts):
@@ -176,7 +176,7 @@ def _mean_motion(
             lumas = [np.ascontiguousarray(luma[part]) for luma in lumas]
         flow = optical_flow(*lumas)
         if flow is not None:
-            # Bars do not move, and count as a part of the picture.
+            # Bars do not move. They count as part of the picture.
             share = lumas[0].size / seen.looks[before].luma.size
             factor = share * float(fps) / (after - before) / height
             motions.append([value * factor for value in astuple(split_motion(flow, texture_mask(lumas[0])))])
@@ -201,7 +201,7 @@ def check_scores(row: dict[str, Any], members: dict[str, bytes], split: str) -> 
         stated = parse_json(members[EXTENSION])
         digits = stated["phash"]
         stated["phash"] = None if digits is None else int(digits, 16)
-        # The index stores some numbers as 32-bit values, to which the values of the member are rounded.
+        # The index stores some numbers as 32-bit values, so the member's values are rounded to them.
         rounded = pa.Table.from_pylist([stated], pa.schema(SCORES_FIELDS))
         in_member = {"key": stated["key"], **rounded.to_pylist()[0]}
     except (ValueError, KeyError, TypeError, pa.ArrowException) as error:

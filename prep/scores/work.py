@@ -26,7 +26,7 @@ from clipmill.shards.score_fields import SCORES_FIELDS
 from clipmill.shards.writer import Sample
 
 _KEY = ("video_id", "start_ms")
-_LIBRARIES = {  # name in the recipe -> distributions; the first that is installed counts
+_LIBRARIES = {  # name in the recipe -> distributions; the first installed one is used
     "av": ("av",),
     "opencv": ("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless", "opencv-contrib-python"),
     "scenedetect": ("scenedetect-headless", "scenedetect"),
@@ -35,7 +35,7 @@ _LIBRARIES = {  # name in the recipe -> distributions; the first that is install
 
 
 def _make(chunks: Chunks, recipe: Recipe[ScoresSettings]) -> Iterator[Sample | SourceFailure]:
-    from clipmill.prep.scores.score import scores_sample  # the libraries that measure take a second to load
+    from clipmill.prep.scores.score import scores_sample  # its libraries take a second to load
 
     return chunks.each(partial(scores_sample, cut_threshold=recipe.settings.cut_threshold))
 
@@ -74,7 +74,7 @@ def _table_problem(variant: Variant) -> str | None:
 
 
 def _sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
-    """Return the key of the chunk that a chunk nearly duplicates; None if it is unique, nothing if that is unknown."""
+    """Return the key of the chunk that a chunk nearly duplicates; None if it is unique, nothing if unknown."""
     from clipmill.shards.scores import open_scores
 
     video_id, start_ms = split_key(key)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STAT_LIMIT_S = 60.0  # timeout per file
 _FINGERPRINT_BYTES = 1 << 20
-# Errors of the machine rather than of the file; they may not occur at the next probe.
+# Errors that the machine causes, not the file. They may not occur at the next probe.
 _MACHINE_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENODEV}
     | {errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
@@ -35,18 +35,18 @@ class SourceFacts:
     """Properties of a source that the plan and the encoder need.
 
     Attributes:
-        fingerprint: SHA-256 (hex) over size, first and last MiB.
+        fingerprint: SHA-256 (hex) over the size and the first and last MiB.
         size_bytes: Size of the file.
         end_s: End of the last video frame in seconds from the container's start, as players count.
         fps: Frame rate in frames per second; the average if it varies.
         width: Display width in pixels, after rotation and with square pixels.
-        height: Display height in pixels, likewise.
+        height: Display height in pixels, after rotation and with square pixels.
         codec: Libav's name of the codec.
         key_gap_s: Longest time in seconds between two key frames if a seek may land between them; 0 if a seek lands on
             a key frame.
         num_audio: Number of audio streams.
         timeline: Timeline and shape of the video (`clipmill.shards.timeline.model.Timeline.to_json`).
-        notes: Surprising properties of the video, a line each.
+        notes: Unusual properties of the video, one per line.
     """
 
     fingerprint: str
@@ -82,7 +82,7 @@ def open_source(place: "Place", *, on_read: Callable[[], None] = lambda: None) -
     """Open a source: a local path, or the URL of an object, which is read by ranges.
 
     Args:
-        on_read: Function that is called for every range that is read of an object, as a heartbeat.
+        on_read: Function to call for every range that is read from an object, as a heartbeat.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, access_refused or io_error.
@@ -95,7 +95,7 @@ def open_source(place: "Place", *, on_read: Callable[[], None] = lambda: None) -
         try:
             yield OpenSource(file.size_bytes, file, file)
         except SourceFailure:
-            if file.failure is not None:  # libav took it for the end of the file, or for damage
+            if file.failure is not None:  # libav interpreted it as the end of the file, or as damage
                 raise file.failure from None
             raise
         if file.failure is not None:

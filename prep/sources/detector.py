@@ -1,4 +1,4 @@
-"""The shot detector of PySceneDetect and its settings. PySceneDetect and OpenCV are loaded when frames are compared."""
+"""PySceneDetect's shot detectors and their settings. PySceneDetect and OpenCV are loaded only to compare frames."""
 
 from dataclasses import dataclass
 from fractions import Fraction

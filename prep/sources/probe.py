@@ -1,14 +1,14 @@
-"""Probe a source file: its properties are read and verified before anything is encoded.
+"""Probe of a source file: its properties are read and verified before anything is encoded.
 
-The index of an MP4 lists the position of every packet, so that truncation is detected without reading the file. Other
-containers are demuxed once from end to end, without decoding. In every case one frame is decoded, to obtain the actual
-size and rotation.
+The index of an MP4 file lists the position of every packet, so truncation is detected without reading the file. Other
+containers are demuxed once from end to end, without decoding. In both cases, one frame is decoded, which shows the
+actual size and rotation.
 
-Files are opened only with an allowlist of demuxers and through the file protocol: a playlist or concat script
-disguised as a video is refused, so that it cannot make libav read other files. Objects are read by ranges
+Files are opened only with an allowlist of demuxers and through the file protocol. A playlist or concat script that is
+disguised as a video is rejected, so it cannot make libav read other files. Objects are read by range
 (`clipmill.prep.sources.remote`), with the same result.
 
-`clipmill.prep.sources.probe_processes` runs this in separate processes: a file that hangs or crashes its reader, or
+`clipmill.prep.sources.probe_processes` runs probes in separate processes: a file that hangs or crashes its reader, or
 exhausts its memory, affects only that process.
 """
 
@@ -33,7 +33,7 @@ def probe(place: Place, *, on_read: Callable[[], None] = lambda: None) -> Source
     """Probe one source.
 
     Args:
-        on_read: Function that is called for every packet, as a heartbeat.
+        on_read: Function to call for every packet, as a heartbeat.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, source_truncated, no_video, zero_duration, bad_timestamps,
@@ -59,7 +59,7 @@ def probe(place: Place, *, on_read: Callable[[], None] = lambda: None) -> Source
                     timeline = indexed_timeline(container, stream, size_bytes=size_bytes)
             num_audio = len(container.streams.audio)
         if timeline is None:
-            # Opened again because not every container can be rewound.
+            # Opened again, because not every container can be rewound.
             with (
                 open_video(source) as container,
                 as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"),

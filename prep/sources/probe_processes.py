@@ -1,14 +1,14 @@
-"""Probe many sources in separate processes, so that a problem with one source does not affect the others.
+"""Probes of many sources in separate processes, so that a problem with one source does not affect the others.
 
-A hostile or damaged file can make its reader block for ever (a dead mount), crash, or use all memory. A reader without
-a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. When a reader ends by itself
-or is killed by others, its source may not be the cause: memory may have been short. That source is read again when all
-others have been read and nothing else runs, and fails only if it ends its reader then as well, twice. A new reader
-takes the sources after it. A process that even SIGKILL cannot terminate (blocked inside the kernel) is abandoned.
+A hostile or damaged file can make its reader block forever (a dead mount), crash, or use all memory. A reader without a
+heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. If a reader ends without being
+killed by this module, its source may not be the cause, because memory may have been short. That source is read again
+after all others, when nothing else runs. It fails only if its reader ends twice more. A new reader continues with the
+next sources. A process that even SIGKILL cannot end (blocked inside the kernel) is abandoned.
 
-`serve` runs in the reader. It reads paths as lines of JSON strings and writes lines of JSON objects: heartbeats, the
-first one as soon as it has started, and, as the last line for each path, an object with `facts` or `failure`. It
-imports only libav, which takes 0.1 s.
+`serve` runs in the reader. It reads paths as lines of JSON strings, and writes lines of JSON objects: heartbeats (the
+first one when it has started) and, as the last line for each path, an object with `facts` or `failure`. It imports only
+libav, which takes 0.1 s.
 """
 
 import json
@@ -42,9 +42,9 @@ def probe_each(
     """Probe every path; yield (index in `paths`, result) in order of completion.
 
     Args:
-        max_processes: Maximum number of readers; fewer are started while answers arrive quickly.
-        kept: Idle readers of earlier calls, which are used first; at the end, it holds the readers that are idle then.
-            None to end all readers.
+        max_processes: Maximum number of readers. Fewer are started while answers arrive quickly.
+        kept: Idle readers from earlier calls, which are used first. At the end, it contains the readers that are then
+            idle. None to end all readers.
     """
     suspects = []
     for number, outcome in _probe_side_by_side(paths, max_processes=max_processes, kept=kept):
@@ -63,14 +63,14 @@ def probe_each(
 def _probe_side_by_side(
     paths: Sequence[str], *, max_processes: int, kept: "list[Reader] | None" = None
 ) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
-    """Probe every path as `probe_each` does, but try no source again."""
+    """Probe every path, as `probe_each` does, but do not read any source again."""
     waiting, retries = iter(enumerate(paths)), deque[tuple[int, str]]()
     readers = [] if kept is None else kept
     num_answered = 0
     try:
         while True:
-            # Near the end, sources are given out one at a time: sources queued at a reader that hangs have to wait
-            # until it is killed.
+            # Near the end, sources are distributed one at a time: sources that are queued at a reader that hangs must
+            # wait until it is killed.
             ahead = min(_QUEUE_LENGTH, 1 + (len(paths) - num_answered) // (_QUEUE_LENGTH * max_processes))
             for reader in readers:
                 while len(reader.given) < ahead and (question := _next(retries, waiting)) is not None:
@@ -107,11 +107,11 @@ def _next(retries: deque[tuple[int, str]], waiting: Iterator[tuple[int, str]]) -
 
 
 class _ReaderEnded(SourceFailure):
-    """The reader of a source has ended without an answer."""
+    """The reader of a source ended without an answer."""
 
 
 class Reader:
-    """A process that probes the sources given to it, one after another."""
+    """A process that probes one source after another."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -130,7 +130,7 @@ class Reader:
         self.is_alive, self.has_started = True, False
 
     def give(self, number: int, path: str) -> None:
-        """Queue the source `path`, after the sources given before."""
+        """Queue the source `path` after earlier sources."""
         if not self.given:
             self._last_answer_s = time.monotonic()
         self.given.append((number, path))
@@ -139,7 +139,7 @@ class Reader:
             self._questions.flush()
 
     def outcomes(self, *, is_ready: bool) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
-        """Yield the results since the last call; `is_ready` is True if there is data to read."""
+        """Yield the results that arrived since the last call; `is_ready` is True if there is data to read."""
         if not is_ready:
             if time.monotonic() - self._last_answer_s > SILENCE_LIMIT_S:
                 self.end()
@@ -179,7 +179,7 @@ class Reader:
         )
 
     def end(self) -> None:
-        """Terminate the process, if that is possible."""
+        """Terminate the process if possible."""
         self.is_alive = False
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
@@ -196,7 +196,7 @@ def serve() -> None:
     from clipmill.prep.sources.probe import probe  # not in the process that starts readers
 
     die_with_parent()
-    # A file may claim frames of any size: the reader fails, and not the machine.
+    # A file may claim frames of any size. Then the reader must fail, and not the machine.
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_LIMIT_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

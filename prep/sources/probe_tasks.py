@@ -1,8 +1,8 @@
-"""Source probing in the workers of an engine, so that all nodes of a cluster share the read load.
+"""Source probing in an engine's workers, so that all nodes of a cluster share the work of reading.
 
-A result from a worker is used only if it has properties of a file of the expected size. A failure may be caused by the
-worker's machine, which may lack a mount, credentials or memory, or have a different file at the path. All other sources
-are therefore probed again by this process.
+A result from a worker is used only if it describes a file of the expected size. A failure may be caused by the worker's
+machine: it may lack a mount, credentials or memory, or have a different file at the path. Therefore this process probes
+all other sources again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +61,8 @@ def probe_on_workers(
     Args:
         sizes: Size of each source in bytes, as this process sees it.
         run: Function that applies `probe_group` to tasks in the workers of an engine, and yields its outcomes.
-        max_processes: Maximum number of readers in this process, which probes the sources if they fit in one task.
+        max_processes: Maximum number of readers in this process, which probes the sources itself if they fit in one
+            task.
     """
     tasks, left = divide(paths, sizes), list[int]()
     if len(tasks) == 1:
@@ -82,7 +83,7 @@ def probe_on_workers(
 
 
 def divide(paths: Sequence[str], sizes: Sequence[int]) -> list[ProbeTask]:
-    """Divide sources into tasks of at most MAX_SOURCES and MAX_BYTES; a larger source has its own task."""
+    """Divide sources into tasks of at most MAX_SOURCES and MAX_BYTES. A larger source gets its own task."""
     tasks, begin, num_bytes = list[ProbeTask](), 0, 0
     for number, size_bytes in enumerate(sizes):
         if number > begin and (number - begin == MAX_SOURCES or num_bytes + size_bytes > MAX_BYTES):

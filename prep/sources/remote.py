@@ -1,7 +1,7 @@
-"""Sources in object storage and on web servers: their state, and reading them by ranges.
+"""Sources in object storage and on web servers: their states, and reading them by range.
 
 A source is read through a `RemoteFile`, with the same results as a local file: its fingerprint, its probe, its shots.
-libav reads it through Python and never opens a connection itself. Only the encoder needs a local copy
+libav reads it through Python, and never opens a connection itself. Only the encoder needs a local copy
 (`clipmill.prep.video.staging`).
 """
 
@@ -29,10 +29,10 @@ _FIRST_BYTES = 256 << 10  # size of a read at a new position; doubled while read
 _MAX_BYTES = 8 * _MIB
 _KEPT_BYTES = 24 * _MIB  # size of the blocks that a file keeps
 _SMALL_BYTES = 2 * _MIB  # a file of this size is read in one request
-_NUM_REQUESTS = 32  # in parallel, to ask for the states of single objects
+_NUM_REQUESTS = 32  # number of parallel requests for the states of single objects
 _LISTED_PER_KEY = 10  # a listing is given up if it yields more objects than this for each source
 _LISTED_AT_LEAST = 2000
-_MAX_FAILED = 64  # single requests in a row without an answer, after which the others fail without asking
+_MAX_FAILED = 64  # after this many consecutive requests without an answer, all others fail without a request
 _NS = 1_000_000_000
 
 _State = tuple[int, int] | SourceFailure  # result of `object_state`, or the failure
@@ -42,7 +42,7 @@ def objects_of(url: str) -> tuple[Objects, str]:
     """Return the bucket or host of a URL, opened once in this process, and the key.
 
     Raises:
-        UserError: The URL cannot be served.
+        UserError: The URL is not supported.
     """
     root, key = split_url(url)
     return _open_bucket(root, os.getpid()), key
@@ -55,7 +55,7 @@ def _open_bucket(root: str, _process: int) -> Objects:
 
 @contextmanager
 def as_source_failure() -> Iterator[None]:
-    """Convert the errors of object storage to the failures of a source; they may not occur at the next attempt."""
+    """Convert errors of object storage to failures of a source, which may not occur at the next attempt."""
     try:
         yield
     except FileNotFoundError:
@@ -76,9 +76,10 @@ def as_source_failure() -> Iterator[None]:
 
 
 def object_state(info: ObjectInfo) -> tuple[int, int]:
-    """Return (size in bytes, time of the last write in ns), which together change with the content.
+    """Return (size in bytes, time of the last write in ns). At least one of them changes if the content changes.
 
-    The time has whole seconds only; its nanoseconds are a digest of the etag, so that an object that is replaced twice
+    The time has only whole seconds. Its nanoseconds are a digest of the etag, so that an object that is replaced twice
+    within
     within a second counts as changed.
     """
     digest = int.from_bytes(hashlib.sha256(info.etag.strip('"').encode()).digest()[:8], "big") % _NS
@@ -88,8 +89,8 @@ def object_state(info: ObjectInfo) -> tuple[int, int]:
 def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
     """Yield (row, state or failure) of all `urls`, in any order.
 
-    The sources in a bucket are found by listing their common folder, a thousand in a request; sources that the listing
-    lacks, and all sources of a web server, take a request each.
+    Sources in a bucket are found by listing their common folder, a thousand per request. Each source that the listing
+    lacks, and each source on a web server, takes a request of its own.
 
     Raises:
         UserError: A bucket does not exist, it refuses the credentials, or a server refuses all sources.
@@ -118,9 +119,9 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
 
 
 def _list_states(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State]]:
-    """Yield (key, state) of the `keys` that a listing of their common folder finds; none if listing is not allowed.
+    """Yield (key, state) for the `keys` in a listing of their common folder; nothing if listing is not allowed.
 
-    If the server does not answer, all keys have this failure.
+    If the server does not answer, all keys get this failure.
 
     Raises:
         UserError: The bucket does not exist, or it refuses the credentials.
@@ -143,9 +144,10 @@ def _list_states(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State
 
 
 class _Asker:
-    """Asks for the state of one object after another.
+    """Requests for the states of objects, one after another.
 
-    A server that does not answer is not asked for each of a million objects: each attempt takes many seconds.
+    If a server does not answer, it is not asked about each of a million objects, because each attempt takes many
+    seconds.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -168,15 +170,15 @@ class _Asker:
 
 
 class RemoteFile(io.RawIOBase):
-    """An object as a file that can be read and positioned; blocks are kept while they are likely to be read again.
+    """An object as a file that can be read and positioned. Blocks are kept while they are likely to be read again.
 
-    A read at a new position requests 256 KiB; reading on from there doubles the request up to 8 MiB, so that neither
-    the index at the end of a long video nor demuxing it from end to end takes many requests.
+    A read at a new position requests 256 KiB. If reading continues there, the request size doubles up to 8 MiB.
+    Therefore neither the index at the end of a long video nor demuxing it from end to end takes many requests.
 
     Attributes:
         name: File name, from which libav guesses raw formats.
         size_bytes: Size of the object when it was opened.
-        failure: Failure of a read; libav may take a failed read for the end of the file.
+        failure: Failure of a read, which libav may interpret as the end of the file.
 
     Raises:
         SourceFailure: source_missing, access_refused, source_changed or io_error; also from `read`.
@@ -221,7 +223,7 @@ class RemoteFile(io.RawIOBase):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _block(self, end: int) -> tuple[int, bytes]:
-        """Return (begin, content) of the block that has the byte at the position, which is read up to `end` if new."""
+        """Return (begin, content) of the block with the byte at the position; a new block is read up to `end`."""
         at = self._position
         for begin, content in self._blocks.items():
             if begin <= at < begin + len(content):

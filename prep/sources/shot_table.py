@@ -1,9 +1,9 @@
 """The shots of all sources, stored in `<data>/shots.parquet` so that no source is searched twice for the same shots.
 
 A row belongs to the content of a source (its fingerprint), to its length, and to a detector with its settings. If any
-of them changes, the source is searched again. Rows of sources that left the manifest stay, because they may return;
-rows of detectors that no variant uses any more are removed when the table is next written. Failures caused by the file
-are stored likewise; failures that the machine may have caused are tried again by every run.
+of them changes, the source is searched again. If a source leaves the manifest, its rows are kept, because it may
+return. Rows of detectors that no variant uses are removed when the table is next written. Failures that the file causes
+are also stored; failures that the machine may have caused are tried again by every run.
 """
 
 import sys
@@ -27,7 +27,7 @@ from clipmill.prep.engines import Check, Engine, Outcome, Refused
 from clipmill.prep.sources.access import current_fingerprint
 from clipmill.prep.sources.detector import Detector
 
-_SAVING_SHARE = 0.05  # share of the time of a run that may be spent on saving, so that a killed run loses little
+_SAVING_SHARE = 0.05  # share of a run's time that may be spent on saving, so that a killed run loses little
 
 SHOTS = pa.schema(
     [
@@ -47,7 +47,7 @@ def read_shots(data_dir: Path) -> pa.Table:
     """Return the stored shots (schema SHOTS); empty if they are missing or damaged.
 
     Raises:
-        OSError: The file exists but cannot be read now; discarding it would repeat hours of work.
+        OSError: The file exists but cannot be read now. Discarding it would repeat hours of work.
     """
     path = data_dir / SHOTS_FILE
     try:
@@ -78,7 +78,7 @@ def shot_rows(shots: pa.Table, *, key: str, fingerprints: pa.Array, num_frames: 
 
 @dataclass(frozen=True)
 class ShotTask:
-    """A source to be searched.
+    """A source to search.
 
     Attributes:
         num_frames: Number of frames on the detector's grid.
@@ -94,7 +94,7 @@ class ShotTask:
 
 @dataclass(frozen=True)
 class FoundShots:
-    """Cuts of a source, or why they cannot be found."""
+    """The cuts of a source, or the reason why they cannot be found."""
 
     cuts: tuple[int, ...] = ()
     failure: tuple[FailureCode, str, bool] | None = None  # code, message, True if it is lasting
@@ -147,15 +147,17 @@ def detect_shots(
     check: Check,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Detection:
-    """Detect the shots of sources, in parallel, and store them as they are found. Call it with the lock of `video`.
+    """Detect the shots of sources in parallel, and store them as they are found.
+
+    The caller must hold the lock of `video`.
 
     Args:
-        tasks: Sources to be searched, each once.
+        tasks: Sources to search, each once.
         shots: Stored shots.
         key: Key of the detector of all tasks.
-        used_detectors: Keys of the detectors in use; rows of other detectors are removed.
-        check: Function that is called in every worker before its first task.
-        on_progress: Function that is called with (sources searched, sources to search).
+        used_detectors: Keys of the detectors in use. Rows of other detectors are removed.
+        check: Function to call in every worker before its first task.
+        on_progress: Function to call with (number of sources searched, number of sources to search).
     """
     searched = pa.array([task.fingerprint for task in tasks], pa.string())
     is_searched = pc.and_(pc.is_in(shots["fingerprint"], value_set=searched), pc.equal(shots["detector"], key))
@@ -171,7 +173,7 @@ def detect_shots(
         nonlocal saved_s, saving_s
         started_s = time.monotonic()
         table = _join_rows(kept, stored)
-        # The file is sorted, so that it does not depend on the order in which sources were finished.
+        # The table is sorted, so that it does not depend on the order in which sources were finished.
         table = table.sort_by([("detector", "ascending"), ("fingerprint", "ascending")]).combine_chunks()
         with folder_lock(data_dir):
             remove_temporaries(data_dir, of=lambda target: target == SHOTS_FILE)
@@ -211,9 +213,9 @@ def detect_shots(
 def _search_sources(
     engine: Engine, tasks: list[ShotTask], *, check: Check
 ) -> Iterator[Outcome[ShotTask, FoundShots] | Refused | None]:
-    """Run `find_shots`; sources whose workers were lost are searched again, one at a time, once all others are done.
+    """Run `find_shots`. Sources whose workers were lost are searched again, one at a time, after all others are done.
 
-    Without the shots of a source its chunks are unknown, and chunks of later runs are assigned to other shards.
+    Without the shots of a source, its chunks are unknown, and chunks of later runs would be assigned to other shards.
     """
     lost = []
     for outcome in engine.run(find_shots, tasks, check=check, name=_name):

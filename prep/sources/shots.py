@@ -1,7 +1,8 @@
-"""Detection of the shots of one source: every frame of the output grid, at small size, through PySceneDetect.
+"""Detection of a source's shots: every frame of the output grid, at small size, goes through PySceneDetect.
 
 Cuts are numbers of output frames. Output frame `n` shows the last source frame whose time, rounded to the grid, is at
-most `n`, and the first source frame before that: the rule of ffmpeg's fps filter, with which chunks are encoded.
+most `n`; before the first source frame, it shows that frame. This is the rule of ffmpeg's fps filter, which encodes the
+chunks.
 """
 
 from collections.abc import Iterator
@@ -21,14 +22,14 @@ from clipmill.shards.timeline.model import Timeline, track_of
 from clipmill.shards.timeline.pictures import shown_frames
 from clipmill.shards.timeline.reading import read_timeline
 
-# Exact arithmetic, so that every machine compares the same pixels.
+# Exact arithmetic, so that all machines compare the same pixels.
 _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
 
 
 def detect_cuts(place: Place, *, timeline: Timeline, num_frames: int, detector: Detector) -> list[int]:
-    """Return the first frame of every shot except the first one, in ascending order, each from 1 to `num_frames` - 1.
+    """Return the first frame of each shot except the first shot, ascending, each from 1 to `num_frames` - 1.
 
-    Damaged frames are skipped: the encoder pass that contains them reports them.
+    Damaged frames are skipped here, because the encoder pass that contains them reports them.
 
     Args:
         timeline: Timeline of the source.
@@ -53,7 +54,7 @@ def detect_cuts(place: Place, *, timeline: Timeline, num_frames: int, detector: 
 
 
 def output_number(time_s: Fraction, *, fps: Fraction) -> int:
-    """Return the output frame nearest to a time; a tie is rounded away from zero, as by ffmpeg (AV_ROUND_NEAR_INF)."""
+    """Return the output frame nearest to a time. Ties are rounded away from zero, as in ffmpeg (AV_ROUND_NEAR_INF)."""
     position = 2 * abs(time_s) * fps + 1
     number = position.numerator // (2 * position.denominator)
     return number if time_s >= 0 else -number
@@ -91,7 +92,7 @@ def _output_pictures(
 
 
 class _Pictures:
-    """Scales the frames of one video, all to the size of the first one."""
+    """Scaler for the frames of one video, which all get the size of the first frame."""
 
     def __init__(self) -> None:
         self._scaler = VideoReformatter()  # keeps its tables from frame to frame

@@ -1,13 +1,13 @@
 """Probes of all sources of a manifest, stored in `<data>/probes.parquet` so that an unchanged file is never read twice.
 
-A file counts as unchanged if its path, size and modification time are the same. Failures caused by the file are stored
-likewise; failures that the machine may have caused (permissions, a mount, a timeout) are probed again in every run. If
-a source becomes unreadable, the properties from its last successful probe are kept beside the failure: chunks made from
-it are kept, although the file may no longer exist.
+A file counts as unchanged if its path, size and modification time are the same. Failures that the file causes are also
+stored. Failures that the machine may have caused (permissions, a mount, a timeout) are probed again in every run. If a
+source becomes unreadable, the properties from its last successful probe are kept beside the failure. Chunks made from
+the source are kept too, although the file may no longer exist.
 
-Some source files may be on a mount that does not respond. A thread blocked inside the kernel cannot be terminated, so
-each check has a timeout, after which its thread is abandoned and another thread takes over its remaining files.
-Abandoned threads do not delay the exit of the program.
+Source files may be on a mount that does not respond. A thread that is blocked inside the kernel cannot be ended, so
+each check has a timeout. After the timeout, the thread is abandoned, and another thread continues with its remaining
+files. Abandoned threads do not delay the exit of the program.
 """
 
 import os
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from clipmill.prep.sources.access import SourceFacts
     from clipmill.prep.sources.probe_tasks import Run
 
-_SHORT_LIMIT_S = 1.0  # timeout for other files in a folder where one timed out: a dead mount may hold thousands
+_SHORT_LIMIT_S = 1.0  # timeout in a folder in which a file timed out, because a dead mount may have thousands of files
 _SLICE = 4096
 _TICK_S = 0.5
 NO_FILE = -1
@@ -43,7 +43,7 @@ NO_FILE = -1
 
 @dataclass(frozen=True)
 class FileStates:
-    """Size and modification time of files.
+    """Sizes and modification times of files.
 
     Attributes:
         size_bytes: Int64 [files]; NO_FILE if the file could not be checked.
@@ -126,9 +126,9 @@ class _Slice:
     """A slice of the paths, beginning at row `begin`, with the results so far.
 
     Attributes:
-        paths: Paths as text while they are being checked: the paths of all slices would be large.
-        numbers: Size and modification time of one file after another; as numbers, which cost less than pairs.
-        failures: Failure of each file that could not be checked, by its number in the slice.
+        paths: Paths as text, only while they are being checked, because the paths of all slices would be large.
+        numbers: Size and modification time of one file after another, as numbers, which take less memory than pairs.
+        failures: Failure of each file that could not be checked, by the file's number in the slice.
     """
 
     begin: int
@@ -168,14 +168,14 @@ class _Slice:
         return time.monotonic() - self.since_s > min(STAT_LIMIT_S, _SHORT_LIMIT_S if is_slow else STAT_LIMIT_S)
 
     def abandon(self) -> "_Slice":
-        """Abandon the thread blocked on a path; return that path and all later ones as a new slice."""
+        """Abandon the thread that is blocked on a path; return this path and all later ones as a new slice."""
         self.is_abandoned = True
         self.numbers = self.numbers[: 2 * self.num_done]
         return _Slice(self.begin + self.num_done, self.given.slice(self.num_done))
 
 
 def _check_slices(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "SimpleQueue[_Slice]") -> None:
-    """Check slices until none waits, in a thread; a thread whose slice was abandoned ends."""
+    """Check slices, in a thread, until none is waiting. A thread whose slice was abandoned ends."""
     while True:
         try:
             mine = waiting.get_nowait()
@@ -190,7 +190,7 @@ def _check_slices(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "
 
 
 _SAVE_INTERVAL_S = 30.0
-_MAX_SAVING = 0.03  # share of the time that may be spent on saving, which takes longer with more probes
+_MAX_SAVING = 0.03  # share of the time that may be spent on saving, whose duration grows with the number of probes
 _FRESH_AT_ONCE = 4096  # probes held as Python objects
 _NEVER = -1  # an impossible modification time: the row is not reused by the next run
 # Increment this when probes begin to accept files that they used to reject: older failures are then probed again.
@@ -228,7 +228,7 @@ def read_probes(
         columns: Names of the columns to return; None for all.
 
     Raises:
-        OSError: The file exists but cannot be read now; discarding it would lose the facts about vanished sources.
+        OSError: The file exists but cannot be read now. Discarding it would lose facts about vanished sources.
     """
     try:
         expected = None if paths is None else {"path": paths}
@@ -257,11 +257,11 @@ def probe_sources(
     """Return the probes of `paths`, one row each in the same order (schema PROBES); only new or changed files are read.
 
     Args:
-        num_workers: Number of threads that check the files, and maximum number of processes here that read them.
+        num_workers: Number of threads that check the files, and maximum number of local processes that read them.
         retry_failed: Also probe files that failed before, even if they are unchanged.
         run: Function that runs tasks in the workers of a cluster (`probe_on_workers`); None to read all files on this
             machine.
-        on_progress: Function that is called with (probed, to probe).
+        on_progress: Function to call with (number probed, number to probe).
     """
     states = stat_files(paths, num_threads=num_workers)
     sizes, mtimes = states.size_bytes, states.mtime_ns
@@ -279,7 +279,7 @@ def probe_sources(
     source = np.where(hit, rows, -1)
 
     def present_rows() -> pa.Table:
-        """Return the rows that are known or probed so far, in the order of `paths`; omit rows not probed yet."""
+        """Return the rows known so far, in the order of `paths`; omit files that have not been probed yet."""
         return fresh.table().take(pa.array(source[source >= 0])).combine_chunks()
 
     next_save_s = time.monotonic() + _SAVE_INTERVAL_S
@@ -308,19 +308,19 @@ def probe_sources(
 
 
 def failed_sources(probes: pa.Table, *, only_passing: bool) -> np.ndarray:
-    """Return the rows of the probes that have failed, int64.
+    """Return the rows of failed probes, int64.
 
     Args:
-        only_passing: True to omit failures that lie in the file, which is read again only when it has changed.
+        only_passing: Omit failures that the file causes; such files are read again only after they have changed.
     """
     is_failed = np.asarray(pc.is_valid(probes["code"]))
     return np.flatnonzero(is_failed & (np.asarray(probes["mtime_ns"]) == _NEVER) if only_passing else is_failed)
 
 
 def num_to_read(probes: pa.Table) -> int:
-    """Return how many failed sources a plan would read again: their failure may pass, or their file has changed.
+    """Return how many failed sources a plan would read again, because the failure may pass or the file has changed.
 
-    Files on this machine are checked again; sources in buckets are not, since that would cost requests.
+    Local files are checked again. Sources in buckets are not, because that would cost requests.
     """
     passing = failed_sources(probes, only_passing=True)
     lasting = np.setdiff1d(failed_sources(probes, only_passing=False), passing)
@@ -328,7 +328,7 @@ def num_to_read(probes: pa.Table) -> int:
 
 
 def with_changed_files(probes: pa.Table, *, num_threads: int) -> pa.Table:
-    """Return probes with a failure for each readable file that is missing or has changed since; see `num_to_read`."""
+    """Add a failure for each readable file that is now missing or has changed, and return the probes."""
     changed = _changed_files(probes, np.flatnonzero(pc.is_null(probes["code"])), num_threads=num_threads)
     if not changed:
         return probes
@@ -341,7 +341,7 @@ def with_changed_files(probes: pa.Table, *, num_threads: int) -> pa.Table:
 
 
 def _changed_files(probes: pa.Table, rows: np.ndarray, *, num_threads: int) -> dict[int, SourceFailure]:
-    """Return why files on this machine are not as they were when they were probed, by row."""
+    """Return, by row, how local files differ from their state when they were probed."""
     rows = rows[~np.asarray(pc.match_substring(probes["path"], "://"))[rows]]
     files = probes.select(["path", "size_bytes", "mtime_ns"]).take(pa.array(rows))
     states = stat_files(files["path"], num_threads=num_threads)
@@ -352,7 +352,7 @@ def _changed_files(probes: pa.Table, rows: np.ndarray, *, num_threads: int) -> d
 
 
 class _Fresh:
-    """Probes of this run, behind the probes that were known before."""
+    """Probes of this run, which follow the probes that were known before."""
 
     def __init__(self, known: pa.Table) -> None:
         self._parts = [known.cast(PROBES)]
@@ -383,7 +383,7 @@ def _outcomes(
     readable = [row for row in todo if row not in failures]
     if not readable:
         return
-    # Size and modification time are from before the probe: if the file grew since then, the next run notices it.
+    # Size and modification time are from before the probe. If the file has grown since, the next run notices it.
     given = paths.take(pa.array(readable)).to_pylist()
     if run is None:
         from clipmill.prep.sources.probe_processes import probe_each

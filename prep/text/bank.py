@@ -1,9 +1,9 @@
-"""The bank: text embeddings, or sequences, that are computed but not in their shard yet.
+"""The bank: text embeddings or sequences that are computed, but not yet in their shard.
 
-It is stored in `<variant>/bank/` during a run. A block is an Arrow file of digests and rows, named after the hash of
-its content. The blocks of a killed run can therefore be verified and reused by the next run, even if that run divides
-the work differently. Embeddings in the variant's committed shards are copied into the bank instead of being computed
-again. Workers encode all others in blocks.
+During a run, it is stored in `<variant>/bank/`. A block is an Arrow file with digests and rows, named after the hash of
+its content. Therefore the next run can verify and reuse the blocks of a killed run, even if it divides the work
+differently. Embeddings in committed shards of the variant are copied to the bank instead of being computed again.
+Workers encode all other texts in blocks.
 """
 
 import errno
@@ -31,7 +31,7 @@ from clipmill.shards.reader import CommittedShard, Variant
 _BLOCK_BYTES = 1 << 25
 MAX_BLOCK_TEXTS = 2048
 _MAX_BLOCK_SEQUENCES = 64  # 268 MB for 512 tokens of width 4096
-_MAX_BLOCK_CHARS = 1 << 20  # limits the size of a task, since some texts may be very long
+_MAX_BLOCK_CHARS = 1 << 20  # limits the size of a task, because some texts may be very long
 
 
 def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> None:
@@ -60,10 +60,10 @@ def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np
 
 
 class Bank:
-    """The content of the bank, for one run or the parts of one run. Damaged blocks are removed.
+    """The content of the bank, for one run or for the parts of a run. Damaged blocks are removed.
 
     Args:
-        folder: Folder of the bank; it need not exist.
+        folder: Folder of the bank, which may not exist yet.
         width: Embedding dimension.
         is_alone: True if no other process is writing to the bank.
     """
@@ -79,12 +79,12 @@ class Bank:
         self.refresh()
 
     def add_not_finite(self, digests: Collection[bytes]) -> None:
-        """Add texts that have no embedding, as rows of NaN, so that the part that makes the shards knows them."""
+        """Add texts without an embedding, as rows of NaN, so that the part that makes the shards knows about them."""
         added = np.frombuffer(b"".join(sorted(digests)), DIGESTS)
         write_block(self.folder, added, np.full((len(added), self._width), np.nan, np.float16), np.ones(len(added)))
 
     def refresh(self) -> None:
-        """Add blocks that were published since the last call."""
+        """Add the blocks that were published since the last call."""
         refresh(self.folder)
         known = {path.name for path in self._files}
         added = []
@@ -119,7 +119,7 @@ class Bank:
 
         Returns:
             Rows, float16 [sum of lengths, width], and the number of rows of each text, int64 [texts]; 0 if the bank
-            does not contain it.
+            lacks the text.
         """
         positions = self._positions(digests)
         lengths = np.zeros(len(digests), np.int64)
@@ -130,7 +130,7 @@ class Bank:
             in_block = stored[blocks == block]
             values, lengths[in_block] = self._read(self._files[block], positions[in_block] - self._begins[block])
             parts.append((in_block, values))
-        # Blocks give texts in their order; the result has the order of `digests`.
+        # Blocks return texts in their own order; the result has the order of `digests`.
         embedded = np.empty((int(lengths.sum()), self._width), np.float16)
         begins = np.cumsum(lengths) - lengths
         for in_block, values in parts:
@@ -147,7 +147,7 @@ class Bank:
         return np.where(self._digests[positions] == digests, positions, -1)
 
     def remove(self) -> None:
-        """Remove the bank, whose rows are in committed shards or no longer needed."""
+        """Remove the bank. Its rows are in committed shards, or no longer needed."""
         if not self.folder.is_dir():
             return
         remove_temporaries(self.folder)
@@ -158,7 +158,7 @@ class Bank:
             self.folder.rmdir()
 
     def _read(self, path: Path, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the values of some texts of a block, and the number of rows of each text."""
+        """Return the values of some texts in a block, and the number of rows of each text."""
         with map_arrow_file(path) as file:
             taken = pa.ipc.open_file(file).read_all()["row"].combine_chunks().take(pa.array(rows))
             _, offsets, values = taken.buffers()
@@ -176,7 +176,7 @@ def is_intact_block(path: Path) -> bool:
 def copy_embeddings(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, width: int) -> int:
     """Copy the embeddings of texts with the digests `missing` (ascending) from committed shards to the bank.
 
-    Members with a wrong checksum and shards with damaged files are skipped; their texts are computed again.
+    Members with a wrong checksum, and shards with damaged files, are skipped; their texts are computed again.
 
     Returns:
         Number of texts copied.
@@ -228,7 +228,7 @@ def _missing_rows(
         begin, end = int(offsets[sample]), int(offsets[sample + 1])
         lengths = np.array(shard.index["row_tokens"][sample].as_py() or np.ones(end - begin), np.int64)
         embedded = np.frombuffer(payload, np.float16, offset=data_offset(payload)).reshape(-1, width)
-        # Another sample may have provided the same text already.
+        # Another sample may already have provided the same text.
         of_sample = positions[begin:end]
         taken = (of_sample >= 0) & is_missing[of_sample]
         if taken.any():
@@ -238,7 +238,7 @@ def _missing_rows(
 
 @dataclass(frozen=True)
 class TowerUse:
-    """The text tower that workers load, and its options.
+    """The text tower that workers load, with its options.
 
     Attributes:
         recipe: Recipe of the plan.
@@ -268,8 +268,8 @@ class BlockResult:
     Attributes:
         num_encoded: Number of texts encoded.
         num_cut: Number of encoded texts longer than the tower's context length.
-        not_finite: Digests of texts whose embedding contains NaN or infinity; the bank does not contain them.
-        stopped: (code, reason) if no embedding was stored, or None.
+        not_finite: Digests of texts whose embeddings contain NaN or infinity. The bank lacks them.
+        stopped: (code, reason) if no embedding was stored; otherwise None.
     """
 
     num_encoded: int = 0
@@ -308,7 +308,10 @@ def encode_block(block: Block) -> BlockResult:
 def blocks_of(
     reader: CaptionReader, video_ids: pa.Array, *, missing: np.ndarray, bank_dir: Path, tower: TowerUse
 ) -> Iterator[Block]:
-    """Yield blocks with the captions of `video_ids` whose digests are `missing` (ascending), each text exactly once."""
+    """Yield blocks of captions of `video_ids` whose digests are in `missing` (ascending).
+
+    Each text occurs exactly once.
+    """
     is_waiting = np.ones(len(missing), bool)
     max_texts = MAX_BLOCK_TEXTS if tower.recipe.settings.encoder is None else _MAX_BLOCK_SEQUENCES
     texts: list[str] = []

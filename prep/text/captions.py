@@ -1,8 +1,9 @@
 """The captions of some videos, read in batches; the digests of their texts; the deep check of stored texts.
 
-Batches keep ten million captions from being Python objects at once. Digests identify texts in shards, in the bank, and
-from one run to the next. They are held in a NumPy array of 16-byte strings, sorted if it is searched: ten million take
-160 MB. When NumPy converts such a string to a Python object it strips trailing zero bytes; `tobytes` returns all bytes.
+Batches avoid having ten million captions as Python objects at once. Digests identify texts in shards, in the bank, and
+across runs. They are held in a NumPy array of 16-byte strings, which is sorted if it is searched; ten million digests
+take 160 MB. When NumPy converts such a string to a Python object, it strips trailing zero bytes; `tobytes` returns all
+bytes.
 """
 
 import hashlib
@@ -34,7 +35,7 @@ class CaptionPiece:
 
     Attributes:
         videos: Position of each caption's video among the requested videos, int64 [captions].
-        ids: Caption ids, int64 [captions].
+        ids: IDs of captions, int64 [captions].
         texts: Texts, string [captions].
     """
 
@@ -45,9 +46,9 @@ class CaptionPiece:
 
 
 class CaptionReader:
-    """Context manager that reads the manifest's captions.
+    """Context manager for reading the manifest's captions.
 
-    It keeps reading the same manifest even if a new manifest is written in the meantime.
+    It continues to read the same manifest even if a new manifest is written in the meantime.
 
     Args:
         where: Conditions on captions and their videos; captions that are not selected are skipped.
@@ -127,7 +128,7 @@ def from_arrow(array: pa.FixedSizeBinaryArray) -> np.ndarray:
 
 
 def positions_in(ordered: np.ndarray, digests: np.ndarray) -> np.ndarray:
-    """Return the position of each of `digests` in the strictly ascending array `ordered`, or -1 if absent; int64."""
+    """Return the position of each of `digests` in the strictly ascending array `ordered`; -1 if missing; int64."""
     if not len(ordered):
         return np.full(len(digests), -1, np.int64)
     positions = np.minimum(np.searchsorted(ordered, digests), len(ordered) - 1)
@@ -135,14 +136,14 @@ def positions_in(ordered: np.ndarray, digests: np.ndarray) -> np.ndarray:
 
 
 def owners_of(digests: np.ndarray, *, num_parts: int) -> np.ndarray:
-    """Return the part of a run, of `num_parts`, that encodes each text, uint64 [digests] from 0."""
+    """Return the part of a run, out of `num_parts`, that encodes each text: uint64 [digests], from 0."""
     return np.ascontiguousarray(digests).view(np.uint64)[::2] % np.uint64(num_parts)
 
 
 class DigestSet:
     """A set of digests; duplicates may be added.
 
-    The digests are partitioned by their leading bits, so that sorting needs memory for only a small part of them.
+    Digests are partitioned by their leading bits, so sorting needs memory for only a small part of them.
     """
 
     _NUM_PARTS = 16
@@ -183,7 +184,7 @@ _MAX_LENGTH_ERROR = 0.01  # far more than the rounding of a unit vector to float
 
 
 def check_text(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    """Load the array of a sample and compare it and the JSON member with the index row."""
+    """Load the array of a sample, and compare it and the JSON member with the index row."""
     array = load_npy(members[MEMBER])
     is_sequence = bool(row["row_tokens"])
     shape = (sum(row["row_tokens"]) if is_sequence else row["num_rows"], row["width"])

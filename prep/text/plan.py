@@ -1,12 +1,12 @@
-"""The plan of the `text` column: the shards that have to be made, and the reasons.
+"""The plan of the `text` column: the shards to make, and the reasons.
 
-It is a function of the manifest's table of videos, the layout, the recipe and the commits. No captions are read: the
-row of a video contains the digest of its captions. The plan does not depend on the `video` column, so changing the
-codec does not affect it.
+It is a function of the manifest's table of videos, the layout, the recipe and the commits. No captions are read,
+because the row of a video contains the digest of its captions. The plan does not depend on the `video` column, so a
+change of the codec does not affect it.
 
-The layout is the assignment of videos to shards, in `<data>/layout/text.parquet`, shared by all text towers. Existing
-assignments never change. The table has the schema of the layout of `video` (clipmill.prep.core.tables), with a single
-span per video. It contains only videos with captions.
+The layout assigns videos to shards. It is in `<data>/layout/text.parquet`, and all text towers share it. Existing
+assignments never change. The table has the same schema as the layout of `video` (clipmill.prep.core.tables), with a
+single span per video. It contains only videos with captions.
 """
 
 import hashlib
@@ -47,20 +47,20 @@ from clipmill.shards.where import Where, parse_where
 LAYOUT_FILE = f"{TEXT}.parquet"
 
 MAX_SHARD_VIDEOS = 4096
-MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more captions has its own shard
+MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more captions gets its own shard
 
 
 @dataclass(frozen=True)
 class TextPlan:
-    """All shards of `text` that the manifest requires under one recipe.
+    """All shards of `text` that the manifest requires with one recipe.
 
     Attributes:
         where: Conditions on captions; None for all.
-        layout: Layout with every video assigned; to be written before the work begins.
-        video_ids: Ids of the videos in the plan; the `rows` of a shard are a range of them.
+        layout: Layout in which every video is assigned; it must be written before the work begins.
+        video_ids: IDs of the videos in the plan; the `rows` of a shard are a range of them.
         num_captions: Total number of captions of all videos.
-        num_left_out: Number of videos of the manifest without captions, which have no sample.
-        shards: Shards, in order of their ids.
+        num_left_out: Number of videos in the manifest without captions, which have no sample.
+        shards: Shards in order of their IDs.
     """
 
     recipe: Recipe[TextSettings]
@@ -155,7 +155,7 @@ def make_text_plan(
 
 
 def pending_text(data_dir: Path, variant: Variant) -> Pending:
-    """Return the missing part of a variant; nothing if it is not current or of another version."""
+    """Return the missing part of a variant; nothing if it is not current, or belongs to another version."""
     is_written = has_manifest(data_dir)
     if not is_written or current_variant(data_dir, TEXT) != variant.directory.name:
         return Pending()
@@ -167,7 +167,7 @@ def pending_text(data_dir: Path, variant: Variant) -> Pending:
 
 
 def left_out_lines(num_videos: int) -> list[str]:
-    """Return the number of videos without a sample, in words; empty if all have one."""
+    """Describe how many videos have no sample; empty if all have one."""
     return [f"{count_noun(num_videos, 'video')} without captions: nothing to encode"] if num_videos else []
 
 
@@ -197,7 +197,7 @@ def text_layout_path(data_dir: Path) -> Path:
 def extend_text_layout(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> pa.Table:
-    """Assign every video with captions that has no shard yet to new shards, one split after another.
+    """Assign every video that has captions but no shard to new shards, one split after another.
 
     Args:
         layout: Table with schema clipmill.prep.core.tables.LAYOUT.
@@ -230,9 +230,9 @@ def extend_text_layout(
 def wanted_text_rows(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of `layout` whose video is in the manifest with captions and the same split.
+    """Return the rows of `layout` whose video is in the manifest, with captions and in the same split.
 
-    The second array holds the row of the video for each of these rows.
+    The second array has the row of the video for each of these rows.
     """
     rows = video_rows_of(layout, video_ids)
     return wanted_spans(layout, video_rows=rows, splits=splits, num_spans=(num_captions > 0).astype(np.int64))

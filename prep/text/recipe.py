@@ -1,10 +1,10 @@
 """The recipe of the `text` column: the model that encodes the captions.
 
-A CLIP text tower makes one embedding of a text, of unit length. The encoder of a T5 makes a sequence: one vector for
-each token, stored without padding.
+A CLIP text tower makes one unit-length embedding per text. A T5 encoder makes a sequence per text: one vector for each
+token, stored without padding.
 
-The stored recipe has the hash of the weights and the embedding width besides the settings. It does not include the
-folder of a weights file: moving the file does not change the embeddings.
+In addition to the settings, the stored recipe has the hash of the weights and the embedding width. It omits the folder
+of a weights file, because moving the file does not change the embeddings.
 """
 
 import hashlib
@@ -32,11 +32,11 @@ TEXT = "text"
 MEMBER = "text.npy"
 BANK_FOLDER = "bank"  # folder in a variant for embeddings that are not in their shard yet
 BLOCK_FILE = re.compile(r"[0-9a-f]{32}\.arrow")
-TEXT_RECIPE_SCHEMA = 2  # incremented when the same settings begin to produce different bytes
+TEXT_RECIPE_SCHEMA = 2  # increment it when the same settings begin to produce different bytes
 TINY, T5 = "tiny", "t5:"
 MODEL = Parameter(group=Group("Model", sort_key=1))
 DTYPE = "float16"
-OF_SEQUENCES = ("max_tokens", "precision")  # settings that only sequences depend on
+OF_SEQUENCES = ("max_tokens", "precision")  # settings that affect only sequences
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 _MAX_SLUG_CHARS = 80
 _ONE_OF_BOTH = "give --clip MODEL:TAG for embeddings, or --encoder t5:NAME for sequences"
@@ -66,7 +66,7 @@ class TextSettings(Checked):
     all captions."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors of two encoders, of a name that does not denote an encoder, and of an invalid condition."""
+        """Yield errors for two encoders, for a name that is not an encoder, and for an invalid condition."""
         if self.clip is not None and self.encoder is not None:
             yield UserError("--clip and --encoder are both given", hint=_ONE_OF_BOTH, flags=("--clip", "--encoder"))
         if self.encoder is not None and not self.encoder.removeprefix(T5):
@@ -111,7 +111,7 @@ class TextSettings(Checked):
 
 
 def text_recipe(settings: TextSettings, *, encoder: str, sha256: str, width: int) -> Recipe[TextSettings]:
-    """Return the recipe of settings on this machine.
+    """Return the recipe for settings on this machine.
 
     Args:
         settings: Settings in which local weights have an absolute path.

@@ -1,9 +1,9 @@
-"""Run a plan of `text`: encode every distinct text once, then write the shards from the bank.
+"""Run of a `text` plan: encode every distinct text once, then write the shards from the bank.
 
-First the bank is filled: embeddings in committed shards of the variant are copied, all other texts are encoded exactly
-once. Every text of the shards to be made then has an embedding in the bank, or a recorded reason why not. All state is
-in the commits and the bank, so the run can be killed at any time; the next run reuses both. The driver makes the shards
-itself, since this only copies embeddings.
+First, the bank is filled: embeddings in committed shards of the variant are copied, and all other texts are encoded
+exactly once. Then the bank has, for every text of the shards to make, an embedding or the reason why there is none. All
+state is in the commits and the bank, so the run can be killed at any time; the next run reuses both. The driver makes
+the shards itself, because this only copies embeddings.
 """
 
 import json
@@ -59,15 +59,15 @@ def run_text(
 ) -> Summary:
     """Make every shard of the plan that needs work; call it while holding the lock of the column.
 
-    Parts divide the texts and not the shards, because most shards need texts that other shards need, too. The last part
+    Parts divide the texts and not the shards, because most shards need texts that other shards also need. The last part
     makes the shards.
 
     Args:
         tower: Text tower of the plan's recipe.
         engine: Engine that encodes the texts.
-        part_run: part whose texts are encoded; None for all.
-        lag_limit_s: Time limit in seconds for embeddings that workers report to become visible on this machine.
-        asked: Additional values of the request that the records keep, by the names of their flags.
+        part_run: Part whose texts are encoded; None for all.
+        lag_limit_s: Time limit in seconds until embeddings that workers report are visible on this machine.
+        asked: Additional values of the request that the records store, by flag name.
     """
     begin_s = time.monotonic()
     if part_run is not None:
@@ -89,7 +89,7 @@ def run_text(
             what = f"embeddings in {bank.folder}"
             wait_until_seen(what, lambda: _is_filled(bank, mine, filled.not_finite), limit_s=lag_limit_s)
         if part_run is not None and not _can_make_shards(bank, texts, filled, part_run):
-            # This part has encoded its texts, and another part makes the shards.
+            # This part has encoded its texts; another part makes the shards.
             files = [commit.files for commit in plan.commits.values() if commit.files is not None]
             summary = Summary(
                 plan.recipe.variant,
@@ -108,7 +108,7 @@ def run_text(
 
 
 def _can_make_shards(bank: Bank, texts: "ShardTexts", filled: "Filled", part_run: PartRun) -> bool:
-    """Return True for the last part, if the bank has all texts by then, including texts without an embedding."""
+    """Return True for the last part if the bank then has all texts, including texts without an embedding."""
     if filled.not_finite:
         bank.add_not_finite(filled.not_finite)
     num_parts = part_run.part.count
@@ -124,13 +124,13 @@ def _can_make_shards(bank: Bank, texts: "ShardTexts", filled: "Filled", part_run
 
 
 def _num_encoded(bank: Bank, texts: "ShardTexts", num_parts: int) -> Counter[int]:
-    """Return the number of texts in the bank that this node sees, by the part that encodes them."""
+    """Return the number of texts in the bank, as this node sees it, by the part that encodes them."""
     bank.refresh()
     return Counter(owners_of(texts.digests[bank.has(texts.digests)], num_parts=num_parts).tolist())
 
 
 def _add_texts(summary: Summary, plan: TextPlan, texts: "ShardTexts", filled: "Filled", *, begin_s: float) -> Summary:
-    """Return the summary with the counts of texts: its samples are videos, but a run encodes texts."""
+    """Return the summary with counts of texts, because its samples are videos, but a run encodes texts."""
     summary.num_encoded, summary.wall_s = filled.num_encoded, time.monotonic() - begin_s
     # All other texts come from a shard, or from the bank of a killed run.
     summary.num_reused = len(texts.digests) - filled.num_encoded
@@ -141,7 +141,7 @@ def _add_texts(summary: Summary, plan: TextPlan, texts: "ShardTexts", filled: "F
 
 
 class _LocalEngine:
-    """Engine that runs tasks sequentially in the driver, since shards are copied from the bank and not computed."""
+    """Engine that runs tasks one after another in the driver, because shards are copied from the bank, not computed."""
 
     def run(
         self,
@@ -218,7 +218,7 @@ class Filled:
 
 
 def collect_texts(plan: TextPlan, reader: CaptionReader) -> ShardTexts:
-    """Read the captions of the shards that need work once, for their digests and row groups."""
+    """Read the captions of the shards that need work once, to get their digests and row groups."""
     work = sorted(with_work(plan.shards), key=lambda shard: shard.shard_id)
     video_ids = pa.concat_arrays([plan.video_ids[:0], *(plan.ids_of(shard) for shard in work)])
     if not work:
@@ -294,7 +294,7 @@ class TextShardTask:
 
 @dataclass(frozen=True)
 class ShardMaker:
-    """Maker of shards in the driver, from captions and bank.
+    """Maker of shards in the driver, which uses captions and the bank.
 
     Attributes:
         row_groups: Row groups of the table of captions that contain captions of each shard, by shard ID.
@@ -310,7 +310,7 @@ class ShardMaker:
     error: tuple[FailureCode, str] | None
 
     def make(self, task: TextShardTask) -> ShardResult:
-        """Make, publish and commit one shard; a second run writes the same bytes."""
+        """Make, publish and commit a shard. A repetition writes the same bytes."""
         videos = self._videos(task)
         with begin_shard(
             task,
@@ -344,7 +344,7 @@ class ShardMaker:
             return shard.commit()
 
     def _read_rows(self, videos: list["_VideoTexts"]) -> Iterator[tuple["_VideoTexts", np.ndarray, np.ndarray]]:
-        """Yield each video with the rows of its texts and their lengths, read for many videos at a time."""
+        """Yield each video with the rows of its texts and their lengths; the rows of many videos are read together."""
         max_texts = _MAX_TEXTS if self.plan.recipe.settings.encoder is None else _MAX_SEQUENCES
         for group in _groups(videos, max_texts=max_texts):
             embedded, lengths = self.bank.rows(np.concatenate([video.digests for video in group]))
@@ -355,7 +355,7 @@ class ShardMaker:
                 yield video, embedded[row_ends[begin] : row_ends[end]], lengths[begin:end]
 
     def _videos(self, task: TextShardTask) -> "list[_VideoTexts]":
-        """Read the texts of the videos of a shard, in its order."""
+        """Read the texts of a shard's videos, in order."""
         pieces = list(self.reader.pieces(task.video_ids, row_groups=self.row_groups.get(task.shard_id, ())))
         if not pieces:
             return [_VideoTexts.of(video_id, np.empty(0, np.int64), []) for video_id in task.video_ids.to_pylist()]
@@ -373,7 +373,7 @@ class ShardMaker:
 
 @dataclass(frozen=True)
 class _VideoTexts:
-    """The distinct texts of a video in the order of their first captions, and the row of each caption's text by id."""
+    """The distinct texts of a video in the order of their first captions, and each caption's row by caption ID."""
 
     video_id: str
     texts: list[str]
@@ -417,7 +417,7 @@ class _VideoTexts:
 
 
 def _groups(videos: list[_VideoTexts], *, max_texts: int) -> Iterator[list[_VideoTexts]]:
-    """Yield the videos in order, in groups of at least one video and, beyond that, at most `max_texts` texts."""
+    """Yield the videos in order, in groups of at most `max_texts` texts, or of a single video with more texts."""
     group: list[_VideoTexts] = []
     num_texts = 0
     for video in videos:

@@ -1,7 +1,7 @@
-"""The only interface to transformers: encoders of T5 and umT5, which make a sequence of vectors of a text.
+"""The only interface to transformers: T5 and umT5 encoders, which make a sequence of vectors for a text.
 
 As in clipmill.prep.text.tower, every batch has the same size, and every text is padded to a length that depends only on
-the text: its vectors are bit-identical whatever other texts are in its batch.
+the text. Therefore its vectors have the same bits whatever other texts are in its batch.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _SUGGESTION = "give t5: and a folder or model with config.json, safetensors and 
 
 
 def resolve_t5(settings: TextSettings) -> Recipe[TextSettings]:
-    """Find the model that `settings` name; it is downloaded if it is not in the cache.
+    """Find the model that `settings` name; download it if it is not in the cache.
 
     Raises:
         UserError: The model does not exist, is not a T5, or lacks files.
@@ -45,7 +45,7 @@ def resolve_t5(settings: TextSettings) -> Recipe[TextSettings]:
         raise UserError(f"{model} has no {'weights in safetensors' if not weights else 'tokenizer'}", hint=_SUGGESTION)
     for path in weights:
         safetensors_shapes(path)  # raises if the file is damaged
-    # The hash covers all files that the vectors depend on.
+    # The hash covers all files that affect the vectors.
     digest = hashlib.sha256()
     for path in (model / "config.json", *weights, *words):
         digest.update(f"{path.name} {file_sha256(path)}\n".encode())
@@ -56,10 +56,10 @@ def resolve_t5(settings: TextSettings) -> Recipe[TextSettings]:
 
 
 class T5Encoder:
-    """The encoder of a T5 with its tokenizer.
+    """A T5 encoder with its tokenizer.
 
     Args:
-        max_tokens: Maximum number of tokens, the end token included; longer texts are truncated.
+        max_tokens: Maximum number of tokens, including the end token. Longer texts are truncated.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, max_tokens: int, device: str) -> None:

@@ -1,6 +1,6 @@
 """CLIP's byte-pair encoding in bounded time, for captions of any length.
 
-open_clip's `SimpleTokenizer` encodes the complete text although a tower reads only 77 tokens of it, and its time is
+open_clip's `SimpleTokenizer` encodes the complete text, although a tower reads only 77 tokens of it. Its time is
 quadratic in the length of a word: a word of 100,000 letters takes minutes. Here, encoding stops at the first token that
 no tower reads, and long words are merged with a heap. The resulting tokens are identical.
 """
@@ -18,11 +18,11 @@ _LONG_WORD_CHARS = 64  # for shorter words, the tokenizer itself is as fast, and
 
 @dataclass(frozen=True)
 class Encoded:
-    """Embeddings or sequences of some texts.
+    """Embeddings or sequences for some texts.
 
     Attributes:
-        rows: Vectors of one text after another, float16 [sum of lengths, width]; may include non-finite rows.
-            Embeddings are normalised to unit length.
+        rows: Vectors of one text after another, float16 [sum of lengths, width]. Rows may be non-finite. Embeddings are
+            normalised to unit length.
         lengths: Number of rows of each text, int64 [texts]: 1 for an embedding, the number of tokens for a sequence.
         num_cut: Number of texts truncated to the encoder's context length.
     """
@@ -38,7 +38,7 @@ class Encoded:
 
 
 def texts_with_all(is_good: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the texts whose rows are all good, bool [texts], given `is_good` [sum of lengths] and their lengths."""
+    """Return the texts whose rows are all good, bool [texts], given `is_good` [sum of lengths] and the lengths."""
     num_bad = np.concatenate([[0], np.cumsum(~is_good)])
     ends = np.cumsum(lengths)
     return num_bad[ends] == num_bad[ends - lengths]
@@ -52,7 +52,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(tokenizer: Any, text: str, *, context_length: int) -> Tokens:
-    """Return the tokens of `text` as open_clip's `SimpleTokenizer` would, at most `context_length` of them."""
+    """Return the tokens of `text` as open_clip's `SimpleTokenizer` gives them, at most `context_length`."""
     begin, end = tokenizer.sot_token_id, tokenizer.eot_token_id
     ids = [begin]
     for word in tokenizer.pat.finditer(tokenizer.clean_fn(text)):
@@ -79,8 +79,7 @@ def merge_pairs(symbols: list[str], *, ranks: Mapping[tuple[str, str], int]) -> 
     heapq.heapify(heap)
     pair_of_rank: dict[int, tuple[str, str]] = {ranks[pair]: pair for pair in set(pairwise(symbols)) if pair in ranks}
     while heap:
-        # As in the original algorithm, all occurrences of one pair are merged before pairs created by these merges are
-        # considered.
+        # As in the original algorithm, all occurrences of a pair are merged before pairs that these merges create.
         rank, positions = heap[0][0], []
         while heap and heap[0][0] == rank:
             positions.append(heapq.heappop(heap)[1])

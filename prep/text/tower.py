@@ -1,7 +1,7 @@
 """The only interface to open_clip and its text towers: finding weights, and encoding captions.
 
-Every batch has the same size, and every text is padded to a length that depends only on the text. The embedding of a
-text is therefore bit-identical whatever other texts are in its batch, and however often a run was interrupted.
+Every batch has the same size, and every text is padded to a length that depends only on the text. Therefore an
+embedding has the same bits whatever other texts are in its batch, and however often a run was interrupted.
 """
 
 import hashlib
@@ -117,7 +117,7 @@ class Tower:
 
 @lru_cache(maxsize=1)
 def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
-    """Load the tower that `clip` names (see `TextSettings`), once per process.
+    """Load the tower that `clip` names (see `TextSettings`); this is done once per process.
 
     Raises:
         UserError: This machine lacks the weights, or their hash is not `sha256`.
@@ -150,12 +150,12 @@ def use_threads(num_threads: int) -> None:
 
 
 def is_tag(settings: TextSettings) -> bool:
-    """Return True if the weights are given as one of open_clip's tags."""
+    """Return True if the weights are given as an open_clip tag."""
     return bool(_import_open_clip().pretrained.is_pretrained_cfg(settings.model, settings.weights))
 
 
 def resolve(settings: TextSettings) -> Recipe[TextSettings]:
-    """Find the weights that `settings` name; weights of a tag are downloaded if they are not in the cache.
+    """Find the weights that `settings` name; download weights of a tag if they are not in the cache.
 
     Raises:
         UserError: The model, tag or file does not exist, or the file belongs to another model.
@@ -172,7 +172,7 @@ def resolve(settings: TextSettings) -> Recipe[TextSettings]:
 
 
 def weights_file(settings: TextSettings) -> Path:
-    """Return the weights file that `settings` name; weights of a tag are downloaded if they are not in the cache.
+    """Return the weights file that `settings` name; download weights of a tag if they are not in the cache.
 
     Raises:
         UserError: The model, tag or file does not exist.
@@ -213,7 +213,7 @@ def weights_file(settings: TextSettings) -> Path:
 
 
 def check_weights(settings: TextSettings, path: Path) -> int:
-    """Compare the names and shapes of the file's tensors with the model; return the embedding dimension.
+    """Compare names and shapes of the file's tensors with the model; return the embedding width.
 
     Raises:
         UserError: The file is not a checkpoint, or belongs to another model.
@@ -284,7 +284,7 @@ def _tiny_model() -> Any:
 def _import_open_clip() -> Any:
     """Import open_clip without wandb.
 
-    timm, which open_clip imports, would import wandb, whose folders in $TMPDIR outlive a killed worker.
+    timm, which open_clip imports, would import wandb, which creates folders in $TMPDIR that outlive a killed worker.
     """
     modules: dict[str, Any] = sys.modules
     is_imported = "wandb" in modules

@@ -1,4 +1,4 @@
-"""The `ColumnWork` of `text`: the functions behind its commands, and its reports."""
+"""The `ColumnWork` of `text`: the functions that its commands call, and its reports."""
 
 import shlex
 from pathlib import Path
@@ -87,7 +87,7 @@ def text_summary(summary: Summary, *, listed: Path) -> Report:
 def text_report(plan: TextPlan) -> Report:
     """Return the report of a plan: the work by state and reason.
 
-    The number of new texts is not reported: it is unknown until the captions are read.
+    The number of new texts is not reported, because it is unknown until the captions are read.
 
     Raises:
         UserError: The table of captions is damaged.

@@ -170,7 +170,6 @@ def named_parts(settings: Checked) -> Iterator[NamedPart]:
 
     The construction of settings does not check names of parts. Therefore a run's settings can be read, and its model
     used, even if some of its packages are missing.
-    model used, without all of its packages.
     """
     of_class: Mapping[str, Parts[Any]] = getattr(type(settings), "parts", {})
     for field in annotations_of(settings):

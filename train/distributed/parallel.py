@@ -238,7 +238,6 @@ class ShardedRows(nn.Module):
 
     In `state_dict`, it is one tensor `rows`. With several ranks it is a DTensor, which torch.distributed.checkpoint can
     load into a world of another size.
-    into a world of another size.
 
     Args:
         start: Initial value of each row, C numbers.

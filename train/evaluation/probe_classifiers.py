@@ -195,7 +195,6 @@ def choose_l2(
 
     Held-out clips whose class does not occur among the other clips are ignored. If a comparison is impossible (no clip
     is left, or the other clips have a single class), l2 is 10.
-    or the others are of a single class), l2 is 10.
     """
     held_out_M = torch.from_numpy(choose_held_out(video_M)).to(label_M.device)
     seen = torch.isin(label_M, label_M[~held_out_M])

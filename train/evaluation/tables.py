@@ -249,8 +249,9 @@ def majority_baseline(by_class: Mapping[str, Any]) -> dict[str, float]:
 def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a page section about `Predictions.by_class`, with the most frequent classes first.
 
-    Returns: `rows` of all classes with clips; `matrix`, the confusion matrix of the 12 most frequent classes, whose
-        rows have cells and the number of clips that are mistaken for other classes; `pairs`, the most confused classes,
+    Returns:
+        `rows` of all classes with clips; `matrix`, the confusion matrix of the 12 most frequent classes, whose rows
+        have cells and the number of clips that are mistaken for other classes; `pairs`, the most confused classes,
         empty if the matrix contains all classes.
     """
     names, num = by_class["names"], by_class["num"]

@@ -359,8 +359,9 @@ def write_captions_page(
 def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
     """Return a contact sheet, four of the frames in two rows, as a data URI with a JPEG of about 8 kB.
 
-    Args: frames: Frames of one size, uint8 RGB [H, W, 3]. Fewer than four are in one row; without frames the URI is
-        empty.
+    Args:
+        frames: Frames of one size, uint8 RGB [H, W, 3]. Fewer than four are in one row; without frames the URI is
+            empty.
     """
     import cv2
 
