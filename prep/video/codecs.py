@@ -3,16 +3,16 @@
 All encoders run single-threaded and without adaptive frame placement, so that the output bytes depend only on the
 frames and the settings. GOP layouts:
 
-    comb    closed, `I b ... b P b ... b P ...`: a P frame every 16 frames; b frames are never references. Decoding any
-            frame requires the key frame, the P frames up to it and the frame itself
+    comb    closed, `I b ... b P b ... b P ...`: a P frame every 16 frames; b frames are never references. To decode a
+            frame, only the key frame, the P frames up to it, and the frame itself are required
     star    a comb with a single P frame: any frame requires at most three decodes
-    closed  closed GOP, otherwise as the encoder chooses
+    closed  a closed GOP, whose frame types the encoder chooses
     intra   every frame is a key frame
 
-docs/encoding.md lists their cost and quality.
+docs/encoding.md lists the cost and the quality of these layouts.
 
-Any change to the arguments changes the output bytes; `changed_arguments` includes it in the fingerprint of the recipes
-concerned.
+Any change to the arguments changes the output bytes. Therefore `changed_arguments` adds a hash of the arguments to the
+fingerprint of the recipes that use them.
 """
 
 import hashlib
@@ -30,10 +30,10 @@ COMB, STAR, CLOSED, INTRA = "comb", "star", "closed", "intra"
 DEFAULT_KEYINT = {COMB: 90, STAR: 16, CLOSED: 30, INTRA: 1}
 COMB_STEP = 16  # distance in frames between consecutive P frames
 X26X_PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
-MAX_CONSECUTIVE_B_FRAMES = 16  # limit of libx264 and libx265; a star has keyint - 2 of them
+MAX_CONSECUTIVE_B_FRAMES = 16  # limit of libx264 and libx265; a star has keyint - 2 consecutive B frames
 
-# Lookahead of the preset `faster`. Quicker presets look ahead by less than one P distance, which costs 0.6 dB at the
-# same file size.
+# Lookahead of the preset `faster`. Quicker presets look ahead by less than the distance between P frames. This costs
+# 0.6 dB at the same file size.
 _COMB_LOOKAHEAD = 20
 
 Arguments = dict[str, str | int]
@@ -87,7 +87,7 @@ def _hevc_gop(gop: str, keyint: int) -> Arguments:
     params = f"{_x26x_gop(gop, keyint)}:open-gop=0:bframes={b_frames}:b-pyramid=0:pools=none:frame-threads=1"
     if gop in (COMB, STAR):
         # With cutree, x265 makes the frame after a forced key frame a P frame, which adds a fourth decode to the GOP.
-        # The lookahead must be longer than the run of b frames; in the fast presets it is not.
+        # The lookahead must be longer than the run of b frames, but in the fast presets it is shorter.
         params += f":b-adapt=0:cutree=0:rc-lookahead={MAX_CONSECUTIVE_B_FRAMES + 4}"
     return {"tune": "fastdecode", "tag:v": "hvc1", "forced-idr": 1, "x265-params": f"{params}:log-level=error"}
 
@@ -249,7 +249,7 @@ _INTERVALS = {COMB: (3, 16, 17, 18, 90, 600), STAR: (3, 16, 18), CLOSED: (1, 30,
 def changed_arguments(name: str, gop: str) -> str | None:
     """Return a hash of a codec's encoder arguments for a GOP layout, or None if they are the same as in schema 1.
 
-    The hash is part of the recipe's fingerprint: a change of this file makes only the chunks that it affects stale.
+    The hash is part of the recipe's fingerprint. Therefore a change to this file makes only the affected chunks stale.
     """
     codec = codec_named(name)
     names = [codec.encoder, codec.crf_argument, codec.preset_argument, *map(list, codec.fixed_arguments)]
@@ -311,7 +311,7 @@ def slice_reader(codec: str, extradata: bytes) -> "Callable[[Packet | bytes], in
 
 
 def is_reference(codec: str, header: int | None) -> bool:
-    """Return True if other frames may need a picture, by the header of its first slice; True if that is unknown."""
+    """Return True if the header of a picture's first slice says that other frames may need it, or if it is unknown."""
     if header is None:
         return True
     if codec == "h264":
@@ -321,7 +321,7 @@ def is_reference(codec: str, header: int | None) -> bool:
 
 
 def is_idr(codec: str, header: int | None) -> bool:
-    """Return True if decoding starts afresh at a key picture, by the header of its first slice."""
+    """Return True if the header of a key picture's first slice says that it is an IDR picture."""
     if codec not in _IDR_TYPES:
         return True
     return header is not None and (header & 31 if codec == "h264" else header >> 1 & 63) in _IDR_TYPES[codec]

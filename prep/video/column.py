@@ -1,4 +1,4 @@
-"""The column `video`: the settings of `prep chunk` and what they resolve to, its flags, and the `ColumnSpec`.
+"""The column `video`: the settings of `prep chunk`, their effective values, its flags, and the `ColumnSpec`.
 
 In a `Recipe`, settings that the user did not give are None and take their values from a named recipe or from the codec.
 `resolve` fills them in and adds the ffmpeg build. The resolved recipe is fingerprinted, stored beside the shards and
@@ -53,7 +53,7 @@ NAMED_RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Checked):
-    """Settings of `prep chunk` that affect the bytes of chunks. Settings that are None come from the named recipe."""
+    """Settings of `prep chunk` that affect the bytes of chunks. If a setting is None, the named recipe provides it."""
 
     recipe: Annotated[RecipeName, ENCODING, FIRST_RUN] = "balanced"
     """Named settings: balanced (H.264), small (AV1) or fast (MJPEG, fast to decode). They provide the values of flags
@@ -119,7 +119,7 @@ class Recipe(Checked):
     result fits into --len, and omitted otherwise. Default: 2s, or half of --len if that is less."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors of two rates, and of settings that the codec does not support or that conflict."""
+        """Yield errors for two rates, for settings that the codec does not support, and for settings that conflict."""
         if self.crf is not None and self.bitrate is not None:
             yield UserError(
                 "--crf and --bitrate are mutually exclusive", hint="give one of them", flags=("--crf", "--bitrate")
@@ -187,7 +187,7 @@ class IndexRecipe(Checked):
     30000/1001. Clips show the frames of the source, whatever its rate."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors of lengths and rates."""
+        """Yield errors for invalid lengths and rates."""
         yield from errors_of(self.settings)
 
     def settings(self) -> IndexSettings:
@@ -214,7 +214,7 @@ def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
     """Fill in the settings that `recipe` does not contain, so that equal bytes always have equal recipes.
 
     Args:
-        ffmpeg_version: Version of the program, since another build may produce other bytes.
+        ffmpeg_version: Version of the program, because another build may produce other bytes.
     """
     settings = recipe.settings()
     stored, changed = asdict(settings), changed_arguments(settings.codec, settings.gop)
@@ -246,7 +246,7 @@ def settings_line(stored: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRequest(PartRequest):
-    """The flags of `prep chunk` that are not settings; workers copy remote videos."""
+    """The flags of `prep chunk` that are not settings. Workers copy remote videos."""
 
     scratch_size: Annotated[ScratchSize, KEPT] = None
 
@@ -318,7 +318,7 @@ COLUMN = ColumnSpec(
     settings_line=settings_line,
 )
 
-# The same column by another command: its chunks have their packets in the source files.
+# Another command makes the same column. The packets of its chunks stay in the source files.
 INDEX = replace(
     COLUMN,
     settings=IndexRecipe,

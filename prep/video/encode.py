@@ -1,12 +1,12 @@
 """One encoder pass over a span: the filter graph, the arguments, the process, and the check of the encoded frames.
 
-ffmpeg gets the timestamps of the source as they are (`-copyts`), and seeks to a point shortly before the span. The fps
-filter then drops everything before the span's first frame; a seek alone could miss the source frame that is visible at
-that moment. If that frame began before the point, as in slides and screen recordings, the seek has dropped it too: the
-pass is stopped at its first frame, and another one seeks to an earlier point. The segment muxer cuts at forced key
-frames, one per chunk. Frames between two chunks that belong to none are encoded too, into a segment that is not kept.
-ffmpeg also records the source timestamp of every encoded frame (`-stats_enc_pre`), which is compared with the packets
-of the source.
+ffmpeg keeps the timestamps of the source (`-copyts`), and seeks to a point shortly before the span. The fps filter then
+drops everything before the span's first frame; a seek alone could miss the source frame that is visible at that moment.
+If that frame began before the point, as in slides and screen recordings, the seek has dropped it too: the pass is
+stopped at its first frame, and another one seeks to an earlier point. The segment muxer cuts at forced key frames, one
+per chunk. Frames between two chunks that belong to none are encoded too, into a segment that is not kept. ffmpeg also
+records the source timestamp of every encoded frame (`-stats_enc_pre`), which is compared with the packets of the
+source.
 
 ffmpeg builds the filter graph once: a second graph would restart its clock. Where the picture changes shape, the scaler
 therefore fits each part into the size of the chunks.
@@ -40,7 +40,7 @@ from clipmill.shards.timeline.model import CONTINUOUS_FORMAT, DEMUXERS, Filter, 
 
 TIMES_FORMAT = "{ptsi} {tbi}"  # for -stats_enc_pre: timestamp and time base of the source frame
 _ROUNDING_S = 2e-6  # ffmpeg seeks with microsecond precision
-_MAX_HIDDEN = 2  # consecutive packets that show no frame: second fields, and hidden frames
+_MAX_HIDDEN = 2  # limit of consecutive packets that show no frame: second fields, and hidden frames
 _TIMES_FILE = "times.txt"
 _UNKNOWN_COLOUR = 2
 _CONTAINER_CROPS = (7, 1)  # the first ffmpeg that applies the crop of the container
@@ -97,7 +97,7 @@ class PacketFacts:
     """Properties of a chunk, by the names of its index fields. The packet lists are in decoding order.
 
     Attributes:
-        packet_offset: Byte offset of each packet in the file, or after the begin of the chunk in a source file.
+        packet_offset: Byte offset of each packet in the file, or in a source file, counted from the chunk's begin.
         packet_size: Size of each packet in bytes.
         packet_frame: Presentation index of each packet; 0 is the first frame shown.
         packet_flags: PACKET_KEY and PACKET_REFERENCE of clipmill.shards.format.
@@ -172,8 +172,8 @@ def span_of(chunks: list[int], *, index: int, span_chunks: int) -> Span:
 def start_ms(first_frame: int, *, fps: Fraction) -> int:
     """Return the start of a chunk in milliseconds.
 
-    It is exact with `--cut even`, since chunk lengths are whole milliseconds. With `--cut shots` it is the nearest
-    millisecond, which is different for every frame, since a frame lasts more than 4 ms.
+    It is exact with `--cut even`, because chunk lengths are whole milliseconds. With `--cut shots`, it is the nearest
+    millisecond. This is different for every frame, because a frame lasts more than 4 ms.
     """
     return round(first_frame / fps * 1000)
 
@@ -214,7 +214,7 @@ def encode_span(
     """Encode the chunks of `span` into a new folder below `folder`, and check their frames.
 
     Args:
-        on_frames: Called periodically with the number of frames encoded so far.
+        on_frames: Function that is called periodically with the number of frames encoded so far.
 
     Raises:
         SourceFailure: The pass failed, or its frames differ from the span's plan.
@@ -256,7 +256,7 @@ def encode_span(
 
 
 class _FirstFrameDropped(Exception):
-    """Error: the source frame that the first output frame has to show begins before the point of the seek."""
+    """Error: the source frame that the first output frame must show begins before the point where the seek landed."""
 
 
 def span_arguments(
@@ -265,7 +265,7 @@ def span_arguments(
     """Return the ffmpeg command for one span; run it in an empty folder.
 
     Args:
-        reach: Factor by which the pass starts reading further before the span than usual.
+        reach: Factor for the distance before the span at which the pass starts reading; usually 1.
     """
     import ffmpeg
 
@@ -320,8 +320,8 @@ def span_arguments(
         "flags": "+bitexact",
         # With B frames, decoding timestamps begin below zero; muxers would otherwise shift the presentation timestamps.
         "avoid_negative_ts": "disabled",
-        # Before version 8, setpts takes the frame rate away, and with it the durations: the edit list of each chunk
-        # would end before its last frame.
+        # Before version 8, setpts removes the frame rate, and with it the durations. The edit list of each chunk would
+        # end before its last frame.
         "bsf:v": f"setts=pts=PTS:dts=DTS:duration=round({1 / settings.fps_exact}/TB)",
         "stats_enc_pre:v": _TIMES_FILE,
         "stats_enc_pre_fmt:v": TIMES_FORMAT,
@@ -348,7 +348,7 @@ def _scaled_frames(
     settings, timeline = recipe.settings, Timeline.from_json(source.timeline)
     fps, shape = settings.fps_exact, timeline.shape
     seek_s = _seek_s(span, fps=fps, source=source, reach=reach)
-    input_options: dict[str, Any] = {"fflags": "+genpts"}  # as PyAV reads it: MPEG-PS has few presentation times
+    input_options: dict[str, Any] = {"fflags": "+genpts"}  # as in PyAV, because MPEG-PS has few presentation times
     if seek_s:
         seek_start = timeline.start if timeline.seek_start is None else timeline.seek_start
         input_options["ss"] = _microseconds(max(Fraction(0), seek_s + timeline.start - seek_start))
@@ -378,8 +378,8 @@ def _scaled_frames(
     filters = [
         *shape.crop_filters(),
         ("settb", {"expr": unit}),
-        # The cheaper order: resize before frames are duplicated, or after frames are dropped. The result is the same,
-        # unless the shape depends on the time, which the fps filter rounds.
+        # The cheaper order is to resize before frames are duplicated, or after frames are dropped. The result is the
+        # same, unless the shape depends on the time, which the fps filter rounds.
         *([*resize, *rate] if source.fps <= fps or len(timeline.aspects) > 1 else [*rate, *resize]),
         *([*upright, ("sidedata", {"mode": "delete", "type": "DISPLAYMATRIX"})] if upright else []),
         ("setsar", {"sar": "1"}),
@@ -403,7 +403,7 @@ def _resize_filters(source: SourceFacts, timeline: Timeline, *, settings: ChunkS
         width, height, shown = height, width, 1 / shown
     aspect = str(float(timeline.aspects[0][1]))
     for time, later in timeline.aspects[1:]:
-        # Between two frames: times are compared as floating-point numbers.
+        # A moment between two frames, because times are compared as floating-point numbers.
         aspect = f"if(lt(t,{float(time + timeline.start) - _BEFORE_S:.6f}),{aspect},{float(later)})"
     ratio = f"(iw*{aspect}/ih)"
     is_same = f"lt(abs({ratio}/{float(shown)}-1),{_SAME_SHAPE})"
@@ -461,7 +461,7 @@ def source_times(lines: Sequence[str], *, start: Fraction) -> np.ndarray:
     if not lines:
         return np.zeros(0)
     try:
-        unit_s = Fraction(lines[0].split()[1])  # there is one stream, hence one time base
+        unit_s = Fraction(lines[0].split()[1])  # one stream has one time base
         counts = np.array([line.split()[0] for line in lines], np.int64)
     except (ValueError, IndexError):
         raise SourceFailure(FailureCode.IO_ERROR, "ffmpeg's list of frame times is truncated") from None
@@ -506,7 +506,7 @@ def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps:
 
 
 def is_late(times_s: np.ndarray, *, span: Span, fps: Fraction) -> np.ndarray:
-    """Return which of the first frames of a span show a source frame that begins after them: bool, as `times_s`."""
+    """Return True for each of a span's first frames that shows a later source frame: bool, same shape as `times_s`."""
     return times_s > _due_s(times_s, span=span, fps=fps) + float(1 / (2 * fps)) + _ROUNDING_S
 
 

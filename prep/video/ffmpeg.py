@@ -5,8 +5,8 @@ the imageio-ffmpeg wheel.
 
 `require_success` maps its standard error to failure codes, with a one-line message that is the same in every run. An
 exit status of 0 does not prove success: for a truncated Matroska file or GIF frame, ffmpeg prints one line and encodes
-the readable part. Most lines at level `error` are harmless, however (for example when decoding starts in an open GOP
-after a seek), so that only those in `_LOSSES` make a run with exit status 0 fail.
+the readable part. However, most lines at level `error` are harmless, for example when decoding starts in an open GOP
+after a seek. Therefore a run with exit status 0 fails only if it prints a line that `_LOSSES` lists.
 """
 
 import errno
@@ -30,15 +30,15 @@ from clipmill.prep.video.codecs import CODECS
 PROGRAM_VARIABLE = "CLIPMILL_FFMPEG"
 MIN_VERSION = (6, 1)  # the first with -stats_enc_pre, which reports the timestamp of every frame
 LEAST_VERSION = ".".join(map(str, MIN_VERSION))
-_TRIES, _ANSWER_LIMIT_S = 3, 30.0  # for commands that take hundredths of a second
+_TRIES, _ANSWER_LIMIT_S = 3, 30.0  # for commands that usually take hundredths of a second
 _POLL_S = 0.1
 _KILL_GRACE_S = 2.0
-_STDERR_BYTES = 4000  # kept of the beginning, and also of the end
+_STDERR_BYTES = 4000  # size of the beginning that is kept, and of the end
 
 # Missing or unreadable data, whatever the exit status: pattern and code. The first match decides.
 _LOSSES = (
     (r"File ended prematurely", FailureCode.SOURCE_TRUNCATED),
-    (r"CRC mismatch!", FailureCode.DECODE_ERRORS),  # of an Ogg page, which is then skipped
+    (r"CRC mismatch!", FailureCode.DECODE_ERRORS),  # ffmpeg skips this page of an Ogg file
     (r"exceeds containing master element", FailureCode.DECODE_ERRORS),  # Matroska: the rest of a cluster is skipped
     (r"invalid as first byte of an EBML number", FailureCode.DECODE_ERRORS),
     (r"corrupt input packet", FailureCode.DECODE_ERRORS),
@@ -64,7 +64,7 @@ _DAMAGE = (
     (r"Invalid data found", FailureCode.DECODE_ERRORS),
     (r"corrupt", FailureCode.DECODE_ERRORS),
 )
-# Messages of ffmpeg's threads and files that only follow an earlier error.
+# Messages of ffmpeg's threads and files that are only consequences of an earlier error.
 _CONSEQUENCES = re.compile(
     r"Task finished with error code|Terminating thread with return code|Last message repeated|Conversion failed"
     r"|Error opening (in|out)put files?\b|Nothing was written|Error sending frames to consumers|Error while filtering"
@@ -84,7 +84,7 @@ class Ffmpeg:
 
     Attributes:
         version: Version, such as "9.0.2", or the name of the build.
-        passed_over: Program on PATH that was too old, with its version; None if there was none.
+        passed_over: Program on PATH that was too old, with its version; None if no program was too old.
     """
 
     path: str
@@ -97,7 +97,7 @@ class Outcome:
     """Result of an ffmpeg run.
 
     Attributes:
-        return_code: Exit status; minus the number of the signal that ended the process.
+        return_code: Exit status, or the negative number of the signal that ended the process.
         stderr_head: First bytes of the standard error output, which contain the first error.
         stderr_tail: End of the standard error output.
         timed_out: True if the process was killed because it exceeded its wall-clock limit.
@@ -121,7 +121,7 @@ def find_ffmpeg() -> Ffmpeg:
 
     Raises:
         UserError: No program was found, or the requested one does not work or is too old.
-        FailedWork: The program was killed, or did not answer, at each request for its version.
+        FailedWork: The program was killed or did not answer each time it was asked for its version.
     """
     named = os.environ.get(PROGRAM_VARIABLE)
     if named:
@@ -146,8 +146,8 @@ def find_ffmpeg() -> Ffmpeg:
             "no ffmpeg program found",
             hint=f"install clipmill[prep], which includes one, or set ${PROGRAM_VARIABLE} to a program",
         ) from None
-    # The file in the package comes first, because `get_ffmpeg_exe` runs it, and if that run is killed, takes another
-    # program or finds none.
+    # The file in the package is tried first, because `get_ffmpeg_exe` runs it. If that run is killed, the function
+    # returns another program or finds none.
     shipped = next(map(str, Path(imageio_ffmpeg.__file__).parent.glob("binaries/ffmpeg-*")), None)
     if shipped is None:
         try:
@@ -186,11 +186,11 @@ def _version(path: str, *, where: str) -> str:
 
 
 def _ask(command: Sequence[str], *, what: str) -> "subprocess.CompletedProcess[str]":
-    """Run a short command of ffmpeg; repeat it if it is killed or takes too long, as happens where memory is short.
+    """Run a short ffmpeg command; repeat it if it is killed or takes too long, for example because memory is short.
 
     Raises:
-        OSError: It cannot be started.
-        FailedWork: It was killed or took too long each time; the message begins with `what`.
+        OSError: The command cannot be started.
+        FailedWork: The command was killed or took too long each time; the message begins with `what`.
     """
     why = ""
     for _ in range(_TRIES):
@@ -253,9 +253,9 @@ def run(
         arguments: Program and arguments.
         folder: Working directory.
         limit_s: Wall-clock limit in seconds.
-        on_poll: Called about ten times a second, for progress reports.
+        on_poll: Function that is called about ten times a second, for progress reports.
     """
-    # A pipe, because a file could not hold a message about a full disk.
+    # The output goes to a pipe, because a file could not hold a message about a full disk.
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     try:
@@ -335,7 +335,7 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
         limit_s: Wall-clock limit of the run in seconds.
 
     Raises:
-        SourceFailure: It did not; the message is the line that states the cause.
+        SourceFailure: ffmpeg failed. The message is the line that states the cause.
     """
     text = outcome.stderr
     if outcome.timed_out:
@@ -363,9 +363,9 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
 def cause(text: str) -> str:
     """Return the line of ffmpeg's standard error that states the cause, without parts that vary between runs.
 
-    This is the first line about damage or an error of the operating system that does not merely follow from another
-    error, otherwise the first line that does not follow from one, otherwise the first line that does (a decoder may
-    conceal damage silently). Memory addresses are removed: `[in#0/mpegts @ 0x5616b5]` becomes `mpegts`.
+    This is the first line about damage or an operating system error that is not a mere consequence of another error. If
+    there is none, it is the first line that is not a consequence; otherwise the first line (a decoder may conceal
+    damage silently). Memory addresses are removed: `[in#0/mpegts @ 0x5616b5]` becomes `mpegts`.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:

@@ -97,14 +97,14 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
 
 
 def _size_of(row: dict[str, Any]) -> int:
-    """Return the bytes of a chunk: of its file, or of its packets in the source file."""
+    """Return the size of a chunk in bytes: the size of its file, or of its packets in the source file."""
     return int(row["mp4_size"] if "mp4_size" in row else sum(row["packet_size"]))
 
 
 def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
     """Return the frame types of a chunk in presentation order: `IbbbP x 28 + IP`.
 
-    I marks a key frame, P a frame that other frames may reference, and b a frame that no other frame references.
+    I is a key frame, P is a frame that other frames may reference, and b is a frame that no other frame references.
     """
     shown = [flags for _, flags in sorted(zip(packet_frame, packet_flags, strict=True))]
     letters = "".join("I" if flag & PACKET_KEY else "P" if flag & PACKET_REFERENCE else "b" for flag in shown)
@@ -114,7 +114,7 @@ def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
     for group, repeated in groupby(groups):
         count = len(list(repeated))
         spelled = group
-        if len(group) > _MAX_PATTERN:  # shown as runs of equal letters: 3b
+        if len(group) > _MAX_PATTERN:  # printed as runs of equal letters, such as 3b
             runs = [(letter, len(list(run))) for letter, run in groupby(group)]
             shown_runs = " ".join(
                 f"{length}{letter}" if length > 1 else letter for letter, length in runs[:_MAX_PATTERN]
@@ -203,13 +203,13 @@ def _check_description(row: dict[str, Any], members: dict[str, bytes], *, split:
 
 
 def _decode(content: bytes, row: dict[str, Any]) -> tuple[int, tuple[DeepCode, str] | None]:
-    """Decode a chunk; return the number of intact frames, and the first difference from the index row."""
+    """Decode a chunk; return the number of intact frames and the first difference between it and the index row."""
     fps, size = Fraction(row["fps_num"], row["fps_den"]), (row["width"], row["height"])
     num_decoded = 0
     with av.open(BytesIO(content), "r", format="mp4") as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
-        # Errors must not be concealed: not every decoder marks the frames in which it concealed one.
+        # The decoder must not conceal errors, because not every decoder marks the frames in which it conceals them.
         stream.codec_context.options = {"err_detect": "explode"}
         for frame in container.decode(stream):
             if frame.is_corrupt:

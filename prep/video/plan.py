@@ -1,9 +1,9 @@
 """The plan of `video`: the work for each shard, and the reason for it.
 
-The plan is a function of manifest, probes, shots, layout, recipe and commits. Planning opens only the files that it
-needs. With `--cut shots`, a video whose shots have not been detected yet has no chunks in the plan; its existing chunks
-are kept. Tables are handled by column, and a shard takes a single hash update, so that planning ten million chunks
-takes seconds.
+The plan is a function of the manifest, the probes, the shots, the layout, the recipe and the commits. Planning opens no
+other files. With `--cut shots`, a video whose shots have not been detected yet has no chunks in the plan; its existing
+chunks are kept. The code processes tables by column, and updates the hash of a shard once, so that a plan of ten
+million chunks takes seconds.
 
 A worker copies the chunks whose encoder pass is unchanged from stored tars: the tar of the shard, and the tars of
 shards that videos leave because they are removed, renamed or moved to another split. `with_changes` finds these chunks
@@ -67,7 +67,7 @@ _HELD = "kept, because a source cannot be read and its duration is unknown"
 _HELD_SHOTS = "kept, because the duration or the shots of a source are unknown"
 _COMPARED = (ShardState.CHANGED, ShardState.RETRY)
 _RETURNED = "videos that returned, were renamed or moved"
-_Tars = Mapping[str, tuple[StoredTar, float]]  # fingerprint of a span -> a tar with its chunks, mean bytes of a chunk
+_Tars = Mapping[str, tuple[StoredTar, float]]  # fingerprint of a span -> a tar with its chunks, mean bytes per chunk
 _COLUMNS = ("video_id", SPAN_COLUMN)
 
 
@@ -149,8 +149,8 @@ class Plan:
     """All shards that the manifest requires under one recipe.
 
     Attributes:
-        layout: Layout with every span assigned; to be written before the work begins.
-        shards: Shards, in order of their ids.
+        layout: Layout with every span assigned. It must be written before the work begins.
+        shards: Shards, in the order of their IDs.
         unusable: Code -> number of videos that cannot be used, according to their probes or to the detection of their
             shots. Videos whose source was readable once but is not any more are not included: their existing chunks
             are kept, and missing chunks will fail with a failure code.
@@ -289,7 +289,7 @@ class Plan:
         return float(settings.len_s)
 
     def video_ids(self, rows: Sequence[int]) -> list[str]:
-        """Return the ids of videos by their rows in the manifest."""
+        """Return the IDs of the videos in the given rows of the manifest."""
         return [str(self._videos.ids[row]) for row in rows]
 
     def shots_of_video(self, video_id: str) -> ShotsOfVideo | None:
@@ -405,7 +405,7 @@ class ShardChange:
         rows: Rows of the plan with the spans that are encoded; all other spans are copied.
         num_copied: Number of chunks that are copied; None if it is unknown how much of a damaged shard is intact.
         copied_bytes: Estimated size of these chunks in the tar and the index.
-        because: Reason for writing the shard.
+        because: Reason why the shard is written.
         others: Tars of other shards, or of earlier commits, with chunks that are copied.
     """
 
@@ -433,15 +433,15 @@ class StoredSpans:
 def with_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -> dict[int, ShardChange]:
     """Compare the shards of a plan with the stored ones; return the differences, by shard ID.
 
-    `plan.shards` then have `num_copied`. Shards without a stored chunk are omitted, and also changed shards whose index
-    cannot be read.
+    This function sets `num_copied` of `plan.shards`. It omits shards without a stored chunk, and changed shards whose
+    index cannot be read.
     """
     if not any(shard.has_work for shard in plan.shards):
         return {}
     left = [shard.shard_id for shard in plan.shards if shard.state in (*_COMPARED, ShardState.ORPHANED)]
     stored = stored_spans(variant_dir, commits, compared=left)
     spans_of_shard = {tar.commit.shard_id: spans for tar, spans in stored.items() if tar.commit is not None}
-    # If several tars have a span, tars with a commit are preferred: they stand first, and the last entry wins.
+    # If several tars have a span, tars with a commit are preferred. The last entry wins, hence the reversed order.
     tars = {
         fingerprint: (tar, spans.chunk_bytes)
         for tar, spans in reversed(stored.items())
@@ -539,8 +539,8 @@ def stored_spans(
 ) -> dict[StoredTar, StoredSpans]:
     """Return the spans in the tars of some shards, and in tars that no commit names; omit unreadable indexes.
 
-    In a bucket, tars without a commit are not used, because looking for them costs requests and time. Neither are they
-    if packets are in the sources: only the commit proves the index, which says where.
+    Tars without a commit are not used in a bucket, because a search for them costs requests and time. They are not used
+    either if the packets are in the sources, because only the commit proves that the index states the right positions.
 
     Args:
         commits: Commits of the variant, by shard ID.

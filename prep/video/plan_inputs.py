@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from clipmill.prep.sources.shot_table import Detection
     from clipmill.prep.video.worker import ShardTask
 
-_IDS_AT_ONCE = 1 << 20  # looked up together, because each lookup builds a hash table of all videos
+_IDS_AT_ONCE = 1 << 20  # number of IDs per lookup, because each lookup builds a hash table of all videos
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Planned:
     Attributes:
         probes: One row per video, in the same order (clipmill.prep.sources.table.PROBES, without paths).
         shots: Stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
-        changes: Differences between shards that are written and the stored ones, by shard ID.
+        changes: Differences between the shards to write and the stored shards, by shard ID.
         detection: Result of the detection of shots, if `with_shots` ran it.
-        read_again: Ids of the videos whose source was read again and failed, although it is unchanged.
+        read_again: IDs of the videos whose unchanged source was read again and failed again.
     """
 
     plan: Plan
@@ -114,7 +114,8 @@ def make_plan(
     """Plan `recipe` for the manifest in `data_dir`. With an engine, call it while holding the lock of the column.
 
     Args:
-        retry_codes: Failure codes to try again even if nothing changed; unless empty, failed sources are probed again.
+        retry_codes: Failure codes to try again even if nothing changed. If there are any, failed sources are probed
+            again.
         engine: Engine of a cluster whose workers probe the sources; None to probe them on this machine.
     """
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
@@ -136,7 +137,7 @@ def make_plan(
 
 
 def _stored_shots(data_dir: Path, recipe: ResolvedRecipe) -> pa.Table | None:
-    """Read the stored shots; None with `--cut even`."""
+    """Read the stored shots; return None with `--cut even`."""
     if recipe.settings.cut == "even":
         return None
     from clipmill.prep.sources.shot_table import read_shots
@@ -252,7 +253,7 @@ def left_out_values(plan: Plan) -> dict[str, Any]:
 
 
 def left_out_lines(values: Mapping[str, Any], *, cut: str) -> list[str]:
-    """Return lines on the parts of videos that are in no chunk, and the first few videos; none if there are none.
+    """Return lines about parts of videos that are in no chunk, with the first few videos; empty without such parts.
 
     Args:
         cut: Value of `--cut`.
@@ -289,7 +290,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
     from clipmill.prep.video.worker import ShardTask, make_shard
 
     column = column_of(planned.plan.recipe)
-    plan, version = planned.plan, planned.plan.recipe.values.get("ffmpeg")  # none of a source that is indexed
+    plan, version = planned.plan, planned.plan.recipe.values.get("ffmpeg")  # None for `prep index`
     write_layout(layout_path(planned.data_dir, plan.recipe.settings), plan.layout)
     has_work = any(shard.has_work for shard in plan.shards)
     captions_file = captions_path(planned.data_dir) if plan.has_captions and has_work else None
@@ -330,7 +331,7 @@ def chunk_job(planned: Planned, *, scratch_bytes: int | None = None) -> "Job[Sha
 
 @dataclass(frozen=True)
 class CaptionGroups:
-    """The row groups of a table of captions with captions of each video, so that workers read no other groups.
+    """The row groups of the caption table that contain each video's captions, so that workers read no other groups.
 
     Attributes:
         begins: First entry of each video in `groups`, and the number of all entries, int64 [videos + 1].
@@ -341,16 +342,16 @@ class CaptionGroups:
     groups: np.ndarray
 
     def of(self, videos: np.ndarray) -> tuple[int, ...]:
-        """Return the row groups that hold captions of some videos, given by their rows; ascending."""
+        """Return the row groups that contain captions of the videos in the given rows, in ascending order."""
         parts = [self.groups[self.begins[video] : self.begins[video + 1]] for video in np.unique(videos)]
         return tuple(np.unique(np.concatenate(parts)).tolist()) if parts else ()
 
 
 def caption_groups(captions_file: Path, video_ids: pa.Array) -> CaptionGroups:
-    """Read the column of videos of a table of captions once, to find the row groups of each of `video_ids`."""
+    """Find the row groups of each of `video_ids` by reading the video column of the caption table once."""
     videos, groups = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
-    waiting: list[pa.Array] = []  # ids of videos, each once per row group that holds it
-    numbers: list[int] = []  # these row groups
+    waiting: list[pa.Array] = []  # IDs of videos, each once per row group that contains it
+    numbers: list[int] = []  # the row groups, in the same order
     with pq.ParquetFile(captions_file, read_dictionary=["video_id"]) as file:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group, columns=["video_id"], use_threads=False)
@@ -371,9 +372,9 @@ def caption_groups(captions_file: Path, video_ids: pa.Array) -> CaptionGroups:
 
 
 def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the number of chunks of each video, which of these are known, and how many videos lack their shots.
+    """Return the number of chunks of each video, whether it is known, and the number of videos without known shots.
 
-    Only this function holds paths and probes, which take gigabytes for millions of videos.
+    Paths and probes, which take gigabytes for millions of videos, stay in memory only during this function.
     """
     paths = read_videos(data_dir, columns=["path"])["path"]
     columns = ["path", "end_s", *(["fingerprint"] if recipe.settings.cut == "shots" else [])]
@@ -422,9 +423,9 @@ def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
 
 
 def _pending_in_part(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> Pending:
-    """Return the missing part of a variant, as far as the probes and shots of its videos are known.
+    """Return the missing part of a variant, as far as it follows from the known probes and shots.
 
-    A video whose probe or shots are unknown counts as having all its spans.
+    If the probe or the shots of a video are unknown, all of its spans in the layout count as required.
     """
     num_chunks, is_known, num_undetected = _known_chunks(data_dir, recipe)
     layout = read_layout(layout_path(data_dir, recipe.settings))

@@ -1,9 +1,9 @@
-"""The reports of `prep plan`: the work of a run, the reasons and the cost; with `--explain`, one chunk or video.
+"""The reports of `prep plan`: the work of a run, its reasons and its cost; with `--explain`, one chunk or video.
 
 Core-hours come from a model with two terms: reading is proportional to the source's pixels, writing to the output's
 pixels. Both were fitted to runs on natural videos; trial encodes (`run_trials`) correct them for this machine and these
-videos. Bytes follow from the bitrate, or come from measured averages, which the trials correct likewise; shards that
-are already committed give a better mean.
+videos. The number of bytes follows from the bitrate or from measured averages, which the trials correct too. If shards
+are already committed, their mean is used, because it is more accurate.
 """
 
 import math
@@ -66,19 +66,19 @@ from clipmill.shards.timeline.model import Timeline
 
 # Core-seconds per megapixel, measured on an x86-64 server core at about 3 GHz.
 _DECODE_S_PER_MEGAPIXEL = 0.0029
-_DETECT_S_PER_FRAME = 0.0006  # to scale a decoded frame to the detector's size and compare it
+_DETECT_S_PER_FRAME = 0.0006  # the time to scale a decoded frame to the detector's size and compare it
 _CHUNK_BYTES = 5_000  # mp4 header, json, blocks of the tar and columns of the index
 _FRAME_BYTES = 17  # row in the packet table of the index
-_INDEX_BYTES_PER_S = 3e8  # of sources that prep index reads, per core-second
-_INDEX_ROW_BYTES, _INDEX_FRAME_BYTES = 3_000, 40  # a row of the index with its members, and a frame of it
+_INDEX_BYTES_PER_S = 3e8  # bytes of sources that prep index reads per core-second
+_INDEX_ROW_BYTES, _INDEX_FRAME_BYTES = 3_000, 40  # a row of the index with its members, and one of its frames
 _NO_RANGE = (1.0, 1.0, 1.0)
-_NUM_VIDEOS = 3  # in trials, besides the heaviest video
+_NUM_VIDEOS = 3  # number of videos in trials, in addition to the heaviest
 _SHORT_S, _LONG_S = 1.0, 4.0
 UseSection = Callable[[str, Sequence[Path]], None]  # called with a video and the files of an encoded section
 _IGNORE: UseSection = lambda video_id, segments: None  # noqa: E731
-_MAX_COPY_BYTES = 512 << 20  # size of a remote source
+_MAX_COPY_BYTES = 512 << 20  # limit of the size of a remote source in trials
 _SHORT_TAIL_S = 1  # too short for most clips
-# Reasons for making or removing shards that videos enter or leave, by whether all of their videos do.
+# Reasons to make or remove shards that videos enter or leave; the key is True if all of their videos do.
 _MOVED = {
     (ShardState.NEW, True): "the split of the videos has changed",
     (ShardState.NEW, False): "new videos, videos that have become longer, or videos whose split has changed",
@@ -107,7 +107,7 @@ class EncodeTrials:
     """The trial encodes of a plan.
 
     Attributes:
-        lacking: Reasons why videos were omitted; empty if none was.
+        lacking: Reasons why videos were omitted; empty if no video was omitted.
     """
 
     trials: tuple[EncodeTrial, ...] = ()
@@ -118,8 +118,8 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, use: UseSection 
     """Encode sections of a small, a medium, a large and the heaviest video that a plan has work for.
 
     The heaviest video has the most bytes per second at the size of the chunks: content that is expensive in its source,
-    such as grain and fast motion, is expensive in chunks as well. Its costs are the upper end of the range. Videos that
-    cannot be encoded, are too short, or are remote and too large, are omitted; no output is kept.
+    such as grain and fast motion, is expensive in chunks too. Its costs are the upper end of the range. Videos that
+    cannot be encoded, are too short, or are remote and too large, are omitted. No output is kept.
 
     Args:
         rows: Rows of the layout with work, int64[N].
@@ -153,7 +153,7 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, use: UseSection 
             except OSError as error:
                 lacking.append(f"{span.path}: {error.strerror or error}")
                 continue
-            # The difference of two sections omits the costs of starting.
+            # The difference between two sections does not contain the cost of starting the encoder.
             (short_s, short_core_s, short_bytes), (long_s, long_core_s, long_bytes) = costs
             if long_s > short_s:
                 more_s = long_s - short_s
@@ -187,7 +187,7 @@ def _cost(plan: Plan, span: SpanPlan, path: Path, *, length_s: float, use: UseSe
 def factor_range(measured: Sequence[float], expected: Sequence[float]) -> tuple[float, float, float]:
     """Return the median, the lowest and the highest ratio of measured to expected costs.
 
-    The range is at least a fifth wide to each side, because few videos represent many.
+    The range extends at least a fifth to each side, because few videos represent many.
     """
     ratios = np.asarray(measured) / np.asarray(expected)
     middle = float(np.median(ratios))
@@ -196,7 +196,7 @@ def factor_range(measured: Sequence[float], expected: Sequence[float]) -> tuple[
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated cost of encoding; chunks copied from old shards count as free.
+    """Estimated cost of encoding. Chunks that are copied from old shards cost nothing.
 
     Attributes:
         core_hours_range, size_bytes_range: Lowest and highest value, from trial encodes; None without any.
@@ -229,7 +229,7 @@ def estimate(
     """Estimate the cost of encoding `work`, scaled by the ratio of measured to estimated costs of trial encodes.
 
     Args:
-        bytes_per_second: Bytes per second of video, measured on shards of the same variant; None if there are none yet.
+        bytes_per_second: Bytes per second of video, measured on shards of the same variant; None without such shards.
     """
     # The model of a machine on which the constants were measured, in core-seconds per second of video.
     codec = codec_named(settings.codec)
@@ -274,7 +274,7 @@ def _range(value: float, factors: tuple[float, float, float]) -> tuple[float, fl
 
 
 def estimate_of(planned: Planned) -> Estimate:
-    """Estimate the cost of the shards that have to be encoded; shards that are only rewritten count as free.
+    """Estimate the cost of the shards that must be encoded. Shards that are only rewritten cost nothing.
 
     Short sections of some videos are encoded, so that the estimate holds for this machine and these videos.
     """
@@ -291,7 +291,7 @@ def estimate_of(planned: Planned) -> Estimate:
 
 
 def _index_estimate(plan: Plan, rows: np.ndarray) -> Estimate:
-    """Estimate the cost of reading the sources of some spans once, by their bytes."""
+    """Estimate the cost of reading the sources of some spans once, from their size in bytes."""
     work, videos = plan.workload(rows), np.unique(plan.video_rows[rows])
     size_bytes = np.asarray(plan.probes["size_bytes"])[videos]
     seconds, num_frames = work.seconds.sum(), (work.seconds * work.fps).sum()
@@ -320,7 +320,7 @@ def with_wall_time(cost: Estimate, *, num_cores: int, num_shards: int, load: flo
 
 
 def container_bytes(plan: Plan, rows: np.ndarray) -> float:
-    """Return the bytes that shards hold besides the encoded video of the spans in the given rows of the plan."""
+    """Return the number of bytes besides the encoded video in shards with the spans in some rows of the plan."""
     settings = plan.recipe.settings
     seconds = plan.workload(rows).seconds
     num_chunks = np.ceil(seconds / float(settings.len_s)).sum()
@@ -375,7 +375,7 @@ def plan_report(planned: Planned) -> Report:
         captions_path(planned.data_dir)  # verified, because a run needs them
     plan, cost, against = planned.plan, estimate_of(planned), settings_against_current(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
-    # The generic reasons of a state are replaced by what the plan knows of the shards' videos.
+    # The plan knows more specific reasons for the shards' videos; they replace the generic reasons of a state.
     moved = plan.shards_of_moved_videos(planned.commits)
     if planned.commits:
         why_new = "new videos, or videos that have become longer"
@@ -459,12 +459,12 @@ def plan_report(planned: Planned) -> Report:
 
 
 def can_be_retried(failed: Sequence[Failure]) -> bool:
-    """Return True if `prep retry` would try a failure again that a run does not."""
+    """Return True if `prep retry` would repeat a failure that a run does not repeat."""
     return any(failure.code not in SOURCE_AWAY | TRANSIENT for failure in failed)
 
 
 def retry_lines(failed: Sequence[Failure], planned: Planned) -> list[str]:
-    """Return lines on the failures of earlier runs for which chunks are missing, and the command that retries them."""
+    """Return lines about earlier failures that left chunks missing, and the command that tries them again."""
     if not failed:
         return []
     codes, command = {failure.code for failure in failed}, column_of(planned.plan.recipe).command
@@ -478,7 +478,7 @@ def retry_lines(failed: Sequence[Failure], planned: Planned) -> list[str]:
 
 
 def _undetected_shots(plan: Plan) -> Addition:
-    """Return the videos whose shots a run detects first, for the report; empty with `--cut even`."""
+    """Return the report's lines about videos whose shots a run detects first; empty with `--cut even`."""
     if plan.shots is None:
         return Addition([], {})
     videos = plan.shots.undetected
@@ -503,7 +503,7 @@ def _undetected_shots(plan: Plan) -> Addition:
 
 
 def _short_tails(plan: Plan) -> Addition:
-    """Return the videos whose last chunk is very short, for the report; empty with `--cut shots`."""
+    """Return the report's lines about videos whose last chunk is very short; empty with `--cut shots`."""
     if not isinstance(plan.cutting, EvenCutting):
         return Addition([], {})
     fps = plan.recipe.settings.fps_exact
@@ -521,7 +521,7 @@ def _short_tails(plan: Plan) -> Addition:
 
 
 def _of_other_splits(planned: Planned) -> Addition:
-    """Return what splits lose to captions of other splits, for the report; empty if no caption has a split."""
+    """Return the report's lines about seconds that splits lose to captions of other splits; empty without any."""
     divided = read_divided_videos(planned.data_dir)
     if divided is None:
         return Addition([], {})

@@ -1,9 +1,9 @@
-"""The computation of `prep advise` on an index: when a re-encoding has saved the CPU time that it takes.
+"""The computation of `prep advise` on an index: after how many visits a re-encoding saves more CPU time than it costs.
 
     N = E / (C x (a - r))      visits of each clip, after which re-encoding pays
 
-E is the CPU time of encoding all videos with a recipe, C the number of clips, and a and r the CPU time of reading and
-decoding a clip from the sources as they are, and from chunks of the recipe. a is measured on clips of random chunks. E
+E is the CPU time of encoding all videos with a recipe, and C is the number of clips. a is the CPU time of reading and
+decoding a clip from the original sources, measured on clips of random chunks; r is the same for chunks of the recipe. E
 and r come from the trial encodes of a plan (clipmill.prep.video.plan_report), whose sections are decoded like chunks.
 """
 
@@ -36,11 +36,11 @@ from clipmill.shards.timeline.pictures import Upright
 if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
-_NUM_FRAMES, _CLIP_S = 4, (1.0, 4.0)  # of a clip: number of frames, and its shortest and longest length
-_SIZE_PX = 224  # to which frames are resized
+_NUM_FRAMES, _CLIP_S = 4, (1.0, 4.0)  # frames per clip, and the shortest and longest length of a clip
+_SIZE_PX = 224  # size of the resized frames
 _NUM_CHUNKS, _CLIPS_PER_CHUNK = 48, 4
 _CLIPS_PER_SECTION = 16
-_MAX_CPU_S = 15.0  # of reading clips from sources
+_MAX_CPU_S = 15.0  # limit for reading clips from sources
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ClipCost:
     """CPU time and bytes of clips that were read, decoded and resized.
 
     Attributes:
-        num_videos: Number of videos that the clips are from.
+        num_videos: Number of videos that contain the clips.
         cpu_s: CPU time of the process, for all clips.
         read_bytes: Bytes of the packets, for all clips.
     """
@@ -83,9 +83,9 @@ class _Chunk:
 
     Attributes:
         length_s: Length in seconds.
-        frame_at: Function that returns the frame on show at a number of seconds from the start.
+        frame_at: Function that returns the frame shown at a number of seconds from the start.
         read: Function that reads the packets of some frames.
-        upright: Filter of the decoded frames.
+        upright: Filter that turns the decoded frames upright.
     """
 
     video_id: str
@@ -159,7 +159,7 @@ def _section_chunk(path: Path, video_id: str, *, recipe: Recipe) -> _Chunk:
 
 
 def _measure(chunks: Sequence[_Chunk], *, clips_per_chunk: int) -> ClipCost:
-    """Measure clips of some chunks, one of each chunk in each turn; the first one warms up and is not counted."""
+    """Measure clips of some chunks, one clip per chunk in each turn. The first clip is a warm-up and does not count."""
     import av.error
 
     random, decoder, videos = Random(0), PacketDecoder(), set[str]()
@@ -203,7 +203,7 @@ def _resize(frame: "VideoFrame") -> None:
 
 @dataclass(frozen=True)
 class RecipeCost:
-    """Costs of a recipe: of its clips, and of encoding the videos of the index."""
+    """Cost of a recipe's clips, and of encoding the videos of the index with it."""
 
     clips: ClipCost
     encoding: Estimate
@@ -238,7 +238,7 @@ def measure_recipe(data_dir: Path, name: RecipeName, *, video_ids: set[str]) -> 
 
 @dataclass(frozen=True)
 class Advice:
-    """Costs of training on the sources as they are, and on each recipe.
+    """Costs of training on the original sources, and on the chunks of each recipe.
 
     Attributes:
         sources: Clips of the sources.
@@ -257,7 +257,7 @@ class Advice:
     clips_per_s: float | None = None
 
     def visits(self, name: str) -> float | None:
-        """Return the number of visits of each clip after which a recipe pays; None if it never does."""
+        """Return the number of visits per clip after which re-encoding saves time; None if it never does."""
         recipe = self.recipes[name]
         saved_s = self.sources.clip_s - recipe.clips.clip_s
         return recipe.encoding_s / (self.num_clips * saved_s) if saved_s > 0 else None
@@ -274,7 +274,7 @@ class Advice:
         return {"num_clips": self.num_clips, "clips_of": self.clips_of, "clips_per_s": self.clips_per_s, "ways": ways}
 
     def lines(self) -> Iterator[str]:
-        """Yield a table, what was measured, and when re-encoding pays."""
+        """Yield a table, a description of the measurement, and the number of visits that re-encoding needs."""
         needs = "" if self.clips_per_s is None else f"  cores for {self.clips_per_s:.3g} clips/s"
         yield f"{'':<13}{'clips/CPU s':>12}{'bytes/clip':>12}{'all':>10}{'encoding':>12}{'pays after':>14}{needs}"
         for way, clips in self._clips():

@@ -1,4 +1,4 @@
-"""The settings of `prep chunk` with all values filled in, as used by the planner, the encoder and the fingerprint.
+"""The complete settings of `prep chunk`, which the planner, the encoder and the fingerprint use.
 
 A task carries these settings to its worker, which therefore does not load the command line (`column.py`).
 """
@@ -19,7 +19,7 @@ from clipmill.shards.columns import INDEXED
 if TYPE_CHECKING:
     from clipmill.prep.sources.detector import Detector
 
-RECIPE_SCHEMA = 4  # incremented when the same settings begin to produce different bytes
+RECIPE_SCHEMA = 4  # increment it when the same settings begin to produce different bytes
 SPAN_CHUNKS = 20  # chunks per encoder pass: five minutes of video at 15 s per chunk
 
 
@@ -29,7 +29,7 @@ Audio = Literal["drop", "keep"]
 Scaler = Literal["bicubic", "area", "bilinear", "lanczos"]
 Cut = Literal["even", "shots"]
 _FPS = Range(1, 240)
-SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None unless `cut` is shots
+SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None if `cut` is not shots
 
 
 class Cutting:
@@ -39,7 +39,7 @@ class Cutting:
     fps: str
 
     def wrong_frames(self) -> Iterator[UserError]:
-        """Yield errors of lengths and rates that are invalid, or do not give a whole number of frames."""
+        """Yield errors for lengths and rates that are invalid, or do not give a whole number of frames."""
         if wrong_times := [*errors_of(lambda: self.len_s), *errors_of(lambda: self.fps_exact)]:
             yield from wrong_times
             return
@@ -82,7 +82,7 @@ class ChunkSettings(Cutting, Checked):
     Attributes:
         crf: Constant rate factor; None if `bitrate` is given.
         preset: Speed preset; None if the encoder has no presets.
-        detector, threshold, min_scene_len, min_len: Settings of shots; None unless `cut` is shots.
+        detector, threshold, min_scene_len, min_len: Settings of shots; None if `cut` is not shots.
 
     Raises:
         UserError: The codec does not support a value, or two settings exclude each other.
@@ -107,7 +107,7 @@ class ChunkSettings(Cutting, Checked):
     min_len: str | None = None
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors of values that the codec does not support, and of settings that exclude each other."""
+        """Yield errors for values that the codec does not support, and for settings that exclude each other."""
         codec = codec_named(self.codec)
         low, high = codec.crf_range
         yield from Range(
@@ -200,7 +200,7 @@ class IndexSettings(Cutting, Checked):
     audio: ClassVar[Audio] = "keep"
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors of lengths and rates."""
+        """Yield errors for invalid lengths and rates."""
         return self.wrong_frames()
 
 

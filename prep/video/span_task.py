@@ -1,6 +1,6 @@
-"""The chunks of one span: encoded, read back and compared with the plan, or copied from an old shard.
+"""The chunks of one span: encode them, read them back and compare them with the plan, or copy them from an old shard.
 
-If one chunk fails, its span fails. Intact chunks of an encoder pass that is part of the new plan too are kept.
+If one chunk fails, its span fails. Intact old chunks are kept if the new plan contains their encoder pass.
 
 A chunk is read back by demuxing the finished file: no value is taken from the arguments given to the encoder.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 SPAN_COLUMN = "span_fingerprint"
 _TRIES = 2  # attempts at a span with a transient failure
 _NOT_AGAIN = frozenset({FailureCode.DISK_FULL, FailureCode.SOURCE_TOO_LARGE})  # transient, but longer than a retry
-_MAX_SHOWN_CHARS = 60  # of a value in a message
+_MAX_SHOWN_CHARS = 60  # length of a value in a message
 
 
 class StagedSources:
@@ -46,7 +46,7 @@ class StagedSources:
     Args:
         folder: Folder for copies with other timestamps; needed by `continuous`.
         limit_bytes: Limit of all copies on this node; None for most of the free space.
-        on_wait: Called repeatedly while a source is fetched or waited for, as a heartbeat.
+        on_wait: Heartbeat: function that is called repeatedly while a source is fetched or waited for.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class StagedSources:
     def continuous(self, path: Path, source: SourceFacts, *, with_sound: bool) -> tuple[Path, SourceFacts]:
         """Return a file with the packets of a source and its timeline as timestamps, and the facts of that file.
 
-        It is the source itself if its timestamps are its timeline and a pass can seek in it. Otherwise it is a copy,
-        which is valid until this method is called for another source.
+        This file is the source itself if its timestamps are its timeline and a pass can seek in it. Otherwise it is a
+        copy, which is valid until this method is called for another source.
 
         Args:
             path: Local file with the content of the source.
@@ -163,7 +163,7 @@ def make_span(
 
     Args:
         sources: Local copies of remote sources.
-        on_frames: Called periodically with the number of frames encoded so far.
+        on_frames: Function that is called periodically with the number of frames encoded so far.
 
     Raises:
         SourceFailure: The span cannot be made.
@@ -224,8 +224,8 @@ def checked_chunk(
 
 def _read_segments(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) -> list[ReadyChunk]:
     """Read the chunks of an encoder pass back, and compare each with the plan."""
-    # Only the last span of a video may be shorter than planned (clipmill.prep.video.encode): its last chunk is shorter
-    # or missing.
+    # Only the last span of a video may be shorter than planned (clipmill.prep.video.encode). Then its last chunk is
+    # shorter or missing.
     times_s, pieces = encoded.source_times_s, []
     for planned, is_chunk in plan.span.pieces():
         if len(times_s):
@@ -261,7 +261,7 @@ class StoredTar:
     """A tar of a variant, by its path in the variant's folder, and the commit that names it, if any.
 
     A tar that no commit names keeps its chunks until `prep gc`, so that videos that return, even under another name,
-    need not be encoded again. From such a tar, only samples that its checksums and its content prove intact are taken.
+    need not be encoded again. Samples of such a tar are used only if its checksums and its content prove them intact.
     """
 
     tar: str
@@ -278,10 +278,10 @@ class StoredTar:
 
 
 class OldChunks:
-    """The intact chunks that stored tars have of a shard's spans, unpacked into scratch space.
+    """The intact chunks of a shard's spans in stored tars, unpacked into scratch space.
 
     They come from the shard's last commit and from other tars: shards that the videos leave, or earlier commits. The
-    fingerprint of a span covers everything that its bytes depend on, and neither the name nor the split of its video.
+    fingerprint of a span covers everything that determines its bytes, but not the name and the split of its video.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class OldChunks:
             if content is None:
                 continue
             num_chunks = description["span_chunks"]
-            if not isinstance(content, Path):  # its row of the index is as committed
+            if not isinstance(content, Path):  # its row of the index is the committed row
                 chunks[number] = content
                 continue
             try:
@@ -347,7 +347,7 @@ class OldChunks:
                     plan=plan,
                     recipe=recipe,
                 )
-            except SourceFailure:  # not made with this recipe, so it cannot be reused
+            except SourceFailure:  # the chunk was not made with this recipe, so it cannot be reused
                 continue
         return SpanChunks(chunks, num_chunks)
 
@@ -360,7 +360,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
         fps: Frame rate, used to convert presentation timestamps into indices.
 
     Raises:
-        SourceFailure: frames_differ, if the file is not an MP4 chunk or a packet is not where the container says.
+        SourceFailure: frames_differ, if the file is not an MP4 chunk, or the container states a wrong packet position.
     """
     import av
     import av.error

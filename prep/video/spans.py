@@ -1,6 +1,6 @@
 """The chunks of all videos of a plan, cut evenly or at shot boundaries, and the assignment of their spans to shards.
 
-Cutting is pure arithmetic on frame counts. `shot_chunks` states the rule for shots that are too long or too short for a
+Cutting only computes with frame counts. `shot_chunks` states the rule for shots that are too long or too short for a
 chunk.
 
 The layout, which assigns spans to shards, is stored in `<data>/layout/<len>-<tail>.parquet`, or
@@ -59,14 +59,15 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
     """Divide a video at its shot boundaries into chunks of `min_frames` to `max_frames` frames.
 
     1. A shot longer than `max_frames` is divided into the smallest number of chunks, whose lengths differ by at most
-       one frame: equal parts, and not a long row of full chunks with a short rest.
-    2. From the start of the video on, a shot shorter than `min_frames` is joined to its shorter neighbour (the chunk
-       before it or the shot after it), as long as the result is within `max_frames`, until it is long enough.
+       one frame. The parts are equal, instead of many full chunks and a short remainder.
+    2. In the order of the video, a shot shorter than `min_frames` is joined to its shorter neighbour (the chunk before
+       it or the shot after it) until it is long enough, unless the result would exceed `max_frames`.
     3. A shot that is still too short is omitted.
 
     Args:
         cuts: First frame of every shot but the first, in ascending order.
-        min_frames: At most half of `max_frames`, rounded up, so that the parts of a long shot are long enough.
+        min_frames: Minimum length. It is at most half of `max_frames`, rounded up, so that the parts of a long shot are
+            not shorter.
     """
     parts: list[tuple[int, int]] = []  # first frame and number of frames of each shot, or of a part of a long shot
     for shot_begin, shot_end in zip([0, *cuts], [*cuts, num_frames], strict=True):
@@ -152,9 +153,9 @@ class EvenCutting:
         return np.minimum(self.num_frames[videos] - index * frames_per_span, frames_per_span)
 
     def identities(self, videos: np.ndarray) -> pa.Array:
-        """Return a text for each of some videos, which may repeat, that identifies all of its chunks (string array).
+        """Return a string array: for each of some videos (which may repeat), a text that identifies all its chunks.
 
-        It is part of the fingerprints of shards.
+        The texts are part of the fingerprints of shards.
         """
         return pa.array(self.num_frames[videos]).cast(pa.string())
 
@@ -298,7 +299,7 @@ def frames_of(recipe: ResolvedRecipe, probes: pa.Table) -> np.ndarray:
     Args:
         probes: Probes of the videos (clipmill.prep.sources.table.PROBES).
     """
-    ends_s = probes["end_s"]  # null if the video is unusable, as is its fingerprint
+    ends_s = probes["end_s"]  # null if the video is unusable; its fingerprint is null too
     num_frames = num_output_frames(np.asarray(pc.fill_null(ends_s, 0.0)), fps=recipe.settings.fps_exact)
     return np.where(np.asarray(pc.is_valid(ends_s)), num_frames, 0)
 
@@ -375,7 +376,7 @@ class ExtendedLayout:
 
     Attributes:
         table: Layout with schema LAYOUT; the original table if it had all spans.
-        video_rows: Row in the manifest of the video of each row of `table`, int64; -1 if the manifest lacks it.
+        video_rows: For each row of `table`, the manifest row of its video, int64; -1 if the manifest lacks it.
         wanted: Rows of `table` with required spans, in ascending order, int64.
     """
 
@@ -385,17 +386,17 @@ class ExtendedLayout:
 
 
 def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray) -> ExtendedLayout:
-    """Assign every span of the given videos that has no shard yet, in rows after the rows of `layout`.
+    """Append rows to `layout` that assign a shard to every span of the given videos that has none yet.
 
     Args:
         layout: Table with schema LAYOUT.
-        video_ids: Ids of the videos, in manifest order.
+        video_ids: IDs of the videos, in manifest order.
         splits: Splits of the videos, in the same order.
         num_chunks: Number of chunks of each video (0 if it is unusable), int64.
     """
     rows_of_layout = video_rows_of(layout, video_ids)
     required, videos = wanted_rows(layout, video_rows=rows_of_layout, splits=splits, num_chunks=num_chunks)
-    # Spans that have a shard keep it, since moving them would rewrite existing shards.
+    # Spans that have a shard keep it, because a move would rewrite existing shards.
     spans_per_video = -(-num_chunks // SPAN_CHUNKS)
     first = np.cumsum(spans_per_video) - spans_per_video
     is_new = np.ones(int(spans_per_video.sum()), bool)
@@ -446,10 +447,10 @@ def shards_of_moved_videos(
         layout: Table with schema LAYOUT, including the shards that videos enter.
         video_rows: Result of `clipmill.prep.core.tables.video_rows_of`.
         splits: Splits of the videos, in manifest order.
-        stored: Ids of the shards that were written.
+        stored: IDs of the shards that were written.
 
     Returns:
-        Shard id -> True if all of its videos leave or enter it.
+        Shard ID -> True if all of its videos leave or enter it.
     """
     is_known = video_rows >= 0
     has_other_split = np.zeros(len(layout), bool)
@@ -472,7 +473,7 @@ def video_layout_of_commits(
     """Rebuild the layout (schema LAYOUT) for the recipe's chunks from all variants that share it.
 
     Args:
-        video_ids: Ids of the videos, in manifest order.
+        video_ids: IDs of the videos, in manifest order.
         cutting: Chunks of these videos. With `--cut shots`, other stored chunks are omitted.
     """
     chunk_ms = float(1000 * settings.chunk_frames / settings.fps_exact)
@@ -507,7 +508,7 @@ def video_layout_of_commits(
 
 
 def _pack(span_chunks: np.ndarray, *, target: int, first_shard: int) -> tuple[np.ndarray, int]:
-    """Fill shards one after another with up to `target` chunks; return (shard of each span, next free shard id)."""
+    """Fill shards one after another with up to `target` chunks; return (shard of each span, next free shard ID)."""
     behind = np.cumsum(span_chunks)
     begins, begin = [], 0
     while begin < len(behind):

@@ -4,14 +4,14 @@
         objects/, locks/                 a bounded cache (`clipmill.manifests.storage.cache`)
             <32 hex>                     in objects/: copy of one version of one source
 
-ffmpeg may not use the network (`clipmill.shards.opening`), so it gets a copy of the complete file. A copy stays
-while there is room, since the spans of a long video lie in several shards: the node then fetches it once. Copies that
-no worker reads are removed to make room, the least recently used first. If that is not enough, a worker waits for
-others to finish; a worker that waits holds no copy itself.
+ffmpeg may not use the network (`clipmill.shards.opening`), so it gets a copy of the complete file. The spans of a long
+video are in several shards. A copy therefore stays while there is room, so that the node fetches the video only once.
+Copies that no worker reads are removed to make room, the least recently used first. If that is not enough, a worker
+waits for others to finish. A waiting worker holds no copy.
 
-The first process to use the folder starts a sweeper: a small process that waits until no process uses the folder any
-more, however they end, and removes it. If the sweeper is killed too, the next process that uses the folder finds it
-unlocked and removes its content.
+The first process that uses the folder starts a sweeper. This small process waits until all processes that use the
+folder have ended, even if they are killed, and then removes the folder. If the sweeper is killed too, the next process
+that uses the folder finds it unlocked, and removes its content.
 """
 
 import hashlib
@@ -43,17 +43,17 @@ if os.path.samestat(os.stat(sys.argv[1]), os.fstat(folder)):
     os.rmdir(sys.argv[1])
 """
 _RANGE_BYTES = 16 << 20
-_NUM_RANGES = 4  # requested in parallel: one connection does not fill a network
+_NUM_RANGES = 4  # ranges requested in parallel, because one connection does not use the full bandwidth
 _WAIT_S = 0.5
 _in_use: tuple[int, Path, int] | None = None  # (process, folder, descriptor of its lock): until the process exits
 _sweepers: "list[subprocess.Popen[bytes]]" = []
 
 
 def _lock_root() -> Path:
-    """Return the folder of the copies, locked until this process exits; remove what killed processes left.
+    """Return the folder of the copies, locked until this process exits; remove files left by killed processes.
 
     Raises:
-        OSError: It cannot be created, or is not a folder exclusive to this user.
+        OSError: The folder cannot be created, or is not exclusive to this user.
     """
     global _in_use
     root = private_root("sources")
@@ -81,7 +81,7 @@ def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -
 
     Args:
         limit_bytes: Limit of all copies on this node; None for most of the free space.
-        on_wait: Called repeatedly while the object is fetched or waited for, as a heartbeat.
+        on_wait: Heartbeat: function that is called repeatedly while the object is fetched or waited for.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, source_changed, source_too_large, disk_full or io_error.

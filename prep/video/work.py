@@ -1,4 +1,4 @@
-"""The `ColumnWork` of `video`: the functions behind its commands, and the reports of its runs."""
+"""The `ColumnWork` of `video`: the functions that its commands call, and the reports of its runs."""
 
 import sys
 from contextlib import suppress
@@ -42,7 +42,7 @@ _WORKER_GB = 0.5  # measured (benchmarks/README.md): a source of 2160 lines take
 
 
 def _require(recipe: Recipe | IndexRecipe) -> None:
-    # Only workers import these packages, but the command reports a missing one before it starts workers.
+    # Only workers import these packages, but the command reports a missing package before it starts workers.
     for package in ("av", "ffmpeg"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
@@ -75,7 +75,7 @@ def _run(plan: Planned, recipe: Recipe | IndexRecipe, request: Request, part_run
     if plan.detection is not None:
         summary.refused_workers = list(dict.fromkeys([*plan.detection.refused, *summary.refused_workers]))
     summary.added = cutting_addition(plan)
-    remove_abandoned()  # left by workers that were lost, in this run or an earlier one
+    remove_abandoned()  # folders of workers that were lost in this run or an earlier one
     return summary
 
 

@@ -12,9 +12,9 @@ The worker has scratch space on the node's local disk, which is removed when its
         <12 hex>.json                    a marker being moved into its folder, or out of it
 
 A folder is removed only if it is unlocked and holds a marker with its own name. Folders without a marker are never
-touched, whatever they are called, and neither is anything else in $TMPDIR. The lock of the parent folder is held while
-a folder is created or removed. Anything half made while that lock is free was therefore left by a killed worker, and
-the marker beside it names the folder that it belongs to.
+touched, whatever their names, and neither is anything else in $TMPDIR. A worker holds the lock of the parent folder
+while it creates or removes a folder. If this lock is free, a killed worker has left any incomplete folder, and the
+marker beside the folder names it.
 """
 
 import errno
@@ -60,7 +60,7 @@ _MARKER = "clipmill-scratch.json"
 _FOLDER = re.compile(r"[0-9a-f]{12}")
 _LOOSE_MARKER = re.compile(r"([0-9a-f]{12})\.json")
 _MAX_MARKER_BYTES = 1 << 16
-_BEGINNING = json.dumps({"program": _PROGRAM})[:-1].encode()  # of every marker, even of an incomplete one
+_BEGINNING = json.dumps({"program": _PROGRAM})[:-1].encode()  # every marker begins with it, even an incomplete one
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ShardTask:
     Attributes:
         old_commit: Previous commit of the shard, from which unchanged chunks are copied.
         others: Other tars with chunks of these spans.
-        captions_file: Table of captions in the manifest, or None if no video has captions.
+        captions_file: Caption table of the manifest, or None if no video has captions.
         caption_groups: Row groups of that table with captions of the shard's videos.
         scratch_bytes: Limit of the copies of remote sources on a node; None for most of the free space.
     """
@@ -100,7 +100,7 @@ class ShardTask:
 
 
 def make_shard(task: ShardTask) -> ShardResult:
-    """Make, publish and commit one shard; a second run writes the same bytes under the same names."""
+    """Make, publish and commit one shard. A repetition writes the same bytes under the same names."""
     if task.recipe.settings.codec == INDEXED:
         return system_errors_as_results(_make, task)
     try:
@@ -185,7 +185,7 @@ def captions_of(
     """Return the captions of some videos, sorted by time.
 
     Args:
-        row_groups: Row groups of the table that hold them; one is in memory at a time.
+        row_groups: Row groups of the table that contain the captions. Only one of them is in memory at a time.
     """
     import pyarrow.parquet as pq
 
@@ -238,7 +238,7 @@ def video_sample(
         "source_fingerprint": plan.source.fingerprint,
         "dataset": plan.dataset,
         "split": split,
-        # Exact, as [numerator, denominator].
+        # The exact frame rate, as [numerator, denominator].
         "begin_s": begin_s.as_integer_ratio(),
         "end_s": end_s.as_integer_ratio(),
         "fps": fps.as_integer_ratio(),
@@ -372,7 +372,7 @@ def _read_marker(descriptor: int) -> bytes:
     """Return the content of a small regular file, and close it.
 
     Raises:
-        OSError: It is not a regular file.
+        OSError: The descriptor is not a regular file's.
     """
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -395,18 +395,18 @@ def _lock_scratch_root(root: Path) -> Iterator[None]:
     """Hold the lock of the parent folder, which is created if missing and removed at the end if empty.
 
     Raises:
-        OSError: It cannot be created, or is not a folder exclusive to this user.
+        OSError: The folder cannot be created, or is not exclusive to this user.
     """
     while True:
         descriptor = open_private(root)
         try:
             lock(descriptor)
             if not is_still_at(root, descriptor):
-                continue  # the previous worker left it empty and removed it
+                continue  # the previous worker has removed the empty folder
             try:
                 yield
             finally:
-                with suppress(OSError):  # other workers have folders in it
+                with suppress(OSError):  # fails if other workers have folders in it
                     root.rmdir()
             return
         finally:

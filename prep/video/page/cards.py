@@ -1,13 +1,13 @@
 """A chunk on the page: pictures, captions, source, scores, and its clip.
 
-Clips of up to EMBEDDED_BYTES in all are in the page, which is then a single file. Otherwise `chunks.html` has them in
-`chunks.files/`. A clip is a copy of the chunk, byte for byte, if browsers play the codec and all copies together take
-at most COPIED_BYTES; otherwise it is a preview, a small H.264 encode. MJPEG in MP4 plays in no browser, HEVC only in
-some.
+If all clips together take at most EMBEDDED_BYTES, the page embeds them, and is a single file. Otherwise they are in
+`chunks.files/`, beside `chunks.html`. A clip is a copy of the chunk, byte for byte, if browsers play the codec and all
+copies together take at most COPIED_BYTES. Otherwise it is a preview: a short H.264 video at a low resolution. No
+browser plays MJPEG in MP4, and only some play HEVC.
 
-The name of a clip has the checksum of its chunk, so that a page that is written again keeps its clips, and an open page
-never plays another chunk. Clips are written first, then the pages that name them; clips that no page names any more are
-removed last.
+The name of a clip contains the checksum of its chunk. Therefore a page that is written again keeps its clips, and an
+open page never plays another chunk. The clips are written first, and then the pages that name them. Clips that no page
+names any more are removed last.
 """
 
 import json
@@ -41,14 +41,14 @@ from clipmill.shards.pages.figures import CLIP_FPS, data_uri, evenly_within, sma
 from clipmill.shards.reader import CommittedShard
 from clipmill.shards.score_fields import SCORES
 
-_JPEG_QUANTISER = 5  # from 2 (best) to 31
+_JPEG_QUANTISER = 5  # range: 2 (best) to 31
 _DECODERS = {"av1": "libdav1d"}  # libav's native av1 decoder requires hardware
 PREVIEW_S = 20.0  # maximum length of a preview
 EMBEDDED_BYTES = 8_000_000
 COPIED_BYTES = 256_000_000
 _PLAYED = ("h264", "vp9", "av1")
 _OURS = re.compile(r"[A-Za-z0-9_-]+-[0-9a-f]{8}(-preview)?\.mp4|page-\d+\.html|all\.html")
-_MAX_CAPTIONS = 3  # before the others are folded
+_MAX_CAPTIONS = 3  # the other captions are folded
 _MAX_FOLDED, _MAX_FOLDED_CHARS = 100, 20_000
 _MAX_CAPTION_CHARS = 1000
 _PICTURES = 4
@@ -112,7 +112,7 @@ def preview(chunk: ChunkContent) -> bytes:
     """Encode the first PREVIEW_S of a chunk as H.264 with a short side of 240 pixels and about 12 frames per second.
 
     Raises:
-        SourceFailure: It cannot be decoded.
+        SourceFailure: The chunk cannot be decoded.
     """
     step = max(1, round(chunk.fps / CLIP_FPS))
     frames = range(0, min(chunk.num_frames, math.ceil(PREVIEW_S * chunk.fps)), step)
@@ -160,7 +160,7 @@ class ClipFolder:
     """The folder of a page, `chunks.files/` beside `chunks.html`. Thread-safe.
 
     Raises:
-        UserError: Something else has its name.
+        UserError: The path exists, but is not a folder.
     """
 
     def __init__(self, page: Path) -> None:
@@ -178,7 +178,7 @@ class ClipFolder:
         """Create the folder.
 
         Raises:
-            UserError: It cannot be created.
+            UserError: The folder cannot be created.
         """
         try:
             make_folder(self.path)
@@ -199,7 +199,7 @@ class ClipFolder:
         """Publish a clip.
 
         Raises:
-            UserError: It cannot be written, most likely because the disk is full.
+            UserError: The clip cannot be written, most likely because the disk is full.
         """
         try:
             publish_bytes(self.path / name, content)
@@ -237,7 +237,7 @@ class CaptionLine:
 
     @property
     def times(self) -> str:
-        """Begin and end as a player shows them."""
+        """Begin and end, in the format of a video player."""
         end = "the end" if self.end_s is None else clock(self.end_s, decimals=1)
         return f"{clock(self.begin_s, decimals=1)} to {end}"
 
@@ -260,7 +260,7 @@ class Card:
         scores: Name of a score -> value.
         written: Caption in the column `captions`; empty without one.
         labels: Labels of the captions that overlap the chunk, as names and values.
-        problem: Reason why it cannot be shown; it then has neither pictures nor a clip.
+        problem: Reason why the chunk cannot be shown. Such a chunk has neither pictures nor a clip.
     """
 
     key: str
@@ -304,7 +304,7 @@ class Card:
 
     @property
     def times(self) -> str:
-        """Begin and end in the video as a player shows them."""
+        """Begin and end in the video, in the format of a video player."""
         return f"{clock(self.begin_s, decimals=3)} to {clock(self.end_s, decimals=3)}"
 
     @property
@@ -347,7 +347,7 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
         )
         chunk = read_chunk(shard, row)
         frames = evenly_within(range(entry["num_frames"]), at_most=_PICTURES)
-        # Of a file, single packets are decoded; of a source, all that its frames need.
+        # From a file, single packets are decoded; from a source, all packets that the frames need.
         pictures = decode_frames(chunk.mp4, entry, frames=frames) if chunk.mp4 else chunk.frames(frames)
         details["pictures"] = tuple(
             Picture(data_uri(jpeg(picture, height=_PICTURE_HEIGHT_PX), "image/jpeg"), float(number / fps))
@@ -364,11 +364,11 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
 
 
 def _make_clip(chunk: ChunkContent, entry: dict[str, Any], *, plan: ClipPlan, folder: ClipFolder) -> Clip:
-    """Return the clip of a chunk, whose file is written unless an earlier page has left it."""
+    """Return the clip of a chunk; write its file, unless an earlier page has written it."""
     content, is_preview = chunk.mp4, plan.is_preview or not chunk.mp4
     if plan.is_embedded and content:
         return Clip(data_uri(content, "video/mp4"), len(content), is_preview=False)
-    # Safe in any file system and address.
+    # This name is safe in any file system and address.
     name = f"{safe_video_id(entry['key'])}-{entry[f'{_member(entry)}_crc32']:08x}{'-preview' if is_preview else ''}.mp4"
     size_bytes = folder.has(name, size_bytes=None if is_preview else len(content))
     if not size_bytes:
@@ -379,5 +379,5 @@ def _make_clip(chunk: ChunkContent, entry: dict[str, Any], *, plan: ClipPlan, fo
 
 
 def _member(entry: dict[str, Any]) -> str:
-    """Return the member of a row of the index that stands for the frames."""
+    """Return the member of an index row that contains the frames, or describes where they are."""
     return "mp4" if "mp4_crc32" in entry else SOURCE_MEMBER

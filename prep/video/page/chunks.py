@@ -1,6 +1,6 @@
 """All chunks of a variant as arrays, the choice of chunks to show, and totals, scores, captions and distributions.
 
-Everything here works for a million chunks: it reads one mapped table, and the captions in batches.
+All functions work for a million chunks, because they map a single table and read the captions in batches.
 """
 
 from collections.abc import Mapping
@@ -30,17 +30,17 @@ from clipmill.shards.selection import Spans, find_chunks, match_labels, read_lab
 from clipmill.shards.where import parse_where
 
 _COLUMNS = ("start_ms", "num_frames", "fps_num", "fps_den", "size", "shard", "row")
-_SPLITS = ("train", "val", "test")  # in this order, before others
+_SPLITS = ("train", "val", "test")  # they come first, in this order
 BRIEF = tuple(score.name for score in SCORES if score.is_brief)
 _BATCH_CAPTIONS = 1 << 18
 _LONGEST_MS = 1e15  # longer than any video
-# Distinct ids of videos; the video of each chunk; other columns of the chunks.
+# Distinct IDs of videos; the video of each chunk; other columns of the chunks.
 _Rows = tuple[pa.Array, NDArray[np.int32], pa.Table]
 
 
 @dataclass(frozen=True)
 class Hole:
-    """A shard that cannot be read, at least in part. `num_chunks` is None if its commit is damaged."""
+    """A shard that is at least partly unreadable. `num_chunks` is None if its commit is damaged."""
 
     shard_id: int
     split: str | None
@@ -53,7 +53,7 @@ class Chunks:
     """Chunks ordered by video and start, one entry of each array per chunk.
 
     Attributes:
-        video_ids: Distinct ids of videos.
+        video_ids: Distinct IDs of videos.
         video: Video of each chunk, as an index of `video_ids`, in ascending order.
         start_ms, duration_s, size_bytes: Start of each chunk in its video, duration, and size of its MP4 file.
         split: Split of each chunk, as an index of `splits`.
@@ -86,10 +86,10 @@ class Chunks:
         return Chunks(video_ids=self.video_ids, splits=self.splits, holes=self.holes, **arrays)
 
     def select(self, where: str, data_dir: Path) -> "Chunks":
-        """Return the chunks that an expression keeps.
+        """Return the chunks that an expression selects.
 
         Raises:
-            UserError: It is not an expression on chunks, or keeps none.
+            UserError: `where` is not an expression on chunks, or selects no chunk.
         """
         parsed = parse_where(where, data_dir=data_dir)
         parsed.require(("chunk", "video", "label"), because="the page shows chunks")
@@ -179,17 +179,17 @@ def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
 
 
 def _sizes(index: pa.Table) -> pa.Array:
-    """Return the bytes of each chunk: of its file, or of its packets in the source file."""
+    """Return the size of each chunk in bytes: the size of its file, or of its packets in the source file."""
     if "mp4_size" in index.column_names:
         return index["mp4_size"]
     return pa.array([sum(sizes) for sizes in index["packet_size"].to_pylist()], pa.uint64())
 
 
 def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
-    """Return the rows of up to `num_chunks` chunks in ascending order: evenly spaced in each split, also in small ones.
+    """Return the rows of up to `num_chunks` chunks, evenly spaced in each split, in ascending order.
 
-    Half of them are divided evenly among the splits and the other half by size, so that a validation split of one
-    percent is included.
+    Each split gets an equal share of half of the chunks, and a share of the other half in proportion to its size. Thus
+    a validation split of one percent is included.
     """
     sizes = np.bincount(chunks.split, minlength=len(chunks.splits))
     total = min(num_chunks, len(chunks))
@@ -197,7 +197,7 @@ def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
     left = sizes - evenly
     exact = left * (total - int(evenly.sum())) / max(1, int(left.sum()))
     shares = evenly + np.floor(exact).astype(np.int64)
-    # Splits with the largest remainders get the chunks that rounding down has left.
+    # The shares are rounded down. The splits with the largest remainders get the remaining chunks.
     by_remainder = np.argsort(np.floor(exact) - exact, kind="stable")
     shares[by_remainder[: total - int(shares.sum())]] += 1
     picked = [
@@ -267,10 +267,10 @@ def scores_of(chunks: Chunks, data_dir: Path) -> ChunkScores | None:
 
 
 def written_of(chunks: Chunks, data_dir: Path) -> dict[int, str]:
-    """Return the captions of the column `captions` by the number of their chunk.
+    """Return the captions in the column `captions`, by the number of their chunk.
 
     Raises:
-        UserError: They cannot be used.
+        UserError: The captions cannot be used.
     """
     table, _ = stored_rows(data_dir, CAPTIONS, ["caption_text"])
     rows = find_chunks(table, video_ids=chunks.video_ids, video_row=chunks.video, start_ms=chunks.start_ms)
@@ -301,7 +301,7 @@ def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dic
 def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
     """Return the number of captions of the manifest that overlap each chunk, int64 [chunks].
 
-    The table of captions is read in batches, since tens of millions of captions do not fit into memory.
+    The caption table is read in batches, because tens of millions of captions do not fit into memory.
 
     Raises:
         UserError: There is no manifest, or it is damaged.
@@ -328,7 +328,7 @@ def num_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
 def distributions(
     chunks: Chunks, *, captions: NDArray[np.int64] | None, scores: ChunkScores | None
 ) -> list[Distribution]:
-    """Return the distributions that are known."""
+    """Return the distributions whose values are known."""
     kbit_s = chunks.size_bytes * 8 / np.maximum(chunks.duration_s, 1e-3) / 1000
     known = [
         Distribution("Length", "s", "seconds of video in each chunk", histogram(chunks.duration_s)),

@@ -1,6 +1,6 @@
-"""Writer of the page of `prep inspect --html`: the choice of chunks, their clips, the pages, and the final report.
+"""Write the page of `prep inspect --html`: choose chunks, write their clips and the pages, and return the final report.
 
-Cards are read only for the chosen chunks, one page at a time.
+Only the cards of the chosen chunks are read, one page at a time.
 """
 
 import os
@@ -52,7 +52,7 @@ _BUCKET_THREADS = 16
 _MAX_OPTIONS = 400
 TEMPLATE = Path(__file__).with_name("chunks.html.j2")
 _SCRIPT = Path(__file__).with_name("chunks.js").read_text()
-# Frames between the key frames, by GOP layout.
+# Description of the frames between key frames, by GOP layout.
 _LAYOUTS = {
     "comb": " with a P frame every 16 frames and skippable B frames between them",
     "star": " with one P frame and skippable B frames between them",
@@ -116,7 +116,7 @@ def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
 
 
 def settings_words(recipe: Mapping[str, Any]) -> str:
-    """Return the settings of a recipe.json in words, as far as they are stored."""
+    """Describe the settings that a recipe.json contains."""
     parts = [_CODEC_NAMES.get(str(recipe.get("codec")), str(recipe.get("codec", "")))]
     for name, text in (
         ("short_side", "short side {} px"),
@@ -128,7 +128,7 @@ def settings_words(recipe: Mapping[str, Any]) -> str:
             parts.append(text.format(recipe[name]))
     if (keyint := recipe.get("keyint")) is not None:
         every, words = f"a key frame every {keyint} frames", _LAYOUTS.get(gop := str(recipe.get("gop")))
-        every = every if words is None else f"{gop}{keyint}: {every}{words}"  # as in the name of the variant
+        every = every if words is None else f"{gop}{keyint}: {every}{words}"  # the form in the variant's name
         parts.append("key frames only" if keyint == 1 else every)
     if (length := recipe.get("len")) is not None:
         length = _LENGTH.sub(r"\1 \2", str(length))
@@ -154,7 +154,7 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     count = -(-len(picked) // PAGE_CHUNKS)
     if count > 1 or not plan.is_embedded:
         folder.make()
-    # Scores and captions of models belong to the current variant; a page is useful without them, or with notes on them.
+    # Scores and generated captions belong to the current variant. A page is useful without them; a note then says why.
     notes: list[str] = []
     is_current = current_variant(data_dir, VIDEO) == variant.directory.name
     has_scores, has_written = (is_current and (data_dir / column).is_dir() for column in (SCORES_COLUMN, CAPTIONS))
@@ -261,7 +261,7 @@ def _publish(
 
 @dataclass(frozen=True)
 class _Known:
-    """Information on chunks besides their shards: scores; captions and labels by the number of their chunk."""
+    """Information about chunks from outside their shards: scores; captions and labels by the number of their chunk."""
 
     scores: ChunkScores | None
     written: Mapping[int, str]
@@ -278,9 +278,9 @@ def _cards(
     folder: ClipFolder,
     on_card: Callable[[int, int], None],
 ) -> Iterator[Card]:
-    """Yield the cards in order; at most one page of them is in memory."""
+    """Yield the cards in order. Only the cards of one page are in memory at a time."""
     data_dir = variant.directory.parent.parent
-    paths: dict[str, str] = {}  # source files of the videos that are shown, as far as the manifest has them
+    paths: dict[str, str] = {}  # source files of the shown videos that the manifest contains
     with suppress(UserError):
         videos = read_videos(data_dir)
         shown = chunks.video_ids.take(np.unique(chunks.video[picked]))
@@ -332,7 +332,7 @@ def _or_note(read: Callable[[], Any], notes: list[str]) -> Any:
 
 @dataclass(frozen=True)
 class Pages:
-    """The pages that belong together: page 1, `name`, beside the folder; all other pages, and a list of all, in it.
+    """Connected pages: the first page, `name`, is beside the folder; the others and a list of all chunks are in it.
 
     Attributes:
         folder: Address of the folder beside the first page.
@@ -352,7 +352,7 @@ class Pages:
         return self.number == 0
 
     def address(self, number: int) -> str:
-        """Return the address of a page relative to this page."""
+        """Return the address of a page, relative to this page."""
         if number == self.number:
             return ""
         if number == 1:
@@ -366,7 +366,7 @@ class Pages:
 
     @property
     def near(self) -> list[int | None]:
-        """Numbers of the pages that this page links to; None for each gap."""
+        """Numbers of the pages to which this page links, with None for each gap."""
         shown = {1, self.count, *range(max(1, self.number - 2), min(self.count, self.number + 2) + 1)}
         numbers: list[int | None] = []
         last = 0
@@ -390,7 +390,7 @@ def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages,
         ("dataset", "Dataset", [card.dataset for card in shown if card.dataset]),
         ("video", "Source video", [card.video_id for card in shown]),
     )
-    # A filter with one value does not distinguish chunks, and a menu of thousands cannot be used.
+    # A filter with a single value does not distinguish chunks, and nobody can use a menu of thousands of values.
     values_of_labels: dict[str, dict[str, None]] = {}
     for card in shown:
         for name, value in card.labels:
