@@ -1,10 +1,10 @@
-"""Videos with captions of different splits: which split each second of them belongs to.
+"""The split of each second of a video, for videos whose captions belong to different splits.
 
 A caption may belong to another split than its video (schema.OPTIONAL_CAPTIONS). Each second of such a video belongs to
-exactly one split. Where captions show it, this is their split; where captions of several splits overlap, it is the
-held-out one (`test`, else `val`). Elsewhere it is the split of the video. Training without captions omits the seconds
-of other splits. A caption is omitted if it shows any second of another split. Captions of further sources, such as
-models, do not divide a video, because they cover all of it.
+exactly one split. If captions cover the second, their split applies. If they belong to several splits, the held-out
+split applies (`test`, else `val`). If no caption covers the second, the split of the video applies. Training without
+captions omits the seconds of other splits. A caption is omitted if it shows any second of another split. Captions of
+further sources, such as models, do not divide a video, because they cover all of it.
 """
 
 from collections.abc import Collection
@@ -30,7 +30,7 @@ _ROUNDING_US = 1000
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of spans that belong to a split: each part's span, int64 [P], ascending; its times in microseconds."""
+    """Parts of spans in one split. `span` is int64 [P], in ascending order; times are in microseconds."""
 
     span: NDArray[np.int64]
     begin_us: NDArray[np.int64]
@@ -117,7 +117,7 @@ class DividedVideos:
 def read_divided_videos(data_dir: Path) -> DividedVideos | None:
     """Return the videos with captions of different splits, by row in videos.parquet; None if there are none.
 
-    The captions are read only if the manifest records that some of them differ from their video in the split.
+    The captions are read only if the manifest records that the split of a caption differs from its video's split.
 
     Raises:
         UserError: There is no manifest, or it is damaged.

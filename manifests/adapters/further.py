@@ -1,7 +1,7 @@
 """Caption tables for videos that are already in the manifest.
 
-A table names a video by its video_id, or as a caption table of `folder` does: by the dataset's ID, the path or the file
-name.
+A table names a video by its video_id, by the dataset's ID, by its path, or by its file name. Except for the video_id,
+these are also the names in caption tables of the dialect `folder`.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from clipmill.manifests.further_sources import source_fault
 from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS
 from clipmill.manifests.storage.urls import Place, place_name, place_of
 
-TABLE = "table"  # `kind` in the records of tables without a model
+TABLE = "table"  # value of `kind` in the records of tables that no model wrote
 # Function of videos (rows), begin_s and end_s that returns booleans; all arrays have the same length.
 HasChunk = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 _LIKELIHOOD = OPTIONAL_CAPTIONS.field("likelihood")
@@ -38,7 +38,7 @@ class FurtherReading:
     """The content of caption tables.
 
     Attributes:
-        reading: Captions, with likelihood, and rejected rows; it has no videos.
+        reading: Captions with their likelihood, and rejected rows. Its list of videos is empty.
         records: Source -> {"kind", "models": metadata of the models that wrote it}.
     """
 
@@ -119,7 +119,7 @@ class _Videos:
         return np.asarray(rows.to_numpy(zero_copy_only=False), np.int64)
 
     def row_named(self, name: str) -> int:
-        """Return the row of the video with a name other than its video_id; -1 if there is none.
+        """Look up a video by a name that is not its video_id; return its row, or -1 if there is none.
 
         If an absolute path does not exist, it matches the video with the same file name.
 

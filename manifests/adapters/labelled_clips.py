@@ -6,17 +6,17 @@ or `<youtube_id>.<extension>` (untrimmed: the label applies from time_start to t
 lines such as
 
     path label               or `path,label`: VideoMAE's lists
-    path num_frames label    AVION's lists; num_frames is ignored, since it refers to another copy of the video
+    path num_frames label    AVION's lists; num_frames is ignored, because it refers to another copy of the video
     path 0 -1                VideoMAE V2's lists for pre-training: a video without a label
     path start num_frames    in a list with lines of the previous form: a folder of extracted frames, which is rejected
 
 In such a list, the split is derived from the file name of the list. A path may contain spaces and commas, or be quoted:
 the reader uses the first interpretation of a line for which the file exists. In published lists, paths begin with a
-placeholder folder, `your_path/` (VideoMAE V2) or `dataset_root/` (AVION). The placeholder is removed, with as many of
-the folders after it as do not exist. The class is also the text of the caption. It is taken from the list unchanged, as
-a name or a number, so one dataset should not mix lists with numbers and lists with names.
+placeholder folder, `your_path/` (VideoMAE V2) or `dataset_root/` (AVION). The reader removes the placeholder, and the
+folders after it that do not exist. The class is also the text of the caption. It is taken from the list unchanged, as a
+name or a number, so one dataset should not mix lists with numbers and lists with names.
 
-*Something-Something v2* (Goyal et al. 2017) has clips of one of 174 actions with objects. train.json and
+*Something-Something v2* (Goyal et al. 2017) has clips of 174 actions with objects, one action per clip. train.json and
 validation.json are lists of {"id": "78687", "label": "holding a cup next to a box", "template": "Holding [something]
 next to [something]", "placeholders": ["a cup", "a box"]}. The file names may have the prefix `something-something-v2-`.
 The caption is `label`. The class is the template without its brackets, as in labels.json. The videos are files
@@ -150,7 +150,7 @@ def _add_plain_list(builder: ReadingBuilder, clips: WantedVideos, *, lookup: Vid
             detail = f"expected `path label` or `path,label`, found {line:.80}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
             continue
-        # The interpretation whose file exists; otherwise the first one with the name of a video file.
+        # Use the interpretation whose file exists; otherwise the first one with the name of a video file.
         existing = (reading for reading in readings if _exists(reading.name, lookup))
         plausible = (reading for reading in readings if PurePosixPath(reading.name).suffix.lower() in VIDEO_SUFFIXES)
         reading = next(existing, None) or next(plausible, readings[0])

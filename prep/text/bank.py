@@ -60,7 +60,7 @@ def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np
 
 
 class Bank:
-    """The content of the bank, for one run or for the parts of a run. Damaged blocks are removed.
+    """The content of the bank. Several parts of a run may share it. Damaged blocks are removed.
 
     Args:
         folder: Folder of the bank, which may not exist yet.
@@ -79,7 +79,7 @@ class Bank:
         self.refresh()
 
     def add_not_finite(self, digests: Collection[bytes]) -> None:
-        """Add texts without an embedding, as rows of NaN, so that the part that makes the shards knows about them."""
+        """Add rows of NaN for texts without an embedding, to inform the part of the run that makes the shards."""
         added = np.frombuffer(b"".join(sorted(digests)), DIGESTS)
         write_block(self.folder, added, np.full((len(added), self._width), np.nan, np.float16), np.ones(len(added)))
 

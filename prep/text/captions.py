@@ -1,7 +1,7 @@
 """The captions of some videos, read in batches; the digests of their texts; the deep check of stored texts.
 
 Batches avoid having ten million captions as Python objects at once. Digests identify texts in shards, in the bank, and
-across runs. They are held in a NumPy array of 16-byte strings, which is sorted if it is searched; ten million digests
+across runs. They are stored in a NumPy array of 16-byte strings, which is sorted before a search. Ten million digests
 take 160 MB. When NumPy converts such a string to a Python object, it strips trailing zero bytes; `tobytes` returns all
 bytes.
 """

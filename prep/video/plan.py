@@ -1,9 +1,9 @@
 """The plan of `video`: the work for each shard, and the reason for it.
 
-The plan is a function of the manifest, the probes, the shots, the layout, the recipe and the commits. Planning opens no
-other files. With `--cut shots`, a video whose shots have not been detected yet has no chunks in the plan; its existing
-chunks are kept. The code processes tables by column, and updates the hash of a shard once, so that a plan of ten
-million chunks takes seconds.
+The plan is a function of the manifest, the probes, the shots, the layout, the recipe and the commits. Only the files
+that are needed are opened. With `--cut shots`, a video whose shots have not been detected yet has no chunks in the
+plan; its existing chunks are kept. The code processes tables by column, and updates the hash of a shard once, so that a
+plan of ten million chunks takes seconds.
 
 A worker copies the chunks whose encoder pass is unchanged from stored tars: the tar of the shard, and the tars of
 shards that videos leave because they are removed, renamed or moved to another split. `with_changes` finds these chunks
@@ -152,13 +152,13 @@ class Plan:
         layout: Layout with every span assigned. It must be written before the work begins.
         shards: Shards, in the order of their IDs.
         unusable: Code -> number of videos that cannot be used, according to their probes or to the detection of their
-            shots. Videos whose source was readable once but is not any more are not included: their existing chunks
-            are kept, and missing chunks will fail with a failure code.
+            shots. A video whose source was readable earlier is not counted: its existing chunks are kept, and its
+            missing chunks will fail with a failure code.
         shots: Known and missing shots of the videos; None with `--cut even`.
         cutting: Chunks of all videos.
         probes: Probes of the videos, one row per video.
         num_frames: Number of output frames of each video, int64; 0 if it is unusable.
-        video_rows: Row in the manifest of the video of each span of the plan, int64.
+        video_rows: For each span of the plan, the manifest row of its video, int64.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ class Plan:
         names, sources = ("source_id", "dataset", "captions_sha256"), self.probes.select(["fingerprint"])
         first = 0
         while first < len(bounds) - 1:
-            # Many shards at a time, because a call of Arrow costs as much as hundreds of values.
+            # Process many shards at a time, because one call of Arrow takes as long as processing hundreds of values.
             last = int(np.searchsorted(bounds, bounds[first] + _ROWS_AT_ONCE, side="right")) - 1
             last = max(last, first + 1)
             part = slice(bounds[first], bounds[last])

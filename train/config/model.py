@@ -19,10 +19,10 @@ class TowerSpec:
 
     Attributes:
         name: Value of `--towers.kind`.
-        build: Import path of a function or class with the arguments (size, image_px, num_frames, embedding_width,
-            attend, towers). It returns the tower of a dual encoder: a module that embeds clips [B, C, T, H, W] as [B,
-            embedding_width], not of unit length. `size` is a `VideoViTSize`; `towers` are the settings `--towers.*`.
-            None for a tower that dual encoders do not support.
+        build: Import path of a function or class that builds the tower of a dual encoder from the arguments (size,
+            image_px, num_frames, embedding_width, attend, towers). The tower embeds clips [B, C, T, H, W] as vectors
+            [B, embedding_width], which are not normalised. `size` is a `VideoViTSize`, and `towers` are the settings
+            `--towers.*`. None if dual encoders do not support the tower.
         tubelet: Frames per cube; --towers.tubelet replaces it.
     """
 
@@ -65,7 +65,7 @@ _KINDS = (
 )
 # Settings that towers of the kind videomae lack, with the values that mean "none".
 _OF_CLIP_ALONE = {"embedding_width": None, "patch_dropout": 0.0, "attention": None}
-# The kind of towers that libraries build, and the settings that are determined by the name of such a tower.
+# The kind of all towers from libraries. The name of such a tower determines some settings.
 LIBRARY = "library"
 _REFERENCE = re.compile(r"(open_clip|timm|hf):\S.*")
 _OF_OUR_IMAGE = (

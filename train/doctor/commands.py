@@ -1,4 +1,4 @@
-"""`train doctor`: rules that judge a machine; the command with its report; the part of the report on a run's page."""
+"""`train doctor`: rules that judge a machine, the command and its report, and the lines for run.json."""
 
 import json
 import re
@@ -137,7 +137,7 @@ def _judge_cores(examined: Examined) -> Iterator[Finding]:
             f"torch starts a thread per visible core: set OMP_NUM_THREADS={max(1, int(host.quota_cores))}",
         )
     value = host.thread_variables.get("OMP_NUM_THREADS", "").strip()
-    # "4,2" has nesting levels. OpenMP ignores other text.
+    # A value such as "4,2" has one number per nesting level. OpenMP ignores text that is not a number.
     num_threads = int(value.split(",")[0]) if re.fullmatch(r"[1-9][0-9]{0,8}(,.*)?", value) else None
     is_on_cpu = examined.asked_device == "cpu" or not examined.accelerator.gpus
     if num_threads is not None and (num_threads > cores or (is_on_cpu and 2 * num_threads < cores)):

@@ -31,7 +31,7 @@ class VideoMAEEncoder(TokenTower):
     Args:
         num_frames: Number of frames per clip, a multiple of the cube length.
         has_last_norm: Apply `ln_post` to the tokens. A classifier normalises the tokens' mean instead.
-        drop_path: Probability, for each block, of skipping a branch for a clip in training; empty for none.
+        drop_path: For each block, the probability that a branch is skipped for a clip in training; empty if it is 0.
     """
 
     positions_ND: Tensor
@@ -67,10 +67,10 @@ class VideoMAEEncoder(TokenTower):
         if visible_BK is None:
             seen_BK, positions_BKD = cubes.flatten(4).flatten(1, 3), self.positions_ND
         else:
-            # Selected before the embedding, which saves the computation for all other cubes.
+            # The cubes are selected before the embedding, so that other cubes are not embedded.
             seen_BK, positions_BKD = pick_cubes(cubes, visible_BK).flatten(2), self.positions_ND[visible_BK]
         embedded_BKD = self.conv1(seen_BK)
-        # From here on, values have the precision of that product.
+        # The result has the precision of `embedded_BKD`, which autocast may lower.
         x_BKD: Tensor = embedded_BKD + positions_BKD.to(embedded_BKD.dtype)
         return x_BKD
 
@@ -109,7 +109,7 @@ def start_as_videomae(module: nn.Module) -> None:
                 nn.init.zeros_(part.bias)
 
 
-_LAST_NORM_EPS = 1e-5  # of the decoder, independent of the blocks, as in transformers
+_LAST_NORM_EPS = 1e-5  # epsilon of the decoder's last norm, which in transformers differs from the blocks' epsilon
 _MASK_TOKEN_STD = 0.02
 
 
@@ -142,7 +142,7 @@ class MaskedDecoder(nn.Module):
         positions_NE = self.positions_NE.to(x_BKE.dtype)
         masked_BME = self.mask_token.to(x_BKE.dtype) + positions_NE[predicted_BM]
         x_BLE = self.transformer(torch.cat([x_BKE + positions_NE[visible_BK], masked_BME], dim=1))
-        # Only the predicted cubes need norm and head, whose output is as wide as a cube.
+        # Norm and head are applied only to the predicted cubes, because the head's output is as wide as a cube.
         values_BMV: Tensor = self.head(self.ln_post(x_BLE[:, visible_BK.shape[1] :]))
         return values_BMV
 
@@ -199,8 +199,8 @@ class MaskedAutoencoder(nn.Module):
         Args:
             video_BCTHW: Normalised clips.
             masked_BN: True for cubes hidden from the encoder, bool; the same number in each clip.
-            decoded_BN: True for cubes that the decoder may predict, bool (None for all); each clip must have the same
-                number of masked ones among them.
+            decoded_BN: True for cubes that the decoder may predict, bool; None for all cubes. All clips must have the
+                same number of cubes that are both masked and decoded.
             num_masked, num_predicted: Number of a clip's masked cubes, and of its masked and decoded cubes. If None,
                 they are counted, which synchronises with the device.
 
