@@ -14,7 +14,7 @@ from tests.conftest import LONG
 PYTHONS = ("3.11", "3.12", "3.13")
 MAX_FILE_LINES = 600
 MAX_README_LINES = 60
-MAX_WORDS_OF_DOCUMENTS = 95_000  # of all Markdown files, as `wc -w` counts; it only goes down
+MAX_WORDS_OF_DOCUMENTS = 85_200  # of all Markdown files, without the bars of tables; it only goes down
 NAMES_THAT_SAY_NOTHING = {"common", "helper", "helpers", "misc", "tools", "util", "utils"}
 # Parts with a lock, and their extras.
 PARTS = {"prep": ("prep", "cluster"), "columns": ("prep", "cluster", "columns"), "train": ("train",)}
@@ -164,7 +164,11 @@ def test_every_document_is_in_the_index(repository: Path, repository_files: list
 
 
 def test_the_documents_stay_short(repository: Path, repository_files: list[Path]) -> None:
-    words = {path: len((repository / path).read_text().split()) for path in repository_files if path.suffix == ".md"}
+    words = {
+        path: sum(any(map(str.isalnum, word)) for word in (repository / path).read_text().split())
+        for path in repository_files
+        if path.suffix == ".md"
+    }
     longest = ", ".join(f"{path} {words[path]:,}" for path in sorted(words, key=words.__getitem__)[:-6:-1])
     hint = "tell a fact once, and link to it"
     assert sum(words.values()) <= MAX_WORDS_OF_DOCUMENTS, f"{sum(words.values()):,} words ({longest}): {hint}"
