@@ -2,7 +2,8 @@
 
     ClipmillError
     ├── UserError      the request is invalid                         exit 2, `error:` and `hint:` lines
-    │   └── UserErrors several mistakes in one request                exit 2, two lines for each
+    │   ├── UserErrors several mistakes in one request                exit 2, two lines for each
+    │   └── StorageRefused object storage refuses access              exit 3, `error:` and `hint:` lines
     ├── Inaccessible   a bucket refuses a file, or does not answer    as the OSError that it wraps
     ├── FailedWork     some of the work failed                        exit 1, a summary and the path of the list
     └── Stopped        stopped by SIGTERM after saving the work       exit 143, how to continue
@@ -22,6 +23,7 @@ from typing import NoReturn
 
 EXIT_FAILED_WORK = 1
 EXIT_USER_ERROR = 2
+EXIT_STORAGE_REFUSED = 3  # also if that ends a run: a scheduler may renew the credentials and start the command again
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 143
 
@@ -33,7 +35,9 @@ FOLDER_IN_PLACE = "there is a folder in place of this file; remove it or move it
 
 
 class ClipmillError(Exception):
-    """Base class of the errors above."""
+    """Base class of the errors above; `exit_code` is the exit code of a command that it ends."""
+
+    exit_code = EXIT_FAILED_WORK
 
 
 class UserError(ClipmillError):
@@ -45,6 +49,8 @@ class UserError(ClipmillError):
         flags: Flags that the mistake is about, the wrong flag first. Code that needs to know them reads this attribute,
             never the message.
     """
+
+    exit_code = EXIT_USER_ERROR
 
     def __init__(self, message: str, *, hint: str | None = None, flags: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -96,6 +102,17 @@ class UserErrors(UserError):
         UserErrors.__init__(self, self._errors)
 
 
+class StorageRefused(UserError):
+    """Object storage refuses access to an object or a bucket, or the bucket does not exist.
+
+    Attributes:
+        concerns_all: True if it refuses everything in the bucket, and not a single object.
+    """
+
+    exit_code = EXIT_STORAGE_REFUSED
+    concerns_all = True
+
+
 class Inaccessible(ClipmillError):
     """A file in a bucket cannot be read now. This says nothing about its content.
 
@@ -117,9 +134,15 @@ class Inaccessible(ClipmillError):
 class FailedWork(ClipmillError):
     """Some of the work failed. The message says how much, and names the list of failures."""
 
+    def __init__(self, message: str, *, exit_code: int = EXIT_FAILED_WORK) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
 
 class Stopped(ClipmillError):
     """The program was stopped, and has saved its work. The message says how to continue."""
+
+    exit_code = EXIT_STOPPED
 
 
 def run_command(command: Callable[[], object], *, program: str = "", has_daemons: bool = False) -> NoReturn:
@@ -139,13 +162,13 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
             print(f"error: {mistake}", file=sys.stderr)
             if mistake.hint:
                 print(f"hint: {mistake.hint}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+        sys.exit(error.exit_code)
     except FailedWork as error:
         print(f"failed: {error}", file=sys.stderr)
-        sys.exit(EXIT_FAILED_WORK)
+        sys.exit(error.exit_code)
     except Stopped as stop:
         print(f"stopped: {stop}", file=sys.stderr)
-        sys.exit(EXIT_STOPPED)
+        sys.exit(stop.exit_code)
     except KeyboardInterrupt as interrupt:
         # Python's own message is empty. A command may have added a note about how to continue.
         how = f"; {interrupt}" if interrupt.args else ""

@@ -20,7 +20,8 @@ PACKAGES = ("manifests", "shards", "prep", "train")
 
 # What a package may import from outside, beside the standard library; prep and train follow pyproject.toml.
 OUTSIDE = {
-    "manifests": {"cyclopts", "numpy", "obstore", "prometheus_client", "pyarrow", "rich"},
+    # botocore, prometheus_client: optional parts
+    "manifests": {"botocore", "cyclopts", "numpy", "obstore", "prometheus_client", "pyarrow", "rich"},
     "shards": {"av", "duckdb", "jinja2", "markupsafe", "numpy", "pyarrow"},  # pages: parts of both extras
 }
 BESIDE = {"prep": ("columns", "endpoint", "zarr"), "train": ("track", "caption-metrics", "lora")}  # further extras

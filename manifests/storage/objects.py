@@ -49,6 +49,7 @@ from clipmill.manifests.storage.stores import (
     scheme_of,
     storage_errors,
 )
+from clipmill.manifests.storage.stores import AccessDenied as AccessDenied
 from clipmill.manifests.storage.stores import AccessRefused as AccessRefused
 from clipmill.manifests.storage.waiting import watch_request
 
@@ -403,8 +404,15 @@ class Objects:
         import obstore
 
         self._check_redirects(key)
-        with self._errors(key):
-            meta = obstore.head(self._store, key)
+        try:
+            with self._errors(key):
+                meta = obstore.head(self._store, key)
+        except NoAnswer:
+            raise
+        except (AccessDenied, Unanswered):
+            if self.is_writable:
+                self.read_range(key, 0, 1)  # raises the cause, such as expired keys: an answer to HEAD names none
+            raise
         self._count(1, 0)
         return info_of({**meta, "path": key})
 

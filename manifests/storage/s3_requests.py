@@ -112,7 +112,11 @@ class S3Requests:
         url = f"{self._bucket_url}{path}?{urlencode(query, quote_via=quote)}&{_IGNORED}="
         # Unlike `endpoint`, this name has precedence over the variables of the environment.
         config: Any = {"aws_endpoint_url_s3": url, "virtual_hosted_style_request": True}
-        store = S3Store(self._store.config["bucket"], config=config, client_options={"allow_http": True})
+        if (region := self._store.config.get("region")) is not None:  # of a profile
+            config["region"] = region
+        provider = self._store.credential_provider
+        options: Any = {"client_options": {"allow_http": True}, "credential_provider": provider}
+        store = S3Store(self._store.config["bucket"], config=config, **options)
         where = self._address if key is None else f"{self._address}/{key}"
         for wait_s in (*_WAITS_S, None):
             try:

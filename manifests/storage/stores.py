@@ -1,6 +1,7 @@
 """obstore's stores for the supported addresses, and its errors as errors of files, of the user, or as Inaccessible.
 
-Credentials and endpoint come from the variables that the tools of each provider use (`clouds.py`).
+Credentials and endpoint come from the variables that the tools of each provider use (`clouds.py`). obstore renews the
+credentials of web identity, containers and instances; boto3 renews the credentials of a profile (`profiles.py`).
 """
 
 import errno
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from clipmill.manifests.errors import Inaccessible, UserError, first_line
+from clipmill.manifests.errors import Inaccessible, StorageRefused, UserError, first_line
 from clipmill.manifests.formatting import on_one_line
 from clipmill.manifests.storage.clouds import CLOUDS, cloud_of
 from clipmill.manifests.storage.waiting import watch_request
@@ -94,7 +95,13 @@ def open_store(address: str, *, scheme: str, is_written: bool = False) -> Any:
     try:
         open_url: Any = from_url  # its types know the options of each provider, not the options common to all
         retry, timeouts = (_WRITE_RETRY, _WRITE_TIMEOUTS) if is_written else (_RETRY, _TIMEOUTS)
-        return open_url(address, retry_config=retry, client_options={**timeouts, "allow_http": allows_http})
+        options: dict[str, Any] = {"retry_config": retry, "client_options": {**timeouts, "allow_http": allows_http}}
+        profile = os.environ.get("AWS_PROFILE")
+        if scheme == "s3" and profile and not os.environ.get("AWS_ACCESS_KEY_ID"):
+            from clipmill.manifests.storage.profiles import provider_of_profile
+
+            options["credential_provider"] = provider_of_profile(profile)
+        return open_url(address, **options)
     except (BaseError, ValueError) as error:
         raise UserError(
             f"{address} cannot be opened: {first_line(error)}",
@@ -115,6 +122,7 @@ _CREDENTIAL_CODES = (
     *("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"),
     *("AuthenticationFailed", "AuthorizationFailure", "InvalidAuthenticationInfo", "NoAuthenticationInformation"),
 )
+_RENEWAL = re.compile("External AWS credential provider: (.*)")
 _METADATA_PATHS = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity/")
 _NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
 _BAD_NAME_CODES = ("InvalidBucketName", "InvalidResourceName", "OutOfRangeInput")
@@ -145,12 +153,14 @@ class CutAnswer(NoAnswer):
     """The body of an answer ended early. obstore resumes only the content of objects, not other answers."""
 
 
-class AccessRefused(UserError, PermissionError):
+class AccessRefused(StorageRefused, PermissionError):
     """The server refuses the credentials or the request."""
 
 
 class AccessDenied(AccessRefused):
     """The credentials are valid, but do not allow the request."""
+
+    concerns_all = False
 
 
 class OddName(OSError):
@@ -207,7 +217,7 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
     code, reason, cloud = _code(error), _reason(error), cloud_of(address)
     if code in _NO_BUCKET_CODES:
         message = f"the bucket of {address} does not exist"
-        raise UserError(message, hint="create the bucket, or correct the address") from None
+        raise StorageRefused(message, hint="create the bucket, or correct the address") from None
     if code in _BAD_NAME_CODES:
         raise UserError(f"{where}: the server rejects the name ({code})", hint="correct the address") from None
     if isinstance(error, AlreadyExistsError | PreconditionError):
@@ -230,9 +240,13 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
         raise AccessRefused(
             f"{where}: there are no credentials", hint=f"set {cloud.credentials}, or use a machine with a role"
         ) from None
+    if (renewal := _RENEWAL.search(str(error))) is not None:
+        message = f"{where}: the credentials cannot be renewed: {on_one_line(renewal[1])}"
+        raise AccessRefused(message, hint="check the profile that AWS_PROFILE names") from None
     if code in _CREDENTIAL_CODES or isinstance(error, UnauthenticatedError) or reason.startswith("401"):
         hint = f"check {cloud.credentials}" + ("" if cloud.names_clock else ", and the clock of this machine")
-        raise AccessRefused(f"{where}: the credentials are refused ({code or reason})", hint=hint) from None
+        kind = AccessRefused if cloud.credentials else AccessDenied  # a web server answers for a single file
+        raise kind(f"{where}: the credentials are refused ({code or reason})", hint=hint) from None
     if reason.startswith("403"):
         raise AccessDenied(
             f"{where}: access denied ({code or reason})",
@@ -244,8 +258,8 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
             hint="write to a server with conditional writes (If-None-Match and If-Match)",
         ) from None
     is_passing = reason == _NO_ANSWER or _PASSING.match(reason)
-    kind = CutAnswer if reason == _CUT else NoAnswer if is_passing else Unanswered
-    raise kind(errno.EIO, reason, where) from error
+    unanswered = CutAnswer if reason == _CUT else NoAnswer if is_passing else Unanswered
+    raise unanswered(errno.EIO, reason, where) from error
 
 
 def _code(error: Exception) -> str:

@@ -2,6 +2,8 @@
 
 from enum import StrEnum
 
+from clipmill.manifests.errors import StorageRefused
+
 
 class FailureCode(StrEnum):
     """Failure code, as stored in commits and lists, shown on the console and accepted by `prep retry --only CODE`."""
@@ -10,7 +12,8 @@ class FailureCode(StrEnum):
     SOURCE_UNREADABLE = "source_unreadable"  # not a supported container: text, a playlist, an empty file, no permission
     SOURCE_TRUNCATED = "source_truncated"  # the header announces more data than the file holds
     SOURCE_CHANGED = "source_changed"  # the file changed between planning and processing
-    ACCESS_REFUSED = "access_refused"  # a bucket or a web server refuses the credentials, or asks for some
+    ACCESS_REFUSED = "access_refused"  # a bucket or a web server refuses access to a single object
+    STORAGE_REFUSED = "storage_refused"  # a bucket refuses the credentials, or does not exist: all of its objects fail
     SOURCE_TOO_LARGE = "source_too_large"  # a remote source exceeds the scratch space for copies
     NO_VIDEO = "no_video"
     ZERO_DURATION = "zero_duration"
@@ -56,6 +59,10 @@ WORDS: dict[str, tuple[str, str]] = {
     FailureCode.ACCESS_REFUSED: (
         "the server refuses access to the file",
         "check the credentials and what they permit, then run the same command again",
+    ),
+    FailureCode.STORAGE_REFUSED: (
+        "the bucket refuses the credentials, or does not exist",
+        "renew the credentials or correct the address, then run the same command again",
     ),
     FailureCode.SOURCE_TOO_LARGE: ("the file exceeds the scratch space", "give a larger --scratch-size or $TMPDIR"),
     FailureCode.NO_VIDEO: ("the file has no video stream", "remove it, and run prep manifest again"),
@@ -127,6 +134,7 @@ TRANSIENT = frozenset(
     {
         FailureCode.SOURCE_CHANGED,
         FailureCode.ACCESS_REFUSED,
+        FailureCode.STORAGE_REFUSED,
         FailureCode.SOURCE_TOO_LARGE,
         FailureCode.TIMEOUT,
         FailureCode.OUT_OF_MEMORY,
@@ -145,18 +153,47 @@ TRANSIENT = frozenset(
     }
 )
 
-# Failures of the machine that a worker runs on: others may have a disk with room, more memory, the weights.
-MACHINE_FAULTS = frozenset(
-    {FailureCode.DISK_FULL, FailureCode.OUT_OF_MEMORY, FailureCode.FFMPEG_DIFFERS, FailureCode.MODEL_UNAVAILABLE}
-)
-
 # Failures that may disappear as soon as the source is readable again, such as a missing file or an unmounted disk.
 SOURCE_AWAY = frozenset({FailureCode.SOURCE_MISSING, FailureCode.SOURCE_UNREADABLE})
+
+# Failures of the machine that a worker runs on: others may have a disk with room, more memory, the weights, valid keys.
+MACHINE_FAULTS = frozenset(
+    {
+        FailureCode.DISK_FULL,
+        FailureCode.OUT_OF_MEMORY,
+        FailureCode.FFMPEG_DIFFERS,
+        FailureCode.MODEL_UNAVAILABLE,
+        FailureCode.STORAGE_REFUSED,
+    }
+)
+
+# Refusals by object storage or a web server.
+REFUSALS = frozenset({FailureCode.ACCESS_REFUSED, FailureCode.STORAGE_REFUSED})
+
+# Failures of a machine without a mount, or of a few samples.
+MOUNT_FAULTS = SOURCE_AWAY | {FailureCode.ACCESS_REFUSED, FailureCode.IO_ERROR}
+
+# Failures of a machine whose programs do not run, or of a few samples that no machine can make.
+PROGRAM_FAULTS = frozenset(
+    {
+        FailureCode.WORKER_LOST,
+        FailureCode.WORKER_CRASHED,
+        FailureCode.ENCODE_FAILED,
+        FailureCode.TIMEOUT,
+        FailureCode.SOURCE_CHANGED,
+        FailureCode.SOURCE_TOO_LARGE,
+    }
+)
 
 
 def loss_code(*, crashed: bool) -> FailureCode:
     """Return the failure code of a task whose worker ended without a result."""
     return FailureCode.WORKER_CRASHED if crashed else FailureCode.WORKER_LOST
+
+
+def refusal_code(refused: StorageRefused) -> FailureCode:
+    """Return the failure code of work that object storage refused."""
+    return FailureCode.STORAGE_REFUSED if refused.concerns_all else FailureCode.ACCESS_REFUSED
 
 
 class SourceFailure(Exception):

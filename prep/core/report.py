@@ -170,7 +170,7 @@ def summary_report(
     lines += [*failure_lines(summary.failures, listed=listed, retry=retry), *summary.added.lines]
     values = {
         **more,
-        **{name: value for name, value in asdict(summary).items() if name != "added"},
+        **{name: value for name, value in asdict(summary).items() if name not in ("added", "exit_code")},
         **failure_values(summary.failures, listed=listed),
         "num_failed_videos": summary.num_failed_videos,
         "unchanged": len(summary.unchanged),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic
 
-from clipmill.manifests.errors import Inaccessible, UserError
+from clipmill.manifests.errors import EXIT_FAILED_WORK, EXIT_STORAGE_REFUSED, Inaccessible, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.monitoring import metrics_registry
 from clipmill.manifests.progress import Activity
@@ -32,7 +32,8 @@ from clipmill.shards.reader import Variant
 
 # Number of consecutive shards that may stop for a reason that stops the others too, before the run gives up.
 _MOST_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ACCESS_REFUSED: 3, FailureCode.ENDPOINT_FAILED: 3}
-_MOST_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1}
+_MOST_STOPS |= dict.fromkeys(SOURCE_AWAY, 3)  # a lost mount
+_MOST_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1, FailureCode.STORAGE_REFUSED: 1}
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Summary:
         failures: All failures, including failures of earlier runs that were not tried again.
         unchanged: Failures that an earlier run has reported and that this run had no reason to try again.
         gave_up: Reason why the run ended before all shards were tried, or None.
+        exit_code: Exit code of a run that gave up.
         refused_workers: Machines that failed the admission check, failed their tasks or were lost, and got no more.
         added: Lines and values that the column adds to the report.
     """
@@ -62,6 +64,7 @@ class Summary:
     failures: list[Failure] = field(default_factory=list)
     unchanged: frozenset[Failure] = frozenset()
     gave_up: str | None = None
+    exit_code: int = EXIT_FAILED_WORK
     refused_workers: list[Refused] = field(default_factory=list)
     added: Addition = field(default_factory=Addition)
 
@@ -223,6 +226,8 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 num_alike, last_code = (num_alike if stop_code == last_code else 0) + 1, stop_code
                 if stop is not None and num_alike == _MOST_STOPS.get(stop.code):
                     summary.gave_up = f"stopped: {stop.message}"
+                    if stop.code == FailureCode.STORAGE_REFUSED:
+                        summary.exit_code = EXIT_STORAGE_REFUSED
                     if stop.code == FailureCode.DISK_FULL:
                         summary.gave_up = f"stopped, because the disk was full for {num_alike} consecutive shards"
                         return

@@ -19,9 +19,17 @@ from typing import Protocol, Self, TypeVar
 
 import pyarrow as pa
 
-from clipmill.manifests.errors import Inaccessible
+from clipmill.manifests.errors import Inaccessible, StorageRefused
 from clipmill.manifests.publish import TEMPORARY_PREFIX, parse_json
-from clipmill.prep.core.failures import MACHINE_FAULTS, SOURCE_AWAY, FailureCode
+from clipmill.prep.core.failures import (
+    MACHINE_FAULTS,
+    MOUNT_FAULTS,
+    PROGRAM_FAULTS,
+    SOURCE_AWAY,
+    FailureCode,
+    refusal_code,
+)
+from clipmill.prep.engines import MachineFault
 from clipmill.shards.commits import Commit, Failure, write_commit
 from clipmill.shards.writer import Sample, ShardWriter
 
@@ -87,20 +95,32 @@ class ShardResult:
         return [*self.failures, *([] if self.stopped_by is None else [self.stopped_by])]
 
     @property
-    def machine_fault(self) -> str | None:
-        """Failure that the worker's machine may have caused (`clipmill.prep.engines`), or None."""
-        # A machine without a mount, a network or credentials makes no sample at all.
-        away = SOURCE_AWAY | {FailureCode.ACCESS_REFUSED, FailureCode.IO_ERROR}
-        codes = MACHINE_FAULTS if self.num_chunks else MACHINE_FAULTS | away
-        return next((f"{failure.code}: {failure.message}" for failure in self.reasons if failure.code in codes), None)
+    def machine_fault(self) -> MachineFault | None:
+        """Failure that the worker's machine may have caused, or None."""
+        # A mount that is lost in the middle of a shard leaves samples; a machine without a mount makes none at all, and
+        # neither does one whose programs do not run.
+        sure = MACHINE_FAULTS if self.has_new_samples else MACHINE_FAULTS | MOUNT_FAULTS
+        doubtful = MOUNT_FAULTS if self.has_new_samples else PROGRAM_FAULTS
+        for codes in (sure, doubtful):
+            for failure in self.reasons:
+                if failure.code in codes:
+                    return MachineFault(f"{failure.code}: {failure.message}", is_doubtful=codes is doubtful)
+        return None
+
+    @property
+    def has_new_samples(self) -> bool:
+        """True if the worker made samples, and did not only copy some."""
+        return self.num_chunks > self.num_reused
 
     @property
     def common_cause(self) -> Stop | None:
         """Reason why no commit or no sample was made, if it may stop other shards too; None if it may not."""
-        if self.stopped_by is not None or self.num_chunks > self.num_reused:
+        if self.stopped_by is not None:
             return self.stopped_by
+        shared = {FailureCode.STORAGE_REFUSED}  # also if it began in the middle of the shard
+        if not self.has_new_samples:
+            shared |= {FailureCode.DISK_FULL, FailureCode.ACCESS_REFUSED, *SOURCE_AWAY}
         causes = (Stop(FailureCode(failure.code), failure.message) for failure in self.failures)
-        shared = (FailureCode.DISK_FULL, FailureCode.ACCESS_REFUSED)
         return next((cause for cause in causes if cause.code in shared), None)
 
 
@@ -118,12 +138,15 @@ def system_errors_as_results(make: Callable[[W], ShardResult], work: W) -> Shard
     try:
         result = make(work)
         return replace(result, cpu_s=cpu_s() - begin_cpu_s)
+    except StorageRefused as error:
+        return stop_result(work, refusal_code(error), str(error))
     except OSError as error:
         code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
         where = f": {error.filename}" if error.filename else ""
         return stop_result(work, code, f"{error.strerror or error}{where}")
     except Inaccessible as error:
-        return stop_result(work, FailureCode.IO_ERROR, str(error))
+        code = refusal_code(error.cause) if isinstance(error.cause, StorageRefused) else FailureCode.IO_ERROR
+        return stop_result(work, code, str(error))
     except pa.ArrowException as error:
         return stop_result(work, FailureCode.IO_ERROR, f"a table cannot be read: {error}")
     except MemoryError as error:

@@ -8,9 +8,10 @@ function itself is a bug and ends the run. However a run ends, no worker survive
 Each worker is checked before its first task. A node (or this machine) whose workers fail the check gets no tasks: it is
 yielded once as `Refused`, and the run continues on other nodes, or ends if there are none.
 
-A result may have an attribute `machine_fault`: a failure that the machine may have caused, such as a full disk. Such a
-task is tried on the other nodes; a node that fails tasks which succeed on others gets no more of them. It is yielded as
-`Refused` too, and so is a node that was lost. If no other node can try a task, its result is yielded.
+A result may have an attribute `machine_fault`: a failure that the machine may have caused (`MachineFault`), such as a
+full disk. Such a task is tried on other nodes, and so is a task whose worker died. A node that fails tasks which others
+can do gets no more of them: it is yielded as `Refused` too, and so is a node that was lost. If no other node can try
+a task, its result is yielded.
 """
 
 import ctypes
@@ -44,6 +45,19 @@ class Outcome(Generic[T, R]):
     result: R | None
     lost: str | None = None
     crashed: bool = False  # True if the lost worker ended by a fault of its program, and was not killed
+
+
+@dataclass(frozen=True)
+class MachineFault:
+    """A failure that the machine of a worker may have caused.
+
+    Attributes:
+        reason: Failure, for messages.
+        is_doubtful: True if the inputs of the task are as likely a cause: a few nodes try it, and not all of them.
+    """
+
+    reason: str
+    is_doubtful: bool = False
 
 
 @dataclass(frozen=True)

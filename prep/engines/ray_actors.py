@@ -20,7 +20,16 @@ from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError, first_line
 from clipmill.manifests.formatting import count_noun, on_one_line
-from clipmill.prep.engines import THREADS_VARIABLE, TICK_S, Check, Outcome, Refused, admission, no_worker_left
+from clipmill.prep.engines import (
+    THREADS_VARIABLE,
+    TICK_S,
+    Check,
+    MachineFault,
+    Outcome,
+    Refused,
+    admission,
+    no_worker_left,
+)
 from clipmill.prep.engines.execution import Need
 
 Notify = Callable[[str], None]  # shows a line to the user
@@ -172,6 +181,7 @@ _TASKS_PER_ACTOR = 2  # the task that it works on, and the next one, so that it 
 _MAX_FAILED_STARTS = 3  # per actor, one after another
 _MAX_LOST_NODES = 10  # for one task, which may take its nodes down
 _MAX_FAULTS = 2  # consecutive tasks that a node fails and another node does, before the node is refused
+_MAX_DOUBTS = 3  # nodes that try a task whose failure its inputs may have caused
 
 Events = Iterator[Outcome[Any, Any] | Refused | None]
 
@@ -310,15 +320,20 @@ class ActorRun:
                 attempt.num_lost_nodes += 1
             else:
                 attempt.num_deaths += 1
+                if self._nodes.has_other({*attempt.failed_on, actor.node_id}):
+                    attempt.failed_on[actor.node_id] = f"its worker died: {first_line(error)}"
             if attempt.num_deaths <= self._task_retries and attempt.num_lost_nodes <= _MAX_LOST_NODES:
                 self._waiting.appendleft(attempt)
             else:
                 yield Outcome(attempt.task, None, lost=first_line(error))
             return
-        fault = getattr(result, "machine_fault", None)
+        fault: MachineFault | None = getattr(result, "machine_fault", None)
+        is_tried_again = False
         if fault is not None:
-            attempt.failed_on[actor.node_id] = fault
-        if fault is not None and self._nodes.has_other(attempt.failed_on):
+            attempt.failed_on[actor.node_id] = fault.reason
+            is_settled = fault.is_doubtful and len(attempt.failed_on) >= _MAX_DOUBTS
+            is_tried_again = not is_settled and self._nodes.has_other(attempt.failed_on)
+        if is_tried_again:
             self._waiting.appendleft(attempt)
         else:
             yield Outcome(attempt.task, result)

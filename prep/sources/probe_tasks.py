@@ -12,7 +12,7 @@ from pathlib import PurePath
 
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.progress import warn_refused
-from clipmill.prep.engines import Outcome, Refused
+from clipmill.prep.engines import MachineFault, Outcome, Refused
 from clipmill.prep.sources.access import SourceFacts
 from clipmill.prep.sources.probe_processes import Reader, probe_each
 
@@ -43,10 +43,10 @@ class Probed:
     results: tuple[SourceFacts | SourceFailure, ...]
 
     @property
-    def machine_fault(self) -> str | None:
-        """Failure that the worker's machine may have caused (`clipmill.prep.engines`), if every source failed."""
+    def machine_fault(self) -> MachineFault | None:
+        """Failure that the worker's machine may have caused, if every source failed."""
         failures = [result for result in self.results if isinstance(result, SourceFailure)]
-        passing = (f"{failure.code}: {failure.message}" for failure in failures if not failure.is_lasting)
+        passing = (MachineFault(f"{failure.code}: {failure.message}") for failure in failures if not failure.is_lasting)
         return next(passing, None) if len(failures) == len(self.results) else None
 
 

@@ -17,12 +17,12 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import PurePosixPath
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import StorageRefused, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.storage.objects import AccessRefused, ObjectInfo, Objects, open_objects
 from clipmill.manifests.storage.stores import AccessDenied
 from clipmill.manifests.storage.urls import is_web, mask_secrets, split_url
-from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.failures import REFUSALS, FailureCode, SourceFailure, refusal_code
 
 _MIB = 1 << 20
 _FIRST_BYTES = 256 << 10  # size of a read at a new position; doubled while reading continues from there
@@ -60,9 +60,9 @@ def as_source_failure() -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise SourceFailure(FailureCode.SOURCE_MISSING, "no such object", is_lasting=False) from None
-    except AccessRefused as error:
+    except StorageRefused as error:
         message = mask_secrets(str(error).rpartition(": ")[2])
-        raise SourceFailure(FailureCode.ACCESS_REFUSED, message, is_lasting=False) from None
+        raise SourceFailure(refusal_code(error), message, is_lasting=False) from None
     except UserError as error:
         raise SourceFailure(FailureCode.SOURCE_MISSING, mask_secrets(str(error)), is_lasting=False) from None
     except OSError as error:
@@ -84,6 +84,15 @@ def object_state(info: ObjectInfo) -> tuple[int, int]:
     """
     digest = int.from_bytes(hashlib.sha256(info.etag.strip('"').encode()).digest()[:8], "big") % _NS
     return info.size_bytes, int(info.modified_s) * _NS + digest
+
+
+def source_state(objects: Objects, key: str) -> tuple[int, int]:
+    """Return the state of a source; raise the errors of `Objects`."""
+    try:
+        return object_state(objects.info(key))
+    except FileNotFoundError:
+        objects.read_range(key, 0, 1)  # raises an error that tells a missing bucket from a missing object
+        raise
 
 
 def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
@@ -108,9 +117,9 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
         with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
             states.update(zip(missing, pool.map(_Asker(objects), missing), strict=True))
         failures = [state for state in states.values() if isinstance(state, SourceFailure)]
-        refused = [failure for failure in failures if failure.code == FailureCode.ACCESS_REFUSED]
+        refused = [failure for failure in failures if failure.code in REFUSALS]
         if len(refused) == len(states) and (len(states) > 1 or len(groups) == 1):
-            raise UserError(
+            raise StorageRefused(
                 f"{mask_secrets(root)}: {refused[0].message} for all {count_noun(len(states), 'source')} there",
                 hint="check the credentials and what they permit, then run the same command again",
             )
@@ -188,9 +197,8 @@ class RemoteFile(io.RawIOBase):
         super().__init__()
         with as_source_failure():
             self._objects, self._key = objects_of(url)
-            info = self._objects.info(self._key)
+            self.size_bytes, self.modified_ns = source_state(self._objects, self._key)
         self.name = PurePosixPath(self._key).name
-        self.size_bytes, self.modified_ns = object_state(info)
         self.failure: SourceFailure | None = None
         self._on_read = on_read
         self._position = 0

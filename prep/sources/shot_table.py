@@ -23,7 +23,7 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure, loss_code
 from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.shard_result import cpu_s
 from clipmill.prep.core.tables import as_array, read_table_file, write_table_file
-from clipmill.prep.engines import Check, Engine, Outcome, Refused
+from clipmill.prep.engines import Check, Engine, MachineFault, Outcome, Refused
 from clipmill.prep.sources.access import current_fingerprint
 from clipmill.prep.sources.detector import Detector
 
@@ -99,6 +99,13 @@ class FoundShots:
     cuts: tuple[int, ...] = ()
     failure: tuple[FailureCode, str, bool] | None = None  # code, message, True if it is lasting
     cpu_s: float = 0.0
+
+    @property
+    def machine_fault(self) -> MachineFault | None:
+        """Failure that the worker's machine may have caused, or None."""
+        if self.failure is None or self.failure[2]:
+            return None
+        return MachineFault(f"{self.failure[0]}: {self.failure[1]}")
 
 
 def find_shots(task: ShotTask) -> FoundShots:

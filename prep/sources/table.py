@@ -24,10 +24,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from clipmill.manifests.errors import StorageRefused
 from clipmill.manifests.locks import folder_lock
 from clipmill.manifests.publish import remove_temporaries
 from clipmill.prep.core.data_folder import PROBES_FILE
-from clipmill.prep.core.failures import FailureCode, SourceFailure
+from clipmill.prep.core.failures import REFUSALS, FailureCode, SourceFailure
 from clipmill.prep.core.tables import read_table_file, write_table_file
 from clipmill.prep.sources.access import STAT_LIMIT_S, access_failure
 
@@ -192,6 +193,7 @@ def _check_slices(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "
 _SAVE_INTERVAL_S = 30.0
 _MAX_SAVING = 0.03  # share of the time that may be spent on saving, whose duration grows with the number of probes
 _FRESH_AT_ONCE = 4096  # probes held as Python objects
+_MAX_REFUSED = 100  # sources in a row to which access is refused, after which the others are not asked for
 _NEVER = -1  # an impossible modification time: the row is not reused by the next run
 # Increment this when probes begin to accept files that they used to reject: older failures are then probed again.
 _RULES = {b"probe_rules": b"3"}
@@ -262,6 +264,9 @@ def probe_sources(
         run: Function that runs tasks in the workers of a cluster (`probe_on_workers`); None to read all files on this
             machine.
         on_progress: Function to call with (number probed, number to probe).
+
+    Raises:
+        StorageRefused: A bucket refuses the credentials, or it or a server refuses many sources in a row.
     """
     states = stat_files(paths, num_threads=num_workers)
     sizes, mtimes = states.size_bytes, states.mtime_ns
@@ -282,7 +287,7 @@ def probe_sources(
         """Return the rows known so far, in the order of `paths`; omit files that have not been probed yet."""
         return fresh.table().take(pa.array(source[source >= 0])).combine_chunks()
 
-    next_save_s = time.monotonic() + _SAVE_INTERVAL_S
+    next_save_s, num_refused = time.monotonic() + _SAVE_INTERVAL_S, 0
     outcomes = _outcomes(paths, todo.tolist(), states, num_workers=num_workers, run=run)
     for number, (row, outcome) in enumerate(outcomes, 1):
         old = known.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
@@ -297,6 +302,14 @@ def probe_sources(
             record = asdict(outcome) | record
         source[row] = fresh.append(record)
         on_progress(number, len(todo))
+        refused = record.get("code") if row not in states.failures else None  # what was listed, and cannot be read
+        num_refused = num_refused + 1 if refused in REFUSALS else 0
+        if num_refused == _MAX_REFUSED or refused == FailureCode.STORAGE_REFUSED:
+            _write_cache(data_dir, present_rows())
+            raise StorageRefused(
+                f"{record['path']}: {record['message']}",
+                hint="check the credentials and what they permit, then run the same command again",
+            )
         if (begin_s := time.monotonic()) > next_save_s:
             _write_cache(data_dir, present_rows())
             end_s = time.monotonic()

@@ -22,6 +22,7 @@ from clipmill.manifests.publish import publish_bytes, remove, remove_temporaries
 from clipmill.manifests.storage.mirrors import refresh
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.recipe import Recipe
+from clipmill.prep.engines import MachineFault
 from clipmill.prep.text.captions import DIGEST_BYTES, DIGESTS, CaptionReader, digests_of, from_arrow, positions_in
 from clipmill.prep.text.recipe import BLOCK_FILE, MEMBER, TextSettings
 from clipmill.shards.npy import data_offset
@@ -276,6 +277,11 @@ class BlockResult:
     num_cut: int = 0
     not_finite: tuple[bytes, ...] = ()
     stopped: tuple[FailureCode, str] | None = None
+
+    @property
+    def machine_fault(self) -> MachineFault | None:
+        """Failure that the worker's machine may have caused, or None."""
+        return None if self.stopped is None else MachineFault(f"{self.stopped[0]}: {self.stopped[1]}")
 
 
 def encode_block(block: Block) -> BlockResult:

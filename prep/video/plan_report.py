@@ -119,7 +119,7 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, use: UseSection 
 
     The heaviest video has the most bytes per second at the size of the chunks: content that is expensive in its source,
     such as grain and fast motion, is expensive in chunks too. Its costs are the upper end of the range. Videos that
-    cannot be encoded, are too short, or are remote and too large, are omitted. No output is kept.
+    cannot be encoded, are too short, or are too large for a copy that they need, are omitted. No output is kept.
 
     Args:
         rows: Rows of the layout with work, int64[N].
@@ -135,18 +135,20 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, use: UseSection 
     chosen = sorted({heaviest, *by_size})
     trials, lacking = [], []
     spans = plan.spans([int(rows[index]) for index in chosen])
-    with StagedSources() as sources:
+    with_sound = plan.recipe.settings.audio == "keep"
+    with tempfile.TemporaryDirectory() as folder, StagedSources(folder=Path(folder)) as sources:
         for index, span in zip(chosen, spans, strict=True):
-            if not Timeline.from_json(span.source.timeline).is_continuous:
-                continue  # it would need a copy of the file first
             try:
-                if is_remote(span.path) and span.source.size_bytes > _MAX_COPY_BYTES:
+                is_copied = is_remote(span.path) or not Timeline.from_json(span.source.timeline).is_continuous
+                if is_copied and span.source.size_bytes > _MAX_COPY_BYTES:
                     size = size_text(span.source.size_bytes)
                     message = f"{span.path} has {size}, and a plan copies up to {size_text(_MAX_COPY_BYTES)}"
                     raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message)
                 path = sources.path_of(span.path)
+                path, source = sources.continuous(path, span.source, with_sound=with_sound)
                 sections = ((_SHORT_S, _IGNORE), (_LONG_S, use))
-                costs = [_cost(plan, span, path, length_s=length_s, use=reader) for length_s, reader in sections]
+                timed = replace(span, source=source)
+                costs = [_cost(plan, timed, path, length_s=length_s, use=reader) for length_s, reader in sections]
             except SourceFailure as failure:
                 lacking.append(failure.message if span.path in failure.message else f"{span.path}: {failure.message}")
                 continue

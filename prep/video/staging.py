@@ -30,7 +30,7 @@ from clipmill.manifests.locks import is_still_at, lock, open_private, private_ro
 from clipmill.manifests.storage.cache import FREE_SHARE, PARTS, CachedFile, NoRoom, ObjectCache
 from clipmill.manifests.storage.objects import Objects
 from clipmill.prep.core.failures import FailureCode, SourceFailure
-from clipmill.prep.sources.remote import as_source_failure, object_state, objects_of
+from clipmill.prep.sources.remote import as_source_failure, object_state, objects_of, source_state
 
 _SWEEPER = f"""
 import fcntl, os, shutil, sys
@@ -89,7 +89,7 @@ def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -
     with as_source_failure():
         root = _lock_root()
         objects, key = objects_of(url)
-        state = object_state(objects.info(key))
+        state = source_state(objects, key)
     name = hashlib.sha256(f"{url}\0{state}".encode()).hexdigest()[:32]
     fetch = partial(_fetch, objects, key, state=state, on_wait=on_wait)
     while True:

@@ -2,23 +2,48 @@
 
 `faulty(port)` starts one in front of a server. The faults are set, and requests counted, over its own path `/_faults`,
 so that benchmarks and tests control it from any process.
+
+It also makes keys that expire, and refuses them from then on (ExpiredToken): as the metadata of an instance and of a
+container, and in place of the keys in answers of the server's STS. The name of such a key is the time at which it
+expires, so that any program can make one.
 """
 
 import asyncio
 import contextlib
 import json
 import re
+import ssl
 import sys
+import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
 from tests.object_storage.server import started
 
 _CONTROL = "/_faults"
 _BLOCK_BYTES = 64 * 1024
+METADATA, CONTAINER = "/latest/meta-data/iam/security-credentials/", "/container/keys"
+_KEY, _USED_KEY = "EXPIRES", re.compile(rb"Credential=(EXPIRES[0-9.]+)")
+
+
+def expiring_key(life_s: float) -> dict[str, str]:
+    """A key that the proxy takes for some seconds, as AWS describes keys."""
+    end_s = time.time() + life_s
+    end = datetime.fromtimestamp(end_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "Code": "Success",
+        "Type": "AWS-HMAC",
+        "LastUpdated": end,
+        "AccessKeyId": f"{_KEY}{end_s:.1f}",
+        "SecretAccessKey": "secret",
+        "Token": "token",
+        "Expiration": end,
+    }
 
 
 @dataclass(frozen=True)
@@ -67,11 +92,15 @@ class Seen:
         requests: (method, path and query) of each, in order.
         num_bytes: bytes of bodies, of requests and of answers.
         num_faults: number of requests that a fault happened to.
+        keys: keys that expire of which requests were signed.
+        num_expired: number of requests that were refused because their key had expired.
     """
 
     requests: tuple[tuple[str, str], ...]
     num_bytes: int
     num_faults: int
+    keys: frozenset[str]
+    num_expired: int
 
     def methods(self) -> Counter[str]:
         """Number of requests by method."""
@@ -80,39 +109,48 @@ class Seen:
 
 @dataclass(frozen=True)
 class Faults:
-    """A running proxy."""
+    """A running proxy; with a certificate and its key in one file, it speaks TLS."""
 
     port: int
+    certificate: Path | None = None
 
     @property
     def endpoint(self) -> str:
         """URL of the proxy."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.certificate else ''}://127.0.0.1:{self.port}"
 
-    def set(self, *faults: Fault, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
+    def set(
+        self, *faults: Fault, latency_s: float = 0.0, bytes_per_s: float | None = None, key_life_s: float = 900.0
+    ) -> None:
         """Replace all faults, and forget the requests seen.
 
         Args:
             latency_s: delay of every answer.
             bytes_per_s: bandwidth of all connections together.
+            key_life_s: time after which keys that it makes expire.
         """
         rules = {"faults": [asdict(fault) for fault in faults], "latency_s": latency_s, "bytes_per_s": bytes_per_s}
-        request = urllib.request.Request(self.endpoint + _CONTROL, data=json.dumps(rules).encode(), method="PUT")
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            answer.read()
+        rules["key_life_s"] = key_life_s
+        self._ask(urllib.request.Request(self.endpoint + _CONTROL, data=json.dumps(rules).encode(), method="PUT"))
 
     def seen(self) -> Seen:
         """Return the requests since the last `set`."""
-        with urllib.request.urlopen(self.endpoint + _CONTROL, timeout=30) as answer:
-            found = json.load(answer)
-        return Seen(tuple((method, path) for method, path in found["requests"]), found["bytes"], found["faults"])
+        found = json.loads(self._ask(urllib.request.Request(self.endpoint + _CONTROL)))
+        requests = tuple((method, path) for method, path in found["requests"])
+        return Seen(requests, found["bytes"], found["faults"], frozenset(found["keys"]), found["expired"])
+
+    def _ask(self, request: urllib.request.Request) -> bytes:
+        context = ssl.create_default_context(cafile=self.certificate) if self.certificate else None
+        with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+            return bytes(answer.read())
 
 
 @contextlib.contextmanager
-def faulty(port: int) -> Iterator[Faults]:
-    """Start a proxy in front of the server at `port` of this machine."""
-    with started(["tests.object_storage.faults", str(port)]) as own_port:
-        yield Faults(own_port)
+def faulty(port: int, *, certificate: Path | None = None) -> Iterator[Faults]:
+    """Start a proxy in front of the server at `port` of this machine; with a certificate and its key, it speaks TLS."""
+    further = [] if certificate is None else [str(certificate)]
+    with started(["tests.object_storage.faults", str(port), *further]) as own_port:
+        yield Faults(own_port, certificate)
 
 
 @dataclass
@@ -122,6 +160,7 @@ class Message:
     head: bytes  # with the empty line at its end
     body: bytes
     stays_open: bool
+    begun_s: float = 0.0  # when its head had arrived
 
     def first_line(self) -> list[str]:
         """Method, path and version of a request; version, status and reason of an answer."""
@@ -153,6 +192,9 @@ class Proxy:
     requests: list[tuple[str, str]] = field(default_factory=list)
     num_bytes: int = 0
     num_faults: int = 0
+    key_life_s: float = 900.0
+    keys: set[str] = field(default_factory=set)
+    num_expired: int = 0
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection."""
@@ -165,6 +207,8 @@ class Proxy:
                     await writer.drain()
                     continue
                 self.requests.append((method, path))
+                if "Action=AssumeRole" in path:
+                    request = form_of(path)
                 fault = self._fault_of(method, path)
                 if fault is not None and fault.kind == "reset":
                     writer.transport.abort()
@@ -174,10 +218,16 @@ class Proxy:
                     break
                 if fault is not None and fault.kind == "error":
                     answer = error_answer(fault.status, fault.code, method)
+                elif path.startswith(("/latest/", CONTAINER)):
+                    answer = self._metadata(path)
+                elif self._has_expired(request):
+                    answer = error_answer(400, "ExpiredToken", method)
                 else:
                     if upstream is None:
                         upstream = await asyncio.open_connection("127.0.0.1", self.upstream_port)
                     answer, upstream = await self.forwarded(request, method, upstream)
+                    if b"Action=AssumeRole" in request.body:
+                        answer = self._with_key(answer)
                 self.num_bytes += len(request.body)
                 await asyncio.sleep(self.latency_s + (fault.delay_s if fault is not None else 0.0))
                 if fault is not None and fault.kind == "lost":
@@ -191,6 +241,27 @@ class Proxy:
         for one in (writer, upstream[1] if upstream else None):
             if one is not None:
                 one.close()
+
+    def _metadata(self, path: str) -> Message:
+        if path == METADATA:
+            return answer_of(b"role")
+        return answer_of(b"token" if path.endswith("/token") else json.dumps(expiring_key(self.key_life_s)).encode())
+
+    def _has_expired(self, request: Message) -> bool:
+        signed = _USED_KEY.search(request.head.replace(b"%2F", b"/"))
+        if signed is None:
+            return False
+        key = signed[1].decode()
+        self.keys.add(key)
+        expired = request.begun_s > float(key.removeprefix(_KEY))
+        self.num_expired += expired
+        return expired
+
+    def _with_key(self, answer: Message) -> Message:
+        body = answer.body
+        for name, value in expiring_key(self.key_life_s).items():
+            body = re.sub(rf"<{name}>[^<]*<".encode(), f"<{name}>{value}<".encode(), body)
+        return answer_of(body, kind="text/xml") if b" 200 " in answer.head.split(b"\r\n")[0] else answer
 
     async def _held_back(
         self, request: Message, method: str, fault: Fault, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -262,13 +333,28 @@ class Proxy:
             rules = json.loads(body)
             self.rules = [Fault(**fault) for fault in rules["faults"]]
             self.latency_s, self.bytes_per_s = rules["latency_s"], rules["bytes_per_s"]
+            self.key_life_s, self.keys, self.num_expired = rules["key_life_s"], set(), 0
             self.matches, self.requests, self.num_bytes, self.num_faults = Counter(), [], 0, 0
             self.began_s, self.spreading = {}, None
             self.are_replaced.set()
             self.are_replaced = asyncio.Event()
         found = {"requests": self.requests, "bytes": self.num_bytes, "faults": self.num_faults}
-        content = json.dumps(found).encode()
-        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+        found |= {"keys": sorted(self.keys), "expired": self.num_expired}
+        answer = answer_of(json.dumps(found).encode())
+        return answer.head + answer.body
+
+
+def form_of(path: str) -> Message:
+    """A request to an STS with the query of a path as a form: moto knows no other."""
+    body = path.partition("?")[2].encode()
+    head = "POST / HTTP/1.1\r\nHost: sts.amazonaws.com\r\nContent-Type: application/x-www-form-urlencoded\r\n"
+    return Message(f"{head}Content-Length: {len(body)}\r\n\r\n".encode(), body, True)
+
+
+def answer_of(body: bytes, *, kind: str = "application/json") -> Message:
+    """An answer of the proxy itself."""
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return Message(head.encode(), body, True)
 
 
 def error_answer(status: int, code: str, method: str = "GET") -> Message:
@@ -289,6 +375,7 @@ async def _read_message(
         if error.partial:
             raise
         return None
+    begun_s = time.time()
     lines = head.decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:] if line)}
     stays_open = headers.get("connection", "").lower() != "close"
@@ -310,16 +397,20 @@ async def _read_message(
         body, stays_open = await reader.read(), False
     else:
         body = b""
-    return Message(head, body, stays_open)
+    return Message(head, body, stays_open, begun_s)
 
 
-async def serve(proxy: Proxy) -> None:
+async def serve(proxy: Proxy, certificates: Sequence[str] = ()) -> None:
     """Run a proxy until standard input ends; print its port."""
-    server = await asyncio.start_server(proxy.connection, "127.0.0.1", 0, limit=2**20, backlog=512)
+    tls = None
+    for certificate in certificates:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(certificate)
+    server = await asyncio.start_server(proxy.connection, "127.0.0.1", 0, limit=2**20, backlog=512, ssl=tls)
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     server.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Proxy(int(sys.argv[1]))))
+    asyncio.run(serve(Proxy(int(sys.argv[1])), sys.argv[2:]))

@@ -45,9 +45,9 @@ class Ran:
 
     @property
     def error(self) -> str:
-        """The message of a user's mistake, which must be two lines and nothing else."""
+        """The message of a user's mistake, or of a refusal by a bucket, which must be two lines and nothing else."""
         lines = messages(self.stderr)
-        assert self.status == 2, f"status {self.status}: {self.stderr}"
+        assert self.status in (2, 3), f"status {self.status}: {self.stderr}"
         assert len(lines) == 2, self.stderr
         assert lines[0].startswith("error: ") and lines[1].startswith("hint: "), self.stderr
         return lines[0].removeprefix("error: ")

@@ -74,7 +74,7 @@ def test_what_a_bucket_refuses_is_neither_damaged_nor_made_again(
             assert not any(word in ran.stdout + ran.stderr for word in ("damaged", "remove", "to repair"))
     other_machine()
     faults.set(Fault("error", method="GET", path=r"\.index\.arrow$", status=403, code="AccessDenied"))
-    assert "access denied" in prep_here("scores", "--engine", "processes", "--data", data, status=2).error
+    assert "access denied" in prep_here("scores", "--engine", "processes", "--data", data, status=3).error
     faults.set()
     assert contents_of(data) == before
 

@@ -28,6 +28,8 @@ PARTS = {
     "sources": ("sources",),
     "variants": ("variants",),
     "answers": ("answers",),
+    "nodes": ("nodes",),
+    "keys": ("keys",),
 }
 
 

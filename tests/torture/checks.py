@@ -12,7 +12,7 @@ from tests.prep.running import contents
 from tests.torture.cases import Broken
 from tests.torture.commands import Ran
 
-EXIT_CODES = frozenset({0, 1, 2, 130, 143})
+EXIT_CODES = frozenset({0, 1, 2, 3, 130, 143})
 
 
 def ended_well(ran: Ran, *, status: int | Collection[int] = EXIT_CODES) -> Ran:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from clipmill.manifests.errors import Inaccessible, UserError
+from clipmill.manifests.errors import Inaccessible, StorageRefused, UserError
 from clipmill.shards.decoding import DamagedPacket, PacketDecoder, SourceFile, read_packets, read_source_packets
 from clipmill.shards.opening import CONTAINERS, NO_PROTOCOLS, Damaged
 from clipmill.shards.reader import CommittedShard
@@ -107,7 +107,9 @@ def read_chunk(
             timeline="" if in_source is None else in_source.timeline,
             is_strict=is_strict,
         )
-    except UserError:  # credentials that are refused affect all chunks
+    except UserError as error:  # refused credentials concern all chunks; a single source may be denied
+        if isinstance(error, StorageRefused) and not error.concerns_all:
+            raise SampleFailed(key, reason="shard_unreadable", detail=str(error)) from error
         raise
     except (OSError, Damaged, Inaccessible) as error:
         if isinstance(error, Inaccessible) and isinstance(error.cause, UserError):

@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 from torch import nn
 
-from clipmill.manifests.errors import ClipmillError, Stopped, UserError
+from clipmill.manifests.errors import ClipmillError, Stopped, StorageRefused, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.train.config.fields import given_in_epochs, in_steps, num_steps
 from clipmill.train.config.training import TrainingSettings
@@ -187,7 +187,14 @@ def train(
                 batch_metrics: dict[str, list[float]] = {}
                 if is_evaluated:
                     log.check()
-                    evaluation, batch_metrics = _evaluate(task, state, settings, world=world)
+                    try:
+                        evaluation, batch_metrics = _evaluate(task, state, settings, world=world)
+                    except StorageRefused:
+                        if world.size == 1:  # other ranks may be in the middle of the evaluation
+                            log.settle()
+                            save({})
+                            writer.wait()
+                        raise
                 log.settle(evaluation, batch_metrics)
                 if is_saved or writer.is_best(evaluation):
                     save(evaluation)

@@ -9,6 +9,7 @@ from clipmill.prep.core.parts import Part
 from clipmill.prep.core.plan import ShardPlan, ShardState
 from clipmill.prep.core.run import why_missing
 from clipmill.prep.core.shard_result import ShardResult, Stop
+from clipmill.prep.engines import MachineFault
 from clipmill.shards.commits import Commit, Failure, ShardFiles
 
 FILES = ShardFiles("000004-0.tar", 1, "0", "000004-0.index.arrow", 1, "0", 3)
@@ -96,3 +97,35 @@ def test_why_the_run_ended_is_said() -> None:
     shard = ShardPlan(4, "train", ShardState.NEW, "", "planned", range(3), 3)
     found = why_missing(shard, variant_dir=Path("data"), commit=None, problem=None, result=None, gave_up="disk full")
     assert found == Stop(FailureCode.SHARD_MISSING, "not attempted: disk full")
+
+
+SURE, DOUBTFUL = MachineFault("why"), MachineFault("why", is_doubtful=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "num_chunks", "num_reused", "fault", "is_common"),
+    [
+        # A full disk and expired keys fail everything from then on, on this machine.
+        (FailureCode.DISK_FULL, 0, 0, SURE, True),
+        (FailureCode.DISK_FULL, 2, 0, SURE, False),
+        (FailureCode.STORAGE_REFUSED, 2, 0, SURE, True),
+        (FailureCode.STORAGE_REFUSED, 2, 2, SURE, True),
+        # So does a lost mount; beside new samples, single files may be missing.
+        (FailureCode.SOURCE_MISSING, 0, 0, SURE, True),
+        (FailureCode.SOURCE_MISSING, 2, 2, SURE, True),
+        (FailureCode.SOURCE_MISSING, 2, 0, DOUBTFUL, False),
+        (FailureCode.ACCESS_REFUSED, 2, 1, DOUBTFUL, False),
+        # A program may not run on this machine, or no machine can do it.
+        (FailureCode.WORKER_CRASHED, 0, 0, DOUBTFUL, False),
+        (FailureCode.ENCODE_FAILED, 0, 0, DOUBTFUL, False),
+        (FailureCode.ENCODE_FAILED, 2, 0, None, False),
+        (FailureCode.DECODE_ERRORS, 0, 0, None, False),
+    ],
+)
+def test_what_the_failures_of_a_shard_say_about_its_machine_and_about_the_run(
+    code: FailureCode, num_chunks: int, num_reused: int, fault: MachineFault | None, is_common: bool
+) -> None:
+    result = ShardResult(4, num_chunks, num_reused, failures=(Failure("v", None, code, "why"),))
+    expected = None if fault is None else MachineFault(f"{code}: why", is_doubtful=fault.is_doubtful)
+    assert result.machine_fault == expected
+    assert result.common_cause == (Stop(code, "why") if is_common else None)

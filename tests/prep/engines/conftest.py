@@ -38,13 +38,13 @@ def marked() -> Iterator[str]:
 
 
 @contextmanager
-def cluster_of(head: dict[str, Any]) -> Iterator[Any]:
-    """A cluster that begins with a head node."""
+def cluster_of(head: dict[str, Any], *, shutdown_at_exit: bool = True) -> Iterator[Any]:
+    """A cluster that begins with a head node; only the main thread may ask for its end with the process."""
     import_ray()
     from ray.cluster_utils import Cluster
 
     with marked() as mark:
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=shutdown_at_exit)
     yield cluster
     cluster.shutdown()
     for process in processes(mark):

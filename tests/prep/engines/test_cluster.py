@@ -1,6 +1,5 @@
 """Clusters of nodes that die while they work, or must not work at all."""
 
-import ctypes
 import ipaddress
 import os
 import shlex
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -24,6 +22,7 @@ from clipmill.prep.engines.isolated import IsolatedEngine
 from clipmill.prep.engines.ray import RayEngine, running_processes
 from tests.conftest import ROOT
 from tests.prep.engines.conftest import HEAD
+from tests.prep.engines.nodes import add_node_with, may_mount
 from tests.prep.running import (
     Ran,
     chunk,
@@ -105,7 +104,6 @@ def test_a_run_outlives_one_of_two_nodes(
 
 
 AddNode = Callable[..., None]
-_CLONE_NEWNS = 0x00020000  # of <sched.h>; `os.unshare` comes with Python 3.12
 
 
 @pytest.fixture
@@ -114,22 +112,15 @@ def add_node(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> AddNode:
     # Only the main thread may say what to do at the end. The nodes end with the head at the latest.
     monkeypatch.setattr(cluster, "_shutdown_at_exit", False)
 
-    def start(mounts: Sequence[Sequence[object]]) -> None:
-        assert ctypes.CDLL(None).unshare(_CLONE_NEWNS) == 0
-        for words in (["--make-rprivate", "/"], *mounts):
-            subprocess.run(["mount", *map(str, words)], check=True)
-        cluster.add_node(num_cpus=1)
-
-    def add(*mounts: Sequence[object]) -> None:
-        with ThreadPoolExecutor(1) as thread:  # which can have mounts of its own, and hands them on
-            thread.submit(start, mounts).result()
+    def add(*mounts: Sequence[object], **environment: str) -> None:
+        add_node_with(cluster, mounts, environment=environment)
 
     return add
 
 
 def require_private_mounts() -> None:
     """Skips where a process may not have mounts of its own."""
-    if subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode:
+    if not may_mount():
         pytest.skip("mounts of one process alone are not permitted here")
 
 
@@ -190,7 +181,7 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
 
 
 def test_a_node_that_fails_what_others_do_is_named_and_left_out(
-    cluster: Any, add_node: AddNode, tmp_path: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    cluster: Any, add_node: AddNode, tmp_path: Path, write_video: Callable[..., Path]
 ) -> None:
     require_private_mounts()
     videos, data, scratch = tmp_path / "videos", tmp_path / "data", tmp_path / "scratch"
@@ -198,9 +189,7 @@ def test_a_node_that_fails_what_others_do_is_named_and_left_out(
         write_video(videos / f"{number}.mp4", seconds=1.6, first_number=1000 * number)
     manifest(data, videos)
     scratch.mkdir()
-    with monkeypatch.context() as patch:
-        patch.setenv("TMPDIR", str(scratch))
-        add_node(["-t", "tmpfs", "-o", "size=16k", "tmpfs", scratch])
+    add_node(["-t", "tmpfs", "-o", "size=16k", "tmpfs", scratch], TMPDIR=str(scratch))
     settings = ("--len", "100ms", "--preset", "ultrafast", "--address", cluster.address)
     ran = prep("chunk", "--data", data, "--json", *settings)
     assert ran.summary["failures"] == {} and ran.summary["num_chunks"] == 128

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.prep.engines import Outcome, worker_threads
+from clipmill.prep.engines import Outcome, Refused, worker_threads
 from clipmill.prep.engines.admission import worker_ticket
 from clipmill.prep.engines.choice import cluster_address
 from clipmill.prep.engines.execution import Execution, Need, need_of
@@ -167,6 +167,29 @@ def test_a_worker_that_keeps_dying_is_not_tried_for_ever(cluster: Any, tmp_path:
     outcomes = run(engine, [Task(number, tmp_path, deadly=number == 1) for number in range(3)])
     assert {number for number, outcome in outcomes.items() if outcome.lost} == {1}
     assert "died" in str(outcomes[1].lost)
+
+
+def die_on_a_bad_node(task: Task) -> int:
+    import ray
+
+    if ray.get_runtime_context().get_node_id() == (task.folder / "bad-node").read_text():
+        (task.folder / f"died-{task.number}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_until(lambda: len(list(task.folder.glob("died-*"))) >= 2, seconds=240)  # so that the bad node gets its tasks
+    return task.number
+
+
+def test_a_node_whose_workers_die_gets_no_further_tasks(cluster: Any, tmp_path: Path) -> None:
+    node = cluster.add_node(num_cpus=1)
+    (tmp_path / "bad-node").write_text(node.node_id)
+    # With one attempt more, a task is lost that has died on the bad node twice.
+    engine = RayEngine(num_workers=2, address=cluster.address, execution=Execution(task_retries=1))
+    events = list(engine.run(die_on_a_bad_node, [Task(number, tmp_path) for number in range(6)]))
+    numbers = [event.result for event in events if isinstance(event, Outcome) and event.result is not None]
+    assert sorted(numbers) == list(range(6))
+    (refused,) = (event for event in events if isinstance(event, Refused))
+    assert refused.node.startswith(f"node {node.node_id[:8]}") and "its worker died" in refused.reason
+    cluster.remove_node(node)
 
 
 @pytest.mark.nightly

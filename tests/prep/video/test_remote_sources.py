@@ -16,7 +16,18 @@ from clipmill.prep.video.plan_inputs import chunk_job, make_plan
 from clipmill.prep.video.worker import make_shard
 from clipmill.shards.commits import read_commits
 from tests.object_storage.faults import Fault, Faults
-from tests.prep.running import Ran, chunk, contents, prep, prep_here, processes, start, variant_folder, wait_until
+from tests.prep.running import (
+    Ran,
+    chunk,
+    contents,
+    messages,
+    prep,
+    prep_here,
+    processes,
+    start,
+    variant_folder,
+    wait_until,
+)
 from tests.prep.scenes import write_scenes
 from tests.train.data.http_folder import HttpFolder
 
@@ -188,15 +199,40 @@ def test_sources_that_a_server_refuses_are_not_blamed_and_are_tried_again(
     command = ("chunk", *LEN, "--data", data, "--workers", 1)
     remote._open_bucket.cache_clear()
     faults.set(Fault("error", status=403, code="AccessDenied"))
-    ran = prep_here(*command, status=2)
-    assert ran.error.startswith(f"{bucket}: access denied") and ran.error.endswith("for all 2 sources there")
-    assert "credentials" in ran.stderr.splitlines()[-1]
+    error, hint = messages(prep_here(*command, status=3).stderr)
+    assert error.startswith(f"error: {bucket}: access denied") and error.endswith("for all 2 sources there")
+    assert "credentials" in hint
 
     faults.set(Fault("error", method="GET", path=r"a\.mkv", status=403, code="AccessDenied"))  # listed, and not read
     said = prep_here(*command, status=1).stdout
     assert "1 x access_refused: the server refuses access" in said and "not a readable video" not in said
     faults.set()
     assert chunk(data, *LEN)["num_encoded"] == 5, "without being asked for"
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "NoSuchBucket"])
+def test_a_bucket_that_refuses_everything_ends_a_run_at_once(
+    tmp_path: Path, videos: Path, bucket: str, faults: Faults, code: str
+) -> None:
+    data, names = tmp_path / "data", [f"{number}.mkv" for number in range(6)]
+    for name in names:
+        open_objects(bucket).write(name, (videos / "val" / "short.mkv").read_bytes() + name.encode())
+    prep_here("manifest", "folder", bucket, "--data", data)
+    command = ("chunk", *LEN, "--data", data, "--engine", "processes", "--workers", 1, "--max-failures", "100%")
+    status = 404 if code == "NoSuchBucket" else 400
+    refusal = Fault("error", method="GET", path=r"2\.mkv", status=status, code=code, spreads=True)
+    faults.set(refusal)  # while they are probed
+    error, hint = messages(prep_here(*command, status=3).stderr)
+    assert error.startswith(f"error: {bucket}/2.mkv: the ") and "run the same command again" in hint
+    faults.set()
+    prep_here("plan", *LEN, "--data", data)
+    faults.set(refusal)  # once they are probed
+    (failed,) = messages(prep_here(*command, status=3).stderr)
+    assert failed.startswith("failed: stopped: ")
+    assert ("does not exist" if code == "NoSuchBucket" else f"the credentials are refused ({code})") in failed
+    assert "finished work is kept; run the same command again" in failed
+    faults.set()
+    assert chunk(data, *LEN)["failures"] == {}
 
 
 def test_a_kill_leaves_no_copy_for_long_and_loses_nothing(
@@ -216,7 +252,7 @@ def test_a_kill_leaves_no_copy_for_long_and_loses_nothing(
 
 
 def refused(*arguments: object) -> Ran:
-    return prep_here("manifest", "folder", *arguments, status=2)
+    return prep_here("manifest", "folder", *arguments, status=None)
 
 
 def test_urls_that_cannot_be_served_are_refused_before_anything_is_made(tmp_path: Path, s3: object) -> None:
