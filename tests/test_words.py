@@ -135,8 +135,6 @@ PACKAGES = ("manifests", "shards", "train", "prep")
 IDEAS = {
     "manifests": (57, 818, 107, 6.6),
     "shards": (35, 419, 65, 6.8),
-    "manifests": (57, 818, 107, 6.6),
-    "shards": (35, 419, 65, 6.8),
     "train": (216, 2906, 491, 8.0),
     "prep": (128, 1308, 263, 8.5),
 }
