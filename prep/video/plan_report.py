@@ -144,11 +144,9 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, use: UseSection 
                     size = size_text(span.source.size_bytes)
                     message = f"{span.path} has {size}, and a plan copies up to {size_text(_MAX_COPY_BYTES)}"
                     raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message)
-                path = sources.path_of(span.path)
-                path, source = sources.continuous(path, span.source, with_sound=with_sound)
-                sections = ((_SHORT_S, _IGNORE), (_LONG_S, use))
-                timed = replace(span, source=source)
-                costs = [_cost(plan, timed, path, length_s=length_s, use=reader) for length_s, reader in sections]
+                path, source = sources.continuous(sources.path_of(span.path), span.source, with_sound=with_sound)
+                sections, copied = ((_SHORT_S, _IGNORE), (_LONG_S, use)), replace(span, source=source)
+                costs = [_cost(plan, copied, path, length_s=length_s, use=reader) for length_s, reader in sections]
             except SourceFailure as failure:
                 lacking.append(failure.message if span.path in failure.message else f"{span.path}: {failure.message}")
                 continue
