@@ -31,7 +31,7 @@ class Opened:
     problems: list[str]
 
 
-def opened(page: Path, *, width_px: int, is_dark: bool = False) -> Opened:
+def open_page(page: Path, *, width_px: int, is_dark: bool = False) -> Opened:
     """Open a page in a window of a width, and look at it."""
     with shown(page, width_px=width_px, is_dark=is_dark) as tab:
         overflow_px = tab.value("document.documentElement.scrollWidth - document.documentElement.clientWidth")

@@ -29,7 +29,7 @@ def serve(name: str, main: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def served(name: str, *, python: Path, **environment: str) -> Iterator[Commands]:
+def run_commands(name: str, *, python: Path, **environment: str) -> Iterator[Commands]:
     """Start `prep` or `train` in an environment, by `Forks.python`; run command lines in it."""
     program = f"from clipmill.{name}.cli import main; from tests.served import serve; serve({name!r}, main)"
     with subprocess.Popen(

@@ -9,7 +9,7 @@ from PIL import Image
 
 from clipmill.manifests.errors import UserError
 from scripts.pages.build import MAX_PICTURE_BYTES, main, pages_of, small_picture
-from tests.browser import needs_chromium, opened
+from tests.browser import needs_chromium, open_page
 
 _POLICY = "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; style-src 'unsafe-inline'\">"
 _PAGE = "<!doctype html><html lang='en'><head>{head}<title>t</title></head><body style='margin: 0'>{body}</body></html>"
@@ -41,13 +41,13 @@ def page(path: Path, *, body: str, head: str = "") -> Path:
     ],
 )
 def test_a_browser_finds_what_is_wrong(body: str, problem: str, tmp_path: Path) -> None:
-    found = opened(page(tmp_path / "page.html", body=body), width_px=420).problems
+    found = open_page(page(tmp_path / "page.html", body=body), width_px=420).problems
     assert any(one.startswith(problem) for one in found) if problem else found == []
 
 
 @needs_chromium
 def test_what_the_policy_of_a_page_forbids_is_a_problem(tmp_path: Path) -> None:
-    found = opened(page(tmp_path / "page.html", head=_POLICY, body="<script>1</script>"), width_px=420)
+    found = open_page(page(tmp_path / "page.html", head=_POLICY, body="<script>1</script>"), width_px=420)
     assert any("Content Security Policy" in message for message in found.messages)
 
 

@@ -131,6 +131,8 @@ NOUNS_AND_VERBS = frozenset(["bed", "embed", "exceed", "feed", "need", "proceed"
 GIVEN_NAMES = frozenset({"closed", "readable", "seekable", "writable"})
 VAGUE_VARIABLES = frozenset({"one", "found", "wanted", "own", "there", "said"})
 PACKAGES = ("manifests", "shards", "train", "prep")
+# No function or fixture of the tests has one of these names.
+VAGUE_TEST_FUNCTIONS = frozenset({"counted", "decoded", "divided", "indexed", "opened", "refused", "served"})
 # Limits that only go down: files, functions, classes, and lines of imports in percent of all lines.
 IDEAS = {
     "manifests": (57, 818, 107, 6.6),
@@ -225,6 +227,16 @@ def texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_name_breaks_the_rules(repository: Path, package: str) -> None:
     assert counts(repository / package) == {"functions": 0, "variables": 0, "hidden": 0}
+
+
+def test_functions_of_the_tests_have_other_names_than_these_participles(repository: Path) -> None:
+    vague = [
+        f"{path.relative_to(repository)}: {node.name}"
+        for path in sorted((repository / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.strip("_") in VAGUE_TEST_FUNCTIONS
+    ]
+    assert not vague
 
 
 @pytest.mark.parametrize("package", PACKAGES)

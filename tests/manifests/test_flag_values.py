@@ -13,8 +13,8 @@ Refused = Callable[..., list[str]]
 
 
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """What a command that is refused says, beside a file of settings."""
+def error_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Run an invalid command beside a file of settings; return the lines of its error."""
 
     def run(command: str, words: list[str], *, settings: str) -> list[str]:
         (tmp_path / "settings.yaml").write_text(f"{settings}\n")
@@ -40,10 +40,10 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     ],
 )
 def test_a_fraction_is_refused_by_its_flag(
-    refused: Refused, command: str, words: list[str], named: str, origin: str
+    error_lines: Refused, command: str, words: list[str], named: str, origin: str
 ) -> None:
-    said = refused(command, words, settings="batch: 7.5")
-    assert said == [f"error: {named}", f"hint: give a whole number, without a decimal point{origin}"]
+    lines = error_lines(command, words, settings="batch: 7.5")
+    assert lines == [f"error: {named}", f"hint: give a whole number, without a decimal point{origin}"]
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_a_fraction_is_refused_by_its_flag(
     ],
 )
 def test_an_address_for_a_local_path_is_refused_and_makes_no_folder_of_its_name(
-    refused: Refused, tmp_path: Path, command: str, words: list[str], name: str, origin: str
+    error_lines: Refused, tmp_path: Path, command: str, words: list[str], name: str, origin: str
 ) -> None:
-    said = refused(command, words, settings="out: s3://bucket/run")
+    lines = error_lines(command, words, settings="out: s3://bucket/run")
     hint = "hint: give a local path, and copy the files from or to that address"
-    assert said == [f"error: {name} is s3://bucket/run, but it takes a local path", f"{hint}{origin}"]
+    assert lines == [f"error: {name} is s3://bucket/run, but it takes a local path", f"{hint}{origin}"]
     assert [one.name for one in tmp_path.iterdir()] == ["settings.yaml"]
 
 
@@ -76,11 +76,11 @@ def test_an_address_for_a_local_path_is_refused_and_makes_no_folder_of_its_name(
     ],
 )
 def test_the_value_of_a_group_is_refused_with_the_flag_to_name(
-    refused: Refused, words: list[str], group: str, value: str, flag: str
+    error_lines: Refused, words: list[str], group: str, value: str, flag: str
 ) -> None:
-    said = refused("train", words, settings="optimizer: sgd")
+    lines = error_lines("train", words, settings="optimizer: sgd")
     origin = f"; {group} is from settings.yaml" if "--config" in words else ""
-    assert said == [
+    assert lines == [
         f"error: {group} is {value}, but it is a group of flags and takes no value",
         f"hint: give a value to one of its flags, such as {flag}{origin}",
     ]

@@ -93,7 +93,7 @@ def _try(bucket: str, folder: Path, faults: Faults) -> None:
     print("    the bytes are those of a local folder", flush=True)
     for name, flags in (("pixels", _PIXELS), ("latents", _LATENTS)):
         _step_of_training(name, flags, data, folder)
-    _refused(bucket, data, folder)
+    _try_wrong_credentials(bucket, data, folder)
 
 
 def _kill_and_exclude(data: str, faults: Faults) -> None:
@@ -137,7 +137,7 @@ def _step_of_training(name: str, flags: tuple[object, ...], data: str, folder: P
     print(f"train dual-encoder, {name}: {_last(ran.stdout + ran.stderr)}", flush=True)
 
 
-def _refused(bucket: str, data: str, folder: Path) -> None:
+def _try_wrong_credentials(bucket: str, data: str, folder: Path) -> None:
     """What is said about credentials that are wrong or missing, and a bucket that is not there."""
     print(f"no bucket: {prep('status', '--data', f'{bucket}-not/data', status=2).stderr.strip()}")
     wrong = {

@@ -112,9 +112,9 @@ class _Front(Proxy):
             head, claims, signature = authorization.removeprefix("Bearer ").split(".")
             assert self.public_key is not None
             self.public_key.verify(
-                _decoded(signature), f"{head}.{claims}".encode(), padding.PKCS1v15(), hashes.SHA256()
+                _decode_base64(signature), f"{head}.{claims}".encode(), padding.PKCS1v15(), hashes.SHA256()
             )
-            found = json.loads(_decoded(claims))
+            found = json.loads(_decode_base64(claims))
         except (ValueError, InvalidSignature):
             return False
         return found["iss"] == _EMAIL and found["iat"] - _CLOCK_S < time.time() < found["exp"] + _CLOCK_S
@@ -134,7 +134,7 @@ def _as_s3(request: Message) -> Message:
     return Message(re.sub(rb"(?i)\r\nx-goog-copy-source:", b"\r\nx-amz-copy-source:", head), request.body, True)
 
 
-def _decoded(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
 
 

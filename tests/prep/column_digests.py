@@ -26,7 +26,7 @@ from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 from tests.plugins import example_installed
-from tests.prep.captions.server import served
+from tests.prep.captions.server import run_server
 from tests.prep.running import contents
 
 LEN = ("--len", "2s", "--preset", "ultrafast", "--short-side", "96")
@@ -73,7 +73,7 @@ def run(environment: dict[str, str], *arguments: object) -> None:
 def make_columns(folder: Path, data: str, environment: dict[str, str], *, engine: str, parts: Sequence[str]) -> None:
     """Make all columns in `data`, a folder or the address of a folder in a bucket."""
     videos, captions = write_videos(folder)
-    with served() as server:
+    with run_server() as server:
         for words in commands(videos, server.address, captions):
             if words[0] == "manifest":
                 run(environment, *words, "--data", data)

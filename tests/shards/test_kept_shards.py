@@ -21,11 +21,11 @@ def test_shards_that_are_given_up_are_opened_again_without_reading_all_of_their_
     monkeypatch.setattr(reader, "MAX_KEPT_SHARDS", 2)
     hashed: list[Path] = []
 
-    def counted(path: Path) -> Any:
+    def count_scan(path: Path) -> Any:
         hashed.append(path)
         return scan(path)
 
-    monkeypatch.setattr(reader, "scan", counted)
+    monkeypatch.setattr(reader, "scan", count_scan)
     variant = Variant.open(tmp_path)
 
     def visit() -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from clipmill.prep.captions.answers import answers_in
 from clipmill.shards.reader import Variant
-from tests.prep.captions.server import MODEL, Reply, Request, completion, served
+from tests.prep.captions.server import MODEL, Reply, Request, completion, run_server
 from tests.torture import bases
 from tests.torture.cases import Broken, Case
 from tests.torture.checks import ended_well, no_litter
@@ -183,7 +183,7 @@ def _try(workspace: Workspace, mixture: str, folder: Path, *, seed: str) -> None
     retries = random.choice((0, 0, 1))
     # Texts that would be hidden if they were keys are captions too.
     asked = ("--frames", 1, "--size", 32, "--in-flight", random.choice((1, 3)), "--retries", retries, "--timeout", 20)
-    with served(script.reply) as server:
+    with run_server(script.reply) as server:
         command = ("captions", "--endpoint", server.address, "--model", MODEL, *asked, *bases.ENGINE)
         for number in range(_NUM_RUNS + 1):
             if number == _NUM_RUNS:

@@ -12,7 +12,7 @@ from clipmill.train.run.checkpoint import read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.forks import Forks
 from tests.plugins import example_installed
-from tests.served import Commands, served
+from tests.served import Commands, run_commands
 from tests.train.running import SMALL
 
 STEPS = ["--steps", "6", "--checkpoint-every", "3", "--keep-checkpoints", "9"]
@@ -25,7 +25,7 @@ Trained = Callable[..., str]
 def train(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Iterator[Commands]:
     """Runs a command line in a program that finds the task installed: exit status, output, errors."""
     installed = example_installed(tmp_path_factory.mktemp("installed"))
-    with served("train", python=forks.python(), **installed) as run:
+    with run_commands("train", python=forks.python(), **installed) as run:
         yield run
 
 

@@ -15,7 +15,7 @@ from clipmill.train.report.overview import write_overview
 from clipmill.train.report.results import write_page
 from clipmill.train.run.folder import RunFolder, append_lines, read_lines, read_object
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
-from tests.browser import needs_chromium, opened
+from tests.browser import needs_chromium, open_page
 from tests.train.test_report import HOSTILE, PIXEL, Tags, assert_own_scripts_only, hostile_run, long_run
 
 
@@ -183,5 +183,5 @@ def test_more_processes_have_a_speed_up(tmp_path: Path) -> None:
 def test_a_browser_shows_the_comparison_without_a_complaint(tmp_path: Path) -> None:
     runs = [long_run(tmp_path / name) for name in ("one", "two")]
     write_overview([run.path for run in runs], tmp_path / "index.html")
-    found = opened(tmp_path / "index.html", width_px=1400)
+    found = open_page(tmp_path / "index.html", width_px=1400)
     assert found.problems == [] and found.num_canvases >= 5

@@ -17,7 +17,7 @@ from clipmill.train.report.results import Curve, Line, chart_values, evaluation_
 from clipmill.train.run.folder import RunFolder, append_lines
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from scripts.pages.problems import problems
-from tests.browser import needs_chromium, opened, shown
+from tests.browser import needs_chromium, open_page, shown
 
 HIDDEN = "\x1b[31m\u202e\u2066"
 HOSTILE = f"<script>alert('x')</script>{HIDDEN}"
@@ -215,7 +215,7 @@ def long_run(folder: Path) -> RunFolder:
 def test_a_browser_draws_the_charts_without_a_complaint_and_cuts_nothing(tmp_path: Path) -> None:
     run = long_run(tmp_path)
     write_page(run)
-    found = opened(run.page, width_px=420)
+    found = open_page(run.page, width_px=420)
     assert found.messages == [] and found.overflow_px == 0 and found.problems == []
     assert found.num_canvases == run.page.read_text().count("data-chart=") >= 6
 

@@ -14,7 +14,7 @@ from PIL import Image
 from clipmill.train.doctor.accelerator import ask_child
 from clipmill.train.tasks.caption.java import MetricUnavailable
 from tests.conftest import ROOT
-from tests.prep.captions.server import served
+from tests.prep.captions.server import run_server
 from tests.tiers import nightly_beyond
 from tests.tutorials.made import DATA, Video, make_videos
 from tests.tutorials.page import command_lines, missing_lines, read_page
@@ -69,7 +69,7 @@ def test_a_tutorial_runs(path: Path, videos: list[Video], tmp_path: Path, monkey
     DATA[page.data](tmp_path, videos)
     monkeypatch.chdir(tmp_path)
     runner = Runner(tmp_path, monkeypatch.setenv)
-    with served() as server:  # of `prep captions`
+    with run_server() as server:  # of `prep captions`
         monkeypatch.setenv("ENDPOINT", server.address)
         for block in page.blocks:
             runner.run(block)

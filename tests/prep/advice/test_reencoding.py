@@ -42,7 +42,7 @@ def test_a_recipe_that_saves_nothing_never_pays() -> None:
 
 
 @pytest.fixture(scope="module")
-def indexed(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]) -> Path:
+def index_folder(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]) -> Path:
     """A folder with a video of 2 s and the data folder of its index."""
     folder = tmp_path_factory.mktemp("indexed")
     (folder / "videos").mkdir()
@@ -51,9 +51,9 @@ def indexed(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[...,
     return folder
 
 
-def test_the_figures_are_of_the_sources_and_of_trial_encodes(prep: Prep, indexed: Path) -> None:
-    values = prep("advise", "--data", indexed / "data", "--batch", 8, "--step-time", 0.5, "--json").summary
-    video = indexed / "videos" / "a.mp4"
+def test_the_figures_are_of_the_sources_and_of_trial_encodes(prep: Prep, index_folder: Path) -> None:
+    values = prep("advise", "--data", index_folder / "data", "--batch", 8, "--step-time", 0.5, "--json").summary
+    video = index_folder / "videos" / "a.mp4"
     assert (values["num_clips"], values["clips_of"], values["clips_per_s"]) == (2, "chunk", 16.0)
     sources, recipes = values["ways"].pop("as_they_are"), values["ways"]
     assert sources["size_bytes"] == video.stat().st_size
@@ -69,14 +69,14 @@ def test_the_figures_are_of_the_sources_and_of_trial_encodes(prep: Prep, indexed
         saved_s = 1 / sources["clips_per_cpu_s"] - 1 / recipe["clips_per_cpu_s"]
         pays_after = recipe["encoding_cpu_s"] / (2 * saved_s) if saved_s > 0 else None
         assert recipe["pays_after"] == (None if pays_after is None else pytest.approx(pays_after))
-    variants = Variant.open(indexed / "data").directory.parent.iterdir()
-    assert [path.name for path in variants if path.is_dir()] == [Variant.open(indexed / "data").directory.name]
+    variants = Variant.open(index_folder / "data").directory.parent.iterdir()
+    assert [path.name for path in variants if path.is_dir()] == [Variant.open(index_folder / "data").directory.name]
 
 
-def test_flags_of_disks_are_refused_and_a_changed_source_is_named(prep: Prep, indexed: Path) -> None:
-    data = indexed / "data"
+def test_flags_of_disks_are_refused_and_a_changed_source_is_named(prep: Prep, index_folder: Path) -> None:
+    data = index_folder / "data"
     assert "--read-speed has no effect on" in prep("advise", "--data", data, "--read-speed", 50, status=2).error
-    video = indexed / "videos" / "a.mp4"
+    video = index_folder / "videos" / "a.mp4"
     content = video.read_bytes()
     video.write_bytes(b"\0" * len(content))
     error = prep("advise", "--data", data, status=2).error

@@ -138,7 +138,7 @@ def _parsed(body: dict[str, Any], key: str) -> Request:
 
 
 @contextmanager
-def served(script: Script = described, *, seconds: float = 0.0) -> Iterator[Server]:
+def run_server(script: Script = described, *, seconds: float = 0.0) -> Iterator[Server]:
     """A server for the block."""
     server = Server(script, seconds)
     http = server.begin()

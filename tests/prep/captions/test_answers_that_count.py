@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clipmill.prep.captions.answers import without_key
-from tests.prep.captions.server import MODEL, Reply, Request, completion, described, served
+from tests.prep.captions.server import MODEL, Reply, Request, completion, described, run_server
 from tests.prep.captions.test_endpoint import NUM_CHUNKS, journaled, make, rows, variant_of
 from tests.prep.running import prep_here
 from tests.prep.sets import ShardSet
@@ -30,7 +30,7 @@ def test_a_key_changes_no_caption_and_no_name_of_a_model(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", key)
     data = shard_set.data
-    with served(lambda request, number: completion(text, request)) as server:
+    with run_server(lambda request, number: completion(text, request)) as server:
         settings = ("--model", "qwen-xl", "--endpoint", server.address, "--frames", 1, "--size", 64)
         prep_here("captions", *settings, "--data", data, "--engine", "processes", "--workers", 1)
     assert {row["caption_text"] for row in rows(data).values()} == {text}
@@ -53,7 +53,7 @@ REASONS = ["error", "abort", "tool_calls", "function_call", "repetition", "lengt
 def test_only_an_answer_that_ended_by_itself_is_a_caption(shard_set: ShardSet) -> None:
     data, complete = shard_set.data, ["stop", "eos", "eos_token", "end_turn", "STOP"]
     given = iter([*REASONS[:NUM_CHUNKS], *REASONS[NUM_CHUNKS:], *complete])
-    with served(
+    with run_server(
         lambda request, number: completion("a dog runs over the", request, finish_reason=next(given))
     ) as server:
         first = make(data, server, "--in-flight", 1, status=1).summary
@@ -87,7 +87,7 @@ def strange(request: Request, number: int) -> Reply:
 
 def test_no_answer_blocks_its_shard_whatever_its_parts_are(shard_set: ShardSet) -> None:
     data = shard_set.data
-    with served(strange) as server:
+    with run_server(strange) as server:
         assert make(data, server, "--in-flight", 1).summary["num_chunks"] == NUM_CHUNKS == len(server.log)
         assert {row["caption_text"] for row in rows(data).values()} == {"a dog"}
         assert {row["finish_reason"] for row in rows(data).values()} == {"stop"}
@@ -101,19 +101,19 @@ def test_no_answer_blocks_its_shard_whatever_its_parts_are(shard_set: ShardSet) 
 def test_an_answer_without_a_reason_is_a_caption_and_an_invisible_one_is_none(shard_set: ShardSet) -> None:
     data = shard_set.data
     texts = ["a dog", "\u200b \ufeff", "\u3164\u2060\U000e0041", "a \u200b dog\ufe0f", "\U0001f415\u200d\u2764\ufe0f"]
-    with served(lambda request, number: completion(texts[number], request, finish_reason=None)) as server:
+    with run_server(lambda request, number: completion(texts[number], request, finish_reason=None)) as server:
         made = make(data, server, "--in-flight", 1, status=1).summary
         assert len(server.log) == NUM_CHUNKS and made["failures"] == {"answer_empty": 2}
     captions = {row["caption_text"]: (row["caption_words"], row["finish_reason"]) for row in rows(data).values()}
     assert captions == {"a dog": (2, None), "a dog\ufe0f": (2, None), texts[4]: (1, None)}
-    with served(lambda request, number: completion("a dog runs over", request, finish_reason=None)) as server:
+    with run_server(lambda request, number: completion("a dog runs over", request, finish_reason=None)) as server:
         cut = make(data, server, "--max-tokens", 4, status=1).summary
         assert cut["failures"] == {"answer_truncated": NUM_CHUNKS}
 
 
 def test_retry_works_on_the_variant_that_failed_with_the_flags_of_its_run(shard_set: ShardSet) -> None:
     data = shard_set.data
-    with served() as server:
+    with run_server() as server:
         first = make(data, server).summary["variant"]
         server.script = lambda request, number: completion("", request)
         budget = ("--in-flight", 1, "--max-tokens-total", 10_000)

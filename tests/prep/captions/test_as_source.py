@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 
 from clipmill.manifests.caption_table import METADATA_KEY, SCHEMA
 from clipmill.manifests.store import read_captions
-from tests.prep.captions.server import Request, completion, served
+from tests.prep.captions.server import Request, completion, run_server
 from tests.prep.captions.test_endpoint import NUM_CHUNKS, make, rows, variant_of
 from tests.prep.running import Ran, prep_here
 from tests.prep.sets import LEN, ShardSet, rerun
@@ -27,7 +27,7 @@ def test_captions_become_a_source_that_is_stale_when_the_column_or_the_chunks_ch
     shard_set: ShardSet, prep: Callable[..., Ran], tmp_path: Path
 ) -> None:
     data = shard_set.data
-    with served() as server:
+    with run_server() as server:
         made = make(data, server).summary
         add = made["next"].split()
         table = Path(add[3])
@@ -68,7 +68,7 @@ def test_a_changed_column_makes_its_source_stale_and_keeps_the_ids_of_what_has_n
     def refuses_one(request: Request, number: int) -> dict[str, object]:
         return completion(f"caption {number}", request, refusal="no" if number == 2 else None)
 
-    with served(refuses_one) as server:
+    with run_server(refuses_one) as server:
         made = make(data, server, "--in-flight", 1, status=1).summary
         add = ("manifest", "captions", variant_of(data).directory / "captions.parquet", "--data", data)
         assert "4 captions (4 new)" in prep_here(*add).stdout
@@ -80,7 +80,7 @@ def test_a_changed_column_makes_its_source_stale_and_keeps_the_ids_of_what_has_n
     assert before.items() <= of_source(data).items()
     (variant_of(data).directory / "captions.parquet").write_bytes(b"PAR1")
     assert "captions.parquet is damaged" in prep_here("verify", "--data", data, status=1).stdout
-    with served() as server:
+    with run_server() as server:
         make(data, server)
         assert not server.log
     assert "OK" in prep_here("verify", "--column", "captions", "--data", data).stdout
@@ -92,7 +92,7 @@ def test_where_and_the_page_of_chunks_know_the_captions(shard_set: ShardSet, tmp
     def numbered(request: Request, number: int) -> dict[str, object]:
         return completion(f"<b>{'word ' * (number + 1)}</b> end", request)
 
-    with served(numbered) as server:
+    with run_server(numbered) as server:
         make(data, server, "--in-flight", 1)
     texts = [row["caption_text"] for row in rows(data).values()]
     assert sorted(len(text.split()) for text in texts) == [3, 4, 5, 6, 7]
@@ -103,6 +103,6 @@ def test_where_and_the_page_of_chunks_know_the_captions(shard_set: ShardSet, tmp
     chosen = ("prep", "--data", data, "--where", "caption_words > 4 and contains(caption_text, 'word')")
     planned = prep_here("plan", "latents", "--vae", "tiny", *chosen[1:]).stdout
     assert "3 chunks selected" in planned
-    with served() as server:
+    with run_server() as server:
         picked = make(data, server, "--prompt", "More", "--where", "caption_words > 4").summary
         assert picked["num_chunks"] == 3 == len(server.log)

@@ -1,6 +1,6 @@
 """`prep captions --endpoint`: tokens and time, estimated and limited."""
 
-from tests.prep.captions.server import MODEL, Reply, Request, completion, served
+from tests.prep.captions.server import MODEL, Reply, Request, completion, run_server
 from tests.prep.captions.test_endpoint import NUM_CHUNKS, flags, journaled, make, rows
 from tests.prep.running import prep_here
 from tests.prep.sets import ShardSet
@@ -8,7 +8,7 @@ from tests.prep.sets import ShardSet
 
 def test_the_budget_ends_a_run_and_counts_the_answers_of_earlier_ones(shard_set: ShardSet) -> None:
     data = shard_set.data
-    with served() as server:
+    with run_server() as server:
         each = 0
         ran = make(data, server, "--in-flight", 1, "--max-tokens-total", 100, status=1)
         each = journaled(data)[0].tokens
@@ -25,7 +25,7 @@ def test_the_budget_ends_a_run_and_counts_the_answers_of_earlier_ones(shard_set:
 
 def test_a_plan_asks_only_on_request_and_the_run_keeps_what_it_got(shard_set: ShardSet) -> None:
     data = shard_set.data
-    with served() as server:
+    with run_server() as server:
         plan = ("plan", "captions", "--endpoint", server.address, "--model", MODEL, "--frames", 2, "--size", 64)
         assert "--trial 3" in prep_here(*plan, "--data", data).stdout and not server.log
         assert not (data / "captions").exists()
@@ -42,14 +42,16 @@ def test_counts_of_tokens_that_cannot_be_are_unknown_and_the_report_says_so(shar
         usage = {"prompt_tokens": 10**30, "completion_tokens": -1} if number else None
         return completion("a caption", request, usage=usage)
 
-    with served(odd) as server:
+    with run_server(odd) as server:
         ran = prep_here(*flags(shard_set.data, server, "--max-tokens-total", 100), "--engine", "processes")
     assert "5 answers: 0 tokens in, 0 out, and an unknown number for 5 answers" in ran.stdout
     assert {(row["tokens_in"], row["tokens_out"]) for row in rows(shard_set.data).values()} == {(None, None)}
 
 
 def test_an_estimate_is_scaled_from_the_answers_whose_tokens_are_known(shard_set: ShardSet) -> None:
-    with served(lambda request, number: completion("a b", request, **({} if number else {"usage": None}))) as server:
+    with run_server(
+        lambda request, number: completion("a b", request, **({} if number else {"usage": None}))
+    ) as server:
         plan = ("plan", "captions", "--endpoint", server.address, "--model", MODEL, "--frames", 2, "--size", 64)
         planned = prep_here(*plan, "--data", shard_set.data, "--trial", 1)
         assert "an unknown number of tokens; " in planned.stdout

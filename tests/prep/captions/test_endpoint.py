@@ -17,7 +17,7 @@ from clipmill.prep.captions.asking import decode_pictures, frames_to_show
 from clipmill.prep.core.chunk_content import read_chunk
 from clipmill.prep.core.data_folder import column_lock
 from clipmill.shards.reader import Variant
-from tests.prep.captions.server import MODEL, Reply, Request, Server, completion, described, served
+from tests.prep.captions.server import MODEL, Reply, Request, Server, completion, described, run_server
 from tests.prep.running import MARK, Ran, contents, prep_here, processes, start, wait_until
 from tests.prep.sets import ShardSet
 
@@ -50,7 +50,7 @@ def journaled(data: Path) -> list[Answer]:
 
 def test_the_server_is_sent_the_frames_that_are_decoded_and_its_log_equals_the_column(shard_set: ShardSet) -> None:
     data = shard_set.data
-    with served() as server:
+    with run_server() as server:
         made = make(data, server, "--prompt", "What\nhappens?", "--max-tokens", 99, workers=2).summary
     assert (made["num_chunks"], made["num_encoded"], made["failures"]) == (NUM_CHUNKS, NUM_CHUNKS, {})
     assert len(server.log) == NUM_CHUNKS
@@ -84,9 +84,9 @@ def test_frames_are_in_the_middle_of_equal_parts() -> None:
 
 def test_another_prompt_makes_another_variant_and_another_address_does_not(shard_set: ShardSet, tmp_path: Path) -> None:
     data = shard_set.data
-    with served() as server:
+    with run_server() as server:
         first = make(data, server).summary["variant"]
-        with served() as elsewhere:
+        with run_server() as elsewhere:
             assert make(data, elsewhere).summary["variant"] == first and not elsewhere.log
         words = tmp_path / "prompt.txt"
         words.write_text("Describe the light.\r\n")
@@ -111,7 +111,7 @@ def test_answers_that_are_no_captions_fail_by_name_and_are_asked_again_on_reques
         ]
         return kinds[number] if number < 4 else completion("two\nlines\ud800 \x07here", request)
 
-    with served(bad) as server:
+    with run_server(bad) as server:
         made = make(data, server, "--in-flight", 1, status=1).summary
         assert made["failures"] == {"answer_refused": 2, "answer_empty": 1, "answer_truncated": 1}
         assert [row["caption_text"] for row in rows(data).values()] == ["two lines here"]
@@ -137,7 +137,7 @@ def test_faults_of_the_server_are_tried_again(shard_set: ShardSet) -> None:
             return FAULTS[len(faulty) % len(FAULTS)]
         return described(request, number)
 
-    with served(sometimes) as server:
+    with run_server(sometimes) as server:
         made = make(shard_set.data, server, "--in-flight", 1, "--retries", 3).summary
     assert (made["num_chunks"], made["failures"]) == (NUM_CHUNKS, {})
     assert len(faulty) > len(FAULTS) and len(server.log) - len(faulty) == NUM_CHUNKS == len(journaled(shard_set.data))
@@ -145,13 +145,13 @@ def test_faults_of_the_server_are_tried_again(shard_set: ShardSet) -> None:
 
 def test_a_server_that_stays_away_fails_by_name_and_the_rerun_asks_only_for_the_rest(shard_set: ShardSet) -> None:
     data = shard_set.data
-    with served(lambda request, number: described(request, number) if number < 2 else 500) as server:
+    with run_server(lambda request, number: described(request, number) if number < 2 else 500) as server:
         made = make(data, server, "--in-flight", 1, "--retries", 0, status=1).summary
         assert made["failures"] == {"endpoint_failed": 3} and made["num_chunks"] == 2
         server.script = described
         again = make(data, server).summary
         assert (again["num_chunks"], again["num_reused"]) == (NUM_CHUNKS, 2) and len(server.log) == 2 + 3 + 3
-    with served(seconds=1) as server:
+    with run_server(seconds=1) as server:
         made = make(data, server, "--prompt", "Slow", "--retries", 0, "--timeout", 0.2, status=1).summary
     assert made["failures"] == {"endpoint_failed": NUM_CHUNKS} and not made["answers"]["num_answers"]
     http = Server().begin()
@@ -179,7 +179,7 @@ def test_a_server_that_stays_away_fails_by_name_and_the_rerun_asks_only_for_the_
 def test_spent_credit_and_a_proxy_without_patience_leave_no_chunk_behind(
     shard_set: ShardSet, status: int, failures: dict[str, int]
 ) -> None:
-    with served(lambda request, number: status if number else described(request, number)) as server:
+    with run_server(lambda request, number: status if number else described(request, number)) as server:
         ran = make(shard_set.data, server, "--in-flight", 1, "--retries", 0, status=1)
         assert ran.summary["failures"] == failures
         server.script = described
@@ -201,7 +201,7 @@ def test_a_key_is_sent_and_shown_nowhere(shard_set: ShardSet, monkeypatch: pytes
                     pass
         return 401 if number else completion("a dog", request, finish_reason=f"error: your key is {key}")
 
-    with served(refuses) as server:
+    with run_server(refuses) as server:
         ran = make(data, server, "--in-flight", 1, status=1)
         assert server.log[0].key == key and len(server.log) == 2, "it does not go on asking"
     assert ran.summary["gave_up"].startswith("stopped: ") and "for the key Bearer ***" in ran.summary["gave_up"]
@@ -210,7 +210,7 @@ def test_a_key_is_sent_and_shown_nowhere(shard_set: ShardSet, monkeypatch: pytes
     assert not [text for text in texts if key in text]
     listed = [path for path in data.rglob("*") if path.is_file() and path.parent.name != "answers"]
     assert not [path for path in listed if key.encode() in path.read_bytes()]
-    with served() as server:
+    with run_server() as server:
         failed = make(data, server, status=1)
         assert failed.summary["num_chunks"] == NUM_CHUNKS - 1 == len(server.log)
     assert failed.summary["failures"] == {"answer_incomplete": 1}
@@ -229,7 +229,7 @@ def test_answers_on_their_way_are_kept_when_another_worker_is_refused(shard_set:
         assert both_asked.wait(60)
         return 401
 
-    with served(refuses_the_first) as server:
+    with run_server(refuses_the_first) as server:
         ran = make(shard_set.data, server, "--in-flight", 2, workers=2, status=1)
     assert ran.summary["gave_up"].startswith("stopped: ") and "endpoint_refused" in ran.summary["failures"]
     assert len(journaled(shard_set.data)) == len(server.log) - 1 >= 2
@@ -237,7 +237,7 @@ def test_answers_on_their_way_are_kept_when_another_worker_is_refused(shard_set:
 
 def test_another_model_is_refused_and_a_dated_one_is_the_same(shard_set: ShardSet) -> None:
     data = shard_set.data
-    with served(lambda request, number: completion("a dog", request, model=f"{MODEL}-mini")) as server:
+    with run_server(lambda request, number: completion("a dog", request, model=f"{MODEL}-mini")) as server:
         ran = make(data, server, "--in-flight", 1, status=1)
         assert f'answered with the model "{MODEL}-mini"' in ran.summary["gave_up"] and len(server.log) == 1
         server.script = lambda request, number: completion("a dog", request, model=f"{MODEL}-2026-05-13")
@@ -252,7 +252,7 @@ def is_worker(arguments: list[str]) -> bool:
 
 def test_a_killed_run_is_finished_by_the_next_with_the_same_bytes(shard_set: ShardSet, tmp_path: Path) -> None:
     data, mark = shard_set.data, secrets.token_hex(8)
-    with served() as server:
+    with run_server() as server:
         other = tmp_path / "whole"
         subprocess.run(["cp", "-r", data, other], check=True)
         make(other, server)
@@ -283,7 +283,7 @@ def shards(data: Path) -> dict[str, str]:
 
 
 def test_a_trial_beside_a_run_is_refused(shard_set: ShardSet) -> None:
-    with served() as server:
+    with run_server() as server:
         with column_lock(shard_set.data, column="captions"):
             plan = ("plan", "captions", "--endpoint", server.address, "--model", MODEL, "--trial", 1)
             assert "another command is writing" in prep_here(*plan, "--data", shard_set.data, status=2).stderr
@@ -291,7 +291,7 @@ def test_a_trial_beside_a_run_is_refused(shard_set: ShardSet) -> None:
 
 
 def test_requests_are_sent_at_once_up_to_the_limit_and_one_that_is_rejected_is_no_other(shard_set: ShardSet) -> None:
-    with served(lambda request, number: described(request, number) if number else 400, seconds=0.3) as server:
+    with run_server(lambda request, number: described(request, number) if number else 400, seconds=0.3) as server:
         made = make(shard_set.data, server, "--in-flight", 2, status=1).summary
     assert server.most_at_once == 2
     assert made["failures"] == {"request_invalid": 1} and made["num_chunks"] == NUM_CHUNKS - 1 == len(server.log) - 1

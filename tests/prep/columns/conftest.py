@@ -14,7 +14,7 @@ from clipmill.prep import cli, commands
 from clipmill.prep.sources import probe_processes
 from clipmill.prep.text import tower
 from tests.plugins import example_installed, installed_here
-from tests.prep.captions.server import Server, served
+from tests.prep.captions.server import Server, run_server
 from tests.prep.columns.cases import CASES, Case, Folder, copied, with_tiers, write_video
 from tests.prep.here import Here
 
@@ -69,7 +69,7 @@ def _threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    with served() as server:
+    with run_server() as server:
         yield server
 
 

@@ -37,7 +37,7 @@ def written(tmp_path: Path) -> Written:
     return write_all(tmp_path / "data", SHARDS, CAPTIONS, without=WITHOUT, splits=SPLITS)
 
 
-def opened(store_dir: Path) -> Any:
+def open_store(store_dir: Path) -> Any:
     """The store, by zarr itself."""
     return zarr.open_group(store_dir, mode="r")
 
@@ -65,7 +65,7 @@ def test_the_store_has_the_documents_arrays_with_the_values_of_the_columns(
     store_dir = tmp_path / "segments.zarr"
     ran = prep_here("export", "zarr", store_dir, "--data", written.data_dir, "--chunk", chunk, "--level", 3)
     frames, text, of_video = wanted(written)
-    store = opened(store_dir)
+    store = open_store(store_dir)
     assert set(store.array_keys()) == {"base_frames", "clip_emb", "segment_to_video"}
     assert np.array_equal(store["base_frames"][:].view(np.uint16), frames)
     assert np.array_equal(store["clip_emb"][:].view(np.uint16), text)
@@ -83,7 +83,7 @@ def test_compressed_latents_give_the_same_store(written: Written, tmp_path: Path
     other = write_all(tmp_path / "packed", [], CAPTIONS, without=WITHOUT, splits=SPLITS)
     write_latents(other, SHARDS, is_compressed=True)
     prep_here("export", "zarr", tmp_path / "packed.zarr", "--data", other.data_dir)
-    found = opened(tmp_path / "packed.zarr")["base_frames"][:]
+    found = open_store(tmp_path / "packed.zarr")["base_frames"][:]
     assert np.array_equal(found.view(np.uint16), frames)
 
 
@@ -94,14 +94,14 @@ def test_a_rerun_does_nothing_until_flags_or_columns_change(written: Written, tm
     inode = store_dir.stat().st_ino
     assert "nothing to do" in prep_here(*line).stdout and store_dir.stat().st_ino == inode
     assert prep_here(*line, "--chunk", 2, "--json").summary["num_written"] == 10
-    assert opened(store_dir)["base_frames"].chunks[0] == 2
+    assert open_store(store_dir)["base_frames"].chunks[0] == 2
     assert [path.name for path in store_dir.parent.iterdir()] == [store_dir.name]
 
 
 def test_a_lost_chunk_of_a_store_does_not_read_as_latents_of_zeros(written: Written, tmp_path: Path) -> None:
     prep_here("export", "zarr", tmp_path / "segments.zarr", "--data", written.data_dir)
     (tmp_path / "segments.zarr" / "base_frames" / "1.0.0.0.0").unlink()
-    frames = opened(tmp_path / "segments.zarr")["base_frames"]
+    frames = open_store(tmp_path / "segments.zarr")["base_frames"]
     assert np.isnan(frames[1]).all() and np.isfinite(frames[0]).all()
 
 
@@ -112,7 +112,7 @@ def test_a_rerun_replaces_a_store_that_has_lost_a_file(written: Written, tmp_pat
     prep_here(*line)
     (store_dir / lost).unlink()
     assert prep_here(*line, "--json").summary["num_written"] == 10
-    assert np.array_equal(opened(store_dir)["base_frames"][:].view(np.uint16), wanted(written)[0])
+    assert np.array_equal(open_store(store_dir)["base_frames"][:].view(np.uint16), wanted(written)[0])
     assert (store_dir / lost).exists() and "nothing to do" in prep_here(*line).stdout
 
 
@@ -129,7 +129,7 @@ def test_segments_with_seconds_of_another_split_are_left_out(tmp_path: Path) -> 
             array, segments = written.latents["b_000000000"].reshape(15, 4, *array.shape[2:]), [6, 7, 8, 9]
         else:
             assert "left out  1: segments with seconds of other splits" in prep_here(*line).stdout
-        store = opened(store_dir)
+        store = open_store(store_dir)
         assert np.array_equal(store["base_frames"][:].view(np.uint16), array[segments])
         assert np.array_equal(store["clip_emb"][:].view(np.uint16)[0], written.text[row])
 
@@ -138,7 +138,7 @@ def test_a_store_of_one_video_is_complete(tmp_path: Path) -> None:
     of_one = write_all(tmp_path / "data", [[Chunk("b", 0, 40)]], [Caption("b", 0.0, 5.0, "b")], splits={"b": "train"})
     line = ("export", "zarr", tmp_path / "segments.zarr", "--data", of_one.data_dir)
     prep_here(*line)
-    assert not opened(tmp_path / "segments.zarr")["segment_to_video"][:].any()
+    assert not open_store(tmp_path / "segments.zarr")["segment_to_video"][:].any()
     assert "nothing to do" in prep_here(*line).stdout
 
 

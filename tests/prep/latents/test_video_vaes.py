@@ -22,7 +22,7 @@ from clipmill.shards.commits import commit_path
 from clipmill.shards.reader import Variant
 from tests.prep.latents.conftest import make, plan, recipe, video
 from tests.prep.latents.test_column import stored
-from tests.prep.latents.video_vaes import NAMES, opened, saved
+from tests.prep.latents.video_vaes import NAMES, load_vae, saved
 from tests.prep.running import Ran, chunk, contents, manifest
 from tests.prep.sets import ShardSet
 from tests.tiers import nightly_beyond
@@ -60,7 +60,7 @@ def segments(shard_set: ShardSet, *, repeat: bool = False) -> dict[str, list[np.
 def test_segments_are_bit_for_bit_those_of_diffusers(shard_set: ShardSet, name: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path / "vae")
     make(shard_set.data, vae=str(folder), batch=9, **SETTINGS)
-    latents, model = Variant.open(shard_set.data, column="latents"), opened(folder, name)
+    latents, model = Variant.open(shard_set.data, column="latents"), load_vae(folder, name)
     rows = {row["key"]: row for shard in latents.shards() for row in shard.index.to_pylist()}
     torch.set_num_threads(1)
     mean, scale = torch.tensor(0.0), torch.tensor(float(model.config.get("scaling_factor") or 1.0))

@@ -57,7 +57,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 NAMES = [*_CONFIGS]
 
 
-def opened(folder: Path, name: str) -> Any:
+def load_vae(folder: Path, name: str) -> Any:
     """The model as diffusers opens it."""
     return _class(name).from_pretrained(folder).eval()
 

@@ -224,11 +224,11 @@ def test_a_server_that_does_not_answer_is_not_asked_for_every_object(
     asked: list[str] = []
     info = remote.Objects.info
 
-    def counted(objects: remote.Objects, key: str) -> object:
+    def count_request(objects: remote.Objects, key: str) -> object:
         asked.append(key)
         return info(objects, key)
 
-    monkeypatch.setattr(remote.Objects, "info", counted)
+    monkeypatch.setattr(remote.Objects, "info", count_request)
     paths = [f"{web.address}/{number}.mp4" for number in range(1000)]
     states = stat_files(pa.chunked_array([paths]), num_threads=1)
     assert {failure.code for failure in states.failures.values()} == {FailureCode.IO_ERROR}

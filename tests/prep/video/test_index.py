@@ -23,7 +23,7 @@ from clipmill.train.data.chunk_reader import read_chunks
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.interface import open_clips
 from clipmill.train.data.outcomes import SampleFailed
-from tests.prep.captions.server import MODEL, served
+from tests.prep.captions.server import MODEL, run_server
 from tests.prep.irregular import edit, ffmpeg, numbered, with_sound
 from tests.prep.running import manifest, prep_here
 
@@ -312,7 +312,7 @@ def test_calm_videos_are_scored_and_sources_are_verified(tmp_path: Path) -> None
 
 def test_a_server_captions_an_index(index_folder: Path) -> None:
     data = index_folder / "data"
-    with served() as server:
+    with run_server() as server:
         flags = (
             *("--endpoint", server.address, "--model", MODEL, "--frames", 2, "--size", 160),
             *("--where", "video = 'open_gops'", "--data", data, "--engine", "processes", "--workers", 1, "--json"),

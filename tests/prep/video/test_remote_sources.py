@@ -251,7 +251,7 @@ def test_a_kill_leaves_no_copy_for_long_and_loses_nothing(
     wait_until(lambda: not list(scratch.iterdir()))
 
 
-def refused(*arguments: object) -> Ran:
+def run_invalid(*arguments: object) -> Ran:
     return prep_here("manifest", "folder", *arguments, status=None)
 
 
@@ -265,8 +265,8 @@ def test_urls_that_cannot_be_served_are_refused_before_anything_is_made(tmp_path
         ("s3://me:secret@bucket/videos", "contains a user name or password"),
         ("https://host/videos?X-Amz-Signature=secret", "has a query string"),
     ):
-        ran = refused(url, "--data", data)
+        ran = run_invalid(url, "--data", data)
         assert words in ran.error and "secret" not in ran.stderr, ran.stderr
     assert not data.exists()
-    ran = refused(tmp_path, "--captions", "s3://no-such-bucket/t.csv", "--data", data)
+    ran = run_invalid(tmp_path, "--captions", "s3://no-such-bucket/t.csv", "--data", data)
     assert "bucket of s3://no-such-bucket does not exist" in ran.error

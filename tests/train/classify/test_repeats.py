@@ -40,11 +40,11 @@ def test_an_epoch_shows_every_clip_as_often_as_asked_for_each_time_in_another_wa
     decoded: list[Any] = []
     decode = ChunkDecoder.decode
 
-    def counted(chunks: ChunkDecoder, read: Any) -> Any:
+    def count_decode(chunks: ChunkDecoder, read: Any) -> Any:
         decoded.append(read)
         return decode(chunks, read)
 
-    monkeypatch.setattr(ChunkDecoder, "decode", counted)
+    monkeypatch.setattr(ChunkDecoder, "decode", count_decode)
     samples = labelled(moving, repeats=3)
     assert samples.num_samples == 3 * NUM_CLIPS and samples.num_clips == NUM_CLIPS
     assert "36 of 37 captions" in samples.describe() and "3 samples of each in an epoch" in samples.describe()

@@ -66,7 +66,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return folder_of(tmp_path_factory.mktemp("spans"), ("train", "val"))
 
 
-def opened(data_dir: Path, *, split: str = "train", **settings: Any) -> Samples[Any]:
+def open_clips_of(data_dir: Path, *, split: str = "train", **settings: Any) -> Samples[Any]:
     stored = settings.pop("stored", False)
     where, each = settings.pop("where", None), settings.pop("each_caption", False)
     return open_captioned_clips(
@@ -128,7 +128,7 @@ def test_clips_are_those_of_a_plain_reading(
     clips = [(span, [row for _, row in sorted(captions)]) for span, captions in sorted(wanted.items())]
     if settings.get("each_caption"):
         clips = [(span, [row]) for span, rows in clips for row in sorted(rows)]
-    samples = opened(data_dir, **settings)
+    samples = open_clips_of(data_dir, **settings)
     rows_of, table = samples.table.captions, read_captions(data_dir)
     assert rows_of is not None and rows_of.text_row is not None
     names = [samples.key(clip).rpartition("_")[0] for clip in range(len(samples))]
@@ -170,7 +170,7 @@ def test_texts_of_a_manifest_that_is_used_whole_are_not_read(tmp_path: Path, mon
         pytest.fail("all texts are read")
 
     monkeypatch.setattr("clipmill.train.data.caption_rows.used_texts", fail)
-    assert len(opened(tmp_path)) == 2 * 89
+    assert len(open_clips_of(tmp_path)) == 2 * 89
 
 
 def _remove_texts(folder: Path) -> None:
@@ -206,24 +206,24 @@ def test_files_that_cannot_be_used_are_refused_until_the_next_write(
     names = video_ids(0, 2).to_pylist()
     captions = [Caption(name, 0, at, f"{name} {at}") for name in names for at in range(1, 90)]
     write_captions(tmp_path, dict.fromkeys(names, "train"), captions)
-    expected = opened(tmp_path).fingerprint
+    expected = open_clips_of(tmp_path).fingerprint
     spoil(manifest_dir(tmp_path))
     with pytest.raises(UserError, match=r"caption_(spans|texts)\.arrow is damaged") as caught:
-        opened(tmp_path)
+        open_clips_of(tmp_path)
     assert "prep manifest" in (caught.value.hint or "")
     write_captions(tmp_path, dict.fromkeys(names, "train"), captions)
-    assert opened(tmp_path).fingerprint == expected
+    assert open_clips_of(tmp_path).fingerprint == expected
 
 
 def test_captions_that_are_open_stay_those_of_their_manifest(tmp_path: Path) -> None:
     write_column(tmp_path, "video", num_chunks=20)
     names = video_ids(0, 2).to_pylist()
     write_captions(tmp_path, dict.fromkeys(names, "train"), [Caption(names[0], 0, 1, "before")])
-    samples = opened(tmp_path)
+    samples = open_clips_of(tmp_path)
     write_captions(
         tmp_path, dict.fromkeys(names, "train"), [Caption(names[0], 0, 1, "now"), Caption(names[1], 0, 1, "x")]
     )
-    assert list(samples.captions.all_texts()) == ["before"] and list(opened(tmp_path).captions.all_texts()) == [
+    assert list(samples.captions.all_texts()) == ["before"] and list(open_clips_of(tmp_path).captions.all_texts()) == [
         "now",
         "x",
     ]

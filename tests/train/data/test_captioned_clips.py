@@ -38,7 +38,7 @@ def tokenizer() -> CaptionTokenizer:
     return train_tokenizer([*HUMAN, *MODEL], vocabulary_size=300)
 
 
-def opened(data_dir: Path, tokenizer: CaptionTokenizer, *, per_visit: int, **captions: Any) -> Samples[Any]:
+def open_clips_of(data_dir: Path, tokenizer: CaptionTokenizer, *, per_visit: int, **captions: Any) -> Samples[Any]:
     return open_captioned_clips(
         ClipQuery(
             data_dir,
@@ -66,24 +66,24 @@ def said(samples: Samples[Any], tokenizer: CaptionTokenizer, *, num_visits: int)
 
 
 def test_a_visit_has_all_captions_or_some_without_repeats(data_dir: Path, tokenizer: CaptionTokenizer) -> None:
-    everything = said(opened(data_dir, tokenizer, per_visit=8), tokenizer, num_visits=3)
+    everything = said(open_clips_of(data_dir, tokenizer, per_visit=8), tokenizer, num_visits=3)
     assert all(sorted(one) == sorted(HUMAN + MODEL) for one in everything)
-    some = said(opened(data_dir, tokenizer, per_visit=3), tokenizer, num_visits=60)
+    some = said(open_clips_of(data_dir, tokenizer, per_visit=3), tokenizer, num_visits=60)
     assert all(len(set(one)) == 3 for one in some)
     assert {text for one in some for text in one} == {*HUMAN, *MODEL}
-    assert some == said(opened(data_dir, tokenizer, per_visit=3), tokenizer, num_visits=60)
+    assert some == said(open_clips_of(data_dir, tokenizer, per_visit=3), tokenizer, num_visits=60)
 
 
 def test_sources_weigh_in_the_first_draw(data_dir: Path, tokenizer: CaptionTokenizer) -> None:
-    samples = opened(data_dir, tokenizer, per_visit=1, sources="human=1,model=3")
+    samples = open_clips_of(data_dir, tokenizer, per_visit=1, sources="human=1,model=3")
     assert samples.captions.rows.choice.weights(0).tolist() == pytest.approx([1 / 12] * 3 + [3 / 8] * 2)
     counted = Counter(text for one in said(samples, tokenizer, num_visits=400) for text in one)
     assert sum(counted[text] for text in MODEL) / counted.total() == pytest.approx(0.75, abs=0.06)
 
 
 def test_captions_without_room_are_cut_and_counted(data_dir: Path, tokenizer: CaptionTokenizer) -> None:
-    samples = opened(data_dir, tokenizer, per_visit=1)
+    samples = open_clips_of(data_dir, tokenizer, per_visit=1)
     assert "1 cut to 24 tokens" in samples.describe()
     assert samples.captions.texts_of(1) == [LONG]
     other = train_tokenizer([LONG], vocabulary_size=320)
-    assert opened(data_dir, other, per_visit=1).fingerprint != samples.fingerprint
+    assert open_clips_of(data_dir, other, per_visit=1).fingerprint != samples.fingerprint

@@ -57,15 +57,15 @@ def test_other_words_of_latents_are_noticed(tmp_path: Path, is_stored: bool) -> 
     data_dir = write_all(tmp_path / "data", SHARDS, CAPTIONS, without=WITHOUT_EMBEDDING).data_dir
     splits = dict.fromkeys((chunk.video_id for chunks in SHARDS for chunk in chunks), "train")
 
-    def opened(sources: str | None = None) -> Samples[Any]:
+    def open_clips_of(sources: str | None = None) -> Samples[Any]:
         captions, tokenize = ("stored", None) if is_stored else ("words", load_tokenizer())
         return open_latent_segments(
             segments(data_dir, split="train", captions=captions, sources=sources), tokenize=tokenize
         )
 
-    before = opened().fingerprint
+    before = open_clips_of().fingerprint
     rewrite(data_dir, splits, [replace(one, text=one.text.replace("moment", "minute")) for one in CAPTIONS])
-    loader = opened()
+    loader = open_clips_of()
     with pytest.raises(UserError, match=OTHER_WORDS):
         loader.load_state_dict(begun_with(before))
 

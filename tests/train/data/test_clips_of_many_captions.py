@@ -58,7 +58,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written.data_dir
 
 
-def opened(
+def open_clips_of(
     data_dir: Path, *, rank: int = 0, num_ranks: int = 1, batch: int = 1, stored: bool = False, **captions: Any
 ) -> Samples[Any]:
     loading = LoaderSettings(batch=batch, num_threads=1, num_ahead=4, seed=0, rank=rank, num_ranks=num_ranks)
@@ -85,7 +85,7 @@ def visits(samples: Samples[Any], count: int) -> list[tuple[int, int, int]]:
 
 
 def test_every_clip_comes_once_an_epoch_with_one_of_its_captions(data_dir: Path) -> None:
-    samples = opened(data_dir)
+    samples = open_clips_of(data_dir)
     assert (len(samples), samples.num_samples, samples.num_clips, samples.num_caption_ids) == (5, 5, 5, 10)
     found = visits(samples, 200)
     for epoch in range(40):
@@ -99,7 +99,7 @@ def test_every_clip_comes_once_an_epoch_with_one_of_its_captions(data_dir: Path)
 
 
 def test_tokens_are_those_of_the_caption_that_is_named(data_dir: Path) -> None:
-    batches = opened(data_dir, batch=5).batches(max_failures=0)
+    batches = open_clips_of(data_dir, batch=5).batches(max_failures=0)
     for loaded in islice(batches, 4):
         for tokens, caption in zip(loaded.batch["tokens"], loaded.batch["caption_id"].tolist(), strict=True):
             assert tokens.tolist() == load_tokenizer()(CAPTIONS[caption].text).tolist()
@@ -107,9 +107,9 @@ def test_tokens_are_those_of_the_caption_that_is_named(data_dir: Path) -> None:
 
 
 def test_an_evaluation_shows_the_first_caption_of_the_first_source(data_dir: Path) -> None:
-    by_default = [opened(data_dir).text(clip) for clip in range(5)]
+    by_default = [open_clips_of(data_dir).text(clip) for clip in range(5)]
     assert by_default == ["said of a", "across the border of a", "said of b", "said of a", "said by a model"]
-    samples = opened(data_dir, sources="rephraser=1,human=5")
+    samples = open_clips_of(data_dir, sources="rephraser=1,human=5")
     assert [samples.text(clip) for clip in range(3)] == [
         "a, in other words",
         "across the border of a",
@@ -120,14 +120,14 @@ def test_an_evaluation_shows_the_first_caption_of_the_first_source(data_dir: Pat
 
 
 def test_sources_that_are_not_named_are_left_out_with_the_clips_that_have_no_other(data_dir: Path) -> None:
-    samples = opened(data_dir, sources="human=1,re*=0")
+    samples = open_clips_of(data_dir, sources="human=1,re*=0")
     assert len(samples) == 3 and {caption for _, _, caption in visits(samples, 30)} == {0, 1, 2}
     assert "6 captions of other sources left out" in samples.describe()
-    assert samples.fingerprint != opened(data_dir).fingerprint
+    assert samples.fingerprint != open_clips_of(data_dir).fingerprint
 
 
 def test_stored_embeddings_come_with_pixels(data_dir: Path) -> None:
-    samples = opened(data_dir, stored=True, batch=4)
+    samples = open_clips_of(data_dir, stored=True, batch=4)
     assert (len(samples), samples.text_width) == (4, 4)
     assert "1 without embedding" in samples.describe() and "tiny-89abcdef" in samples.variant_name
     text = {}
@@ -148,7 +148,7 @@ def test_clips_whose_stored_embeddings_are_damaged_fail_by_name(tmp_path: Path) 
     write_captions(tmp_path, {"a": "train", "b": "train"}, CAPTIONS[:3])
     write_text(written, CAPTIONS[:3], width=4)
     flip(tmp_path, column="text", key="a")
-    batches = opened(tmp_path, stored=True).batches(max_failures=100)
+    batches = open_clips_of(tmp_path, stored=True).batches(max_failures=100)
     loaded = list(islice(batches, 4))
     batches.close()
     failed = [failure for one in loaded for failure in one.failed]
@@ -158,7 +158,7 @@ def test_clips_whose_stored_embeddings_are_damaged_fail_by_name(tmp_path: Path) 
 
 
 def test_captions_by_relevancy_are_those_of_the_definition(data_dir: Path) -> None:
-    samples = opened(data_dir, min_relevancy=0.1)
+    samples = open_clips_of(data_dir, min_relevancy=0.1)
     batches = samples.batches(max_failures=0)
     found: dict[int, dict[str, float]] = {clip: {} for clip in range(5)}
     for loaded in islice(batches, 300):
@@ -193,13 +193,13 @@ def test_captions_without_classes_cannot_be_drawn_by_relevancy(tmp_path: Path) -
     write_shard(tmp_path, 0, chunks_of("a", 20), split="train")
     write_captions(tmp_path, {"a": "train"}, [Caption("a", 0, 1, "one"), Caption("a", 1, 2, "two")])
     with pytest.raises(UserError, match="2 of 2 captions have no label_verb"):
-        opened(tmp_path, min_relevancy=0.1)
+        open_clips_of(tmp_path, min_relevancy=0.1)
 
 
 def test_one_text_for_all_is_nothing_to_learn_from(tmp_path: Path) -> None:
     write_shard(tmp_path, 0, chunks_of("a", 20), split="train")
     write_captions(tmp_path, {"a": "train"}, [Caption("a", at, at + 1, "someone cooks") for at in (0, 0.5, 1)])
-    samples = opened(tmp_path)
+    samples = open_clips_of(tmp_path)
     with pytest.raises(UserError, match="all 3 captions of split 'train' are 'someone cooks'"):
         samples.require_different_texts()
 
@@ -218,4 +218,4 @@ def test_captions_of_which_none_can_be_shown_are_said(tmp_path: Path) -> None:
     write_shard(tmp_path, 0, chunks_of("a", 20), split="train")
     write_captions(tmp_path, {"a": "train"}, [Caption("a", 7.0, 9.0, "too late")])
     with pytest.raises(UserError, match=r"no clip of split 'train' is usable: 0 of 1 caption .*; 1 begins after"):
-        opened(tmp_path)
+        open_clips_of(tmp_path)

@@ -59,7 +59,7 @@ FRAMES = {
 
 
 @pytest.fixture(scope="module")
-def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_of_splits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("divided") / "data"
     starts = range(0, LENGTH_S, CHUNK_S)
     for shard, video in enumerate("abc"):
@@ -90,14 +90,14 @@ def frames_of(samples: Samples[Any], *, num_batches: int = 40) -> dict[str, set[
 
 
 @pytest.mark.parametrize("split", FRAMES)
-def test_chunks_show_the_frames_of_their_split_and_no_others(divided: Path, split: str) -> None:
-    samples = open_chunk_clips(query(divided, split))
+def test_chunks_show_the_frames_of_their_split_and_no_others(data_of_splits: Path, split: str) -> None:
+    samples = open_chunk_clips(query(data_of_splits, split))
     found = frames_of(samples)
     assert found.keys() == FRAMES[split].keys()
     for video, frames in found.items():
         assert frames <= FRAMES[split][video]
         assert len(frames) > 0.8 * len(FRAMES[split][video])
-    chunks = read_chunks(divided, split=split)
+    chunks = read_chunks(data_of_splits, split=split)
     read = [read_frame_number(frame[..., 1]) for chunk in chunks for frame in chunk.frames]
     assert read == [
         1000 * "abc".index(video) + frame for video in FRAMES[split] for frame in sorted(FRAMES[split][video])
@@ -107,19 +107,19 @@ def test_chunks_show_the_frames_of_their_split_and_no_others(divided: Path, spli
     assert len(chunks) == len(samples)
 
 
-def test_segments_of_chunks_are_cut_from_the_parts(divided: Path) -> None:
-    samples = open_chunk_clips(query(divided, "val"), segment_us=2_000_000)
+def test_segments_of_chunks_are_cut_from_the_parts(data_of_splits: Path) -> None:
+    samples = open_chunk_clips(query(data_of_splits, "val"), segment_us=2_000_000)
     spans = [tuple(np.round(samples.span_s(number), 2)) for number in range(len(samples))]
     assert spans == [(5, 6), (6, 8), (8, 9.05), (0, 2), (2, 4), (4, 6), (6, 7)]
 
 
-def test_the_log_and_the_status_say_what_is_left_out(divided: Path) -> None:
+def test_the_log_and_the_status_say_what_is_left_out(data_of_splits: Path) -> None:
     assert (
-        open_chunk_clips(query(divided, "train"))
+        open_chunk_clips(query(data_of_splits, "train"))
         .describe()
         .startswith("8 chunks of 3 videos of split 'train'; 13.6 s of 5 chunks left out, which belong to other splits")
     )
-    lost = stored_lost_times(divided)
+    lost = stored_lost_times(data_of_splits)
     assert lost == {"train": LostTime(6.55, 3), "val": LostTime(11.0, 2)}
     assert lost_lines(lost, indent=10)[1] == (
         "splits    val: 11.0 s of 2 chunks belong to captions of other splits, and training without captions leaves "
@@ -128,8 +128,8 @@ def test_the_log_and_the_status_say_what_is_left_out(divided: Path) -> None:
 
 
 @pytest.mark.parametrize("split", FRAMES)
-def test_captions_of_a_split_are_shown_whatever_the_split_of_their_video(divided: Path, split: str) -> None:
-    samples = open_captioned_clips(query(divided, split))
+def test_captions_of_a_split_are_shown_whatever_the_split_of_their_video(data_of_splits: Path, split: str) -> None:
+    samples = open_captioned_clips(query(data_of_splits, split))
     texts = {samples.text(number) for number in range(len(samples))}
     assert (
         texts
@@ -144,31 +144,33 @@ def test_captions_of_a_split_are_shown_whatever_the_split_of_their_video(divided
         assert frames <= FRAMES[split][video] | set(range(150, 155)) | {90}, "captions may begin within a frame"
 
 
-def test_labels_of_a_split_and_their_classes(divided: Path) -> None:
+def test_labels_of_a_split_and_their_classes(data_of_splits: Path) -> None:
     classes = [ClassList("done", ("no", "yes"))]
     found = {}
     for split in FRAMES:
-        samples = open_labelled_clips(query(divided, split), classes=classes)
+        samples = open_labelled_clips(query(data_of_splits, split), classes=classes)
         found[split] = {(*samples.span_s(row), classes[0].names[samples.labels[row]]) for row in range(len(samples))}
         num_captions = {"train": "4 of 5", "val": "3 of 3", "test": "1 of 1"}[split]
         assert samples.describe().startswith(f"{num_captions} caption")
     assert found["train"] == {(0, 5, "yes"), (9.05, 12, "no"), (7, 18, "yes"), (0, 18, "no")}
     assert found["val"] == {(5, 9.05, "no"), (15, 15.5, "yes"), (0, 7, "no")}
     assert found["test"] == {(13, 15, "no")}
-    assert read_classes(divided, label="done", splits=["val"]).names == ("no", "yes")
+    assert read_classes(data_of_splits, label="done", splits=["val"]).names == ("no", "yes")
 
 
-def test_a_selection_of_captions_keeps_the_splits(divided: Path) -> None:
-    samples = open_captioned_clips(query(divided, "val", where="label_done = 'no' and text like 'a%'"))
+def test_a_selection_of_captions_keeps_the_splits(data_of_splits: Path) -> None:
+    samples = open_captioned_clips(query(data_of_splits, "val", where="label_done = 'no' and text like 'a%'"))
     assert [samples.text(number) for number in range(len(samples))] == ["a 5 9.05"]
     assert "2 of 6 chunks" not in samples.describe()
 
 
-def test_segments_of_latents_have_no_second_of_another_split(divided: Path) -> None:
+def test_segments_of_latents_have_no_second_of_another_split(data_of_splits: Path) -> None:
     found: dict[tuple[str, str], set[str]] = {}
     for split in FRAMES:
         for captions in ("none", "words"):
-            samples = open_latent_segments(segments(divided, split=split, segment="1s", captions=captions, batch=1))
+            samples = open_latent_segments(
+                segments(data_of_splits, split=split, segment="1s", captions=captions, batch=1)
+            )
             for number in range(len(samples)):
                 (begin_s, end_s), video = samples.span_s(number), samples.key(number)[0]
                 shown = {round(begin_s * FPS) + frame for frame in range(round((end_s - begin_s) * FPS))}
@@ -178,24 +180,26 @@ def test_segments_of_latents_have_no_second_of_another_split(divided: Path) -> N
     assert found["val", "none"] == {*(f"a{second}" for second in range(5, 9)), *(f"b{second}" for second in range(7))}
     assert found["val", "words"] == found["val", "none"]
     assert found["test", "words"] == {"a13", "a14"}
-    line = open_latent_segments(segments(divided, split="test", segment="1s", captions="none", batch=1)).describe()
+    line = open_latent_segments(
+        segments(data_of_splits, split="test", segment="1s", captions="none", batch=1)
+    ).describe()
     assert "16 segments (16.0 s of 3 chunks) left out, with seconds of other splits" in line
 
 
-def test_look_alikes_are_of_the_split_of_their_middle_frame(divided: Path) -> None:
-    keys = chunks_table(divided)["key"].to_pylist()
+def test_look_alikes_are_of_the_split_of_their_middle_frame(data_of_splits: Path) -> None:
+    keys = chunks_table(data_of_splits)["key"].to_pylist()
     assert len(keys) == 9
     hashes = {key: phash(number) for number, key in enumerate(keys)}
     hashes["b_000012000"] = hashes["a_000006000"]  # the middle of the second, at 9 s, is in val
     hashes["c_000000000"] = hashes["b_000000000"]
-    write_scores(divided, {key: {"phash": value} for key, value in hashes.items()})
-    leakage = find_leakage(divided)
+    write_scores(data_of_splits, {key: {"phash": value} for key, value in hashes.items()})
+    leakage = find_leakage(data_of_splits)
     assert leakage is not None and leakage.counts == {("val", "train"): 2}
-    assert keys_alike(divided, split="val", other_split="train") == {"a_000006000", "b_000000000"}
+    assert keys_alike(data_of_splits, split="val", other_split="train") == {"a_000006000", "b_000000000"}
 
 
-def test_quickstart_counts_what_each_split_has(divided: Path) -> None:
-    splits = survey(str(divided)).splits
+def test_quickstart_counts_what_each_split_has(data_of_splits: Path) -> None:
+    splits = survey(str(data_of_splits)).splits
     assert {name: (facts.num_videos, facts.num_chunks, facts.num_captions) for name, facts in splits.items()} == {
         "train": (3, 9, 5),
         "val": (2, 4, 3),

@@ -34,81 +34,83 @@ def test_a_clip_at_the_end_of_a_long_chunk_is_a_small_part_of_its_tar(tmp_path: 
     assert 0 < server.num_bytes["/" + tar.relative_to(folder).as_posix()] < tar.stat().st_size / 5
 
 
-def test_a_server_without_ranges_is_named_and_not_asked_again(served: HttpFolder, tmp_path: Path) -> None:
-    samples = open_set(f"{served.address}/data", tmp_path / "cache")
+def test_a_server_without_ranges_is_named_and_not_asked_again(data_server: HttpFolder, tmp_path: Path) -> None:
+    samples = open_set(f"{data_server.address}/data", tmp_path / "cache")
     tar = tar_of(samples, tmp_path / "served")
     address = "/" + tar.relative_to(tmp_path / "served").as_posix()
-    served.without_ranges.add(address)
+    data_server.without_ranges.add(address)
     [failed] = samples.reader.load([SampleRequest(0, 0, None)])
     assert isinstance(failed, FailedSample) and failed.reason == "shard_unreadable"
     assert "the server does not support ranges" in failed.detail
-    assert served.num_bytes[address] == tar.stat().st_size
+    assert data_server.num_bytes[address] == tar.stat().st_size
 
 
-def test_a_server_that_knows_no_ranges_is_refused_before_a_tar_is_touched(served: HttpFolder, tmp_path: Path) -> None:
-    served.without_ranges.add("/data/dataset.json")
+def test_a_server_that_knows_no_ranges_is_refused_before_a_tar_is_touched(
+    data_server: HttpFolder, tmp_path: Path
+) -> None:
+    data_server.without_ranges.add("/data/dataset.json")
     with pytest.raises(UserError, match="does not support range requests"):
-        open_set(f"{served.address}/data", tmp_path / "cache")
-    assert not [name for name in served.num_bytes if name.endswith(".tar")]
+        open_set(f"{data_server.address}/data", tmp_path / "cache")
+    assert not [name for name in data_server.num_bytes if name.endswith(".tar")]
 
 
-def test_tables_are_copied_again_when_the_manifest_has_changed(served: HttpFolder, tmp_path: Path) -> None:
-    address, captions = f"{served.address}/data", "/data/manifest/captions.parquet"
+def test_tables_are_copied_again_when_the_manifest_has_changed(data_server: HttpFolder, tmp_path: Path) -> None:
+    address, captions = f"{data_server.address}/data", "/data/manifest/captions.parquet"
     before = len(open_set(address, tmp_path / "cache"))
-    once = served.num_bytes[captions]
+    once = data_server.num_bytes[captions]
     open_set(address, tmp_path / "cache")
-    assert served.num_bytes[captions] == once
+    assert data_server.num_bytes[captions] == once
     write_captions(tmp_path / "served/data", {"a": "train"}, [Caption("a", 0, 1, "only one")])
     assert len(open_set(address, tmp_path / "cache")) == 1 < before
 
 
-def test_a_table_is_found_under_the_name_that_a_killed_write_left_it(served: HttpFolder, tmp_path: Path) -> None:
+def test_a_table_is_found_under_the_name_that_a_killed_write_left_it(data_server: HttpFolder, tmp_path: Path) -> None:
     folder = tmp_path / "served/data/manifest"
     old = (folder / CAPTIONS_FILE).read_bytes()
     write_captions(tmp_path / "served/data", {"a": "train"}, [Caption("a", 0, 1, "only one")])
     mark = json.loads((folder / "manifest.json").read_bytes())["fingerprint"]
     (folder / CAPTIONS_FILE).rename(staged_path(folder, CAPTIONS_FILE, fingerprint=mark))
     (folder / CAPTIONS_FILE).write_bytes(old)
-    assert len(open_set(f"{served.address}/data", tmp_path / "cache")) == 1
+    assert len(open_set(f"{data_server.address}/data", tmp_path / "cache")) == 1
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "caption_spans.arrow"])
 def test_a_damaged_manifest_over_there_is_refused_and_a_mended_one_taken(
-    served: HttpFolder, tmp_path: Path, name: str
+    data_server: HttpFolder, tmp_path: Path, name: str
 ) -> None:
     path = tmp_path / "served/data/manifest" / name
     whole = path.read_bytes()
     path.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
     with pytest.raises(UserError, match=rf"{name} is damaged"):
-        open_set(f"{served.address}/data", tmp_path / "cache")
+        open_set(f"{data_server.address}/data", tmp_path / "cache")
     path.write_bytes(whole)
-    open_set(f"{served.address}/data", tmp_path / "cache")
+    open_set(f"{data_server.address}/data", tmp_path / "cache")
 
 
-def test_a_commit_that_is_missing_over_there_is_refused(served: HttpFolder, tmp_path: Path) -> None:
+def test_a_commit_that_is_missing_over_there_is_refused(data_server: HttpFolder, tmp_path: Path) -> None:
     [folder] = (tmp_path / "served/data/video").iterdir()
     publish_json(folder / "recipe.json", {})
     finish_run(folder, dropped=(), planned=(0, 1))
-    open_set(f"{served.address}/data", tmp_path / "cache")
+    open_set(f"{data_server.address}/data", tmp_path / "cache")
     (folder / "commits" / "000001.json").unlink()
     (folder / "commits.arrow").unlink()  # which stands for the commits
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(UserError, match=r"000001\.json: the commit record is missing"):
-        open_set(f"{served.address}/data", tmp_path / "cache")
+        open_set(f"{data_server.address}/data", tmp_path / "cache")
 
 
-def test_a_copy_that_was_damaged_is_fetched_again(served: HttpFolder, tmp_path: Path) -> None:
-    open_set(f"{served.address}/data", tmp_path / "cache")
+def test_a_copy_that_was_damaged_is_fetched_again(data_server: HttpFolder, tmp_path: Path) -> None:
+    open_set(f"{data_server.address}/data", tmp_path / "cache")
     index = next((tmp_path / "cache").rglob("000000-*.index.arrow"))
     whole = index.read_bytes()
     index.write_bytes(whole[:-10] + bytes(10))
-    opened = open_set(f"{served.address}/data", tmp_path / "cache")
+    opened = open_set(f"{data_server.address}/data", tmp_path / "cache")
     clips = [opened.reader.load([SampleRequest(number, number, 0)])[0] for number in range(len(opened))]
     assert not any(isinstance(clip, FailedSample) for clip in clips) and index.read_bytes() == whole
     captions = next((tmp_path / "cache").rglob(CAPTIONS_FILE))
     whole = captions.read_bytes()
     captions.write_bytes(whole[:-10] + bytes(10))
-    open_set(f"{served.address}/data", tmp_path / "cache")
+    open_set(f"{data_server.address}/data", tmp_path / "cache")
     assert captions.read_bytes() == whole
 
 

@@ -156,16 +156,16 @@ def test_a_remote_folder_selects_as_a_local_one_and_copies_its_scores_once(score
     server = HttpFolder(scored)
     table = f"/scores/{VARIANT}/{CHUNKS_FILE}"
 
-    def opened(where: str) -> Samples[Any]:
+    def open_where(where: str) -> Samples[Any]:
         folder = open_data_folder(server.address, cache=tmp_path)
         return captioned(folder.path, where, tars=folder.tars)
 
     try:
-        opened("begin_s < 3")
+        open_where("begin_s < 3")
         assert table not in server.num_bytes
-        assert shown(opened("motion > 0.5")) == shown(captioned(scored, "motion > 0.5"))
+        assert shown(open_where("motion > 0.5")) == shown(captioned(scored, "motion > 0.5"))
         copied = server.num_bytes[table]
-        assert opened("motion > 0.5").fingerprint == captioned(scored, "motion > 0.5").fingerprint
+        assert open_where("motion > 0.5").fingerprint == captioned(scored, "motion > 0.5").fingerprint
         assert server.num_bytes[table] == copied > 0
     finally:
         server.close()

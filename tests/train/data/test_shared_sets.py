@@ -144,16 +144,16 @@ def test_labels_are_shared_and_other_classes_are_other_samples(videos: Path, mon
     labelled = table.append_column("label_kind", pa.array([str(number % 3) for number in range(len(table))]))
     monkeypatch.setattr("clipmill.train.data.producers.labelled_clips.read_captions", lambda _: labelled)
 
-    def opened(names: str) -> list[Any]:
+    def facts_of_clips(names: str) -> list[Any]:
         classes = ClassList("kind", tuple(names))
         samples = open_labelled_clips(ClipQuery(videos, split="train", shape=SHAPE, loading=LOADING), classes=[classes])
         return [samples.fingerprint, samples.describe(), samples.labels.tolist(), samples.video.tolist()]
 
     monkeypatch.setattr(node_cache, "MIN_ROWS", 1 << 40)
-    expected = opened("012")
+    expected = facts_of_clips("012")
     monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
-    assert opened("012") == opened("012") == expected
-    assert opened("01") != expected
+    assert facts_of_clips("012") == facts_of_clips("012") == expected
+    assert facts_of_clips("01") != expected
 
 
 @pytest.mark.usefixtures("shared_by_all")
@@ -290,11 +290,11 @@ def test_ids_are_looked_up_once_not_shard_by_shard(videos: Path, monkeypatch: py
     calls = []
     look_up = data_folder.index_in
 
-    def counted(values: pa.Array, among: pa.Array) -> Any:
+    def count_lookup(values: pa.Array, among: pa.Array) -> Any:
         calls.append(len(among))
         return look_up(values, among)
 
-    monkeypatch.setattr(data_folder, "index_in", counted)
+    monkeypatch.setattr(data_folder, "index_in", count_lookup)
     OPEN["chunks"](videos)
     assert len(calls) == 1
 

@@ -162,23 +162,25 @@ def test_patterns_that_name_nothing_are_the_users_mistake(tmp_path: Path, patter
 
 
 @pytest.fixture
-def served(foreign: Path, few_retries: None) -> Iterator[HttpFolder]:
+def foreign_server(foreign: Path, few_retries: None) -> Iterator[HttpFolder]:
     server = HttpFolder(foreign)
     yield server
     server.close()
 
 
-def test_remote_tars_are_fetched_once_and_are_the_local_ones(served: HttpFolder, foreign: Path, tmp_path: Path) -> None:
+def test_remote_tars_are_fetched_once_and_are_the_local_ones(
+    foreign_server: HttpFolder, foreign: Path, tmp_path: Path
+) -> None:
     local = keys_of(first(open_stream(foreign / "{00000..00002}.tar"), 6))
-    served.num_failures["/00001.tar"] = 2
-    stream = open_stream(f"{served.address}/{{00000..00002}}.tar", cache=tmp_path)
+    foreign_server.num_failures["/00001.tar"] = 2
+    stream = open_stream(f"{foreign_server.address}/{{00000..00002}}.tar", cache=tmp_path)
     assert sorted(keys_of(first(stream, 6))) == sorted(local)
-    assert served.num_bytes["/00001.tar"] == (foreign / "00001.tar").stat().st_size
+    assert foreign_server.num_bytes["/00001.tar"] == (foreign / "00001.tar").stat().st_size
 
 
-def test_a_tar_that_comes_short_is_no_copy_and_a_named_failure(served: HttpFolder, tmp_path: Path) -> None:
-    served.cut.add("/00001.tar")
-    stream = open_stream(f"{served.address}/{{00000..00002}}.tar", cache=tmp_path)
+def test_a_tar_that_comes_short_is_no_copy_and_a_named_failure(foreign_server: HttpFolder, tmp_path: Path) -> None:
+    foreign_server.cut.add("/00001.tar")
+    stream = open_stream(f"{foreign_server.address}/{{00000..00002}}.tar", cache=tmp_path)
     batches = list(stream.evaluation_batches())
     [failed] = [failure for loaded in batches for failure in loaded.failed]
     assert failed.key.endswith("/00001.tar") and failed.reason == "shard_unreadable"

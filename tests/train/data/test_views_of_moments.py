@@ -58,7 +58,7 @@ def write(data_dir: Path, captions: list[Caption]) -> None:
     write_captions(data_dir, dict.fromkeys(("top", "wrist", "alone", "unmade"), "train"), captions)
 
 
-def opened(data_dir: Path, **changes: Any) -> Batches:
+def open_batches(data_dir: Path, **changes: Any) -> Batches:
     return open_clips(data_dir, **{"views": VIEWS, **SMALL, **changes})
 
 
@@ -70,7 +70,7 @@ def numbers_in(video: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("sampling", ["uniform", "stride", "lavila"])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_views_show_the_same_moments(robot: Path, sampling: str, shuffle: bool) -> None:
-    with opened(robot, sampling=sampling, stride=3, shuffle=shuffle) as clips:
+    with open_batches(robot, sampling=sampling, stride=3, shuffle=shuffle) as clips:
         batches = list(clips) + list(clips)
     assert clips.num_samples == 2
     for batch in batches:
@@ -88,29 +88,32 @@ def test_views_show_the_same_moments(robot: Path, sampling: str, shuffle: bool) 
 
 
 def test_order_of_views_labels_rgb_and_model_input(robot: Path) -> None:
-    with opened(robot, views=("wrist", "top"), label="done", shuffle=False) as clips:
+    with open_batches(robot, views=("wrist", "top"), label="done", shuffle=False) as clips:
         [batch] = clips
     assert numbers_in(batch["video"])[:, 0].min() >= 200 and batch["label"].tolist() == [0, 1]
-    with opened(robot, rgb=True, shuffle=False) as clips:
+    with open_batches(robot, rgb=True, shuffle=False) as clips:
         [rgb] = clips
     assert rgb["video"].shape == (2, 2, 3, SIZE_PX, SIZE_PX, 3) and "colour" not in rgb
     colours = {"pixel_mean": (0.5, 0.5, 0.5), "pixel_std": (0.5, 0.5, 0.5), "augment": {"flip": 0.5}}
-    with opened(robot, **colours) as clips:
+    with open_batches(robot, **colours) as clips:
         batch = next(iter(clips))
     assert batch["video"].shape == (2, 2, 3, 3, SIZE_PX, SIZE_PX)
 
 
 def test_clips_that_are_read_ahead_are_the_same(robot: Path) -> None:
-    with opened(robot) as clips:
+    with open_batches(robot) as clips:
         reader, requests = clips._samples.loader.reader, [SampleRequest(number, number, 7) for number in range(2)]
         for loaded, ahead in zip(reader.load(requests), reader.load_read(reader.read(requests)), strict=True):
             assert np.array_equal(loaded["video"], ahead["video"]) and loaded["time_s"] == ahead["time_s"]
 
 
 def test_a_state_belongs_to_its_views(robot: Path) -> None:
-    with opened(robot) as clips:
+    with open_batches(robot) as clips:
         state = clips.state_dict()
-    with opened(robot, views=("wrist", "top")) as clips, pytest.raises(UserError, match="belongs to other samples"):
+    with (
+        open_batches(robot, views=("wrist", "top")) as clips,
+        pytest.raises(UserError, match="belongs to other samples"),
+    ):
         clips.load_state_dict(state)
     with open_clips(robot, **SMALL) as clips:
         assert clips.num_samples == 4  # without views, the spans of both cameras are clips
@@ -132,7 +135,7 @@ def test_groups_without_one_span_of_each_view_are_named(robot: Path, change: Any
     try:
         write(robot, change(captions_of(SPANS)))
         with pytest.raises(UserError, match=words):
-            opened(robot)
+            open_batches(robot)
     finally:
         write(robot, captions_of(SPANS))
 
@@ -151,7 +154,7 @@ def test_the_parts_of_an_episode_are_moments_in_order(robot: Path) -> None:
     ]
     try:
         write(robot, rows)
-        with opened(robot, batch=3, shuffle=False) as clips:
+        with open_batches(robot, batch=3, shuffle=False) as clips:
             [batch] = clips
     finally:
         write(robot, captions_of(SPANS))
@@ -166,7 +169,7 @@ def test_groups_whose_view_was_not_encoded_are_omitted_and_counted(robot: Path) 
     unmade = Caption("unmade", 2.0, 3.0, "episode 1", labels={"group": "e1", "view": "wrist"})
     try:
         write(robot, [*captions_of(SPANS)[:3], unmade])
-        with opened(robot, batch=1) as clips:
+        with open_batches(robot, batch=1) as clips:
             assert clips.num_samples == 1 and "1 moment with a view that has no chunks" in repr(clips)
     finally:
         write(robot, captions_of(SPANS))
@@ -183,7 +186,7 @@ def test_groups_whose_view_was_not_encoded_are_omitted_and_counted(robot: Path) 
 )
 def test_views_that_do_not_fit_are_refused(robot: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        opened(robot, **changes)
+        open_batches(robot, **changes)
 
 
 def tower_of(rule: str, **settings: Any) -> tuple[VideoViT, VideoViT]:
@@ -231,7 +234,7 @@ def test_a_run_with_views_trains_evaluates_exports_and_is_loaded(robot: Path, tm
     views = ("--views", "top,wrist", "--towers.views", rule)
     assert train("dual-encoder", "--shards", robot, "--out", tmp_path / "run", *flags.split(), *views) == 0
     model = load_model(tmp_path / "run")
-    with opened(robot, num_frames=2, size_px=32, rgb=True, shuffle=False) as clips:
+    with open_batches(robot, num_frames=2, size_px=32, rgb=True, shuffle=False) as clips:
         [batch] = clips
     embedded_BE = model.encode_video(batch["video"])
     assert embedded_BE.shape == (2, 128)

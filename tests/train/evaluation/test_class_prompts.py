@@ -28,7 +28,7 @@ def data(path: Path, **labels: pa.Array) -> Path:
     return path
 
 
-def opened(data_dir: Path, **options: Any) -> ClassPrompts:
+def open_prompts(data_dir: Path, **options: Any) -> ClassPrompts:
     files = {name: options.get(name) for name in ("classes", "templates", "label")}
     return open_class_prompts(data_dir, split="val", **files)
 
@@ -39,7 +39,7 @@ def lines(path: Path, *texts: str) -> Path:
 
 
 def test_labels_that_are_names_name_the_classes(tmp_path: Path) -> None:
-    found = opened(data(tmp_path, **{"class": pa.array(["sing", "dance", None, "sing", "dance"])}))
+    found = open_prompts(data(tmp_path, **{"class": pa.array(["sing", "dance", None, "sing", "dance"])}))
     assert found.names == (("dance",), ("sing",)) and found.class_of_N.tolist() == [1, 0, 1, 0]
     assert found.caption_ids.tolist() == [0, 1, 3, 4] and found.num_without == 1
     assert found.prompts()[0] == ["dance", "sing"]
@@ -52,25 +52,27 @@ def test_labels_that_are_numbers_are_named_by_all_their_captions(tmp_path: Path)
         "nouns": pa.array([[0]] * 5),
     }
     data_dir = data(tmp_path, **labels)
-    found = opened(data_dir, label="verb", templates=lines(tmp_path / "t.txt", "a video of {}", "{}, as {} is"))
+    found = open_prompts(data_dir, label="verb", templates=lines(tmp_path / "t.txt", "a video of {}", "{}, as {} is"))
     assert found.names == (("wash cup",), ("take plate", "grab plate"))
     texts, classes = found.prompts()
     assert texts[2:4] == ["a video of take plate", "take plate, as take plate is"]
     assert classes.tolist() == [0, 0, 1, 1, 1, 1]
     with pytest.raises(UserError, match="several labels") as caught:
-        opened(data_dir)
+        open_prompts(data_dir)
     assert "noun, verb, action" in str(caught.value.hint)
     with pytest.raises(UserError, match="no label 'nouns'"):
-        opened(data_dir, label="nouns")
+        open_prompts(data_dir, label="nouns")
 
 
 def test_numbers_are_lines_of_a_class_file(tmp_path: Path) -> None:
     data_dir = data(tmp_path, verb=pa.array([0, 2, 0, 5, 1], pa.int32()))
-    found = opened(data_dir, classes=lines(tmp_path / "c.txt", "take | pick up", "open", "wash", "cut", "mix", "pour"))
+    found = open_prompts(
+        data_dir, classes=lines(tmp_path / "c.txt", "take | pick up", "open", "wash", "cut", "mix", "pour")
+    )
     assert found.names == (("take", "pick up"), ("open",), ("wash",), ("cut",), ("mix",), ("pour",))
     assert found.class_of_N.tolist() == [0, 2, 0, 5, 1] and found.num_without == 0
     with pytest.raises(UserError, match="names 3 classes, numbered from 0, and the captions have label_verb 5"):
-        opened(data_dir, classes=lines(tmp_path / "short.txt", "take", "open", "wash"))
+        open_prompts(data_dir, classes=lines(tmp_path / "short.txt", "take", "open", "wash"))
 
 
 def test_the_table_of_epic_kitchens_names_classes_by_their_id(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_the_table_of_epic_kitchens_names_classes_by_their_id(tmp_path: Path) ->
         "1,turn-on,['start'],access",
     )
     table = lines(tmp_path / "verbs.csv", "id,key,instances,category", *rows)
-    found = opened(data_dir, classes=table)
+    found = open_prompts(data_dir, classes=table)
     assert found.names == (("take",), ("turn-on",), ("wash",)) and found.class_of_N.tolist() == [0, 2, 0, 1]
     assert found.prompts()[0] == ["take", "turn-on", "wash"]
 
@@ -100,30 +102,30 @@ def test_the_table_of_epic_kitchens_names_classes_by_their_id(tmp_path: Path) ->
 )
 def test_other_tables_of_classes_are_refused(tmp_path: Path, name: str, content: tuple[str, ...], what: str) -> None:
     with pytest.raises(UserError, match=what):
-        opened(data(tmp_path, verb=pa.array([0] * 5)), classes=lines(tmp_path / name, *content))
+        open_prompts(data(tmp_path, verb=pa.array([0] * 5)), classes=lines(tmp_path / name, *content))
 
 
 def test_a_comma_makes_no_header_of_a_class(tmp_path: Path) -> None:
     names = ("lifting one end of something, then letting it drop", "folding something")
-    found = opened(data(tmp_path, verb=pa.array([0, 1, 0, 1, 0])), classes=lines(tmp_path / "c.txt", *names))
+    found = open_prompts(data(tmp_path, verb=pa.array([0, 1, 0, 1, 0])), classes=lines(tmp_path / "c.txt", *names))
     assert found.names == ((names[0],), (names[1],))
 
 
 def test_actions_are_named_by_their_captions(tmp_path: Path) -> None:
     labels = {"verb": pa.array([7, 2, 7, 2, None]), "noun": pa.array([0, 1, 0, 1, 0])}
-    found = opened(data(tmp_path, **labels), label="action")
+    found = open_prompts(data(tmp_path, **labels), label="action")
     assert found.names == (("wash cup",), ("take plate", "grab plate")) and found.num_without == 1
 
 
 def test_without_labels_the_caption_is_the_class(tmp_path: Path) -> None:
     data_dir = data(tmp_path)
-    found = opened(data_dir, classes=lines(tmp_path / "c.txt", "wash cup", "take plate|grab plate"))
+    found = open_prompts(data_dir, classes=lines(tmp_path / "c.txt", "wash cup", "take plate|grab plate"))
     assert found.class_of_N.tolist() == [1, 0, 1, 0] and found.num_without == 1
     with pytest.raises(UserError, match="no labels") as caught:
-        opened(data_dir)
+        open_prompts(data_dir)
     assert "--classes" in str(caught.value.hint)
     with pytest.raises(UserError, match="such as 'take plate' is among 1 class"):
-        opened(data_dir, classes=lines(tmp_path / "d.txt", "sing"))
+        open_prompts(data_dir, classes=lines(tmp_path / "d.txt", "sing"))
 
 
 @pytest.mark.parametrize(
@@ -141,4 +143,4 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: str, what: str)
     given = {"classes": lines(tmp_path / "good.txt", *dict.fromkeys(TEXTS))}
     (tmp_path / "bad.txt").write_text(content)
     with pytest.raises(UserError, match=what):
-        opened(data_dir, **{**given, name: tmp_path / "bad.txt"})
+        open_prompts(data_dir, **{**given, name: tmp_path / "bad.txt"})

@@ -74,7 +74,7 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data_dir
 
 
-def opened(data_dir: Path, **files: Path) -> MirTable:
+def open_mir(data_dir: Path, **files: Path) -> MirTable:
     return open_mir_table(data_dir, split="test", relevancy=files.get("relevancy"), sentences=files.get("sentences"))
 
 
@@ -93,7 +93,7 @@ def sentence_file(path: Path, sentences: list[str]) -> Path:
 
 
 def test_relevancy_of_the_classes_by_hand(kitchen: Path) -> None:
-    found = opened(kitchen)
+    found = open_mir(kitchen)
     assert found.sentences == tuple(SENTENCES)
     assert np.array_equal(found.relevancy.rows(slice(None)), RELEVANCY)
     assert found.sentence_of_N.tolist() == [0, 1, 2, 3, 0, 4]
@@ -105,23 +105,23 @@ def test_a_relevancy_file_stands_for_the_classes(kitchen: Path, tmp_path: Path, 
     matrix = RELEVANCY.copy()
     matrix[1, 4] = 0.125
     path = saved(tmp_path / f"frozen{ending}", matrix)
-    found = opened(kitchen, relevancy=path)
+    found = open_mir(kitchen, relevancy=path)
     assert np.array_equal(found.relevancy.rows(slice(None)), matrix) and "frozen" in found.source
 
 
 def test_a_sentence_file_gives_the_order_of_the_columns(kitchen: Path, tmp_path: Path) -> None:
     order = [3, 1, 4, 0, 2]
     path = sentence_file(tmp_path / "sentence.csv", [SENTENCES[place] for place in order])
-    computed = opened(kitchen, sentences=path)
+    computed = open_mir(kitchen, sentences=path)
     assert np.array_equal(computed.relevancy.rows(slice(None)), RELEVANCY[:, order])
     matrix = saved(tmp_path / "relevancy.pkl", RELEVANCY[:, order])
-    assert opened(kitchen, sentences=path, relevancy=matrix).sentences == computed.sentences
+    assert open_mir(kitchen, sentences=path, relevancy=matrix).sentences == computed.sentences
 
 
 def test_columns_in_another_order_are_noticed(kitchen: Path, tmp_path: Path) -> None:
     path = saved(tmp_path / "relevancy.pkl", RELEVANCY[:, [3, 2, 4, 0, 1]])
     with pytest.raises(UserError, match="in a different order") as caught:
-        opened(kitchen, relevancy=path)
+        open_mir(kitchen, relevancy=path)
     assert "--sentences" in str(caught.value.hint)
 
 
@@ -138,7 +138,7 @@ def test_what_is_not_of_this_split_is_named(
     kitchen: Path, tmp_path: Path, matrix: NDArray[np.float64], what: str
 ) -> None:
     with pytest.raises(UserError, match=what):
-        opened(kitchen, relevancy=saved(tmp_path / "relevancy.npy", matrix))
+        open_mir(kitchen, relevancy=saved(tmp_path / "relevancy.npy", matrix))
 
 
 @pytest.mark.parametrize(
@@ -152,33 +152,33 @@ def test_a_sentence_file_of_another_split_is_named(
     kitchen: Path, tmp_path: Path, sentences: list[str], what: str
 ) -> None:
     with pytest.raises(UserError, match=what):
-        opened(kitchen, sentences=sentence_file(tmp_path / "sentence.csv", sentences))
+        open_mir(kitchen, sentences=sentence_file(tmp_path / "sentence.csv", sentences))
 
 
 def test_files_that_cannot_be_read_are_named(kitchen: Path, tmp_path: Path) -> None:
     (tmp_path / "cut.npy").write_bytes(b"\x93NUMPY")
     for path in (tmp_path / "none.npy", tmp_path / "none.pkl", tmp_path / "cut.npy"):
         with pytest.raises(UserError, match=path.name):
-            opened(kitchen, relevancy=path)
+            open_mir(kitchen, relevancy=path)
 
 
 def test_a_table_in_place_of_the_matrix_is_named(kitchen: Path, tmp_path: Path) -> None:
     path = sentence_file(tmp_path / "EPIC_100_retrieval_test.csv", SENTENCES)
     with pytest.raises(UserError, match="is a table of text") as caught:
-        opened(kitchen, relevancy=path)
+        open_mir(kitchen, relevancy=path)
     assert "--sentences" in str(caught.value.hint)
 
 
 def test_captions_without_classes_cannot_be_compared(kitchen: Path, tmp_path: Path) -> None:
     write_manifest(tmp_path, "plain", videos({"z": "test"}), table([("z", 0.0, "x", None, None)], has_labels=False))
     with pytest.raises(UserError, match="no verb and noun classes") as caught:
-        opened(tmp_path)
+        open_mir(tmp_path)
     assert "--relevancy" in str(caught.value.hint)
 
 
 def test_clips_that_are_not_scored_and_captions_that_were_rejected_are_missing(kitchen: Path, tmp_path: Path) -> None:
-    assert opened(kitchen).describe_missing(6) == ""
-    assert opened(kitchen).describe_missing(5) == "5 of 6 clips scored; not comparable with published numbers"
+    assert open_mir(kitchen).describe_missing(6) == ""
+    assert open_mir(kitchen).describe_missing(5) == "5 of 6 clips scored; not comparable with published numbers"
     lists = ("EPIC_100_retrieval_test.csv", "EPIC_100_retrieval_train.csv")
     details = ["no matching video file; captions lost: 3", "the end is not after the begin"]
     rejected = pa.table(
@@ -194,7 +194,7 @@ def test_clips_that_are_not_scored_and_captions_that_were_rejected_are_missing(k
     write_manifest(
         tmp_path, "epic", videos({"a": "test", "b": "test"}), table(ROWS, has_labels=True), rejected=rejected
     )
-    missing = opened(tmp_path).describe_missing(6)
+    missing = open_mir(tmp_path).describe_missing(6)
     assert missing == "4 captions of the split rejected by prep manifest; not comparable with published numbers"
 
 
@@ -222,6 +222,6 @@ def test_results_name_their_relevancy_and_count_queries_that_have_a_score(releva
 
 def test_captions_of_one_span_share_the_clip_that_shows_it(kitchen: Path) -> None:
     """The loader shows rows 2 and 3 as one clip, with the caption of row 2."""
-    found = opened(kitchen)
+    found = open_mir(kitchen)
     rows, place = found.rows_shown(np.array([6, 3, 7, 1]))  # 7 is of the other dataset
     assert rows.tolist() == [0, 2, 3, 5] and place.tolist() == [3, 1, 1, 0]

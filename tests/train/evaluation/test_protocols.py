@@ -173,7 +173,7 @@ def test_dual_softmax_is_not_tied_by_rounding() -> None:
     assert np.allclose(scores, camoe(similarity, 0.01)) and len(np.unique(scores)) == 9
 
 
-def opened(run: Path, data: Path) -> tuple[OpenedRun, torch.nn.Module]:
+def open_model(run: Path, data: Path) -> tuple[OpenedRun, torch.nn.Module]:
     one = open_for(find_task("dual-encoder"), RunFolder(run), Use(shards=str(data)))
     return one, one.trained.fill(one.task.build_model(one.task.samples("test", World())))
 
@@ -183,7 +183,7 @@ def test_paragraphs_are_sentences_in_order_of_time_and_whole_videos(
 ) -> None:
     result = scored(capsys, "retrieval", run, "--shards", paragraphs, "--split", "test", "--protocol", "paragraph")
     texts = [f"first {number} then {number * number}" for number in range(6)]
-    one, model = opened(run, paragraphs)
+    one, model = open_model(run, paragraphs)
     samples = one.task.samples(
         "test", World(), table=protocol_captions(paragraphs, "paragraph", split="test", sources=None)
     )
@@ -202,7 +202,7 @@ def test_vatex_from_a_data_folder_is_named_incomplete(
 ) -> None:
     words = ("retrieval", run, "--shards", vatex, "--split", "test", "--protocol", "vatex", "--dual-softmax", "0.05")
     result = scored(capsys, *words)
-    one, model = opened(run, vatex)
+    one, model = open_model(run, vatex)
     samples = one.task.samples("test", World())
     found = embed_all(one.task, model, samples.evaluation_batches(), device=torch.device("cpu"))
     names = [samples.text(int(sample)).split()[-1] for sample in found.samples]

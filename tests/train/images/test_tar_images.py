@@ -38,7 +38,9 @@ def query(pattern: object, *, shape: ClipShape = SHAPE, cache: Path | None = Non
     return ImageQuery(str(pattern), shape, settings, cache=cache)
 
 
-def opened(pattern: object, *, cache: Path | None = None, shape: ClipShape = SHAPE, **loading: Any) -> Samples[Any]:
+def open_images(
+    pattern: object, *, cache: Path | None = None, shape: ClipShape = SHAPE, **loading: Any
+) -> Samples[Any]:
     return open_tar_images(query(pattern, shape=shape, cache=cache, **loading), has_captions=True)
 
 
@@ -62,7 +64,7 @@ def loaded(samples: Samples[Any], number: int, *, seed: int | None = None) -> An
 
 
 def test_an_epoch_has_every_image_once_with_its_own_caption_and_id(tars: str) -> None:
-    samples = opened(tars, batch=6)
+    samples = open_images(tars, batch=6)
     epoch = taken(samples, 3)
     ids = [int(one) for one in of_batches(epoch, "clip_id")]
     assert sorted(ids) == list(range(18)) and ids != sorted(ids)
@@ -74,14 +76,14 @@ def test_an_epoch_has_every_image_once_with_its_own_caption_and_id(tars: str) ->
 
 
 def test_the_picture_shown_is_the_one_of_the_caption(tars: str) -> None:
-    samples = opened(tars)
+    samples = open_images(tars)
     for number in range(18):
         [shown] = samples.pictures(number, num_frames=1)
         assert shown.shape == (16, 16, 3) and int(shown.mean((0, 1)).argmax()) == number % 3
 
 
 def test_crops_depend_on_seed_and_position_alone(tars: str) -> None:
-    samples, other = opened(tars), opened(tars, num_threads=1, batch=2)
+    samples, other = open_images(tars), open_images(tars, num_threads=1, batch=2)
     once, again = taken(samples, 4), taken(other, 8)
     assert of_batches(once, "key") == of_batches(again, "key")
     pairs = zip(of_batches(once, "video"), of_batches(again, "video"), strict=True)
@@ -92,14 +94,14 @@ def test_crops_depend_on_seed_and_position_alone(tars: str) -> None:
 
 
 def test_a_loader_goes_on_after_its_state_on_another_number_of_ranks(tars: str, tmp_path: Path) -> None:
-    whole = opened(tars)
+    whole = open_images(tars)
     wanted = of_batches(taken(whole, 9), "clip_id")
-    begun = opened(tars)
+    begun = open_images(tars)
     taken(begun, 3)
     state = begun.state_dict()
     # Moved tars are the same tars.
     shutil.copytree(Path(tars).parent, tmp_path / "moved")
-    ranks = [opened(tmp_path / "moved" / Path(tars).name, batch=2, rank=rank, num_ranks=2) for rank in range(2)]
+    ranks = [open_images(tmp_path / "moved" / Path(tars).name, batch=2, rank=rank, num_ranks=2) for rank in range(2)]
     rest = []
     for samples in ranks:
         samples.load_state_dict(state)
@@ -108,17 +110,17 @@ def test_a_loader_goes_on_after_its_state_on_another_number_of_ranks(tars: str, 
 
 
 def test_a_state_of_other_images_or_captions_is_refused(tars: str, tmp_path: Path) -> None:
-    state = opened(tars).state_dict()
+    state = open_images(tars).state_dict()
     shutil.copytree(Path(tars).parent, tmp_path / "swapped")
     for one, other in (("00000", "first"), ("00001", "00000"), ("first", "00001")):
         (tmp_path / f"swapped/{one}.tar").rename(tmp_path / f"swapped/{other}.tar")
     with pytest.raises(UserError, match="other samples"):
-        opened(tmp_path / "swapped" / Path(tars).name).load_state_dict(state)
+        open_images(tmp_path / "swapped" / Path(tars).name).load_state_dict(state)
     words = [(f"{number:09d}", {**sample(number), "txt": b"said otherwise"}) for number in range(6)]
     shutil.copytree(Path(tars).parent, tmp_path / "changed")
     write_tar(tmp_path / "changed/00000.tar", words)
     with pytest.raises(UserError, match="differ in text"):
-        opened(tmp_path / "changed" / Path(tars).name).load_state_dict(state)
+        open_images(tmp_path / "changed" / Path(tars).name).load_state_dict(state)
 
 
 def test_classes_are_those_of_the_cls_members(tars: str) -> None:
@@ -146,7 +148,7 @@ def test_other_labels_are_keys_of_json(tmp_path: Path) -> None:
 
 def test_an_image_fills_all_frames_of_its_clip_and_all_views(tars: str) -> None:
     views = Views(num_clips=2, num_crops=3)
-    samples = opened(tars, shape=ClipShape(sampling=Sampling(num_frames=4), size_px=16, views=views))
+    samples = open_images(tars, shape=ClipShape(sampling=Sampling(num_frames=4), size_px=16, views=views))
     video = loaded(samples, 5)["video"].reshape(2, 3, 4, -1)
     assert (video == video[:1, :, :1]).all() and not np.array_equal(video[0, 0], video[0, 2])
     assert "each repeated in 4 frames" in samples.describe()
@@ -176,7 +178,7 @@ def hostile() -> Iterator[tuple[str, dict[str, bytes]]]:
 
 
 def test_what_cannot_be_shown_is_counted_and_what_fails_is_named(tmp_path: Path) -> None:
-    samples = opened(write_tar(tmp_path / "hostile.tar", hostile()))
+    samples = open_images(write_tar(tmp_path / "hostile.tar", hostile()))
     assert samples.describe().startswith(f"6 images of {tmp_path}/hostile.tar; ")
     for reason in (
         "2 with an unreadable txt or json (the first: hostile.tar/bad-json)",
@@ -202,7 +204,7 @@ def test_a_tar_that_is_cut_says_so_and_shows_what_came_before(tmp_path: Path) ->
     write_tars(tmp_path, num_tars=2)
     content = (tmp_path / "00001.tar").read_bytes()
     (tmp_path / "00001.tar").write_bytes(content[: len(content) // 2])
-    samples = opened(tmp_path / "{00000..00001}.tar")
+    samples = open_images(tmp_path / "{00000..00001}.tar")
     assert 6 < len(samples) < 12
     assert f"1 tar not read to the end, the first: {tmp_path}/00001.tar: " in samples.describe()
     # It is cut further after it was indexed.
@@ -217,20 +219,20 @@ def test_videos_among_images_and_compressed_tars_are_errors(tmp_path: Path) -> N
     write_tars(tmp_path, num_tars=1)
     write_tar(tmp_path / "00001.tar", [("i", sample(0)), video])
     with pytest.raises(UserError, match=r"00001\.tar has a video, v, and the first sample of .*00000.tar is an image"):
-        opened(tmp_path / "{00000..00001}.tar")
+        open_images(tmp_path / "{00000..00001}.tar")
     write_tar(tmp_path / "videos.tar", [("words", {"txt": b""}), video])
     assert not names_images(str(tmp_path / "videos.tar"), cache=None, cache_size=None)
     assert kind_of(str(tmp_path)).has_manifest, "a folder is not a pattern of tars"
     (tmp_path / "packed.tar").write_bytes(gzip.compress((tmp_path / "00000.tar").read_bytes()))
     with pytest.raises(UserError, match=r"packed\.tar is compressed"):
-        opened(tmp_path / "packed.tar")
+        open_images(tmp_path / "packed.tar")
     (tmp_path / "empty.tar").write_bytes(bytes(10240))
     (tmp_path / "cut.tar").write_bytes(b"")
     for first in ("empty", "cut"):
         pattern = f"{tmp_path}/{{{first},00000}}.tar"
         assert names_images(pattern, cache=None, cache_size=None), "the first tar with samples decides"
     with pytest.raises(UserError, match="no image is usable"):
-        opened(tmp_path / "empty.tar")
+        open_images(tmp_path / "empty.tar")
 
 
 def test_a_large_index_is_made_once_and_again_if_the_tar_changes(
@@ -239,23 +241,23 @@ def test_a_large_index_is_made_once_and_again_if_the_tar_changes(
     monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
     monkeypatch.setattr(node_cache, "_chosen", None)
     pattern, cache = write_tars(tmp_path / "tars", num_tars=2), tmp_path / "cache"
-    first = opened(pattern, cache=cache)
+    first = open_images(pattern, cache=cache)
     made = {path: path.stat().st_ino for path in (cache / "opened").glob("images-*")}
-    again = opened(pattern, cache=cache)
+    again = open_images(pattern, cache=cache)
     assert len(made) == 2 and {path: path.stat().st_ino for path in made} == made
     assert again.fingerprint == first.fingerprint and again.text(7) == first.text(7)
     assert np.array_equal(loaded(again, 7)["video"], loaded(first, 7)["video"])
     write_tar(tmp_path / "tars/00001.tar", [("new", sample(9))])
-    assert len(opened(pattern, cache=cache)) == 7
+    assert len(open_images(pattern, cache=cache)) == 7
 
 
 def test_remote_images_are_the_local_ones_from_the_cache_and_by_range(
     tars: str, tmp_path: Path, few_retries: None
 ) -> None:
     shutil.copytree(Path(tars).parent, tmp_path / "tars")
-    server, cache, local = HttpFolder(tmp_path / "tars"), tmp_path / "cache", opened(tars)
+    server, cache, local = HttpFolder(tmp_path / "tars"), tmp_path / "cache", open_images(tars)
     try:
-        remote = opened(f"{server.address}/{Path(tars).name}", cache=cache)
+        remote = open_images(f"{server.address}/{Path(tars).name}", cache=cache)
         assert remote.fingerprint == local.fingerprint
         fetched = server.num_bytes.total()
         wanted = taken(local, 5)

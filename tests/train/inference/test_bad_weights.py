@@ -17,7 +17,7 @@ from clipmill.train.run.folder import RunFolder
 from tests.train.running import train
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[str, str]:
+def error_and_hint(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[str, str]:
     """Error and hint of a command that exits with 2."""
     capsys.readouterr()
     assert train(*arguments) == 2
@@ -36,17 +36,17 @@ def exported(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 def test_weights_of_another_task_than_a_protocol_scores_are_refused(
     runs: dict[str, Path], exported: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error, hint = refused(capsys, "eval", "retrieval", runs["mae"])
+    error, hint = error_and_hint(capsys, "eval", "retrieval", runs["mae"])
     assert "is a run of train mae, not of train dual-encoder" in error
     assert hint == "hint: evaluations of train mae: probe, reconstruction"
-    error, hint = refused(capsys, "eval", "reconstruction", exported, "--shards", moving)
+    error, hint = error_and_hint(capsys, "eval", "reconstruction", exported, "--shards", moving)
     assert f"{exported} holds weights of train dual-encoder, not of train mae" in error
     assert hint.startswith("hint: evaluations of train dual-encoder: ") and "retrieval" in hint
     plain = tmp_path / "plain"
     shutil.copytree(exported, plain, ignore=shutil.ignore_patterns("clipmill"))
-    error, hint = refused(capsys, "eval", "caption", plain, "--shards", moving)
+    error, hint = error_and_hint(capsys, "eval", "caption", plain, "--shards", moving)
     assert "not the weights of a complete model of train caption" in error and "TimeSformer and GPT-2" in hint
-    error, _ = refused(capsys, "caption-video", plain, plain)
+    error, _ = error_and_hint(capsys, "caption-video", plain, plain)
     assert "not the weights of a complete model of train caption" in error or "no videos" in error
 
 
@@ -57,7 +57,7 @@ def test_a_protocol_that_needs_a_part_that_the_weights_lack_says_so(
     assert train("export", runs["mae"], "--format", "videomae", "--out", out) == 0
     state = torch.load(out / "checkpoint.pth", weights_only=True)["model"]
     save_file({name: one for name, one in state.items() if name.startswith("encoder.") and ".norm." not in name}, bare)
-    error, hint = refused(capsys, "eval", "reconstruction", bare, "--shards", moving)
+    error, hint = error_and_hint(capsys, "eval", "reconstruction", bare, "--shards", moving)
     assert "has no decoder, which this evaluation needs" in error and "train eval probe" in hint
     shown = ("--num-frames", 4, "--size-px", 32)  # in place of the 16 and 224 that such a file is for
     assert train("eval", "probe", bare, "--shards", moving, "--label", "verb", "--neighbours", 5, *shown) == 0
@@ -66,7 +66,7 @@ def test_a_protocol_that_needs_a_part_that_the_weights_lack_says_so(
 
     assert train("export", runs["classify"], "--format", "videomae", "--out", tmp_path / "classes") == 0
     file = tmp_path / "classes" / "checkpoint.pth"
-    error, _ = refused(capsys, "eval", "classification", file, "--shards", moving)
+    error, _ = error_and_hint(capsys, "eval", "classification", file, "--shards", moving)
     assert "has no names of its classes" in error
 
 
@@ -95,7 +95,7 @@ def test_what_is_no_weights_is_named(
             ("eval", "retrieval", weights, "--shards", moving),
             ("export", weights, "--format", "hf", "--out", tmp_path / "out"),
         ):
-            error, _ = refused(capsys, *command)
+            error, _ = error_and_hint(capsys, *command)
             assert words in error, error
         with pytest.raises(UserError, match=words):
             load_model(weights)
@@ -110,16 +110,16 @@ def test_half_a_checkpoint_is_refused(
         shutil.copytree(exported, copy, ignore=shutil.ignore_patterns("clipmill", "video_extras*"))
     content = (half / "model.safetensors").read_bytes()
     (half / "model.safetensors").write_bytes(content[: len(content) // 2])
-    error, _ = refused(capsys, "eval", "retrieval", half, "--shards", moving)
+    error, _ = error_and_hint(capsys, "eval", "retrieval", half, "--shards", moving)
     assert "damaged or truncated" in error
     state = load_file(lacking / "model.safetensors")
     del state["vision_model.post_layernorm.weight"]
     save_file(state, lacking / "model.safetensors", {"format": "pt"})
-    error, _ = refused(capsys, "eval", "retrieval", lacking, "--shards", moving)
+    error, _ = error_and_hint(capsys, "eval", "retrieval", lacking, "--shards", moving)
     assert "does not fit the model" in error and "ln_post" in error
     shutil.copytree(runs["dual-encoder"], run, ignore=shutil.ignore_patterns("step_*"))
     for command in (("eval", "retrieval", run), ("export", run, "--format", "hf", "--out", tmp_path / "out")):
-        assert "has no checkpoint yet" in refused(capsys, *command)[0]
+        assert "has no checkpoint yet" in error_and_hint(capsys, *command)[0]
 
 
 def test_an_export_whose_weights_have_changed_is_not_taken_for_its_run(
@@ -129,7 +129,7 @@ def test_an_export_whose_weights_have_changed_is_not_taken_for_its_run(
     shutil.copytree(exported, other, ignore=shutil.ignore_patterns("video_extras*"))
     state = load_file(other / "model.safetensors")
     save_file({name: one + 1 for name, one in state.items()}, other / "model.safetensors", {"format": "pt"})
-    error, hint = refused(capsys, "eval", "retrieval", other, "--shards", moving)
+    error, hint = error_and_hint(capsys, "eval", "retrieval", other, "--shards", moving)
     assert "belongs to other weights than model.safetensors" in error and "remove" in hint
     shutil.rmtree(other / "clipmill")
     assert train("eval", "retrieval", other, "--shards", moving) == 0
@@ -153,18 +153,18 @@ def test_an_export_whose_other_files_have_changed_or_are_missing_is_refused(
     ):
         shutil.copytree(exported, tmp_path / "other")
         edited(name, before, after)
-        error, hint = refused(capsys, *score)
+        error, hint = error_and_hint(capsys, *score)
         assert f"{name} has changed since the export" in error and f"remove {record}" in hint
         shutil.rmtree(tmp_path / "other")
     for name in ("video_extras.safetensors", "clipmill/settings.yaml", "clipmill/run.json"):
         shutil.copytree(exported, tmp_path / "other")
         (tmp_path / "other" / name).unlink()
-        error, _ = refused(capsys, *score)
+        error, _ = error_and_hint(capsys, *score)
         assert f"{name} is missing" in error
         shutil.rmtree(tmp_path / "other")
     shutil.copytree(exported, tmp_path / "other")
     (record / "files.json").unlink()
-    assert "files.json cannot be read" in refused(capsys, *score)[0]
+    assert "files.json cannot be read" in error_and_hint(capsys, *score)[0]
     shutil.rmtree(record)
     assert train(*score) == 0
 
@@ -203,11 +203,11 @@ def test_weights_of_another_embedding_width_are_not_half_random(
 def test_what_only_a_run_has_is_asked_of_other_weights(
     runs: dict[str, Path], exported: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error, _ = refused(capsys, "eval", "retrieval", exported)
+    error, _ = error_and_hint(capsys, "eval", "retrieval", exported)
     assert "--shards is missing" in error and "is not a run" in error
-    error, _ = refused(capsys, "eval", "retrieval", runs["dual-encoder"], "--out", tmp_path)
+    error, _ = error_and_hint(capsys, "eval", "retrieval", runs["dual-encoder"], "--out", tmp_path)
     assert "--out is" in error and "are written into" in error
-    error, _ = refused(
+    error, _ = error_and_hint(
         capsys, "export", exported, "--format", "hf", "--out", tmp_path / "x", "--checkpoint", tmp_path / "step_000003"
     )
     assert "--checkpoint is" in error
@@ -216,7 +216,7 @@ def test_what_only_a_run_has_is_asked_of_other_weights(
         (("--size-px", 40), "cannot be cut into patches"),
         (("--sampling", "never"), "never"),
     ):
-        assert words in refused(capsys, "eval", "retrieval", exported, "--shards", moving, *flags)[0]
+        assert words in error_and_hint(capsys, "eval", "retrieval", exported, "--shards", moving, *flags)[0]
 
 
 def test_a_damaged_line_is_found_before_anything_is_computed(
@@ -227,11 +227,11 @@ def test_a_damaged_line_is_found_before_anything_is_computed(
     with run.metrics.open("a") as file:
         file.write("{half\n")
 
-    def opened(*_: object, **__: object) -> None:
+    def fail_to_open(*_: object, **__: object) -> None:
         raise AssertionError("the weights were opened")
 
-    monkeypatch.setattr(opening, "open_for", opened)
-    error, hint = refused(capsys, "eval", "retrieval", run.path)
+    monkeypatch.setattr(opening, "open_for", fail_to_open)
+    error, hint = error_and_hint(capsys, "eval", "retrieval", run.path)
     assert "line 4" in error and "is damaged" in error and "remove that line" in hint
 
 
@@ -259,7 +259,7 @@ def test_damaged_settings_are_named_alike_on_resuming_and_scoring(
     cuts = [text.index("size_px") + 4, text.index("size_px"), text.index("size_px: 32") + len("size_px: 3")]
     for damaged in (*(text[:cut] for cut in cuts), text.replace("model: tiny", "model: huge")):
         run.settings.write_text(damaged)
-        assert refused(capsys, "dual-encoder", "--resume", "--out", run.path) == refused(
+        assert error_and_hint(capsys, "dual-encoder", "--resume", "--out", run.path) == error_and_hint(
             capsys, "eval", "retrieval", run.path
         )
     assert json.loads(run.facts.read_text())["task"] == "dual-encoder"

@@ -20,7 +20,7 @@ from tests.train.latents.written import Caption, Chunk, Written, write_all, writ
 from tests.train.tiny_data import write_captions
 
 
-def opened(data_dir: Path, **settings: Any) -> Samples[Any]:
+def open_segments(data_dir: Path, **settings: Any) -> Samples[Any]:
     return open_latent_segments(segments(data_dir, split="train", **settings))
 
 
@@ -35,7 +35,7 @@ def test_a_tar_that_was_cut_short_is_named(own: Written, column: str, left: int)
     size = path.stat().st_size
     os.truncate(path, left)
     with pytest.raises(UserError) as caught:
-        opened(own.data_dir)
+        open_segments(own.data_dir)
     assert f"{path} cannot be used: it has {left:,} bytes, its commit says {size:,}" in str(caught.value)
     assert f"prep {column}" in str(caught.value.hint)
 
@@ -45,23 +45,23 @@ def test_a_tar_that_grew_or_is_gone_is_named(own: Written) -> None:
     with path.open("ab") as file:
         file.write(b"x")
     with pytest.raises(UserError, match="its commit says"):
-        opened(own.data_dir)
+        open_segments(own.data_dir)
     path.unlink()
     with pytest.raises(UserError, match="No such file"):
-        opened(own.data_dir)
+        open_segments(own.data_dir)
 
 
 def test_an_index_of_another_tar_never_leads_beyond_the_end(own: Written) -> None:
     first, other = Variant.open(own.data_dir, column="latents").shards()[:2]
     shutil.copy(first.index_path, other.index_path)
     with pytest.raises(UserError, match="its content differs from the commit"):
-        opened(own.data_dir, captions="none")
+        open_segments(own.data_dir, captions="none")
     # A commit that vouches for it all the same.
     assert first.commit.files is not None and other.commit.files is not None
     files = replace(other.commit.files, index_sha256=first.commit.files.index_sha256)
     write_commit(own.latents_dir, replace(other.commit, files=files))
     with pytest.raises(UserError, match="its position of the array of"):
-        opened(own.data_dir, captions="none")
+        open_segments(own.data_dir, captions="none")
 
 
 def test_a_damaged_index_is_named(own: Written) -> None:
@@ -70,29 +70,29 @@ def test_a_damaged_index_is_named(own: Written) -> None:
         content = path.read_bytes()
         path.write_bytes(content[:100])
         with pytest.raises(UserError, match=r"index\.arrow"):
-            opened(own.data_dir)
+            open_segments(own.data_dir)
         path.write_bytes(content)
-    opened(own.data_dir)
+    open_segments(own.data_dir)
 
 
 def test_a_damaged_commit_is_named_before_its_segments_are_missed(own: Written) -> None:
     (own.latents_dir / "commits" / "000002.json").write_text("{")
     with pytest.raises(UserError, match=r"000002\.json"):
-        opened(own.data_dir)
+        open_segments(own.data_dir)
 
 
 def test_missing_columns_are_named_with_the_command_that_makes_them(own: Written) -> None:
     shutil.rmtree(own.data_dir / "text")
     with pytest.raises(UserError) as caught:
-        opened(own.data_dir)
+        open_segments(own.data_dir)
     assert "text" in str(caught.value) and "prep text" in str(caught.value.hint)
-    assert len(opened(own.data_dir, captions="none")) > 0
+    assert len(open_segments(own.data_dir, captions="none")) > 0
     shutil.rmtree(own.data_dir / "latents")
     with pytest.raises(UserError) as caught:
-        opened(own.data_dir, captions="none")
+        open_segments(own.data_dir, captions="none")
     assert "prep latents" in str(caught.value.hint)
     with pytest.raises(UserError, match="no data folder"):
-        opened(own.data_dir / "nothing")
+        open_segments(own.data_dir / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_latents_of_two_shapes_are_refused(tmp_path: Path, other: Chunk, togethe
     shards = [[*chunks, other]] if together else [chunks, [other]]
     written = write_all(tmp_path / "data", shards, [Caption("a", 0, 9, "a"), Caption("e", 0, 9, "e")])
     with pytest.raises(UserError) as caught:
-        opened(written.data_dir)
+        open_segments(written.data_dir)
     message = str(caught.value)
     assert "2 x 4 x 4 float16 at 4 frames a second" in message
     assert "x".join(map(str, other.frame)) in message.replace(" ", "")
@@ -121,7 +121,7 @@ def test_latents_of_another_data_set_are_named(own: Written) -> None:
     for shard_id in (1, 2):
         (own.latents_dir / "commits" / f"{shard_id:06d}.json").unlink()
     with pytest.raises(UserError) as caught:
-        opened(own.data_dir, captions="none")
+        open_segments(own.data_dir, captions="none")
     assert "the manifest names 'a', 'b', 'c'" in str(caught.value)
     assert "'other-a', 'other-b'" in str(caught.value)
 
@@ -134,7 +134,7 @@ def test_text_of_another_data_set_is_named(own: Written, tmp_path: Path) -> None
     shutil.rmtree(own.text_dir)
     shutil.copytree(other.text_dir, own.text_dir)
     with pytest.raises(UserError) as caught:
-        opened(own.data_dir)
+        open_segments(own.data_dir)
     assert "the manifest names 'a', 'b', 'c'" in str(caught.value) and "'other-a'" in str(caught.value)
 
 
@@ -144,7 +144,7 @@ def test_text_whose_captions_are_of_other_videos_is_named(own: Written, tmp_path
     shutil.rmtree(own.text_dir)
     shutil.copytree(other.text_dir, own.text_dir)
     with pytest.raises(UserError, match="caption 0 is of video 'a' in the manifest, and of 'e' in the text column"):
-        opened(own.data_dir)
+        open_segments(own.data_dir)
 
 
 def test_only_videos_of_the_split_are_shown(tmp_path: Path) -> None:
@@ -162,14 +162,14 @@ def test_only_videos_of_the_split_are_shown(tmp_path: Path) -> None:
 def test_a_split_without_captions_says_what_there_is(own: Written) -> None:
     write_captions(own.data_dir, dict.fromkeys("abcde", "train"), [])
     with pytest.raises(UserError, match="no segment of split 'train' is usable"):
-        opened(own.data_dir)
-    assert len(opened(own.data_dir, captions="none")) > 0
+        open_segments(own.data_dir)
+    assert len(open_segments(own.data_dir, captions="none")) > 0
 
 
 def test_chunks_of_videos_that_left_the_manifest_are_counted(own: Written) -> None:
     captions = [caption for caption in CAPTIONS if caption.video_id != "c"]
     write_captions(own.data_dir, dict.fromkeys("abde", "train"), captions)
-    loader = opened(own.data_dir)
+    loader = open_segments(own.data_dir)
     assert "1 chunk of videos that the manifest does not name left out" in loader.describe()
     shown = {key for loaded in loader.evaluation_batches() for key in loaded.batch["key"]}
     assert shown and "c_000015000" not in shown

@@ -85,11 +85,11 @@ def test_tars_of_equal_size_that_changed_places_are_not_shown(tmp_path: Path) ->
 def test_a_record_is_compared_at_its_first_visit_only(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []  # appended to at once; threads that add to a number may overwrite each other's sum
 
-    def counted(content: memoryview) -> int:
+    def count_checksum(content: memoryview) -> int:
         compared.append(len(content))
         return crc32(content)
 
-    monkeypatch.setattr("clipmill.train.data.mapped_tars.zlib.crc32", counted)
+    monkeypatch.setattr("clipmill.train.data.mapped_tars.zlib.crc32", count_checksum)
     running = loader(written)
     compared.clear()  # of captions, which are compared when they are opened
     batches = running.batches()

@@ -36,7 +36,7 @@ def remote(written: Written, bucket: str) -> Objects:
     return upload(written.data_dir, f"{bucket}/data")
 
 
-def opened(address: str, cache: Path, *, size: str = ALL) -> DataFolder:
+def open_folder(address: str, cache: Path, *, size: str = ALL) -> DataFolder:
     return open_data_folder(address, cache=cache, cache_size=size, column="latents")
 
 
@@ -94,7 +94,10 @@ def test_latents_in_a_bucket_are_those_of_the_local_folder(
     written: Written, remote: Objects, tmp_path: Path, has_room: bool
 ) -> None:
     limit = 10**9 if has_room else size_of_text(written)
-    samples, expected = loader(opened(remote.address, tmp_path, size=f"{limit}B")), loader(DataFolder(written.data_dir))
+    samples, expected = (
+        loader(open_folder(remote.address, tmp_path, size=f"{limit}B")),
+        loader(DataFolder(written.data_dir)),
+    )
     assert samples.fingerprint == expected.fingerprint
     assert ("the rest is read by range" in samples.describe()) == (not has_room)
     assert content(shown(samples)) == content(shown(expected))
@@ -114,16 +117,16 @@ def test_compressed_latents_are_read_by_range(written: Written, bucket: str, tmp
     remote = upload(upload_from, f"{bucket}/packed")
     upload(written.data_dir / "manifest", f"{remote.address}/manifest")
     settings = {"captions": "none", "tails": "pad"}
-    samples = loader(opened(remote.address, tmp_path / "cache", size="1B"), **settings)
+    samples = loader(open_folder(remote.address, tmp_path / "cache", size="1B"), **settings)
     assert content(shown(samples)) == content(shown(loader(DataFolder(upload_from), **settings)))
 
 
 def test_what_is_in_the_cache_is_not_asked_for_again(
     written: Written, remote: Objects, tmp_path: Path, faults: Faults
 ) -> None:
-    fetch_all(loader(opened(remote.address, tmp_path)))
+    fetch_all(loader(open_folder(remote.address, tmp_path)))
     faults.set()
-    samples = loader(opened(remote.address, tmp_path))
+    samples = loader(open_folder(remote.address, tmp_path))
     assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
     asked = [path for _, path in faults.seen().requests]
     assert asked and not [path for path in asked if ".tar" in path or "index" in path]
@@ -132,12 +135,12 @@ def test_what_is_in_the_cache_is_not_asked_for_again(
 def test_a_copy_that_is_damaged_is_mended_and_fetched_again_by_the_next_run(
     written: Written, remote: Objects, tmp_path: Path
 ) -> None:
-    fetch_all(loader(opened(remote.address, tmp_path)))
+    fetch_all(loader(open_folder(remote.address, tmp_path)))
     for path in copies_of(written, tmp_path):
         with path.open("r+b") as file:
             file.seek(1500)
             file.write(bytes([path.read_bytes()[1500] ^ 1]))
-    samples = loader(opened(remote.address, tmp_path))
+    samples = loader(open_folder(remote.address, tmp_path))
     assert maps_of(samples).are_mapped(samples.reader.segments.records.array_place)
     # In order, so that all are seen.
     assert content(samples.evaluation_batches()) == content(loader(DataFolder(written.data_dir)).evaluation_batches())
@@ -145,11 +148,11 @@ def test_a_copy_that_is_damaged_is_mended_and_fetched_again_by_the_next_run(
 
 
 def test_a_copy_that_was_cut_is_fetched_again(written: Written, remote: Objects, tmp_path: Path) -> None:
-    fetch_all(loader(opened(remote.address, tmp_path)))
+    fetch_all(loader(open_folder(remote.address, tmp_path)))
     first = copies_of(written, tmp_path)[0]
     whole = first.read_bytes()
     os.truncate(first, 100)
-    samples = loader(opened(remote.address, tmp_path))
+    samples = loader(open_folder(remote.address, tmp_path))
     assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
     fetch_all(samples)
     assert first.read_bytes() == whole
@@ -161,7 +164,7 @@ def test_faults_in_passing_lose_nothing(written: Written, remote: Objects, tmp_p
         Fault("cut", path=r"\.tar", skip=1, every=4),
         Fault("delay", path=r"\.tar", every=5, delay_s=0.05),
     )
-    samples = loader(opened(remote.address, tmp_path, size=f"{size_of_text(written)}B"))
+    samples = loader(open_folder(remote.address, tmp_path, size=f"{size_of_text(written)}B"))
     assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
     assert faults.seen().num_faults > 3
 
@@ -169,7 +172,7 @@ def test_faults_in_passing_lose_nothing(written: Written, remote: Objects, tmp_p
 def test_a_disk_that_fills_up_is_noted_and_the_rest_is_read_by_range(
     written: Written, remote: Objects, tiny_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    samples = loader(opened(remote.address, tiny_disk))
+    samples = loader(open_folder(remote.address, tiny_disk))
     fill(tiny_disk)
     assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
     said = capsys.readouterr().err
@@ -180,7 +183,7 @@ def test_a_disk_that_fills_up_is_noted_and_the_rest_is_read_by_range(
 def test_a_tar_that_vanishes_is_failures_by_name(
     written: Written, remote: Objects, tmp_path: Path, faults: Faults, few_retries: None
 ) -> None:
-    samples = loader(opened(remote.address, tmp_path, size=f"{size_of_text(written)}B"))
+    samples = loader(open_folder(remote.address, tmp_path, size=f"{size_of_text(written)}B"))
     faults.set(vanished(r"latents/.*/000001-\w+\.tar"))
     batches = list(samples.evaluation_batches())
     failures = [failure for one in batches for failure in one.failed]
@@ -197,7 +200,9 @@ def test_a_tar_that_vanishes_is_failures_by_name(
 def test_wrong_bytes_of_an_object_are_reported_under_its_address(own: Written, bucket: str, tmp_path: Path) -> None:
     flip(own.data_dir, column="latents", key="c_000015000")
     tar = Variant.open(own.data_dir, column="latents").find("c_000015000")[0].tar_path.relative_to(own.data_dir)
-    samples = loader(opened(upload(own.data_dir, f"{bucket}/data").address, tmp_path, size=f"{size_of_text(own)}B"))
+    samples = loader(
+        open_folder(upload(own.data_dir, f"{bucket}/data").address, tmp_path, size=f"{size_of_text(own)}B")
+    )
     failed = [one for loaded in samples.evaluation_batches() for one in loaded.failed]
     assert {(one.key, one.reason) for one in failed} == {("c_000015000", "checksum")}
     assert f"({bucket}/data/{tar}) do not match their checksum" in failed[0].detail
@@ -205,7 +210,7 @@ def test_wrong_bytes_of_an_object_are_reported_under_its_address(own: Written, b
 
 def test_text_that_does_not_fit_is_the_users_mistake(written: Written, remote: Objects, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the text column has to be completely in the cache") as caught:
-        loader(opened(remote.address, tmp_path, size="1kB"))
+        loader(open_folder(remote.address, tmp_path, size="1kB"))
     assert caught.value.hint and "--cache-size" in caught.value.hint
 
 

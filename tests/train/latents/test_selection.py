@@ -27,17 +27,17 @@ def scored(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def opened(data_dir: Path, where: str | None, **how: Any) -> Samples[Any]:
+def open_segments(data_dir: Path, where: str | None, **how: Any) -> Samples[Any]:
     return open_latent_segments(segments(data_dir, split="train", where=where, captions="words", batch=2, **how))
 
 
 def test_segments_of_selected_chunks_with_selected_captions_are_kept(scored: Path) -> None:
-    moving = opened(scored, "motion > 0.5")
+    moving = open_segments(scored, "motion > 0.5")
     assert {moving.key(sample) for sample in range(len(moving))} == {
         *["a_000000000", "a_000015000", "b_000000000", "e_000000000"]
     }
     assert "where motion > 0.5: 4 of" in moving.describe()
-    told = opened(scored, "motion > 0.5 and ('moment' in text or 'second segment' in text)")
+    told = open_segments(scored, "motion > 0.5 and ('moment' in text or 'second segment' in text)")
     # The words of each segment are its first selected caption's.
     assert {(told.key(n), told.span_s(n)[0], told.text(n)) for n in range(len(told))} == {
         ("a_000000000", 0.0, "the second segment of a, and the end of the first"),
@@ -46,7 +46,7 @@ def test_segments_of_selected_chunks_with_selected_captions_are_kept(scored: Pat
         ("e_000000000", 5.0, "the second segment of e"),
     }
     assert "captions not selected" in told.describe()
-    assert len({opened(scored, where).fingerprint for where in (None, "motion > 0.5", "motion > 0.6")}) == 3
+    assert len({open_segments(scored, where).fingerprint for where in (None, "motion > 0.5", "motion > 0.6")}) == 3
 
 
 def test_open_latents_selects_without_captions_too(scored: Path) -> None:

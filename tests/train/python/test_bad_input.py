@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from clipmill import Batches, open_clips, open_latents, read_chunks
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.train.data.arguments import require_device
-from tests.train.python.test_open_clips import TRAIN_CLIPS, copy_of, ids, opened
+from tests.train.python.test_open_clips import TRAIN_CLIPS, copy_of, ids, open_batches
 from tests.train.tiny_data import VARIANT, Caption, write_captions
 
 NORMALISED: dict[str, Any] = {"pixel_mean": (0.48, 0.46, 0.41), "pixel_std": (0.27, 0.26, 0.28)}
@@ -25,7 +25,7 @@ NORMALISED: dict[str, Any] = {"pixel_mean": (0.48, 0.46, 0.41), "pixel_std": (0.
 
 def test_a_chunk_that_changed_after_opening_is_a_named_failure(data_dir: Path, tmp_path: Path) -> None:
     own = copy_of(data_dir, tmp_path)
-    with opened(own, shuffle=False) as clips, opened(own, max_failures=1) as strict:
+    with open_batches(own, shuffle=False) as clips, open_batches(own, max_failures=1) as strict:
         [tar] = (path for path in (own / "video" / VARIANT).glob("000000*.tar"))
         content = bytearray(tar.read_bytes())
         begin = content.find(b"mdat", content.find(b"b_000000000.mp4"))
@@ -41,27 +41,27 @@ def test_a_chunk_that_changed_after_opening_is_a_named_failure(data_dir: Path, t
 
 def test_a_state_of_data_that_changed_is_refused(data_dir: Path, tmp_path: Path) -> None:
     own = copy_of(data_dir, tmp_path)
-    with opened(own) as clips:
+    with open_batches(own) as clips:
         next(iter(clips))
         state = clips.state_dict()
     videos = {"a": "train", "b": "train", "c": "train", "d": "val"}
     write_captions(own, videos, [Caption(name, 0.0, 1.0, f"{name} begins") for name in videos for _ in range(3)])
     with (
-        opened(own) as clips,
+        open_batches(own) as clips,
         pytest.raises(UserError, match="the data, their selection or their mixture have changed"),
     ):
         clips.load_state_dict(state)
 
 
 def test_states_of_another_split_seed_or_order_are_refused(data_dir: Path) -> None:
-    with opened(data_dir) as clips:
+    with open_batches(data_dir) as clips:
         state = clips.state_dict()
     for changes, words in (
         ({"split": "val"}, "belongs to other samples"),
         ({"seed": 1}, "state has seed 0, and this loader has seed 1"),
         ({"shuffle": False}, "shuffle=True"),
     ):
-        with opened(data_dir, **changes) as clips, pytest.raises(UserError, match=words) as caught:
+        with open_batches(data_dir, **changes) as clips, pytest.raises(UserError, match=words) as caught:
             clips.load_state_dict(state)
         assert "--" not in f"{caught.value}{caught.value.hint}", "a flag, where there are arguments"
 
@@ -100,14 +100,16 @@ def test_states_of_another_split_seed_or_order_are_refused(data_dir: Path) -> No
 )
 def test_arguments_that_do_not_fit_are_refused(data_dir: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        opened(data_dir, **changes)
+        open_batches(data_dir, **changes)
     assert caught.value.hint and f"hint: {caught.value.hint}" in caught.value.__notes__
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_mean_and_deviation_may_be_a_list_an_array_or_a_tensor(data_dir: Path, kind: Any) -> None:
     expected, given = (
-        next(iter(opened(data_dir, pixel_mean=of(NORMALISED["pixel_mean"]), pixel_std=of(NORMALISED["pixel_std"]))))
+        next(
+            iter(open_batches(data_dir, pixel_mean=of(NORMALISED["pixel_mean"]), pixel_std=of(NORMALISED["pixel_std"])))
+        )
         for of in (tuple, kind)
     )
     torch.testing.assert_close(given["video"], expected["video"])  # a tensor has float32
@@ -122,7 +124,7 @@ def test_texts_are_asked_of_latents_and_chunks_too(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no data folder"):
-        opened(tmp_path / "nothing")
+        open_batches(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("data", [None, 3, ["data", None]])
@@ -135,7 +137,7 @@ def test_what_names_no_data_folder_is_refused(data: Any) -> None:
 def test_devices_are_checked_before_anything_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     for device in ("cuda", torch.device("cuda")):
-        for open_them in (opened, open_latents):
+        for open_them in (open_batches, open_latents):
             with pytest.raises(UserError, match="device is 'cuda'") as caught:
                 open_them(tmp_path / "nothing", device=device)
             assert caught.value.hint == "available here: cpu"
@@ -152,13 +154,13 @@ def test_devices_are_checked_before_anything_is_opened(tmp_path: Path, monkeypat
     "changes", [{"position": "1"}, {"position": -5}, {"samples": 1}, {"ahead": 3}, {"ahead": ["a"]}, {"taken": None}]
 )
 def test_a_state_with_damaged_entries_is_refused(data_dir: Path, changes: dict[str, Any]) -> None:
-    with opened(data_dir) as clips, pytest.raises(UserError, match="not a state of these batches"):
+    with open_batches(data_dir) as clips, pytest.raises(UserError, match="not a state of these batches"):
         clips.load_state_dict({**clips.state_dict(), **changes})
 
 
 @pytest.mark.parametrize("state", [{"a": 1}, {}, [], None, 3])
 def test_what_is_no_state_is_refused(data_dir: Path, state: Any) -> None:
-    with opened(data_dir) as clips:
+    with open_batches(data_dir) as clips:
         iterator = iter(clips)
         next(iterator)
         with pytest.raises(UserError, match="not a state of these batches"):
@@ -169,7 +171,7 @@ def test_what_is_no_state_is_refused(data_dir: Path, state: Any) -> None:
 
 
 def test_batches_are_not_indexed(data_dir: Path) -> None:
-    with opened(data_dir) as clips, pytest.raises(TypeError, match="do not wrap them in a DataLoader"):
+    with open_batches(data_dir) as clips, pytest.raises(TypeError, match="do not wrap them in a DataLoader"):
         next(iter(DataLoader(clips, batch_size=None)))  # type: ignore[arg-type]
 
 
@@ -193,11 +195,11 @@ def in_fork(work: Callable[[], Any]) -> Any:
 
 
 def test_a_forked_process_may_open_clips_and_not_use_those_of_its_parent(data_dir: Path) -> None:
-    with opened(data_dir) as clips:
+    with open_batches(data_dir) as clips:
         expected = ids([next(iter(clips))])
         error = in_fork(lambda: next(iter(clips)))
         assert isinstance(error, UserError) and "a fork of it" in str(error)
-        assert in_fork(lambda: ids([next(iter(opened(data_dir)))])) == expected
+        assert in_fork(lambda: ids([next(iter(open_batches(data_dir)))])) == expected
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -205,7 +207,7 @@ def test_a_forked_process_may_open_clips_and_not_use_those_of_its_parent(data_di
 def test_a_forked_process_may_not_go_on_with_an_iteration_of_its_parent(
     data_dir: Path, shuffle: bool, taken: int
 ) -> None:
-    with opened(data_dir, shuffle=shuffle) as clips, opened(data_dir, shuffle=shuffle) as others:
+    with open_batches(data_dir, shuffle=shuffle) as clips, open_batches(data_dir, shuffle=shuffle) as others:
         iterator = iter(clips)
         assert len(list(islice(iterator, taken))) == taken
         error = in_fork(lambda: next(iterator))
@@ -215,7 +217,7 @@ def test_a_forked_process_may_not_go_on_with_an_iteration_of_its_parent(
 
 
 def test_a_forked_process_that_is_refused_ends(data_dir: Path) -> None:
-    for iterator in (iter(opened(data_dir)), iter(read_chunks(data_dir, workers=1))):
+    for iterator in (iter(open_batches(data_dir)), iter(read_chunks(data_dir, workers=1))):
         next(iterator)  # type: ignore[call-overload]
         child = os.fork()
         if not child:
@@ -250,10 +252,10 @@ class InWorker(IterableDataset[dict[str, Any]]):
 
 def test_workers_of_a_dataloader_are_told_that_they_would_repeat_each_other(data_dir: Path) -> None:
     def shares(worker: int) -> Batches:
-        return opened(data_dir, shuffle=False, rank=worker, world=2)
+        return open_batches(data_dir, shuffle=False, rank=worker, world=2)
 
     with pytest.raises(UserError, match="worker of a DataLoader"):
-        next(iter(DataLoader(InWorker(lambda _: opened(data_dir)), batch_size=None, num_workers=2)))
+        next(iter(DataLoader(InWorker(lambda _: open_batches(data_dir)), batch_size=None, num_workers=2)))
     batches = DataLoader(InWorker(shares), batch_size=None, num_workers=2)
     assert sorted(clip for batch in ids(list(batches)) for clip in batch) == list(range(TRAIN_CLIPS))
 
@@ -261,9 +263,9 @@ def test_workers_of_a_dataloader_are_told_that_they_would_repeat_each_other(data
 def test_clips_that_were_opened_before_the_launcher_are_refused(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clips = opened(data_dir)
+    clips = open_batches(data_dir)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="opened as rank 0 of 1, used as rank 1 of 2"):
         next(iter(clips))
-    assert "rank 1 of 2" in repr(opened(data_dir))
+    assert "rank 1 of 2" in repr(open_batches(data_dir))

@@ -12,7 +12,7 @@ from clipmill.train.config.model import DualEncoderInit
 from clipmill.train.distributed.world import World
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from clipmill.train.tasks.dual_encoder.task import DualEncoderTask
-from tests.train.python.test_open_clips import copy_of, opened
+from tests.train.python.test_open_clips import copy_of, open_batches
 from tests.train.tiny_data import Caption, write_captions
 
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
@@ -49,7 +49,7 @@ def test_model_input_and_captions_are_those_of_the_training_command(narrated: Pa
     command = task.training_set(World()).batches(max_failures=0)
     shown: dict[str, Any] = {"pixel_mean": MEAN, "pixel_std": STD, "sources": {"human": 1, "model": 3}}
     augment = {"flip": 0.5, "contrast": 0.4, "erase": 0.5, "rand_ops": 1}
-    with opened(narrated, batch=4, seed=7, augment=augment, min_relevancy=0.4, **shown) as clips:
+    with open_batches(narrated, batch=4, seed=7, augment=augment, min_relevancy=0.4, **shown) as clips:
         for batch in clips:
             expected = next(command).batch
             assert torch.equal(batch["video"], task.clips(expected, is_training=True))
@@ -60,11 +60,11 @@ def test_model_input_and_captions_are_those_of_the_training_command(narrated: Pa
 
 def test_all_captions_of_a_clip_come_with_it(narrated: Path, data_dir: Path) -> None:
     wanted: dict[str, Any] = {"captions": "all", "sources": {"model": 2}, "shuffle": False, "batch": 12}
-    with opened(narrated, **wanted) as clips:
+    with open_batches(narrated, **wanted) as clips:
         [batch] = clips
     assert batch["captions"][:2] == [["second of a", "third of a"]] * 2
     assert batch["caption"] == [one[0] for one in batch["captions"]]
-    with opened([narrated, data_dir], captions="all", shuffle=False, batch=20) as clips:
+    with open_batches([narrated, data_dir], captions="all", shuffle=False, batch=20) as clips:
         [batch] = clips
     of_folder = {0: ["first of a", "second of a", "third of a"], 1: ["it begins"]}
     found = dict(zip(batch["folder"].tolist()[::-1], batch["captions"][::-1], strict=True))  # the first of each
@@ -73,11 +73,14 @@ def test_all_captions_of_a_clip_come_with_it(narrated: Path, data_dir: Path) -> 
 
 def test_views_are_a_dimension_of_their_own(data_dir: Path) -> None:
     views: dict[str, Any] = {"shuffle": False, "split": "val", "clips": 2, "crops": 3, "batch": 3}
-    with opened(data_dir, **views) as several, opened(data_dir, **views | {"clips": 1, "crops": 1}) as centres:
+    with (
+        open_batches(data_dir, **views) as several,
+        open_batches(data_dir, **views | {"clips": 1, "crops": 1}) as centres,
+    ):
         [batch], [centre] = several, centres
     assert batch["video"].shape == (3, 6, 2, 32, 32, 3) and centre["video"].shape == (3, 2, 32, 32, 3)
     assert not torch.equal(batch["video"][:, 0], batch["video"][:, 3])  # other moments
-    with opened(data_dir, **views, pixel_mean=MEAN, pixel_std=STD) as normalised:
+    with open_batches(data_dir, **views, pixel_mean=MEAN, pixel_std=STD) as normalised:
         [batch_of_floats] = normalised
     # To half a level: RGB of eight bits is rounded.
     pictures = batch_of_floats["video"].movedim(2, -1) * torch.tensor(STD) + torch.tensor(MEAN)
@@ -108,6 +111,6 @@ def test_views_are_a_dimension_of_their_own(data_dir: Path) -> None:
 )
 def test_errors_name_arguments_and_not_flags(narrated: Path, changes: dict[str, Any], words: str, hint: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        opened(narrated, **changes)
+        open_batches(narrated, **changes)
     assert caught.value.hint is not None and hint in caught.value.hint
     assert caught.value.__notes__ == [f"hint: {caught.value.hint}"]

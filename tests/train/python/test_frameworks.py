@@ -12,7 +12,7 @@ from torch import nn
 from clipmill import Batches, open_clips
 
 
-def opened(data_dir: Path, **changes: Any) -> Batches:
+def open_batches(data_dir: Path, **changes: Any) -> Batches:
     return open_clips(data_dir, **{"batch": 2, "num_frames": 2, "size_px": 32, "workers": 1, **changes})
 
 
@@ -24,8 +24,8 @@ class Clips(pl.LightningDataModule):
         self._data_dir = data_dir
 
     def setup(self, stage: str) -> None:
-        self.clips = opened(self._data_dir)
-        self.held_out = opened(self._data_dir, split="val", shuffle=False)
+        self.clips = open_batches(self._data_dir)
+        self.held_out = open_batches(self._data_dir, split="val", shuffle=False)
 
     def train_dataloader(self) -> Batches:
         return self.clips
@@ -87,7 +87,7 @@ def test_lightning_trains_and_resumes_to_the_same_weights(data_dir: Path, tmp_pa
 
 def test_accelerate_prepares_a_model_and_leaves_batches_as_they_are(data_dir: Path, tmp_path: Path) -> None:
     def opened_for(accelerator: Any) -> Batches:
-        return opened(
+        return open_batches(
             data_dir,
             rank=accelerator.process_index,
             world=accelerator.num_processes,

@@ -30,13 +30,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return write_all(tmp_path_factory.mktemp("columns"), SHARDS, captions)
 
 
-def opened(written: Written, **changes: Any) -> Batches:
+def open_batches(written: Written, **changes: Any) -> Batches:
     return open_latents(written.data_dir, **{"batch": 3, **changes})
 
 
 def test_batches_are_those_of_the_latent_loader(written: Written) -> None:
     expected = open_latent_segments(latent_query(written.data_dir, split="train", batch=3, seed=5))
-    with opened(written, seed=5, captions="embedding") as segments:
+    with open_batches(written, seed=5, captions="embedding") as segments:
         assert len(segments) == len(expected) // 3
         for loaded, batch in zip(islice(expected.batches(), len(segments)), segments, strict=True):
             for name in ("position", "clip_id", "caption_id", "latents", "text"):
@@ -46,7 +46,7 @@ def test_batches_are_those_of_the_latent_loader(written: Written) -> None:
 
 def test_captions_are_texts_and_times_are_those_of_the_segment(written: Written) -> None:
     texts = read_captions(written.data_dir)["text"].to_pylist()
-    with opened(written, shuffle=False) as segments:
+    with open_batches(written, shuffle=False) as segments:
         batches = list(segments)
     for batch in batches:
         assert batch["caption"] == [texts[number] for number in batch["caption_id"].tolist()] and "text" not in batch
@@ -57,14 +57,14 @@ def test_captions_are_texts_and_times_are_those_of_the_segment(written: Written)
 
 
 def test_a_maximum_of_segments_is_spread_over_each_video(written: Written) -> None:
-    with opened(written, shuffle=False, captions=None, batch=100, max_segments=2) as segments:
+    with open_batches(written, shuffle=False, captions=None, batch=100, max_segments=2) as segments:
         (batch,) = segments
     begins: dict[str, list[float]] = {}
     for key, begin_s in zip(batch["key"], batch["begin_s"].tolist(), strict=True):
         begins.setdefault(key.partition("_")[0], []).append(begin_s)
     assert begins["a"] == [15, 30] and max(map(len, begins.values())) == 2
     with pytest.raises(UserError, match="max_segments is 0"):
-        opened(written, max_segments=0)
+        open_batches(written, max_segments=0)
 
 
 NAMES = {"input", "position", "key", "time_s", "clip_id", "caption_id", "latents", "caption", "begin_s", "end_s"}
@@ -87,7 +87,7 @@ READ = {
 
 @pytest.mark.parametrize("way", READ)
 def test_keys_captions_and_times_are_there_however_a_batch_is_read(written: Written, way: str) -> None:
-    with opened(written, shuffle=False) as segments:
+    with open_batches(written, shuffle=False) as segments:
         expected, batch = ([*segments][1] for _ in range(2))
     assert isinstance(batch, dict) and len(batch) == len(NAMES) and set(batch) == NAMES
     expected = {name: expected[name] for name in NAMES}
@@ -112,7 +112,7 @@ def test_entries_that_are_set_stay_and_equal_batches_are_equal() -> None:
 
 
 def test_segments_alone_and_padded_tails(written: Written) -> None:
-    with opened(written, captions=None, tails="pad", shuffle=False) as segments:
+    with open_batches(written, captions=None, tails="pad", shuffle=False) as segments:
         batches = list(segments)
     assert sum(len(batch["key"]) for batch in batches) == segments.num_samples
     assert {"caption", "text", "caption_id"}.isdisjoint(batches[0])
@@ -120,23 +120,23 @@ def test_segments_alone_and_padded_tails(written: Written) -> None:
 
 
 def test_labels_take_the_place_of_captions(written: Written) -> None:
-    with opened(written, label="x", shuffle=False) as segments:
+    with open_batches(written, label="x", shuffle=False) as segments:
         found = [number for batch in segments for number in batch["label"].tolist()]
         assert segments.classes == ("x", "y") and set(found) == {0, 1}
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_state_in_the_middle_goes_on_exactly(written: Written, shuffle: bool) -> None:
-    with opened(written, shuffle=shuffle) as segments:
+    with open_batches(written, shuffle=shuffle) as segments:
         whole = list(segments)
-    with opened(written, shuffle=shuffle) as segments:
+    with open_batches(written, shuffle=shuffle) as segments:
         next(iter(segments))
         state = segments.state_dict()
-    with opened(written, shuffle=shuffle) as segments:
+    with open_batches(written, shuffle=shuffle) as segments:
         segments.load_state_dict(state)
         next(iter(segments))
         state = segments.state_dict()
-    with opened(written, shuffle=shuffle) as segments:
+    with open_batches(written, shuffle=shuffle) as segments:
         segments.load_state_dict(state)
         rest = list(segments)
     assert [batch["clip_id"].tolist() for batch in rest] == [batch["clip_id"].tolist() for batch in whole[2:]]
@@ -145,7 +145,7 @@ def test_a_state_in_the_middle_goes_on_exactly(written: Written, shuffle: bool) 
 
 def test_bfloat16_becomes_float32_in_numpy(tmp_path: Path) -> None:
     written = write_all(tmp_path / "data", [[Chunk("a", 0, 60, dtype="bfloat16")]], [Caption("a", 0, 15, "all")])
-    [tensors], [arrays] = opened(written), opened(written, device=None)
+    [tensors], [arrays] = open_batches(written), open_batches(written, device=None)
     assert tensors["latents"].dtype == torch.bfloat16
     assert arrays["latents"].dtype == np.float32
     assert np.array_equal(arrays["latents"], tensors["latents"].float().numpy())
@@ -167,7 +167,7 @@ def test_bfloat16_becomes_float32_in_numpy(tmp_path: Path) -> None:
 )
 def test_arguments_that_do_not_fit_are_refused(written: Written, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        opened(written, **changes)
+        open_batches(written, **changes)
 
 
 def test_latents_of_a_stream_of_tars_are_refused() -> None:

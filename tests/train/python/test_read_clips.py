@@ -62,7 +62,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def decoded(recordings: Path) -> dict[str, Frames]:
+def frames_of_video(recordings: Path) -> dict[str, Frames]:
     """All frames by video, decoded by PyAV."""
     frames: dict[str, Frames] = {}
     for path in sorted((recordings / "video" / VARIANT).glob("*.tar")):
@@ -79,7 +79,7 @@ def decoded(recordings: Path) -> dict[str, Frames]:
     return {name: sorted(its, key=lambda frame: frame[0]) for name, its in frames.items()}
 
 
-def opened(recordings: Path, table: Any, **changes: Any) -> Batches:
+def open_batches(recordings: Path, table: Any, **changes: Any) -> Batches:
     return read_clips(recordings, table, **{**SMALL, **changes})
 
 
@@ -98,31 +98,31 @@ def rows_in_order(clips: Iterable[dict[str, Any]]) -> dict[int, tuple[Any, Any, 
     }
 
 
-def test_frames_are_those_that_pyav_shows_at_the_times(recordings: Path, decoded: dict[str, Frames]) -> None:
+def test_frames_are_those_that_pyav_shows_at_the_times(recordings: Path, frames_of_video: dict[str, Frames]) -> None:
     rng = np.random.default_rng(0)
     offsets_s = (0.07, -0.2, 0.0, 0.07)
     videos = ["slow"] * 20 + ["ntsc"] * 20
     times_s = np.concatenate([rng.uniform(0.2, 3.4, 20), rng.uniform(0.2, 1.59, 20)])
     table = pa.table({"video_id": videos, "time_s": times_s})
-    with opened(recordings, table, offsets_s=offsets_s) as clips:
+    with open_batches(recordings, table, offsets_s=offsets_s) as clips:
         shown = rows_in_order(clips)
     assert sorted(shown) == list(range(40))
     for row, (video, time_s, is_padded) in shown.items():
         for at, offset_s in enumerate(offsets_s):
-            begin_s, planes = on_screen(decoded[videos[row]], float(times_s[row]) + offset_s)
+            begin_s, planes = on_screen(frames_of_video[videos[row]], float(times_s[row]) + offset_s)
             assert np.array_equal(video[at].numpy(), planes), (row, at)
             assert time_s[at].item() == pytest.approx(begin_s, abs=1e-9)
         assert not is_padded.any()
 
 
-def test_rounded_times_of_frames_show_these_frames(recordings: Path, decoded: dict[str, Frames]) -> None:
-    exact_s = [begin_s for begin_s, _ in decoded["ntsc"]]
+def test_rounded_times_of_frames_show_these_frames(recordings: Path, frames_of_video: dict[str, Frames]) -> None:
+    exact_s = [begin_s for begin_s, _ in frames_of_video["ntsc"]]
     exact_N = np.array(exact_s, np.float64)
     for times_s in (exact_N.astype(np.float32), exact_N.round(4), exact_N):
-        with opened(recordings, {"video_id": ["ntsc"] * 50, "time_s": times_s}, shuffle=False, batch=50) as clips:
+        with open_batches(recordings, {"video_id": ["ntsc"] * 50, "time_s": times_s}, shuffle=False, batch=50) as clips:
             [batch] = clips
         assert np.allclose(batch["time_s"][:, 0], exact_N, rtol=0, atol=1e-9)
-        assert np.array_equal(batch["video"][:, 0], np.stack([planes for _, planes in decoded["ntsc"]]))
+        assert np.array_equal(batch["video"][:, 0], np.stack([planes for _, planes in frames_of_video["ntsc"]]))
 
 
 def test_offsets_out_of_an_episode_show_its_first_and_last_frame(recordings: Path) -> None:
@@ -135,51 +135,54 @@ def test_offsets_out_of_an_episode_show_its_first_and_last_frame(recordings: Pat
         "begin_s": [begin / fps for _, begin, _ in frames],
         "end_s": [end / fps for _, _, end in frames],
     }
-    with opened(recordings, table, offsets_s=[step / fps for step in steps], shuffle=False, batch=35) as clips:
+    with open_batches(recordings, table, offsets_s=[step / fps for step in steps], shuffle=False, batch=35) as clips:
         [batch] = clips
     asked = np.array([[frame + step for step in steps] for frame, _, _ in frames])
     begin, end = np.array(frames)[:, 1:2], np.array(frames)[:, 2:3]
     assert np.allclose(batch["time_s"] * fps, np.clip(asked, begin, end - 1))
     assert np.array_equal(batch["is_padded"], (asked < begin) | (asked >= end))
     del table["begin_s"], table["end_s"]
-    with opened(recordings, table, offsets_s=(-9, 9), shuffle=False, batch=35) as clips:
+    with open_batches(recordings, table, offsets_s=(-9, 9), shuffle=False, batch=35) as clips:
         [batch] = clips
     assert batch["time_s"].tolist() == [[0.0, 3.4]] * 35 and batch["is_padded"].all()
 
 
 def test_rows_are_shuffled_shared_by_ranks_and_resumed(recordings: Path) -> None:
     table: dict[str, Any] = {"video_id": ["slow"] * 30, "time_s": np.arange(30) / 10, "state": np.arange(30) * 2.0}
-    with opened(recordings, table, seed=3) as clips:
+    with open_batches(recordings, table, seed=3) as clips:
         whole = [batch["row"].tolist() for batch in islice(clips, 5)]
         state = clips.state_dict()
         rest = [batch["row"].tolist() for batch in clips]
     assert len({row for batch in whole for row in batch}) == 20 and whole[0] != sorted(whole[0])
-    with opened(recordings, table, seed=3) as clips:
+    with open_batches(recordings, table, seed=3) as clips:
         clips.load_state_dict(state)
         assert [batch["row"].tolist() for batch in islice(clips, 2)] == rest[:2]
         [batch] = islice(clips, 1)
         joined = table["state"][batch["row"].numpy()]
         assert np.allclose(joined, 20 * batch["time_s"][:, 0])
-    ranks = [opened(recordings, table, shuffle=False, rank=rank, world=2) for rank in range(2)]
+    ranks = [open_batches(recordings, table, shuffle=False, rank=rank, world=2) for rank in range(2)]
     assert sorted(row for clips in ranks for batch in clips for row in batch["row"].tolist()) == list(range(30))
-    with opened(recordings, table | {"time_s": np.arange(30) / 10 + 0.05}, seed=3) as clips, pytest.raises(UserError):
+    with (
+        open_batches(recordings, table | {"time_s": np.arange(30) / 10 + 0.05}, seed=3) as clips,
+        pytest.raises(UserError),
+    ):
         clips.load_state_dict(state)
 
 
-def test_frames_are_rgb_squares_or_model_input(recordings: Path, decoded: dict[str, Frames]) -> None:
+def test_frames_are_rgb_squares_or_model_input(recordings: Path, frames_of_video: dict[str, Frames]) -> None:
     table = {"key": ["slow_000002000"], "time_s": [2.0]}
-    frame = av.VideoFrame.from_ndarray(on_screen(decoded["slow"], 2.0)[1].reshape(-1, WIDTH), format="yuv420p")
+    frame = av.VideoFrame.from_ndarray(on_screen(frames_of_video["slow"], 2.0)[1].reshape(-1, WIDTH), format="yuv420p")
     rgb = frame.to_ndarray(format="rgb24", threads=1).astype(int)
-    with opened(recordings, table, rgb=True, shuffle=False) as clips:
+    with open_batches(recordings, table, rgb=True, shuffle=False) as clips:
         [batch] = clips
     assert batch["video"].shape == (1, 1, HEIGHT, WIDTH, 3) and "colour" not in batch
     # In the middle of the blocks, as swscale does not interpolate chroma.
     assert np.abs(batch["video"][0, 0].numpy() - rgb)[3::8, 3::8].max() <= 4
-    with opened(recordings, table, size_px=48, rgb=True, shuffle=False, device=None) as clips:
+    with open_batches(recordings, table, size_px=48, rgb=True, shuffle=False, device=None) as clips:
         [square] = clips
     assert np.abs(square["video"][0, 0, :, 2:-2].astype(int) - batch["video"][0, 0, :, 10:54].numpy()).max() <= 1
     mean = {"pixel_mean": (0.5, 0.5, 0.5), "pixel_std": (0.5, 0.5, 0.5)}
-    with opened(recordings, table, size_px=48, shuffle=False, **mean) as clips:
+    with open_batches(recordings, table, size_px=48, shuffle=False, **mean) as clips:
         [model_input] = clips
     assert model_input["video"].shape == (1, 3, 1, 48, 48) and model_input["video"].dtype == torch.float32
 
@@ -190,26 +193,26 @@ def test_several_cameras_are_read_by_their_columns(recordings: Path) -> None:
         **{"video_id.wrist": ["ntsc"] * 8, "time_s": np.arange(8) / 10},
     }
     how: dict[str, Any] = {"offsets_s": (-0.1, 0.0), "seed": 5}
-    with opened(recordings, table, views=("top", "wrist"), **how) as clips:
+    with open_batches(recordings, table, views=("top", "wrist"), **how) as clips:
         both = rows_in_order(clips)
     assert sorted(both) == list(range(8)) and both[0][0].shape == (2, 2, HEIGHT * WIDTH * 3 // 2)
     for view, names in enumerate((("video_id.top", "time_s.top", "begin_s.top"), ("video_id.wrist", "time_s"))):
-        with opened(recordings, {name.partition(".")[0]: table[name] for name in names}, **how) as clips:
+        with open_batches(recordings, {name.partition(".")[0]: table[name] for name in names}, **how) as clips:
             for row, alone in rows_in_order(clips).items():
                 assert all(torch.equal(of_both[view], its) for of_both, its in zip(both[row], alone, strict=True))
     with pytest.raises(UserError, match="the table has the columns"):
-        opened(recordings, {"video_id.top": ["slow"], "time_s": [0.0]}, views=("top", "wrist"), batch=1)
+        open_batches(recordings, {"video_id.top": ["slow"], "time_s": [0.0]}, views=("top", "wrist"), batch=1)
 
 
 def test_rows_without_a_chunk_or_outside_of_the_video_fail_by_name(recordings: Path) -> None:
     times_s = [0.5, 1.5, 2.5, 99.0]
-    with opened(recordings, {"video_id": ["torn"] * 4, "time_s": times_s}, shuffle=False) as clips:
+    with open_batches(recordings, {"video_id": ["torn"] * 4, "time_s": times_s}, shuffle=False) as clips:
         shown = rows_in_order(clips)
         assert sorted(shown) == [0, 2]
         assert [(one.position, one.reason) for one in clips.failures] == [(1, "chunk_missing"), (3, "chunk_missing")]
         assert "1.500 s" in clips.failures[0].detail and "time_s of row 3 is 99" in clips.failures[1].detail
     table = {"video_id": ["torn"] * 4, "time_s": times_s}
-    with opened(recordings, table, shuffle=False, max_failures=1) as clips, pytest.raises(FailedWork):
+    with open_batches(recordings, table, shuffle=False, max_failures=1) as clips, pytest.raises(FailedWork):
         list(clips)
 
 
@@ -243,7 +246,7 @@ def test_rows_without_a_chunk_or_outside_of_the_video_fail_by_name(recordings: P
 def test_what_does_not_fit_is_refused(recordings: Path, table: Any, changes: dict[str, Any], words: str) -> None:
     table = {"video_id": ["slow"], "time_s": [0.0]} if table is None else table
     with pytest.raises(UserError, match=words):
-        opened(recordings, table, **{"batch": 1, **changes})
+        open_batches(recordings, table, **{"batch": 1, **changes})
 
 
 def test_batches_of_all_kinds_have_the_times_of_their_frames(data_dir: Path) -> None:

@@ -22,12 +22,12 @@ class Driver:
         self.counted_mj: int | None = 5_000_000
         self.num_open = 0
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234-ab"))
-        monkeypatch.setattr(pynvml, "nvmlInit", lambda: self._opened(1))
-        monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: self._opened(-1))
+        monkeypatch.setattr(pynvml, "nvmlInit", lambda: self._count_open(1))
+        monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: self._count_open(-1))
         monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", {"GPU-1234-ab": "handle"}.__getitem__)
         monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", self._energy)
 
-    def _opened(self, change: int) -> None:
+    def _count_open(self, change: int) -> None:
         self.num_open += change
 
     def _energy(self, handle: str) -> int:

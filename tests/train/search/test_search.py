@@ -89,7 +89,7 @@ def test_a_row_that_is_not_finite_is_named(embedded: Path, tmp_path: Path, capsy
     video[3, 1] = np.nan
     np.save(tmp_path / "damaged" / "video.npy", video)
     for like in ("0", "3"):
-        assert "row 3 of" in refused(capsys, tmp_path / "damaged", "--like", like)
+        assert "row 3 of" in error_of_search(capsys, tmp_path / "damaged", "--like", like)
 
 
 def test_texts_and_examples_share_one_search(embedded: Path, search: Any) -> None:
@@ -133,7 +133,7 @@ def test_a_file_is_shown_without_the_query_of_its_address() -> None:
     assert clip.file == "https://host/a.mp4" and replace(clip, path="/what?.mp4").file == "/what?.mp4"
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def error_of_search(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     capsys.readouterr()
     assert train("search", *words) == 2
     return capsys.readouterr().err
@@ -157,7 +157,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def test_a_query_that_cannot_be_answered_is_refused(
     embedded: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str
 ) -> None:
-    assert re.search(message, refused(capsys, embedded, *words), re.DOTALL)
+    assert re.search(message, error_of_search(capsys, embedded, *words), re.DOTALL)
 
 
 def test_texts_are_not_compared_with_embeddings_of_other_weights(
@@ -165,34 +165,34 @@ def test_texts_are_not_compared_with_embeddings_of_other_weights(
 ) -> None:
     other = tmp_path / "other"
     assert train("dual-encoder", "--shards", data_dir, "--out", other, *SMALL, "--seed", 1) == 0
-    said = refused(capsys, embedded, "it begins", "--weights", other, "--device", "cpu")
+    said = error_of_search(capsys, embedded, "it begins", "--weights", other, "--device", "cpu")
     assert "was embedded with other weights" in said
 
 
 def test_folders_without_searchable_embeddings_are_refused(
     embedded: Path, masked: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(capsys, tmp_path, "it begins")
+    said = error_of_search(capsys, tmp_path, "it begins")
     assert "holds no embeddings" in said and f"--out {tmp_path}-embedded" in said
-    assert "there is no folder" in refused(capsys, tmp_path / "nowhere", "it begins")
+    assert "there is no folder" in error_of_search(capsys, tmp_path / "nowhere", "it begins")
     unfinished, cut, damaged = tmp_path / "unfinished", tmp_path / "cut", tmp_path / "damaged"
     (unfinished / "parts").mkdir(parents=True)
     (unfinished / "parts" / "plan.json").write_text("{}")
-    assert "are unfinished" in refused(capsys, unfinished, "it begins")
+    assert "are unfinished" in error_of_search(capsys, unfinished, "it begins")
     shutil.copytree(embedded, cut)
     (cut / "video.npy").write_bytes((cut / "video.npy").read_bytes()[:-4])
-    assert "bytes long, not" in refused(capsys, cut, "it begins")
+    assert "bytes long, not" in error_of_search(capsys, cut, "it begins")
     (cut / "video.npy").unlink()
-    assert "video.npy is missing" in refused(capsys, cut, "it begins")
+    assert "video.npy is missing" in error_of_search(capsys, cut, "it begins")
     shutil.copytree(embedded, damaged)
     (damaged / "embed.json").write_text(
         (damaged / "embed.json").read_text().replace('"num_clips": 9', '"num_clips": 8')
     )
-    assert "checksum does not match" in refused(capsys, damaged, "it begins")
+    assert "checksum does not match" in error_of_search(capsys, damaged, "it begins")
     pooled, tokens = tmp_path / "pooled", tmp_path / "tokens"
     assert embed(masked, data_dir, pooled) == embed(masked, data_dir, tokens, "--features", "tokens") == 0
-    assert "holds pooled features" in refused(capsys, pooled, "it begins")
-    assert "holds all tokens" in refused(capsys, tokens, "--like", "0")
+    assert "holds pooled features" in error_of_search(capsys, pooled, "it begins")
+    assert "holds all tokens" in error_of_search(capsys, tokens, "--like", "0")
 
 
 def videos_of(page: str) -> list[bytes]:
@@ -254,7 +254,7 @@ def test_a_page_of_other_data_is_refused(
     other, page = tmp_path / "other", tmp_path / "page.html"
     shutil.copytree(data_dir, other)
     write_captions(other, {"d": "train"}, [Caption("d", 0.0, 1.0, "it begins")])
-    said = refused(capsys, embedded, "--like", "0", "--top", 3, "--page", page, "--shards", other)
+    said = error_of_search(capsys, embedded, "--like", "0", "--top", 3, "--page", page, "--shards", other)
     assert f"{other} has other data than {embedded}" in said and "no video of the clips" in said
     assert not page.exists()
 

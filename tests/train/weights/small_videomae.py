@@ -120,7 +120,7 @@ def mask(num_cubes: int) -> torch.Tensor:
     return hidden
 
 
-def opened(path: Path, **init: Any) -> Source:
+def open_source(path: Path, **init: Any) -> Source:
     """The weights in a file or a folder."""
     source = open_weights(Init(weights=str(path), **init))
     assert source is not None

@@ -172,7 +172,7 @@ def training_checkpoint(state: State) -> dict[str, Any]:
     }
 
 
-def opened(path: Path, **settings: Any) -> Source:
+def open_source(path: Path, **settings: Any) -> Source:
     source = open_weights(Init(weights=str(path), **settings))
     assert source is not None
     return source
@@ -182,7 +182,7 @@ def opened(path: Path, **settings: Any) -> Source:
 def test_our_towers_compute_what_avions_do(tmp_path: Path, names: Names, is_conv_a_matrix: bool) -> None:
     state = avion_state(names, is_conv_a_matrix=is_conv_a_matrix)
     torch.save(training_checkpoint(state), tmp_path / "checkpoint_best.pt")
-    source = opened(tmp_path / "checkpoint_best.pt")
+    source = open_source(tmp_path / "checkpoint_best.pt")
     facts = source.facts
     assert (facts.activation, facts.video_eps, facts.text_eps) == ("gelu", 1e-6, 1e-5)
     ours = our_model(activation="gelu", video_eps=1e-6, num_frames=NUM_FRAMES)
@@ -201,14 +201,16 @@ def test_projections_beside_the_towers_are_found_too(tmp_path: Path) -> None:
     state["image_projection"] = state.pop("visual.image_projection")
     state["text_projection"] = state.pop("textual.text_projection")
     torch.save(state, tmp_path / "w.pt")
-    assert loaded_weights(our_model(num_frames=NUM_FRAMES), opened(tmp_path / "w.pt"), say=quiet).fitted.changes == ()
+    assert (
+        loaded_weights(our_model(num_frames=NUM_FRAMES), open_source(tmp_path / "w.pt"), say=quiet).fitted.changes == ()
+    )
 
 
 def test_more_frames_interpolate_the_temporal_embedding(tmp_path: Path) -> None:
     state = avion_state(FLASH, is_conv_a_matrix=False)
     torch.save(state, tmp_path / "w.pt")
     ours = our_model(num_frames=16)
-    loaded = loaded_weights(ours, opened(tmp_path / "w.pt"), say=quiet)
+    loaded = loaded_weights(ours, open_source(tmp_path / "w.pt"), say=quiet)
     (change,) = loaded.fitted.changes
     assert (change.kind, change.old, change.new) == ("resized", (4, small.WIDTH), (16, small.WIDTH))
     # What AVION's inflate_positional_embeds does: bilinear over (T, D), D unchanged.
@@ -219,7 +221,7 @@ def test_more_frames_interpolate_the_temporal_embedding(tmp_path: Path) -> None:
 
 def test_the_mistyped_red_mean_is_part_of_the_weights(tmp_path: Path) -> None:
     torch.save(avion_state(PLAIN, is_conv_a_matrix=False), tmp_path / "w.pt")
-    facts = opened(tmp_path / "w.pt").facts
+    facts = open_source(tmp_path / "w.pt").facts
     assert facts.mean == MISTYPED_MEAN
     assert facts.mean[0] * 255 == pytest.approx(108.3272985) and facts.mean[1] * 255 == pytest.approx(116.7460125)
     assert facts.std is not None and facts.std[0] * 255 == pytest.approx(68.5005327)
@@ -252,14 +254,14 @@ def test_lavilas_time_attention_has_no_place_and_is_not_dropped_in_silence(tmp_p
     torch.save(training_checkpoint(lavila_state()), tmp_path / "clip.pt")
     said: list[str] = []
     with pytest.raises(UserError, match=r"12 left over \(visual.blocks.0.norm3.weight"):
-        loaded_weights(our_model(num_frames=NUM_FRAMES), opened(tmp_path / "clip.pt"), say=said.append)
+        loaded_weights(our_model(num_frames=NUM_FRAMES), open_source(tmp_path / "clip.pt"), say=said.append)
     assert any("visual.blocks.*.timeattn.qkv.weight (2 tensors)" in line and "UNEXPECTED" in line for line in said)
 
 
 def test_lavilas_space_and_text_are_loaded_where_the_user_says_so(tmp_path: Path) -> None:
     state = lavila_state()
     torch.save(training_checkpoint(state), tmp_path / "clip.pt")
-    source = opened(tmp_path / "clip.pt")
+    source = open_source(tmp_path / "clip.pt")
     assert (source.facts.activation, source.facts.video_eps, source.facts.mean) == ("quick_gelu", 1e-6, MISTYPED_MEAN)
     allow = ("visual.blocks.*.timeattn.*", "visual.blocks.*.norm3.*")
     ours = our_model(activation="quick_gelu", video_eps=1e-6, num_frames=NUM_FRAMES)
@@ -335,6 +337,6 @@ def test_a_divided_tower_computes_what_lavilas_does(tmp_path: Path) -> None:
     torch.save(training_checkpoint(state), tmp_path / "clip.pt")
     divided = replace(small.SIZE, video=replace(small.SIZE.video, is_divided=True))
     ours = our_model(activation="quick_gelu", video_eps=1e-6, num_frames=NUM_FRAMES, size=divided)
-    assert loaded_weights(ours, opened(tmp_path / "clip.pt"), say=quiet).fitted.changes == ()
+    assert loaded_weights(ours, open_source(tmp_path / "clip.pt"), say=quiet).fitted.changes == ()
     wanted = lavila_video(clips(NUM_FRAMES), double(state))
     torch.testing.assert_close(ours.double().video(clips(NUM_FRAMES)), wanted, atol=1e-9, rtol=0)

@@ -17,7 +17,7 @@ from clipmill.train.weights.loading import fit_to
 from clipmill.train.weights.open_clip import to_open_clip
 from tests.train.models.small_captioners import their_captioner
 from tests.train.weights.small import our_model, quiet
-from tests.train.weights.small_videomae import State, hf_autoencoder, opened, our_autoencoder
+from tests.train.weights.small_videomae import State, hf_autoencoder, open_source, our_autoencoder
 
 EPS = "a number more than 0 and less than 1"
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
@@ -74,7 +74,7 @@ def test_a_value_of_another_kind_is_named_with_its_key_and_file(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(folders[model] / "model.safetensors")
-    for read in (opened, read_caption_folder) if model == "caption" else (opened,):
+    for read in (open_source, read_caption_folder) if model == "caption" else (open_source,):
         with pytest.raises(UserError) as caught:
             read(tmp_path)
         assert str(caught.value) == f"{path}: {key} is {value!r}, which is not {kind}"
@@ -85,7 +85,7 @@ def test_three_colours_are_asked_for(folders: dict[str, Path], tmp_path: Path) -
     for value in (0.5, [0.5, 0.5], ["a", "b", "c"], [0.5, 0.5, 1e9], [0.5, 0.5, -0.1]):
         (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": value}))
         with pytest.raises(UserError, match=r"preprocessor_config\.json: image_mean is .*, which is not three numbers"):
-            opened(folder)
+            open_source(folder)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_numbers_that_no_picture_can_be_normalised_with_are_refused(tmp_path: Pa
     torch.save(to_open_clip(our_model().state_dict()), tmp_path / "open_clip_pytorch_model.bin")
     (tmp_path / "open_clip_config.json").write_text(json.dumps(changed))
     with pytest.raises(UserError, match=r"open_clip_config\.json: \w+cfg\..* is .*, which is not (three|a) number"):
-        opened(tmp_path)
+        open_source(tmp_path)
 
 
 QUERY = "videomae.encoder.layer.0.attention.attention.query.weight"
@@ -123,16 +123,16 @@ def test_quantised_tensors_are_no_weights(
     theirs = next(one for one in state if one.endswith(name.replace("q_bias", "query.bias")) or one == name)
     folder = changed(folders["videomae"], tmp_path, lambda state: state | {theirs: state[theirs].to(dtype)})
     with pytest.raises(UserError) as caught:
-        opened(folder)
+        open_source(folder)
     assert f"{folder / 'model.safetensors'}: {theirs} is of {said}, and weights are" in str(caught.value)
 
 
 def test_positions_and_masks_are_no_weights_and_may_be_integers(folders: dict[str, Path], tmp_path: Path) -> None:
     ids = {"text_model.embeddings.position_ids": torch.arange(77)[None]}
-    source = opened(changed(folders["clip"], tmp_path, lambda state: state | ids))
+    source = open_source(changed(folders["clip"], tmp_path, lambda state: state | ids))
     assert source.converted.ignored == tuple(ids)
     half = {QUERY: torch.ones(32, 32, dtype=torch.bfloat16)}
-    opened(changed(folders["videomae"], tmp_path, lambda state: state | half))
+    open_source(changed(folders["videomae"], tmp_path, lambda state: state | half))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
@@ -143,7 +143,7 @@ def test_what_is_not_finite_is_no_start(folders: dict[str, Path], tmp_path: Path
 
     folder = changed(folders["videomae"], tmp_path, damage)
     with pytest.raises(UserError) as caught:
-        fit_to(our_autoencoder(), opened(folder), say=quiet)
+        fit_to(our_autoencoder(), open_source(folder), say=quiet)
     assert str(folder) in str(caught.value) and "mask_token holds numbers that are not finite" in str(caught.value)
     # What the model does not get may be anything.
     state = our_model().state_dict()
@@ -151,7 +151,7 @@ def test_what_is_not_finite_is_no_start(folders: dict[str, Path], tmp_path: Path
     torch.save(to_open_clip(state), tmp_path / "w.pt")
     tower = torch.nn.Module()
     tower.video = our_model().video
-    fit_to(tower, opened(tmp_path / "w.pt"), say=quiet)
+    fit_to(tower, open_source(tmp_path / "w.pt"), say=quiet)
 
 
 def test_a_decoder_that_is_not_finite_is_no_start(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_temperature_that_is_not_one_finite_number_is_the_weights_fault(
 ) -> None:
     torch.save(to_open_clip({**our_model().state_dict(), LOGIT_SCALE: scale}), tmp_path / "w.pt")
     with pytest.raises(UserError, match=rf"w\.pt: logit_scale {words}"):
-        opened(tmp_path / "w.pt")
+        open_source(tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize(
@@ -193,6 +193,6 @@ def test_a_tensor_without_its_dimensions_is_read_and_compared(
     """Its layout cannot be converted; what does not fit is for the table to say."""
     parts = [name.replace("query", part).replace("q_proj", f"{part[0]}_proj") for part in ("query", "key", "value")]
     flat = {part: torch.tensor(1.0) for part in parts}
-    source = opened(changed(folders[model], tmp_path, lambda state: state | flat))
+    source = open_source(changed(folders[model], tmp_path, lambda state: state | flat))
     found = {**source.converted.unknown, **source.converted.tensors}
     assert [one for one in found.values() if not one.ndim and one == 1]

@@ -17,7 +17,7 @@ from tests.train.weights.test_avion import (
     lavila_state,
     lavila_video,
     loaded_weights,
-    opened,
+    open_source,
     our_model,
     quiet,
     small,
@@ -66,7 +66,7 @@ def test_its_gradients_are_those_of_lavilas_tower(tmp_path: Path) -> None:
     torch.save(training_checkpoint(state), tmp_path / "clip.pt")
     divided = replace(small.SIZE, video=replace(small.SIZE.video, is_divided=True))
     ours = our_model(activation="quick_gelu", video_eps=1e-6, num_frames=NUM_FRAMES, size=divided)
-    loaded_weights(ours, opened(tmp_path / "clip.pt"), say=quiet)
+    loaded_weights(ours, open_source(tmp_path / "clip.pt"), say=quiet)
     ours = ours.double()
     ours.video(clips(NUM_FRAMES)).square().sum().backward()
     known = {name: one.requires_grad_() for name, one in double(state).items()}

@@ -21,7 +21,7 @@ from tests.train.weights.small import loaded_weights, quiet
 from tests.train.weights.small_videomae import (
     assert_same_reconstruction,
     clips,
-    opened,
+    open_source,
     our_autoencoder,
     our_classifier,
     tiny_size,
@@ -88,7 +88,7 @@ def test_transformers_reconstructs_what_the_run_does_and_the_run_comes_back(run:
     assert_same_reconstruction(ours, from_pretrained(VideoMAEForPreTraining, out), clips(side=SIDE))
     processor = VideoMAEImageProcessor.from_pretrained(out)
     assert list(processor.image_mean) == [0.42, 0.46, 0.41] and processor.crop_size["height"] == SIDE
-    source = opened(out)
+    source = open_source(out)
     assert (source.facts.video_eps, source.facts.mean) == (1e-9, (0.42, 0.46, 0.41))
     back = our_autoencoder(size=tiny_size(1e-9), image_px=SIDE)
     assert loaded_weights(back, source, say=quiet).fitted.changes == ()
@@ -107,7 +107,7 @@ def test_the_authors_format_holds_tensors_alone_and_says_what_it_does_not_hold(
     wanted = to_videomae(weights_of(run))
     assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in state)
     back = our_autoencoder(size=tiny_size(1e-9), image_px=SIDE)
-    assert loaded_weights(back, opened(out), say=quiet).fitted.changes == ()
+    assert loaded_weights(back, open_source(out), say=quiet).fitted.changes == ()
 
 
 @pytest.mark.parametrize("start", [pytest.param("run", marks=pytest.mark.nightly), "folder"])

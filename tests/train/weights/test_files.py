@@ -33,7 +33,7 @@ def saved(state: object, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def refused(path: Path, content: bytes) -> tuple[str, str]:
+def error_and_hint(path: Path, content: bytes) -> tuple[str, str]:
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
         read_tensors(path)
@@ -46,7 +46,7 @@ def test_a_file_that_is_cut_is_damaged(tmp_path: Path, part: float) -> None:
     save_file(STATE, tmp_path / "whole.safetensors")
     whole = {"w.pt": saved(STATE), "w.safetensors": (tmp_path / "whole.safetensors").read_bytes()}
     for name, content in whole.items():
-        error, hint = refused(tmp_path / name, content[: int(part * len(content))])
+        error, hint = error_and_hint(tmp_path / name, content[: int(part * len(content))])
         assert "damaged or truncated" in error or "not a tensor file" in error
         assert hint
 
@@ -56,13 +56,13 @@ def test_a_file_that_is_cut_is_damaged(tmp_path: Path, part: float) -> None:
 )
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
 def test_an_error_page_is_said_to_be_one(tmp_path: Path, page: bytes, name: str) -> None:
-    error, hint = refused(tmp_path / name, page)
+    error, hint = error_and_hint(tmp_path / name, page)
     assert "is a web page, not weights" in error and "again" in hint
 
 
 def test_a_pointer_of_git_lfs_is_said_to_be_one(tmp_path: Path) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 34\n"
-    assert "git lfs pull" in refused(tmp_path / "model.safetensors", pointer)[1]
+    assert "git lfs pull" in error_and_hint(tmp_path / "model.safetensors", pointer)[1]
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -70,32 +70,32 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, is_new: bool)
     mark = tmp_path / "it-ran"
     program = Program(f"touch {mark}")
     content = saved({**STATE, "payload": program}, _use_new_zipfile_serialization=is_new)
-    error, hint = refused(tmp_path / "w.pt", content)
+    error, hint = error_and_hint(tmp_path / "w.pt", content)
     assert "posix.system" in error and "only tensors and plain values" in error and "trust" in hint
     assert not mark.exists()
     bare = pickle.dumps(program)
-    refused(tmp_path / "bare.pt", bare)
+    error_and_hint(tmp_path / "bare.pt", bare)
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors", "w"])
 def test_what_is_empty_or_text_is_said_to_be_so(tmp_path: Path, name: str) -> None:
-    assert f"{name} is empty" in refused(tmp_path / name, b"")[0]
+    assert f"{name} is empty" in error_and_hint(tmp_path / name, b"")[0]
     # The 512 bytes that are looked at end within a letter.
     for text in (b"hello", b'{"model_type": "clip"}\n', b"model: tiny\n" * 100, b"x" + "ü".encode() * 400):
-        assert "is text: it is not a safetensors or torch file" in refused(tmp_path / name, text)[0]
+        assert "is text: it is not a safetensors or torch file" in error_and_hint(tmp_path / name, text)[0]
 
 
 @pytest.mark.parametrize("content", [b"\x00" * 5000, b"PK\x03\x04 not a zip", b"\x80\x02 cut"])
 def test_other_bytes_are_no_weights(tmp_path: Path, content: bytes) -> None:
     for name in ("w.pt", "w.safetensors"):
-        error, _ = refused(tmp_path / name, content)
+        error, _ = error_and_hint(tmp_path / name, content)
         assert "there are no tensors" not in error, "it is not known what the file holds"
 
 
 @pytest.mark.parametrize("state", [{}, {"epoch": 3}, [1, 2], {"state_dict": {"a": 1}}])
 def test_a_file_without_tensors_is_said_to_have_none(tmp_path: Path, state: object) -> None:
-    assert "there are no tensors" in refused(tmp_path / "w.pt", saved(state))[0]
+    assert "there are no tensors" in error_and_hint(tmp_path / "w.pt", saved(state))[0]
 
 
 def test_what_is_not_there_or_a_folder_is_named(tmp_path: Path) -> None:

@@ -61,14 +61,14 @@ def folder(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(path: Path) -> Source:
+def open_source(path: Path) -> Source:
     source = open_weights(Init(weights=str(path)))
     assert source is not None
     return source
 
 
 def test_our_towers_compute_what_clip_model_does(theirs: Any, folder: Path) -> None:
-    source = opened(folder)
+    source = open_source(folder)
     assert source.facts.activation == "quick_gelu" and "Hugging Face" in source.title
     ours = our_model(activation="quick_gelu")
     torch.nn.init.zeros_(ours.video.temporal_embedding)
@@ -92,7 +92,7 @@ def test_a_bare_file_is_known_by_its_names(theirs: Any, tmp_path: Path) -> None:
     torch.save(
         {**theirs.state_dict(), "text_model.embeddings.position_ids": torch.arange(12)[None]}, tmp_path / "w.bin"
     )
-    loaded = loaded_weights(our_model(), opened(tmp_path / "w.bin"), say=quiet)
+    loaded = loaded_weights(our_model(), open_source(tmp_path / "w.bin"), say=quiet)
     assert [change.kind for change in loaded.fitted.changes] == ["created"]
 
 
@@ -103,7 +103,7 @@ def test_a_lost_key_matrix_is_missed(theirs: Any, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"1 missing \(video.transformer.resblocks.1.attn.in_proj_weight\); 2 left over"
     ):
-        loaded_weights(our_model(), opened(tmp_path / "w.bin"), say=quiet)
+        loaded_weights(our_model(), open_source(tmp_path / "w.bin"), say=quiet)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_other_models_are_refused(folder: Path, tmp_path: Path, change: dict[str
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     with pytest.raises(UserError, match=message):
-        opened(tmp_path)
+        open_source(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +132,10 @@ def sharded(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_in_several_files_is_the_model_in_one(folder: Path, sharded: Path) -> None:
-    whole, found = opened(folder), opened(sharded)
+    whole, found = open_source(folder), open_source(sharded)
     assert found.facts == whole.facts and found.converted.tensors.keys() == whole.converted.tensors.keys()
     assert all(torch.equal(one, whole.converted.tensors[name]) for name, one in found.converted.tensors.items())
-    by_index = opened(sharded / "model.safetensors.index.json")
+    by_index = open_source(sharded / "model.safetensors.index.json")
     assert by_index.converted.tensors.keys() == whole.converted.tensors.keys()
     require_weights(sharded, tasks_where())  # what train eval, train embed and load_model begin with
 
@@ -160,7 +160,7 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(
     content["weight_map"] |= {name: value or shard for name, value in change.items()}
     index.write_text(json.dumps(content))
     with pytest.raises(UserError) as caught:
-        opened(copy)
+        open_source(copy)
     assert message in str(caught.value) and caught.value.hint
 
 
@@ -170,5 +170,5 @@ def test_shards_of_pickles_are_named_for_what_they_are(sharded: Path, tmp_path: 
     (copy / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     torch.save({"logit_scale": torch.ones(())}, copy / "pytorch_model-00001-of-00001.bin")
     with pytest.raises(UserError, match=r"pytorch_model-00001-of-00001.bin', and shards are .safetensors") as caught:
-        opened(copy)
+        open_source(copy)
     assert "save the model again as safetensors" in str(caught.value.hint)

@@ -32,7 +32,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return open_clip_model("small-clip", tmp_path_factory.mktemp("configs"))
 
 
-def opened(path: Path | str, **settings: Any) -> Source:
+def open_source(path: Path | str, **settings: Any) -> Source:
     source = open_weights(Init(weights=str(path), **settings))
     assert source is not None
     return source
@@ -70,7 +70,7 @@ def test_our_towers_compute_what_open_clips_do(theirs: Any, tmp_path: Path, writ
     write(theirs.state_dict(), path)
     ours = our_model()
     torch.nn.init.zeros_(ours.video.temporal_embedding)
-    loaded = loaded_weights(ours, opened(path), say=quiet)
+    loaded = loaded_weights(ours, open_source(path), say=quiet)
     assert_same_features(ours, theirs)
     assert loaded.logit_scale == pytest.approx(theirs.logit_scale.item())
     assert [(change.kind, change.name) for change in loaded.fitted.changes] == [("created", "video.temporal_embedding")]
@@ -89,7 +89,7 @@ def test_a_text_tower_of_its_own_is_known_too(tmp_path: Path) -> None:
     torch.save(theirs.state_dict(), tmp_path / "w.pt")
     ours = our_model()
     torch.nn.init.zeros_(ours.video.temporal_embedding)
-    loaded_weights(ours, opened(tmp_path / "w.pt"), say=quiet)
+    loaded_weights(ours, open_source(tmp_path / "w.pt"), say=quiet)
     assert_same_features(ours, theirs)
 
 
@@ -100,7 +100,7 @@ def test_a_folder_says_activation_norms_and_normalisation(theirs: Any, tmp_path:
         "preprocess_cfg": {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.1]},
     }
     (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
-    facts = opened(tmp_path).facts
+    facts = open_source(tmp_path).facts
     assert (facts.activation, facts.video_eps, facts.mean) == ("quick_gelu", 1e-5, (0.5, 0.4, 0.3))
     assert (facts.video_heads, facts.text_heads) == (4, 3)
 
@@ -122,7 +122,7 @@ def test_what_our_towers_do_not_compute_is_refused(
     config = {**OPEN_CLIP_CONFIG, part: {**OPEN_CLIP_CONFIG[part], name: value}}
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": {}}))
     with pytest.raises(UserError, match=f"{part}.{name} is"):
-        opened(tmp_path)
+        open_source(tmp_path)
 
 
 def test_another_number_of_heads_is_refused_though_the_shapes_fit(theirs: Any, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_another_number_of_heads_is_refused_though_the_shapes_fit(theirs: Any, t
     config = {"model_cfg": {**OPEN_CLIP_CONFIG, "vision_cfg": vision}, "preprocess_cfg": {}}
     (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="video tower has 2 heads, but the video tower of the model has 4"):
-        loaded_weights(our_model(), opened(tmp_path), say=quiet)
+        loaded_weights(our_model(), open_source(tmp_path), say=quiet)
 
 
 def test_openais_sizes_among_the_tensors_say_quick_gelu(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_openais_sizes_among_the_tensors_say_quick_gelu(tmp_path: Path) -> None:
         {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in state.items()},
         tmp_path / "w",
     )
-    source = opened(tmp_path / "w")
+    source = open_source(tmp_path / "w")
     assert "OpenAI" in source.title and source.facts.activation == "quick_gelu"
     ours = our_model(activation="quick_gelu")
     torch.nn.init.zeros_(ours.video.temporal_embedding)
@@ -164,7 +164,7 @@ def test_a_tag_comes_from_open_clip(theirs: Any, tmp_path: Path, monkeypatch: py
 
 def test_an_unknown_tag_lists_those_there_are() -> None:
     with pytest.raises(UserError, match="no weights of that name and tag") as caught:
-        opened("ViT-B-16:laion9b")
+        open_source("ViT-B-16:laion9b")
     assert "openai" in str(caught.value.hint)
 
 
@@ -174,7 +174,7 @@ def test_without_a_network_the_cache_is_named(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("open_clip.pretrained.download_pretrained", fail)
     with pytest.raises(UserError, match="cannot download ViT-B-16:openai, and it is not in the cache") as caught:
-        opened("ViT-B-16:openai")
+        open_source("ViT-B-16:openai")
     assert "network" in str(caught.value.hint)
 
 

@@ -21,7 +21,7 @@ from tests.train.weights.small_videomae import (
     clips,
     hf_autoencoder,
     hf_classifier,
-    opened,
+    open_source,
     our_autoencoder,
     our_classifier,
     public,
@@ -66,7 +66,7 @@ def test_a_bias_of_keys_which_changes_no_output_is_left_aside(folder: Path) -> N
 
 
 def test_our_autoencoder_reconstructs_what_transformers_does(folder: Path) -> None:
-    source = opened(folder)
+    source = open_source(folder)
     facts = source.facts
     assert "Hugging Face's VideoMAE" in source.title and (source.kind, source.tubelet) == ("videomae", 2)
     assert (facts.activation, facts.video_eps, facts.video_heads, facts.decoder_heads) == ("gelu", 1e-12, 4, 2)
@@ -78,7 +78,7 @@ def test_our_autoencoder_reconstructs_what_transformers_does(folder: Path) -> No
 
 def test_our_classifier_computes_what_transformers_does(classifier_folder: Path) -> None:
     ours = our_classifier()
-    assert loaded_weights(ours, opened(classifier_folder), say=quiet).fitted.changes == ()
+    assert loaded_weights(ours, open_source(classifier_folder), say=quiet).fitted.changes == ()
     with torch.no_grad():
         logits = hf_classifier().double()(clips().transpose(1, 2)).logits
         torch.testing.assert_close(ours.double()(clips()), logits, rtol=1e-10, atol=1e-10)
@@ -87,7 +87,7 @@ def test_our_classifier_computes_what_transformers_does(classifier_folder: Path)
 def test_latents_of_four_channels_and_cubes_of_one_frame_are_the_same_too(tmp_path: Path) -> None:
     theirs = hf_autoencoder(num_channels=4, tubelet_size=1, patch_size=2, image_size=8)
     theirs.save_pretrained(tmp_path)
-    source = opened(tmp_path)
+    source = open_source(tmp_path)
     assert source.facts.mean is None and source.tubelet is None
     ours = our_autoencoder(size=replace(SIZE, num_channels=4, cube_frames=1, patch_px=2), image_px=8)
     assert loaded_weights(ours, source, say=quiet).fitted.changes == ()
@@ -124,7 +124,7 @@ def test_the_authors_checkpoints_are_read_with_what_else_they_hold(
     state = public(load_file(folder / "model.safetensors"))
     args = argparse.Namespace(model="pretrain_videomae_base_patch16_224", mask_ratio=0.9)
     torch.save({inner: state, "epoch": 799, "args": args, "optimizer": {"step": 3}}, tmp_path / "checkpoint.pth")
-    source = opened(tmp_path / "checkpoint.pth")
+    source = open_source(tmp_path / "checkpoint.pth")
     assert source.title.endswith("(VideoMAE)") and source.facts.video_eps == 1e-6
     ours = our_autoencoder()
     assert loaded_weights(ours, source, say=quiet).fitted.changes == ()
@@ -142,7 +142,7 @@ def test_old_and_new_names_of_the_biases_are_read(autoencoder: Any, folder: Path
 
 def test_a_bare_encoder_is_one_too(autoencoder: Any, tmp_path: Path) -> None:
     autoencoder.videomae.save_pretrained(tmp_path)
-    source = opened(tmp_path)
+    source = open_source(tmp_path)
     wanted = from_hf_videomae(autoencoder.state_dict()).tensors
     video = {name: tensor for name, tensor in wanted.items() if name.startswith("video.")}
     assert same(source.converted.tensors, video) and not source.converted.unknown
@@ -150,7 +150,7 @@ def test_a_bare_encoder_is_one_too(autoencoder: Any, tmp_path: Path) -> None:
 
 def test_other_pictures_and_other_lengths_need_no_change(folder: Path) -> None:
     ours = our_autoencoder(image_px=32, num_frames=16)
-    assert loaded_weights(ours, opened(folder), say=quiet).fitted.changes == ()
+    assert loaded_weights(ours, open_source(folder), say=quiet).fitted.changes == ()
     longer = hf_autoencoder(image_size=32, num_frames=16)
     assert_same_reconstruction(ours, longer, clips(side=32, num_frames=16))
 
@@ -163,14 +163,14 @@ def test_a_configuration_of_videomae_v2_is_read(classifier_folder: Path, tmp_pat
     model = {"embed_dim": 32, "num_heads": 4, "layer_norm_eps": 1e-5, "init_values": 0.0, "cos_attn": False}
     config: dict[str, Any] = {"model_type": "VideoMAEv2_Base", "model_config": model}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    source = opened(tmp_path)
+    source = open_source(tmp_path)
     assert source.title.endswith("(VideoMAE)")
     assert (source.facts.video_heads, source.facts.video_eps) == (4, 1e-5)
     assert source.facts.mean is None  # no processor says it
     config["model_config"]["cos_attn"] = True
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="cos_attn is True, which the towers here do not have"):
-        opened(tmp_path)
+        open_source(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -186,19 +186,19 @@ def test_other_models_are_refused(folder: Path, tmp_path: Path, change: dict[str
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     with pytest.raises(UserError, match=message):
-        opened(tmp_path)
+        open_source(tmp_path)
 
 
 def test_what_a_preprocessor_says_is_what_pictures_are_normalised_by(folder: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(folder / name)
     (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.4, 0.3], "image_std": [0.3, 0.2, 0.1]}')
-    assert opened(tmp_path).facts.mean == (0.5, 0.4, 0.3)
+    assert open_source(tmp_path).facts.mean == (0.5, 0.4, 0.3)
 
 
 def test_a_pre_training_without_a_last_norm_is_remarked_on(folder: Path, tmp_path: Path) -> None:
     hf_autoencoder(use_mean_pooling=True, norm_pix_loss=False).save_pretrained(tmp_path)
-    source = opened(tmp_path)
+    source = open_source(tmp_path)
     assert [remark.partition(" (")[0] for remark in source.facts.remarks] == [
         "they were pre-trained without a layer norm after the encoder",
         "they were pre-trained to predict unnormalised pixels",

@@ -25,7 +25,7 @@ from tests.train.weights.small_videomae import (
     State,
     hf_autoencoder,
     hf_classifier,
-    opened,
+    open_source,
     our_autoencoder,
     public,
 )
@@ -48,7 +48,7 @@ def classifier_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refusal(model: torch.nn.Module, state: State, path: Path) -> tuple[str, str]:
     torch.save(state, path / "w.pth")
     with pytest.raises(UserError) as caught:
-        loaded_weights(model, opened(path / "w.pth"), say=quiet)
+        loaded_weights(model, open_source(path / "w.pth"), say=quiet)
     return str(caught.value), str(caught.value.hint)
 
 
@@ -59,7 +59,7 @@ def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_fold
     assert hint == f"use --decoder-depth {DECODER_DEPTH}, as in the weights"
     hf_autoencoder(decoder_num_attention_heads=4).save_pretrained(tmp_path / "heads")
     with pytest.raises(UserError, match="the decoder has 4 heads, but the decoder of the model has 2") as caught:
-        loaded_weights(our_autoencoder(), opened(tmp_path / "heads"), say=quiet)
+        loaded_weights(our_autoencoder(), open_source(tmp_path / "heads"), say=quiet)
     assert "without the decoder, the weights can be the --init.weights" in str(caught.value.hint)
     of_latents = our_autoencoder(size=replace(SIZE, num_channels=4, patch_px=2), image_px=8)
     error, hint = refusal(of_latents, state, tmp_path)
@@ -69,16 +69,16 @@ def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_fold
     patterns = "--init.allow 'decoder.*' 'fc_norm.*' 'head.*' 'video.ln_post.*'"
     assert hint.endswith(patterns)
     allow = tuple(patterns.replace("'", "").split()[1:])
-    loaded_weights(our_autoencoder(), opened(classifier_folder), allow=allow, say=quiet)
+    loaded_weights(our_autoencoder(), open_source(classifier_folder), allow=allow, say=quiet)
     # Its config.json says how many heads a decoder would have; these sizes are not its default.
     path = classifier_folder / "config.json"
     config = json.loads(path.read_text()) | {"decoder_num_attention_heads": 6}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(classifier_folder / "model.safetensors")
     with pytest.raises(UserError) as caught:
-        loaded_weights(our_autoencoder(), opened(tmp_path), say=quiet)
+        loaded_weights(our_autoencoder(), open_source(tmp_path), say=quiet)
     assert str(caught.value.hint).endswith(patterns)
-    loaded_weights(our_autoencoder(), opened(tmp_path), allow=allow, say=quiet)
+    loaded_weights(our_autoencoder(), open_source(tmp_path), allow=allow, say=quiet)
 
 
 KEY = "videomae.encoder.layer.1.attention.attention.key.weight"
@@ -117,11 +117,11 @@ def test_heads_that_show_in_no_shape_are_compared(tmp_path: Path) -> None:
     ):
         hf_autoencoder(**changes).save_pretrained(tmp_path)
         with pytest.raises(UserError, match=title):
-            loaded_weights(our_autoencoder(), opened(tmp_path), say=quiet)
+            loaded_weights(our_autoencoder(), open_source(tmp_path), say=quiet)
 
 
 def test_settings_become_what_the_weights_were_trained_with(folder: Path) -> None:
-    source = opened(folder)
+    source = open_source(folder)
     mae = effective_clip_settings(MaeSettings(size_px=32), source, say=quiet)
     assert (mae.towers.kind, mae.towers.tubelet, mae.towers.video_norm_eps) == ("videomae", 2, 1e-12)
     assert mae.towers.activation == "gelu" and mae.init.pixel_mean == (0.485, 0.456, 0.406)
@@ -137,7 +137,7 @@ def test_settings_become_what_the_weights_were_trained_with(folder: Path) -> Non
 
 def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Path) -> None:
     torch.save(to_open_clip(our_model().state_dict()), tmp_path / "clip.pt")
-    clip, videomae = opened(tmp_path / "clip.pt"), opened(folder)
+    clip, videomae = open_source(tmp_path / "clip.pt"), open_source(folder)
     of_clip, of_videomae = "a CLIP tower (clip)", "a VideoMAE tower (videomae)"
     plain, leave = Towers(kind="clip"), "use weights of the same kind, or omit --towers.kind"
     for effective, settings, source, there, here, hint in (

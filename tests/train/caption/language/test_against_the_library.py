@@ -30,7 +30,7 @@ class Opened:
 
 
 @pytest.fixture(scope="module", params=[*((kind, "pool") for kind in KINDS), ("qwen3", "attention")])
-def opened(request: pytest.FixtureRequest, language_models: dict[str, Path]) -> Opened:
+def model_and_sizes(request: pytest.FixtureRequest, language_models: dict[str, Path]) -> Opened:
     kind, reducer = request.param
     return open_captioner(language_models[kind], reducer)
 
@@ -67,19 +67,21 @@ def targets(*lengths: int, num_words: int) -> torch.Tensor:
     return found
 
 
-def inputs_of(opened: Opened, videos: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+def inputs_of(model_and_sizes: Opened, videos: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """What the library's model reads: the prefix, then the words."""
-    captioner = opened.captioner
-    given = words.masked_fill(words == NO_TOKEN, opened.end_id)
+    captioner = model_and_sizes.captioner
+    given = words.masked_fill(words == NO_TOKEN, model_and_sizes.end_id)
     return torch.cat([captioner.encode(videos), captioner.decoder.get_input_embeddings()(given)], dim=1)
 
 
-def test_the_loss_is_the_librarys_for_labels_of_the_caption_alone(opened: Opened) -> None:
-    model, lengths = opened.captioner, (3, 12, 1, 7, 4, 9, 2, 5, 11)
+def test_the_loss_is_the_librarys_for_labels_of_the_caption_alone(model_and_sizes: Opened) -> None:
+    model, lengths = model_and_sizes.captioner, (3, 12, 1, 7, 4, 9, 2, 5, 11)
     videos = clips(len(lengths))
     words = targets(*lengths, num_words=model.decoder.config.vocab_size)
-    prefix = torch.full((len(lengths), opened.num_before + 1), NO_TOKEN)
-    theirs = model.decoder(inputs_embeds=inputs_of(opened, videos, words), labels=torch.cat([prefix, words], dim=1))
+    prefix = torch.full((len(lengths), model_and_sizes.num_before + 1), NO_TOKEN)
+    theirs = model.decoder(
+        inputs_embeds=inputs_of(model_and_sizes, videos, words), labels=torch.cat([prefix, words], dim=1)
+    )
     labels = torch.cat([prefix, words], dim=1)[:, 1:]
     exactly = torch.nn.functional.cross_entropy(theirs.logits[:, :-1].flatten(0, 1), labels.flatten())
     assert exactly.item() == pytest.approx(theirs.loss.item(), rel=1e-6)  # which is computed in float32
@@ -89,7 +91,10 @@ def test_the_loss_is_the_librarys_for_labels_of_the_caption_alone(opened: Opened
     batch = Batch(targets=words[:, None], length=torch.tensor(lengths), position=torch.arange(len(lengths)))
     batch["video"] = videos
     objective = CaptionLoss(
-        lambda one, rows: one["video"][rows], end_id=opened.end_id, label_smoothing=0, num_before=opened.num_before
+        lambda one, rows: one["video"][rows],
+        end_id=model_and_sizes.end_id,
+        label_smoothing=0,
+        num_before=model_and_sizes.num_before,
     )
     found: dict[str, Any] = objective.backward(model, batch, Step(number=1, microbatch=3))
     assert float(found["loss"]) == pytest.approx(exactly.item(), rel=1e-12)
@@ -99,8 +104,8 @@ def test_the_loss_is_the_librarys_for_labels_of_the_caption_alone(opened: Opened
             torch.zeros_like(one) if one.grad is None else one.grad, expected, rtol=1e-9, atol=1e-12
         )
     # Sorted, three microbatches hold captions of 1, 2, 3; 4, 5, 7; and 9, 11, 12 tokens.
-    num_computed = 3 * (3 + 7 + 12 + 3 * opened.num_before)
-    assert float(found["padding"]) == pytest.approx(1 - (sum(lengths) + 9 * opened.num_before) / num_computed)
+    num_computed = 3 * (3 + 7 + 12 + 3 * model_and_sizes.num_before)
+    assert float(found["padding"]) == pytest.approx(1 - (sum(lengths) + 9 * model_and_sizes.num_before) / num_computed)
     model.zero_grad()
 
 
@@ -116,35 +121,42 @@ def test_the_loss_is_the_librarys_for_labels_of_the_caption_alone(opened: Opened
     ],
     ids=["greedy", "beams", "beams-that-stop-early"],
 )
-def test_captions_are_those_of_generate(opened: Opened, ours: DecodingSettings, theirs: dict[str, Any]) -> None:
+def test_captions_are_those_of_generate(
+    model_and_sizes: Opened, ours: DecodingSettings, theirs: dict[str, Any]
+) -> None:
     videos = clips(5)
     with torch.no_grad():
-        expected = opened.captioner.decoder.generate(
-            inputs_embeds=opened.captioner.encode(videos),
+        expected = model_and_sizes.captioner.decoder.generate(
+            inputs_embeds=model_and_sizes.captioner.encode(videos),
             do_sample=False,
             max_new_tokens=MAX_TOKENS,
-            eos_token_id=opened.end_id,
-            pad_token_id=opened.end_id,
+            eos_token_id=model_and_sizes.end_id,
+            pad_token_id=model_and_sizes.end_id,
             **theirs,
         )
     settings = DecodingSettings(**{**vars(ours), "max_tokens": MAX_TOKENS})
-    found = generate_captions(opened.captioner, videos, settings, end_id=opened.end_id, samples=range(5)).tokens_VL
+    found = generate_captions(
+        model_and_sizes.captioner, videos, settings, end_id=model_and_sizes.end_id, samples=range(5)
+    ).tokens_VL
     length = max(found.shape[1], expected.shape[1])
     found, expected = (
-        torch.nn.functional.pad(one, (0, length - one.shape[1]), value=opened.end_id) for one in (found, expected)
+        torch.nn.functional.pad(one, (0, length - one.shape[1]), value=model_and_sizes.end_id)
+        for one in (found, expected)
     )
     assert found.tolist() == expected.tolist() and len(expected.unique()) > 3
 
 
-def test_a_sampled_caption_depends_on_neither_the_batch_nor_the_other_captions_of_its_clip(opened: Opened) -> None:
+def test_a_sampled_caption_depends_on_neither_the_batch_nor_the_other_captions_of_its_clip(
+    model_and_sizes: Opened,
+) -> None:
     settings = DecodingSettings(method="sample", temperature=0.5, max_tokens=MAX_TOKENS, seed=4)
-    videos, model = clips(3), opened.captioner
+    videos, model = clips(3), model_and_sizes.captioner
     several = generate_captions(
-        model, videos, settings, end_id=opened.end_id, samples=range(6), rows_per_video=2
+        model, videos, settings, end_id=model_and_sizes.end_id, samples=range(6), rows_per_video=2
     ).tokens_VL
     for number in range(6):
         alone = generate_captions(
-            model, videos[number // 2, None], settings, end_id=opened.end_id, samples=[number]
+            model, videos[number // 2, None], settings, end_id=model_and_sizes.end_id, samples=[number]
         ).tokens_VL
         assert alone[0].tolist() == several[number, : alone.shape[1]].tolist()
     assert len(several.unique(dim=0)) > 3

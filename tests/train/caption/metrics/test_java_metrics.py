@@ -44,11 +44,11 @@ def jars(folder: Path) -> Path:
 def test_meteor_is_that_of_pycocoevalcap_and_starts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    def counted() -> str:
+    def count_start() -> str:
         started.append(1)
         return java()
 
-    monkeypatch.setattr("clipmill.train.tasks.caption.java.java", counted)
+    monkeypatch.setattr("clipmill.train.tasks.caption.java.java", count_start)
     with Meteor() as meteor:
         worse = score_captions(dict.fromkeys(CANDIDATES, "a man"), REFERENCES, meteor=meteor)
         scores = score_captions(CANDIDATES, REFERENCES, meteor=meteor)
