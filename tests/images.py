@@ -32,7 +32,7 @@ class Stage:
 
     commands: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(
-        default_factory=lambda: {"PATH": f"{_PYTHON.parent}:/usr/local/bin:/usr/bin:/bin"}
+        default_factory=lambda: {"PATH": f"{_PYTHON.parent}:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
     )
     user: str = "0"
     folder: str = "/"
