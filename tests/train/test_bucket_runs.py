@@ -24,7 +24,7 @@ from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.google import google_server
 from tests.object_storage.server import S3Server
 from tests.train.plane import LoadedPoints, assert_same, settings, train_plane
-from tests.train.running import all_files
+from tests.train.running import all_files, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +171,15 @@ def test_a_run_in_google_s_storage_is_continued(
             _train(address, kind=StoppedPoints)
         other_machine()
         assert_same(_train(address), whole)
+
+
+def test_a_damaged_part_in_a_bucket_is_named(address: str, other_machine: Callable[[], Path]) -> None:
+    _train(address)
+    other_machine()
+    objects = open_objects(address)
+    (part,) = (key for key in _keys(address) if "step_000005/__0_" in key)
+    content = bytearray(objects.read(part))
+    content[len(content) // 2] ^= 1
+    objects.write(part, bytes(content))
+    with pytest.raises(UserError, match=r"step_000005 cannot be read: .*the checksum of its file __0_\w+.bin"):
+        weights_of(local_folder(address))
