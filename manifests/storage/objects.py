@@ -216,7 +216,13 @@ class Changes:
 
         num_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
         num_parts = 1 if mode != "overwrite" else -(-num_bytes // PART_BYTES)
-        written = self._repeat(key, put_once, guard, num_bytes=num_bytes)
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                written = self._repeat(key, put_once, guard, num_bytes=num_bytes)
+                break
+            except FileNotFoundError:  # an upload in parts was completed, and the answer was lost
+                if num_parts <= 1 or attempt == MAX_ATTEMPTS - 1:
+                    raise
         self._count(1 if num_parts <= 1 else num_parts + 2, num_bytes)
         return quoted_etag(written["e_tag"])
 

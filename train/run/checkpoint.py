@@ -90,11 +90,24 @@ def is_intact(path: Path) -> bool:
 
 
 def all_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints by step, in ascending order; in a bucket those whose last file has been uploaded."""
+    """Return the checkpoints by step, in ascending order; in a bucket the complete ones."""
     checkpoints = {int(match[1]): path for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
     if checkpoints and mirror_of(folder) is not None:
-        checkpoints = {step: path for step, path in checkpoints.items() if (path / METADATA_FILE).is_file()}
+        checkpoints = {step: path for step, path in checkpoints.items() if _is_uploaded(path)}
     return {step: checkpoints[step] for step in sorted(checkpoints)}
+
+
+def _is_uploaded(path: Path) -> bool:
+    """Return True for a checkpoint in a bucket that has its record, and the files that the record names.
+
+    A request that the network delivers late can write the record of a checkpoint that has been removed since.
+    """
+    if not (path / METADATA_FILE).is_file():
+        return False
+    try:
+        return all((path / name).is_file() for name in content_of(path)["files"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return True  # reading it reports the damage
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

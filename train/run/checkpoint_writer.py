@@ -128,6 +128,8 @@ class CheckpointWriter:
             folder = final
         if not self._world.is_first:
             return
+        if self._is_remote:
+            self._insist(partial(refresh, final))  # the parts of other ranks
         self._insist(partial(publish_json, folder / TABLE_FILE, table))
         files[TABLE_FILE] = file_facts(folder / TABLE_FILE)
         self._insist(beside)
@@ -211,7 +213,6 @@ def _delete_temporaries(folder: Path) -> None:
 
 def _remove(path: Path) -> None:
     if (mirror := mirror_of(path)) is not None:
-        refresh(path)  # other ranks have uploaded parts
         remove(path / METADATA_FILE)  # the record goes first, with which the checkpoint ends
         mirror.remove(path)
     # Renamed first, so that readers see complete checkpoints only.
