@@ -51,15 +51,14 @@ def test_a_fraction_is_refused_by_its_flag(
     [
         ("prep", ["inspect", "--html", "s3://bucket/run"], "--html", ""),
         ("prep", ["export", "zarr", "s3://bucket/run"], "--destination", ""),
-        ("train", ["mae", "--out", "s3://bucket/run"], "--out", ""),
-        ("train", ["mae", "--config", "settings.yaml"], "--out", "; --out is from settings.yaml"),
-        ("train", ["overview", "runs/first", "s3://bucket/run", "--out", "page.html"], "RUNS", ""),
+        ("train", ["mae", "--cache", "s3://bucket/run"], "--cache", ""),
+        ("train", ["mae", "--config", "settings.yaml"], "--cache", "; --cache is from settings.yaml"),
     ],
 )
 def test_an_address_for_a_local_path_is_refused_and_makes_no_folder_of_its_name(
     error_lines: Refused, tmp_path: Path, command: str, words: list[str], name: str, origin: str
 ) -> None:
-    lines = error_lines(command, words, settings="out: s3://bucket/run")
+    lines = error_lines(command, words, settings="cache: s3://bucket/run")
     hint = "hint: give a local path, and copy the files from or to that address"
     assert lines == [f"error: {name} is s3://bucket/run, but it takes a local path", f"{hint}{origin}"]
     assert [one.name for one in tmp_path.iterdir()] == ["settings.yaml"]
