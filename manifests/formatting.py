@@ -10,6 +10,7 @@ from clipmill.manifests.errors import UserError
 _SIZE_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtp])b?|b)", re.ASCII | re.IGNORECASE)
 _LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
+_AGE = re.compile(r"(\d+(?:\.\d+)?)([dh])", re.ASCII)
 _BITRATE = re.compile(r"(?P<number>\d+\.?\d*|\.\d+)(?P<unit>[kKM])", re.ASCII)
 
 
@@ -99,6 +100,18 @@ def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
             flags=(flag,),
         )
     return Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
+
+
+def parse_age(text: str, *, flag: str) -> float:
+    """Parse an age such as 7d or 12h to seconds.
+
+    Raises:
+        UserError: The text is not an age above 0 with a unit.
+    """
+    match = _AGE.fullmatch(text)
+    if match is None or float(match[1]) == 0:
+        raise UserError(f'{flag} "{text}" is not an age', hint=f"give days or hours: {flag} 7d or 12h", flags=(flag,))
+    return float(match[1]) * (86_400 if match[2] == "d" else 3600)
 
 
 def parse_bitrate(text: str, *, flag: str) -> int:

@@ -11,11 +11,13 @@ copies of buckets and sources, and scratch data.
 import errno
 import fcntl
 import os
+import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import naming
@@ -169,6 +171,35 @@ def holder_of(path: Path) -> str:
 def this_process() -> str:
     """Return the note about this process: its process ID and node."""
     return f"process {os.getpid()} on {os.uname().nodename}"
+
+
+def process_record() -> dict[str, Any]:
+    """Return what identifies this process for other processes, on any machine."""
+    process = os.getpid()
+    return {"holder": this_process(), "machine": machine_id(), "process": process, "started": _start_of(process)}
+
+
+def is_abandoned(record: Mapping[str, Any]) -> bool:
+    """Return True if a `process_record` is of a process of this machine that does not run any more."""
+    if record.get("machine") != machine_id():
+        return False
+    return _start_of(int(record.get("process", 0))) != record.get("started")
+
+
+def machine_id() -> str:
+    """Return the identity of a running machine and of its process numbers (containers have separate numbers)."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return secrets.token_hex(16)  # unknown, and therefore equal to no other machine
+
+
+def _start_of(process: int) -> str | None:
+    """Return the start time of a process, in ticks since the start of the machine; None if it does not run."""
+    with suppress(OSError, IndexError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
+    return None
 
 
 def private_root(purpose: str) -> Path:

@@ -57,6 +57,10 @@ _AFTER = {
         "clipmill.prep.commands.upkeep:diff",
         "Show the differences between two variants of a column: settings, samples, bytes, and values of 16 arrays.",
     ),
+    "use": (
+        "clipmill.prep.commands.upkeep:use",
+        "Make a variant the current variant of its column, which training reads; no file is removed.",
+    ),
     "gc": (
         "clipmill.prep.commands.upkeep:gc",
         "Remove variants that are not current, unreferenced shards, and temporary files of killed commands.",

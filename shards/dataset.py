@@ -18,8 +18,8 @@ from clipmill.shards.format import DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
 _COMPRESSED = re.compile(r"\.(tgz|tar\.\w+)$")
 _MAX_NAMED = 5  # tars in a hint
 
-# Variants that this process reads in place of the current ones: data folder -> column -> name.
-_chosen: dict[Path, Mapping[str, str]] = {}
+# Variants that this process reads, whichever are current: data folder -> column -> name; None outside of a block.
+_chosen: dict[Path, dict[str, str]] | None = None
 
 
 class DamagedDataset(UserError):
@@ -115,18 +115,23 @@ def list_variants(data_dir: Path, column: str) -> list[str]:
 
 @contextmanager
 def reading_variants(chosen: Mapping[Path, Mapping[str, str]]) -> Iterator[None]:
-    """Within the block, read other variants in place of the current ones, in all threads of this process.
+    """Within the block, read the same variants from its beginning to its end, in all threads of this process.
 
     Args:
-        chosen: Names of variants by column, for each data folder.
+        chosen: Names of variants by column, for each data folder; another column keeps the variant that is current when
+            it is first read.
     """
-    before = dict(_chosen)
-    _chosen.update({folder.resolve(): variants for folder, variants in chosen.items()})
+    from clipmill.shards.marks import keep_marks
+
+    global _chosen
+    before = _chosen
+    _chosen = {folder: dict(variants) for folder, variants in (before or {}).items()}
+    _chosen.update({folder.resolve(): dict(variants) for folder, variants in chosen.items()})
     try:
-        yield
+        with keep_marks():
+            yield
     finally:
-        _chosen.clear()
-        _chosen.update(before)
+        _chosen = before
 
 
 def current_variant(data_dir: Path, column: str) -> str | None:
@@ -137,10 +142,15 @@ def current_variant(data_dir: Path, column: str) -> str | None:
     Raises:
         UserError: dataset.json is damaged or uses another format.
     """
-    if _chosen and (name := _chosen.get(data_dir.resolve(), {}).get(column)) is not None:
-        return name
+    variants = None if _chosen is None else _chosen.setdefault(data_dir.resolve(), {})
+    if variants and column in variants:
+        return variants[column]
     variant = _read(data_dir)["columns"].get(column, {}).get("current")
-    return str(variant) if variant is not None else None
+    if variant is None:
+        return None
+    if variants is not None:
+        variants[column] = str(variant)
+    return str(variant)
 
 
 def unfinished_variant(data_dir: Path, column: str) -> str | None:
@@ -153,13 +163,17 @@ def unfinished_variant(data_dir: Path, column: str) -> str | None:
     return str(variant) if variant is not None else None
 
 
-def set_current_variant(data_dir: Path, column: str, variant: str) -> None:
+def set_current_variant(data_dir: Path, column: str, variant: str, *, keeps_unfinished: bool = False) -> None:
     """Make `variant` the current variant of `column`. Other columns are unchanged.
+
+    Args:
+        keeps_unfinished: Let another variant stay the unfinished one.
 
     Raises:
         UserError: dataset.json uses another format, or it is damaged and another column has several variants.
     """
-    _record(data_dir, column, {"current": variant})
+    making = _entry(data_dir, column).get("making", variant) if keeps_unfinished else variant
+    _record(data_dir, column, {"current": variant, **({} if making == variant else {"making": making})})
 
 
 def begin_variant(data_dir: Path, column: str, variant: str) -> None:
@@ -168,14 +182,19 @@ def begin_variant(data_dir: Path, column: str, variant: str) -> None:
     Raises:
         UserError: See `set_current_variant`.
     """
-    try:
-        entry = _read(data_dir)["columns"].get(column, {})
-    except DamagedDataset:
-        entry = {}
+    entry = _entry(data_dir, column)
     current = entry.get("current") or variant
     new_entry = {"current": current} if current == variant else {"current": current, "making": variant}
     if entry != new_entry:
         _record(data_dir, column, new_entry)
+
+
+def _entry(data_dir: Path, column: str) -> dict[str, str]:
+    """Return the entry of a column; {} if dataset.json has none or is damaged."""
+    try:
+        return dict(_read(data_dir)["columns"].get(column, {}))
+    except DamagedDataset:
+        return {}
 
 
 def _record(data_dir: Path, column: str, entry: dict[str, str]) -> None:

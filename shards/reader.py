@@ -4,11 +4,11 @@ import os
 import shlex
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -179,10 +179,17 @@ class Variant:
 
     Args:
         tars: Reader of the tars' bytes; None if the tars are in the same folder as the indexes.
+
+    Attributes:
+        leave_mark: Function that marks the folder of a variant that is opened, and returns an object that keeps the
+            mark; None unless this is a process of train (`clipmill.shards.marks`).
     """
+
+    leave_mark: ClassVar[Callable[[Path], object | None] | None] = None
 
     def __init__(self, directory: Path, *, tars: TarBytes | None = None) -> None:
         self.directory = directory
+        self.mark_user: object | None = None
         self.commits, self.damaged = open_commits(directory)  # shards with a damaged record are unreadable
         self.contents_damage: DamagedContents | None = None
         self._file_sha256: Mapping[str, str] = {}
@@ -216,7 +223,10 @@ class Variant:
             raise UserError(
                 f"{data_dir} has no variant {name!r} of {column}", hint=f"available variants: {known}; or {hint}"
             )
-        return cls(directory, tars=tars)
+        mark_user = None if cls.leave_mark is None else cls.leave_mark(directory)  # before the commits are read
+        opened = cls(directory, tars=tars)
+        opened.mark_user = mark_user
+        return opened
 
     def require_complete(self) -> "Variant":
         """Return self if the variant is readable: it has commits, and none is damaged or missing.

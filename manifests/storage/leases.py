@@ -14,7 +14,6 @@ condition; if another process has taken it over, `LeaseLost` is raised instead.
 """
 
 import json
-import os
 import random
 import re
 import secrets
@@ -23,10 +22,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from clipmill.manifests.errors import FailedWork, UserError
+from clipmill.manifests.locks import is_abandoned, machine_id, process_record
 from clipmill.manifests.publish import TEMPORARY_PREFIX
 from clipmill.manifests.storage import stores
 from clipmill.manifests.storage.objects import ObjectInfo, Objects
@@ -219,12 +218,9 @@ class Lease:
 
     def _content(self) -> bytes:
         record = {
-            "holder": f"process {os.getpid()} on {os.uname().nodename}",
+            **process_record(),
             "since": self._since,
             "token": self.token,
-            "machine": _machine(),
-            "process": os.getpid(),
-            "started": _start_of(os.getpid()),
             "renewals": self._num_renewals,
             "note": self._note,
         }
@@ -250,17 +246,10 @@ class Lease:
             f"another command is writing to {self._what} ({name_of(record) or 'unknown'}{since})",
             hint=f"wait until it finishes, or stop it{expiry}",
         )
-        error.is_alive = record.get("machine") == _machine()
+        error.is_alive = record.get("machine") == machine_id()
         error.holder = name_of(record) or "unknown"
         error.note = str(record.get("note") or error.holder)
         return error
-
-
-def is_abandoned(record: dict[str, Any]) -> bool:
-    """Return True if the holder was a process of this machine that does not run any more."""
-    if record.get("machine") != _machine():
-        return False
-    return _start_of(int(record.get("process", 0))) != record.get("started")
 
 
 def server_time_s(objects: Objects) -> float:
@@ -317,22 +306,6 @@ def name_of(record: dict[str, Any]) -> str:
 def now_s() -> float:
     """Return seconds since the start of the machine, including the time in which it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def _machine() -> str:
-    """Return the identity of a running machine and of its process numbers (containers have separate numbers)."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    return secrets.token_hex(16)  # unknown, and therefore equal to no other machine
-
-
-def _start_of(process: int) -> str | None:
-    """Return the start time of a process, in ticks since the start of the machine; None if it does not run."""
-    with suppress(OSError, IndexError):
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else fields[19]
-    return None
 
 
 _NUM_THREADS = 32

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from clipmill.manifests.errors import FailedWork, UserError, UserErrors
-from clipmill.manifests.formatting import count_noun
+from clipmill.manifests.formatting import count_noun, parse_age
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.prep.core.column import ENGINE_FLAGS
 from clipmill.prep.core.make import retry_column
@@ -246,20 +246,35 @@ def diff(
 def gc(
     *,
     dry_run: Annotated[
-        bool, Parameter(help="List the files that would be removed, without removing them.", negative="")
+        bool,
+        Parameter(
+            help="List the files that would be removed, without removing them, and why each variant is kept.",
+            negative="",
+        ),
     ] = False,
+    keep: Annotated[
+        tuple[str, ...], Parameter(help="Name of a variant to keep; may be given several times.", negative="")
+    ] = (),
+    older_than: Annotated[
+        str | None,
+        Parameter(
+            help="Age that a variant must have to be removed, since its last change, such as 7d or 12h. Default: any."
+        ),
+    ] = None,
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
     """Remove variants that are not current, unreferenced shards, and temporary files of killed commands.
 
     Files that do not belong to the format are never removed. Variants and shards of a column are kept while its current
-    variant is incomplete, damaged or stale. A variant is also kept while its run has not finished, and while it has
-    samples that the current variant lacks because of failures that may pass.
+    variant is incomplete, damaged or stale. A variant is also kept while its run has not finished, while it has samples
+    that the current variant lacks because of failures that may pass, and while a process or an unfinished training run
+    reads it.
 
-    Example:
+    Examples:
 
         prep gc --dry-run
+        prep gc --older-than 7d
     """
     from contextlib import ExitStack
 
@@ -267,6 +282,7 @@ def gc(
     from clipmill.manifests.progress import Activity
     from clipmill.prep.core.data_folder import column_lock, require_data_folder
     from clipmill.prep.upkeep.garbage import (
+        Needed,
         abort,
         find_garbage,
         find_in_bucket,
@@ -274,15 +290,18 @@ def gc(
         garbage_values,
         remove,
     )
+    from clipmill.shards.marks import exclude_new_readers
 
+    younger_than_s = 0.0 if older_than is None else parse_age(older_than, flag="--older-than")
     data_dir = require_data_folder(data)
     # All columns are locked: the files of a running command are not committed yet, and would be garbage.
     with ExitStack() as held:
         for column in columns():
             held.enter_context(column_lock(data_dir, column=column.name))
         held.enter_context(folder_lock(data_dir))
+        needed = Needed(held.enter_context(exclude_new_readers(data_dir)), keep, younger_than_s)
         with Activity("looking for files that are no longer needed"):
-            garbage, in_bucket = find_garbage(data_dir), find_in_bucket(data_dir)
+            garbage, in_bucket = find_garbage(data_dir, needed), find_in_bucket(data_dir)
         removing = f"removing {count_noun(len(garbage.items), 'file')}"
         with Activity(removing) as now:
             removed = None if dry_run else remove(garbage, on_item=now.counter(removing))
@@ -295,6 +314,51 @@ def gc(
         path, why = removed.failed[0]
         raise FailedWork(f"{count_noun(len(removed.failed), 'file')} could not be removed; the first: {path}: {why}")
     sys.stdout.flush()
+
+
+def use(
+    variant: Annotated[str, Parameter(help="Variant name, as shown by prep status.")],
+    /,
+    *,
+    column: ColumnName = None,
+    data: Data = Path("data"),
+) -> None:
+    """Make a variant the current variant of its column, which training reads; no file is removed.
+
+    Training that has begun keeps its variants. The next run of the column's command makes the variant of its settings
+    current again.
+
+    Example:
+
+        prep use h264-288p30-crf24-comb90-15s-dae13104
+    """
+    from clipmill.prep.core.data_folder import column_lock, require_data_folder
+    from clipmill.prep.core.plan import problems_of
+    from clipmill.shards.dataset import current_variant, list_variants, set_current_variant, variant_dir
+    from clipmill.shards.reader import Variant
+
+    data_dir = require_data_folder(data)
+    specs = [known for known in columns() if column in (None, known.name)]
+    owners = [known for known in specs if variant in list_variants(data_dir, known.name)]
+    if not owners:
+        raise UserError(
+            f"there is no variant {variant} in {data_dir}", hint="prep status shows the variants of a data folder"
+        )
+    if len(owners) > 1:
+        names = ", ".join(known.name for known in owners)
+        raise UserError(f"{variant} is a variant of several columns: {names}", hint="choose one with --column")
+    name = owners[0].name
+    with column_lock(data_dir, column=name):
+        opened, former = Variant(variant_dir(data_dir, name, variant)), current_variant(data_dir, name)
+        problems = problems_of(opened)
+        if problems or not opened.shards():
+            shards = ", ".join(f"{shard_id:06d} {state}" for shard_id, (state, _) in problems.items())
+            raise UserError(
+                f"{variant} of {name} cannot be read: {shards or 'it has no shards'}",
+                hint=f"run prep {owners[0].command} with its settings first, which `prep status` shows",
+            )
+        set_current_variant(data_dir, name, variant, keeps_unfinished=True)
+    print(f"current {name}: {variant}" + (f" (it was {former})" if former not in (None, variant) else ""))
 
 
 ColumnOfFailures = Annotated[AnyColumn, FIRST_RUN, Parameter(help="Column whose failures to retry.")]

@@ -1,7 +1,8 @@
 """`prep gc`: finding and removing files in a data folder that are no longer needed, and unfinished uploads in a bucket.
 
 Only files whose names and locations belong to the format are ever removed; everything else is kept and listed. If it is
-uncertain whether the current variant is complete, all variants are kept.
+uncertain whether the current variant is complete, all variants are kept. A variant that has readers
+(`clipmill.shards.marks`) is kept as they have opened it: with the shards that a later run has replaced.
 """
 
 import errno
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.formatting import count_noun, on_one_line, size_text
+from clipmill.manifests.formatting import count_noun, duration_text, on_one_line, size_text
 from clipmill.manifests.publish import parse_json, remove_all, rename, target_of, temporaries_in, temporary_path
 from clipmill.manifests.publish import remove as remove_file
 from clipmill.manifests.storage.mirrors import mirror_of
@@ -42,6 +43,7 @@ from clipmill.shards.format import (
     folder_of,
     folders_in,
 )
+from clipmill.shards.marks import Reader, Readers
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import Variant
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 _BATCH = 1000  # objects that S3 deletes with one request
 _LEFTOVER = "temporary file of a killed command"
+_ENDED = "mark of a reader that has ended"
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,60 @@ class Garbage:
             included.
         unknown: Files and folders that do not belong to the format.
         kept_because: Reason why all variants and shards of a column are kept, or a single variant (`column/variant`).
+        current: Current variants, which are kept, as `column/variant`.
     """
 
     items: list[Item]
     unknown: list[Path]
     kept_because: dict[str, str]
+    current: list[str] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Variants that `prep gc` keeps in addition to the current and unfinished ones.
+
+    Attributes:
+        readers: Readers of the data folder.
+        names: Names of variants to keep.
+        younger_than_s: Age, since its last change, below which a variant is kept; 0 for none.
+    """
+
+    readers: Readers
+    names: Collection[str] = ()
+    younger_than_s: float = 0.0
+
+    def require_known(self, data_dir: Path) -> None:
+        """Raise a UserError if there is no variant of one of the names."""
+        known = {name for column in columns() for name in list_variants(data_dir, column.name)}
+        for name in self.names:
+            if name not in known:
+                raise UserError(
+                    f"--keep {name}: there is no such variant in {data_dir}",
+                    hint="prep status shows the variants of a data folder",
+                    flags=("--keep",),
+                )
+
+    def reason_to_keep(self, column: str, variant: str, *, changed_s: float) -> str | None:
+        """Return the reason why a variant is kept, or None.
+
+        Args:
+            changed_s: Time of the last change of its files.
+        """
+        if readers := self.readers.of_variant(column, variant):
+            return _read_by(readers)
+        if variant in self.names:
+            return "named by --keep"
+        age_s = max(0.0, self.readers.now_s - changed_s)
+        if age_s < self.younger_than_s:
+            return f"changed {duration_text(age_s)} ago, less than --older-than"
+        return None
+
+
+def _read_by(readers: Sequence[Reader]) -> str:
+    more = f", and {count_noun(len(readers) - 1, 'more reader')}" if len(readers) > 1 else ""
+    return f"read by {readers[0].text}{more}"
 
 
 @dataclass(frozen=True)
@@ -96,21 +147,23 @@ class Removed:
     failed: list[tuple[Path, str]]
 
 
-def find_garbage(data_dir: Path) -> Garbage:
+def find_garbage(data_dir: Path, needed: Needed) -> Garbage:
     """Find garbage; call it while holding the locks of all columns and of the data folder itself (`folder_lock`).
 
     Raises:
-        UserError: A record is unreadable or of another version.
+        UserError: A record is unreadable or of another version, or no variant has one of the names to keep.
     """
+    needed.require_known(data_dir)
     garbage = Garbage([], [], {})
+    garbage.items.extend(Item(data_dir / mark.name, 0, _ENDED) for mark in needed.readers.ended)
     _find_temporaries(data_dir, garbage)
     for column in columns():
         if list_variants(data_dir, column.name):
-            _find_in_column(data_dir, column, garbage)
+            _find_in_column(data_dir, column, garbage, needed=needed)
     return garbage
 
 
-def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> None:
+def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, needed: Needed) -> None:
     """Add the garbage of one column to `garbage`."""
     current = current_variant(data_dir, column.name)
     # While the current variant cannot replace the others, they may hold the only good samples.
@@ -142,14 +195,25 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
             stored = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]
             named = {path for file in stored for path in (file.tar, file.energon_index, file.index)}
             known, unknown = _sorted_files(folder, needed=named)
-            stray = (Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2]))
-            garbage.items.extend(Item(path, path.lstat().st_size, "not referenced by a commit") for path in stray)
+            stray = [Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2])]
+            garbage.current.append(f"{column.name}/{name}")
+            # A process reads the shards that were committed when it began; a run that is continued reads the new ones.
+            readers = [reader for reader in needed.readers.of_variant(column.name, name) if not reader.is_run]
+            if stray and readers:
+                count = count_noun(len(stray), "file")
+                garbage.kept_because[f"{column.name}/{name}"] = f"{count} without a commit, {_read_by(readers)}"
+            else:
+                garbage.items.extend(Item(path, path.lstat().st_size, "not referenced by a commit") for path in stray)
         elif lost := lost_samples(data_dir, column.name, variant=str(current), former=name):
             why = f"it has samples that the current variant lacks ({codes_line(lost)})"
             garbage.kept_because[f"{column.name}/{name}"] = why
             continue
         else:
             known, unknown = _sorted_files(folder)
+            changed_s = max((Path(path).lstat().st_mtime for paths in known.values() for path in paths), default=0.0)
+            if (reason := needed.reason_to_keep(column.name, name, changed_s=changed_s)) is not None:
+                garbage.kept_because[f"{column.name}/{name}"] = reason
+                continue
             why, variant = "not the current variant", f"{column.name}/{name}"
             garbage.items.extend(
                 Item(path, path.lstat().st_size, why, variant=variant, kind=kind)
@@ -477,7 +541,8 @@ def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removed | 
     lines += [f"{'left':<11}{on_one_line(name)}: not part of the format" for name in left]
     if in_bucket.unknown_because is not None:
         lines.append(f"{'kept':<11}unfinished uploads, which cannot be listed: {in_bucket.unknown_because}")
-    for name, why in garbage.kept_because.items():
+    kept_because = dict.fromkeys(garbage.current if removed is None else (), "the current variant")
+    for name, why in (kept_because | garbage.kept_because).items():
         lines.append(f"{'kept':<11}{name if '/' in name else f'all variants and shards of {name}'}: {why}")
     if not (in_bucket.uploads or (garbage.items if removed is None else removed.num_files)):
         lines.append("nothing to remove")

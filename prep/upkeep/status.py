@@ -45,6 +45,7 @@ from clipmill.prep.upkeep.garbage import late_files
 from clipmill.shards.columns import VIDEO, command_for, is_indexed
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import current_variant, unfinished_variant, variant_dir
+from clipmill.shards.marks import Readers, read_readers
 from clipmill.shards.reader import Variant
 from clipmill.shards.scores import Leakage, find_leakage
 
@@ -67,6 +68,7 @@ class VariantStatus:
         lost: Code -> number of failures that keep the variant from becoming the current one (`lost_samples`).
         left_out: Lines about what its settings omit, such as tails.
         is_late: True if a late run has written it after `prep gc` had removed the variant (`late_files`).
+        readers: Processes and unfinished runs that read it.
     """
 
     name: str
@@ -84,6 +86,7 @@ class VariantStatus:
     lost: dict[str, int] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     is_late: bool = False
+    readers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -218,11 +221,14 @@ def read_status(data_dir: Path) -> Status:
     damaged: list[UserError] = []
     videos = _videos_status(data_dir, damaged) if is_written else None
     unusable = [] if videos is None else videos.first_unusable
+    readers = read_readers(data_dir)
     return Status(
         data_dir,
         videos=videos,
         columns={
-            column.name: _column_status(data_dir, column, damaged, unusable=unusable if column.is_first else [])
+            column.name: _column_status(
+                data_dir, column, damaged, unusable=unusable if column.is_first else [], readers=readers
+            )
             for column in columns()
         },
         leakage=find_leakage(data_dir) if is_written else None,
@@ -232,7 +238,7 @@ def read_status(data_dir: Path) -> Status:
 
 
 def _column_status(
-    data_dir: Path, column: ColumnSpec, damaged: list[UserError], *, unusable: list[FailureEntry]
+    data_dir: Path, column: ColumnSpec, damaged: list[UserError], *, unusable: list[FailureEntry], readers: Readers
 ) -> ColumnStatus:
     current, unfinished = current_variant(data_dir, column.name), unfinished_variant(data_dir, column.name)
     variants, status = [], ColumnStatus(column.name, first_failures=unusable)
@@ -264,7 +270,13 @@ def _column_status(
         running = [] if is_abandoned else running_shards(opened.directory)
         lost = lost_samples(data_dir, column.name, variant=name, former=current) if name == unfinished else []
         variant = _variant_status(opened, pending, is_current=name == current, running=running)
-        variants.append(replace(variant, lost=dict(Counter(failure.code for failure in lost).most_common())))
+        variants.append(
+            replace(
+                variant,
+                lost=dict(Counter(failure.code for failure in lost).most_common()),
+                readers=tuple(reader.text for reader in readers.of_variant(column.name, name)),
+            )
+        )
     variants.sort(key=lambda variant: not variant.is_current)
     return replace(status, variants=variants, written_by=writer_of(data_dir, column=column.name))
 
@@ -471,6 +483,9 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
         ]
         if variant.where is not None:
             lines.append(f"{_INDENT}selected by --where {shlex.quote(variant.where)}")
+        lines += [f"{_INDENT}read by {on_one_line(reader)}" for reader in variant.readers[:_MAX_LISTED]]
+        if len(variant.readers) > _MAX_LISTED:
+            lines.append(f"{_INDENT}... and {count_noun(len(variant.readers) - _MAX_LISTED, 'more reader')}")
         lines += [f"{_INDENT}{'  ' if number else 'left out: '}{line}" for number, line in enumerate(variant.left_out)]
         if variant.num_running is not None:
             done = variant.num_samples + variant.num_running

@@ -27,6 +27,7 @@ PARTS = {
     "runs": ("bucket_runs",),
     "sources": ("sources",),
     "variants": ("variants",),
+    "marks": ("marks",),
     "answers": ("answers",),
     "nodes": ("nodes",),
     "keys": ("keys",),

@@ -47,10 +47,10 @@ DAMAGED_ELSEWHERE |= {
     "checkpoint",
 }
 LEFT_OUT = TOO_LONG | LIKE_OTHERS | DAMAGED_ELSEWHERE | SAME_COMMANDS | KILLED_ELSEWHERE
-# Of each subject. `make nightly` has six parts more: `buckets`, beside manifests/storage/test_late_writers.py, `runs`,
+# Of each subject. `make nightly` has seven more: `buckets`, beside manifests/storage/test_late_writers.py, `runs`,
 # beside train/test_bucket_runs.py, `answers`, beside prep/captions/test_endpoint.py, `variants`, beside
-# prep/core/test_replacement.py, `nodes`, beside prep/engines/test_cluster.py, and `keys`, beside
-# manifests/storage/test_credentials.py.
+# prep/core/test_replacement.py, `nodes`, beside prep/engines/test_cluster.py, `keys`, beside
+# manifests/storage/test_credentials.py, and `marks`, beside test_many_readers.py.
 NUM_CASES = {"points": 1, "damage": 1, "hostile": 1, "unfinished": 1, "sources": 1}
 # Of these parts only some subjects, because their cases run several commands each.
 SUBJECTS_OF = {

@@ -1,14 +1,19 @@
 """A run reads one variant of each column from its beginning to its end, whichever is current; `--variant` names one."""
 
+import gc
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from clipmill.manifests.errors import UserError
 from clipmill.shards.dataset import current_variant, reading_variants, set_current_variant
+from clipmill.shards.marks import read_readers, remove_unused_marks
+from clipmill.train.data.interface import open_clips, read_clips
 from clipmill.train.inference import load_model
 from clipmill.train.run.checkpoint import all_checkpoints
 from clipmill.train.run.folder import RunFolder
@@ -153,6 +158,32 @@ def test_a_choice_ends_with_its_command(data: Path) -> None:
     with reading_variants({data: {"video": OTHER}}):
         assert current_variant(data, "video") == OTHER
     assert current_variant(data, "video") == VARIANT
+
+
+def test_a_variant_that_was_looked_at_stays_within_its_command(data: Path) -> None:
+    with reading_variants({}):
+        assert current_variant(data, "video") == VARIANT
+        set_current_variant(data, "video", OTHER)
+        assert current_variant(data, "video") == VARIANT
+    assert current_variant(data, "video") == OTHER
+
+
+def test_a_caller_in_python_names_a_variant_and_keeps_it_as_long_as_its_batches(data: Path) -> None:
+    def read_variants() -> list[str]:
+        remove_unused_marks()
+        return [reader.variants["video"] for reader in read_readers(data).alive]
+
+    for open_data in (open_clips, partial(read_clips, table={"video_id": ["v0"], "time_s": [0.0]})):
+        with pytest.raises(UserError, match="variant h264-none: there is no such variant"):
+            open_data(data, variant="h264-none")  # type: ignore[operator]
+    batches = open_clips(data, variant=OTHER, batch=2, num_frames=2, size_px=32, workers=1, shuffle=False)
+    assert read_variants() == [OTHER]
+    next(iter(batches))
+    batches.close()
+    assert read_variants() == [OTHER], "they can be iterated again"
+    del batches
+    gc.collect()
+    assert read_variants() == []
 
 
 def test_a_model_in_python_and_evaluated_data_keep_the_variants_of_the_run(

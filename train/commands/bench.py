@@ -97,10 +97,10 @@ def _measure(
         from clipmill.train.bench.communication import print_breakdown, write_breakdown
         from clipmill.train.bench.report import print_report
         from clipmill.train.bench.run import run_bench, run_breakdown
+        from clipmill.train.data.variants import choose_variants
         from clipmill.train.device.precision import choose_device
         from clipmill.train.distributed.launch import open_world
         from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts
-        from clipmill.train.run.variants import choose_variants
 
     start = launch_facts(settings, resume=None)
     device_type = choose_device(settings.device, needs_gpu=settings.require_gpu).type

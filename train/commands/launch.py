@@ -2,6 +2,7 @@
 
 import math
 import os
+import secrets
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.storage.mirrors import mirror_of, refresh
 from clipmill.manifests.store import read_videos
 from clipmill.shards.dataset import reading_variants
+from clipmill.shards.marks import TOKEN_FACT, mark_run
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import NamedPart, named_parts
 from clipmill.train.config.files import Provenance
@@ -27,6 +29,7 @@ from clipmill.train.config.model import random_freeze_warning
 from clipmill.train.config.shards import normalise_address
 from clipmill.train.config.training import ParallelSettings
 from clipmill.train.data.inputs import open_folder
+from clipmill.train.data.variants import choose_variants
 from clipmill.train.device.precision import choose_device, open_precision
 from clipmill.train.distributed.launch import open_world
 from clipmill.train.distributed.world import World
@@ -57,8 +60,8 @@ from clipmill.train.run.tracking import Progress
 from clipmill.train.run.variants import (
     EVALUATED_FACT,
     VARIANTS_FACT,
-    choose_variants,
     evaluated_data,
+    recorded_variants,
     variants_facts,
 )
 from clipmill.train.spec import TaskSpec
@@ -206,6 +209,7 @@ def _train(
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,
+        TOKEN_FACT: old_facts.get(TOKEN_FACT) or secrets.token_hex(8),
         **variants_facts(settings, columns=task.columns),
         **({} if latents is None else {"latents": {"channels": latents.channels, "side": latents.height}}),
         **({} if folders is None else {"sources": folders.facts()}),
@@ -224,7 +228,11 @@ def _train(
             (run.path / name).parent.mkdir(exist_ok=True)
             publish_bytes(run.path / name, content)
         publish_json(run.facts, facts)
-    with run.upload_now_and_then() if world.is_first else nullcontext():
+    variants = recorded_variants(facts, settings) if world.is_first else {}
+    with (
+        run.upload_now_and_then() if world.is_first else nullcontext(),
+        mark_run(run.facts, facts[TOKEN_FACT], variants),
+    ):
         train(task, samples, settings, run=run, world=world, device=device, progress=progress)
     if world.is_first:
         refresh(run.path / EVALUATIONS)  # of evaluations on other machines

@@ -143,7 +143,7 @@ def search(
     embedded = open_embedded(folder)
     require_places(shards=(request.shards,))
     with Activity("loading the search"):
-        from clipmill.train.run.variants import choose_variants
+        from clipmill.train.data.variants import choose_variants
         from clipmill.train.search.searching import describe, result_json, search_folder, write_search_page
 
     results = search_folder(

@@ -20,7 +20,7 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.keys import chunk_key, split_key
 from clipmill.manifests.store import read_captions, read_videos
 from clipmill.shards.columns import how_to_repair
-from clipmill.shards.dataset import current_variant
+from clipmill.shards.dataset import current_variant, reading_variants
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import NUMBERS
@@ -138,6 +138,7 @@ class Chunks:
 
 
 @names_arguments
+@reading_variants({})
 def read_chunks(
     data: str | Path,
     *,
@@ -170,6 +171,7 @@ _MS_PER_S, _LABEL = 1000, "label_"
 
 
 @names_arguments
+@reading_variants({})
 def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
     """Return the chunks of all splits as a pyarrow table, ordered by video and time; no video is decoded.
 

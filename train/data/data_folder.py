@@ -21,6 +21,7 @@ from clipmill.manifests.store import open_captions
 from clipmill.shards.chunk_table import Moments, order_of, read_chunk_rows
 from clipmill.shards.columns import SOURCE_MEMBER, VIDEO
 from clipmill.shards.dataset import current_variant, is_data_folder, not_a_data_folder, variant_dir
+from clipmill.shards.marks import leave_mark, read_from
 from clipmill.shards.merged_table import merged_mark
 from clipmill.shards.reader import Variant
 from clipmill.train.data.frame_sampling import START_ROUNDING_US, US_PER_S, ChunkTimes
@@ -29,6 +30,9 @@ from clipmill.train.data.node_cache import choose_folder, open_shared, scratch
 if TYPE_CHECKING:
     from clipmill.shards.where import Where
     from clipmill.train.data.remote import RemoteTars
+
+
+Variant.leave_mark = leave_mark  # of each variant that a process of train opens
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def folder_path(address: str, *, cache: Path | None) -> Path:
 def open_data_folder(
     address: str, *, cache: Path | None, cache_size: str | None = None, column: str | None = VIDEO
 ) -> DataFolder:
-    """Open the data folder at a local path or a remote address.
+    """Open the data folder at a local path or a remote address; variants that are opened of it have a mark.
 
     Args:
         cache: Folder for copies; None for the user's cache.
@@ -70,6 +74,7 @@ def open_data_folder(
     if not is_remote(address):
         if (path := Path(address)).exists() and not is_data_folder(path):
             raise not_a_data_folder(path)
+        read_from(path)
         return DataFolder(path)
     from clipmill.train.data.remote import open_remote_folder
 

@@ -45,6 +45,7 @@ from clipmill.train.data.loader import LoaderSettings
 from clipmill.train.data.producers.latent_segments import open_latent_segments
 from clipmill.train.data.query import DataQuery, clip_shape, loader_settings, open_samples
 from clipmill.train.data.samples import Samples
+from clipmill.train.data.variants import VariantNames, reading_named
 from clipmill.train.distributed.world import World, joined_world
 
 ClipText = Literal["text", "embedding", "all"]
@@ -205,6 +206,7 @@ def open_clips(
     mix: Sequence[float] | None = None,
     split: str = "train",
     where: str | None = None,
+    variant: VariantNames = None,
     views: Sequence[str] | None = None,
     batch: int = 32,
     num_frames: int = 4,
@@ -243,6 +245,8 @@ def open_clips(
             epochs; an epoch of `Batches` has as many samples as all folders together.
         split: Split of the manifest. Tars have no splits; all of their clips are used.
         where: Condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
+        variant: Name of the variant to read, or a list of names for several columns, as `prep status` shows them.
+            Default: the current variants. `prep gc` keeps the variants until the batches are deleted.
         views: Names of cameras, such as ("top", "wrist"): a clip shows the moment of a group of captions from each of
             them, at the same offsets from the begins of their spans. `video` is then [B, V, ...], `time_s` [B, V, T].
         batch: Batch size of this process.
@@ -328,7 +332,6 @@ def open_clips(
             error.add_hint("or omit captions=, sources= and min_relevancy=")
             raise error
     require_no_streams(settings)
-    classes = None if label is None else read_classes_of(settings, label=label)
 
     def open_one(address: str) -> Any:
         return open_samples(
@@ -345,7 +348,9 @@ def open_clips(
             )
         )
 
-    samples = open_mixed(open_one, settings)
+    with reading_named(settings.folders, variant, cache=cache):
+        classes = None if label is None else read_classes_of(settings, label=label)
+        samples = open_mixed(open_one, settings)
     finish = FinishedClips(
         samples=samples,
         settings=settings,
@@ -366,6 +371,7 @@ def read_clips(
     table: pa.Table | Mapping[str, Any],
     *,
     offsets_s: Sequence[float] = (0.0,),
+    variant: VariantNames = None,
     views: Sequence[str] | None = None,
     batch: int = 32,
     size_px: int | tuple[int, int] = 224,
@@ -400,7 +406,7 @@ def read_clips(
             `video_id.top` and `time_s.top`; a column without a camera is for all. `video` is then [B, V, T, ...].
         size_px: Side of a square crop; or height and width, to which complete frames are resized.
         shuffle: True for random order and crops; False for the rows in order, with centred crops.
-        batch, crop, min_crop_area, rgb, pixel_mean, pixel_std, workers, seed: See `open_clips`.
+        variant, batch, crop, min_crop_area, rgb, pixel_mean, pixel_std, workers, seed: See `open_clips`.
         rank, world, device, max_failures, cache, cache_size: See `open_clips`.
 
     Raises:
@@ -436,11 +442,12 @@ def read_clips(
         cache=cache,
         cache_size=cache_size,
     )
-    folder = open_folder(settings, reason="a time belongs to a video of a data folder")
     shape = replace(
         clip_shape(settings, views=Views()), rgb=rgb and mean is None, width_px=width_px if is_whole else None
     )
-    chunks = ChunkSet(folder.path, split=None, rule=settings.decode, tars=folder.tars)
+    with reading_named(settings.folders, variant, cache=cache):
+        folder = open_folder(settings, reason="a time belongs to a video of a data folder")
+        chunks = ChunkSet(folder.path, split=None, rule=settings.decode, tars=folder.tars)
     loading = loading_of(settings, this_world, device=device)
     rows = [GivenRows.of_table(table, view=view) for view in settings.view_names or ("",)]
     samples = open_given_moments(rows, chunks, shape, loading, offsets_us=offsets_us)
@@ -490,6 +497,7 @@ def open_latents(
     mix: Sequence[float] | None = None,
     split: str = "train",
     where: str | None = None,
+    variant: VariantNames = None,
     segment: str | None = None,
     max_segments: int | None = None,
     batch: int = 32,
@@ -516,8 +524,8 @@ def open_latents(
         tails: Treatment of the frames after the last full segment of a chunk: "drop" them, or "pad" them with zeros.
         captions: "text" for `caption`; "embedding" for `text`, the embedding that `prep text` stored, instead of
             `caption`; None for segments without captions.
-        mix, split, where, batch, label, shuffle, seed, rank, world, device, max_failures, cache, cache_size: See
-            `open_clips`.
+        mix, split, where, variant, batch, label, shuffle, seed: See `open_clips`.
+        rank, world, device, max_failures, cache, cache_size: See `open_clips`.
 
     Raises:
         UserError: The split has no latents, embeddings, captions or labels, the device does not exist, or an argument
@@ -541,11 +549,6 @@ def open_latents(
         raise UserError(f"batch is {batch}", hint="use 1 or more")
     if captions not in ("text", "embedding", None):
         raise UserError(f"captions is {captions!r}", hint="use 'text', 'embedding' or None")
-    opened = {
-        address: open_data_folder(address, cache=cache, cache_size=cache_size, column=LATENTS)
-        for address in settings.folders
-    }
-    classes = None if label is None else read_classes_of(settings, label=label)
     can_keep = device is None or torch.device(device).type != "cuda"
     loading = LoaderSettings(batch=batch, seed=seed, rank=this_world.rank, num_ranks=this_world.size, can_keep=can_keep)
     shown: dict[str | None, ShownCaptions] = {None: "none", "text": "words", "embedding": "stored"}
@@ -566,7 +569,13 @@ def open_latents(
             )
         )
 
-    samples = open_mixed(open_one, settings)
+    with reading_named(settings.folders, variant, cache=cache):
+        opened = {
+            address: open_data_folder(address, cache=cache, cache_size=cache_size, column=LATENTS)
+            for address in settings.folders
+        }
+        classes = None if label is None else read_classes_of(settings, label=label)
+        samples = open_mixed(open_one, settings)
     reader: Any = samples.loader.reader
     shown_captions = reader.captions if captions == "text" and classes is None else None
     late = () if samples.folders is None else ("folder",)

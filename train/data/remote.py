@@ -41,6 +41,7 @@ from clipmill.shards.format import (
     commit_name,
     in_folder,
 )
+from clipmill.shards.marks import leave_mark, read_from
 from clipmill.shards.opening import scan
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.shards.scores import CHUNKS_FILE, score_table_problem
@@ -69,6 +70,8 @@ class RemoteFiles:
 
     def __init__(self, objects: Objects, copy: Path) -> None:
         self.objects, self.copy = objects, copy
+        self._users: list[object] = []  # keep the marks of the columns
+        read_from(copy, objects)
 
     def copy_manifest(self) -> None:
         """Copy dataset.json and the manifest, unless they are here.
@@ -94,6 +97,7 @@ class RemoteFiles:
         if variant is None:
             address = self.objects.address
             raise UserError(f"{address} has no {column} shards", hint=f"run {how_to_make(column, address)}")
+        self._users.append(leave_mark(self.copy / column / variant))  # before it is copied
         with (
             self._errors(missing=f"run prep {command_for(column, variant)}"),
             self._once(f"{column}-{variant}") as is_due,

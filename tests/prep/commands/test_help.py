@@ -15,7 +15,7 @@ from clipmill.prep.exports.kinds import KINDS as EXPORTS
 GOLDEN = Path(__file__).with_name("help.txt")
 MADE = ("latents", "text", "scores", "captions")
 COLUMNS = ("chunk", *MADE, "plan", *(f"plan {column}" for column in MADE))
-UPKEEP = ("retry", "status", "verify", "inspect", "diff", "gc", "advise")
+UPKEEP = ("retry", "status", "verify", "inspect", "diff", "use", "gc", "advise")
 KINDS = (
     "folder",
     "vatex",

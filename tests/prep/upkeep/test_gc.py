@@ -1,12 +1,18 @@
 """`prep gc` removes what nothing needs, and never what it does not know."""
 
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from clipmill.shards.commits import commit_path
+from clipmill.shards.dataset import reading_variants
+from clipmill.shards.marks import remove_unused_marks
+from clipmill.shards.reader import Variant
+from clipmill.train.data.data_folder import open_data_folder
 from tests.prep.running import Ran, chunk, contents
 from tests.prep.sets import LEN, ShardSet, rerun
 
@@ -125,3 +131,58 @@ def test_nothing_goes_while_the_current_variant_is_not_whole(
     assert "kept       all variants and shards" in ran.stdout and reason[loss] in ran.stdout
     assert contents(shard_set.data) == before
     assert old.is_dir()
+
+
+def kept(ran: Ran) -> list[str]:
+    """What a dry run of `prep gc` keeps, by the last part of its lines."""
+    return [line.partition(": ")[2] for line in ran.stdout.splitlines() if line.startswith("kept ")]
+
+
+def test_a_dry_run_says_why_each_variant_is_kept(prep: Prep, old_and_new: tuple[ShardSet, Path]) -> None:
+    shard_set, old = old_and_new
+    data = ("--data", shard_set.data)
+    current = "the current variant"
+    assert kept(prep("gc", "--dry-run", *data)) == [current]
+    assert kept(prep("gc", "--dry-run", "--keep", old.name, *data)) == [current, "named by --keep"]
+    assert "there is no such variant" in prep("gc", "--keep", "h264-none", *data, status=2).error
+    (young,) = kept(prep("gc", "--dry-run", "--older-than", "7d", *data))[1:]
+    assert young.startswith("changed ") and young.endswith(" ago, less than --older-than")
+    assert '"7 days" is not an age' in prep("gc", "--older-than", "7 days", *data, status=2).error
+    # A disk whose clock was an hour fast when it wrote.
+    later_s = time.time() + 3600
+    os.utime(next(old.glob("*.tar")), (later_s, later_s))
+    assert len(kept(prep("gc", "--dry-run", "--older-than", "1h", *data))) == 2
+    for path in old.rglob("*"):
+        os.utime(path, (later_s - 8 * 86_400, later_s - 8 * 86_400))
+    prep("gc", "--older-than", "7d", *data)
+    assert not old.exists()
+
+
+def test_what_readers_have_opened_stays(prep: Prep, old_and_new: tuple[ShardSet, Path]) -> None:
+    shard_set, old = old_and_new
+    replaced = shard_set.variant / "000000-0123abcd.tar"
+    replaced.write_bytes(b"12345")
+    with reading_variants({}):
+        open_data_folder(str(shard_set.data), cache=None)
+        readers = [Variant.open(shard_set.data, variant=name) for name in (old.name, None)]
+    ran = prep("gc", "--data", shard_set.data)
+    name = f"read by process {os.getpid()} on "
+    assert f"kept       video/{old.name}: {name}" in ran.stdout
+    assert f"kept       video/{shard_set.variant.name}: 1 file without a commit, {name}" in ran.stdout
+    assert replaced.exists() and old.is_dir() and f"          {name}" in prep("status", "--data", shard_set.data).stdout
+    readers.clear()
+    remove_unused_marks()
+    prep("gc", "--data", shard_set.data)
+    assert not replaced.exists() and not old.exists()
+
+
+def test_a_variant_is_made_current_by_its_name(prep: Prep, old_and_new: tuple[ShardSet, Path]) -> None:
+    shard_set, old = old_and_new
+    new, data = shard_set.variant, ("--data", shard_set.data)
+    assert f"current video: {old.name} (it was {new.name})" in prep("use", old.name, *data).stdout
+    assert shard_set.variant == old
+    assert f"there is no variant x in {shard_set.data}" in prep("use", "x", *data, status=2).error
+    next(new.glob("*.tar")).unlink()
+    error = prep("use", new.name, "--column", "video", *data, status=2).error
+    assert f"{new.name} of video cannot be read: 00000" in error
+    assert shard_set.variant == old

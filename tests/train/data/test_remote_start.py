@@ -189,8 +189,9 @@ def test_ranks_of_a_machine_copy_once(remote: Objects, faults: Faults, tmp_path:
     )
     # A launcher, whose children are the ranks.
     launch = (
-        "import subprocess, sys\n"
-        "ranks = [subprocess.Popen(sys.argv[2:]) for _ in range(int(sys.argv[1]))]\n"
+        "import os, subprocess, sys\n"
+        "surroundings = [{**os.environ, 'LOCAL_RANK': str(rank)} for rank in range(int(sys.argv[1]))]\n"
+        "ranks = [subprocess.Popen(sys.argv[2:], env=variables) for variables in surroundings]\n"
         "sys.exit(any([one.wait() for one in ranks]))"
     )
 

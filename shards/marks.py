@@ -1,0 +1,427 @@
+"""Marks in a data folder that name the variants in use, so that `prep gc` keeps them.
+
+    .readers/<16 hex>.lock    a mark: who reads, since when, and the variants by column
+    .readers/.lock            shared by readers that write a mark; `prep gc` holds it while it removes variants
+
+A process that trains opens a data folder with `read_from`. From then on, each variant that it opens has a mark of this
+process (`leave_mark`), which is removed when the variant is no longer in use, and touched every `RENEWAL_S` seconds. If
+the process has died, its mark counts no more: at once on the same machine, elsewhere `EXPIRY_S` seconds after the last
+touch. An age is the difference of two times of the storage (file system or bucket), so that clocks do not matter.
+
+A run that is not finished has a mark that needs no process (`mark_run`): it lasts until the run ends or its folder is
+gone, and `RUN_EXPIRY_S` after the last start where the folder cannot be seen.
+
+If a mark cannot be written, a line says so, and the process reads without a mark.
+"""
+
+import atexit
+import hashlib
+import json
+import os
+import re
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from clipmill.manifests.errors import UserError
+from clipmill.manifests.locks import is_abandoned, lock, process_record
+from clipmill.manifests.storage.mirrors import is_remote, mirror_of, show_addresses
+
+if TYPE_CHECKING:
+    from clipmill.manifests.storage.leases import HeldLeases
+    from clipmill.manifests.storage.objects import Objects
+
+READERS_FOLDER = ".readers"
+TOKEN_FACT = "mark"  # of run.json: by which the mark of a run knows its folder
+RENEWAL_S, EXPIRY_S, RUN_EXPIRY_S = 300.0, 1800.0, 30 * 86_400.0
+_LOCK = ".lock"
+_MARK = re.compile(r"[0-9a-f]{16}\.lock")
+
+
+class LocalMarks:
+    """The marks of a local data folder, by file names. Whoever may write the data folder may write marks."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.address = os.fspath(data_dir)
+        self._data_dir, self._folder = data_dir, data_dir / READERS_FOLDER
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a mark."""
+        (self._folder / name).write_bytes(content)
+        (self._folder / name).chmod(0o644)  # whatever the umask, `prep gc` of another user reads it
+
+    def renew(self, name: str, content: bytes) -> None:
+        """Set the time of a mark to now; write it again if it was removed."""
+        try:
+            os.utime(self._folder / name)  # without a time: a server of files sets its own
+        except FileNotFoundError:
+            self.write(name, content)
+
+    def remove(self, name: str) -> None:
+        """Remove a mark, if it exists."""
+        (self._folder / name).unlink(missing_ok=True)
+
+    def read(self) -> list[tuple[str, bytes, float]]:
+        """Return name, content, and time of the last touch of each mark, by the clock of the storage."""
+        marks = []
+        for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
+            with suppress(FileNotFoundError):  # removed in the meantime
+                if _MARK.fullmatch(path.name):
+                    marks.append((path.name, path.read_bytes(), path.stat().st_mtime))
+        return marks
+
+    def now_s(self) -> float:
+        """Return the time, by the clock of the storage."""
+        os.utime(self._folder / _LOCK)
+        return (self._folder / _LOCK).stat().st_mtime
+
+    @contextmanager
+    def hold(self, *, is_shared: bool, on_wait: Callable[[], object]) -> Iterator[None]:
+        """Exclude readers that write a mark from commands that remove variants."""
+        with suppress(FileExistsError):
+            self._folder.mkdir()
+            self._folder.chmod(self._data_dir.stat().st_mode & 0o7777)
+        # NFS locks a file exclusively only where it is open for writing.
+        path, flags = self._folder / _LOCK, os.O_RDONLY if is_shared else os.O_RDWR
+        try:
+            descriptor = os.open(path, flags)
+        except FileNotFoundError:  # in a folder like /tmp, O_CREAT is refused for the file of another user
+            descriptor = os.open(path, flags | os.O_CREAT, 0o666)
+            with suppress(PermissionError):  # another user was faster
+                os.fchmod(descriptor, self._folder.stat().st_mode & 0o666)
+        try:
+            if not lock(descriptor, is_shared=is_shared, waits=False):
+                on_wait()
+                lock(descriptor, is_shared=is_shared)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+class BucketMarks:
+    """The marks of a data folder in a bucket, with the methods of `LocalMarks`.
+
+    Args:
+        leases: Leases of a command, which ends if it loses one of them.
+    """
+
+    def __init__(self, objects: "Objects", leases: "HeldLeases | None" = None) -> None:
+        self.address = objects.address
+        self._objects, self._leases = objects, leases
+
+    def write(self, name: str, content: bytes) -> None:
+        self._objects.write(f"{READERS_FOLDER}/{name}", content)
+
+    renew = write
+
+    def remove(self, name: str) -> None:
+        self._objects.delete(f"{READERS_FOLDER}/{name}")
+
+    def read(self) -> list[tuple[str, bytes, float]]:
+        marks = []
+        for info in self._objects.list(READERS_FOLDER):
+            name = info.key.rpartition("/")[2]
+            with suppress(FileNotFoundError):  # removed in the meantime
+                if _MARK.fullmatch(name):
+                    marks.append((name, self._objects.read(info.key), info.modified_s))
+        return marks
+
+    def now_s(self) -> float:
+        from clipmill.manifests.storage.leases import server_time_s
+
+        return server_time_s(self._objects)
+
+    @contextmanager
+    def hold(self, *, is_shared: bool, on_wait: Callable[[], object]) -> Iterator[None]:
+        from clipmill.manifests.storage.leases import HeldLeases, Lease
+
+        if not self._objects.is_writable:
+            raise PermissionError("a web server cannot be written")
+        lease = Lease(self._objects, f"{READERS_FOLDER}/{_LOCK}", what=self.address)
+        lease.wait(on_wait=lambda _: on_wait())
+        with (self._leases or HeldLeases(self._objects)).hold(lease):
+            yield
+
+
+Marks = LocalMarks | BucketMarks
+
+
+def _marks_of(data_dir: Path) -> Marks:
+    """Return the marks of the data folder of a command of prep."""
+    if (mirror := mirror_of(data_dir)) is None:
+        return LocalMarks(data_dir)
+    from clipmill.manifests.storage.working_copy import WorkingCopy
+
+    assert isinstance(mirror, WorkingCopy)
+    return BucketMarks(mirror.objects, mirror.leases)
+
+
+class _User:
+    """User of a mark."""
+
+
+class _Mark:
+    """A mark of this process, and its users."""
+
+    def __init__(self, marks: Marks, record: Mapping[str, Any], *, name: str = "") -> None:
+        self.marks, self.name = marks, f"{name or secrets.token_hex(8)}.lock"
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        self.content = json.dumps({**process_record(), "since": since, **record}, indent=1).encode()
+        self.users: WeakSet[_User] = WeakSet()
+
+    def remove(self) -> None:
+        with suppress(OSError, UserError):  # it expires
+            self.marks.remove(self.name)
+
+
+_folders: dict[Path, Marks | None] = {}  # data folders that this process trains on; None if a folder takes no mark
+_marks: dict[Path, _Mark] = {}  # by the folders of the variants
+_kept: list[list[_Mark]] = []  # marks that blocks need
+_lock = threading.Lock()
+_renewal: threading.Thread | None = None
+
+
+def read_from(data_dir: Path, objects: "Objects | None" = None) -> None:
+    """Leave marks in a data folder for the variants that this process opens, to the end of its outermost block.
+
+    Args:
+        objects: Objects of the data folder, if `data_dir` is a copy of its small files.
+    """
+    is_first_of_node = (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
+    if is_first_of_node and (folder := data_dir.resolve()) not in _folders:
+        _folders[folder] = LocalMarks(data_dir) if objects is None else BucketMarks(objects)
+
+
+def leave_mark(directory: Path) -> object | None:
+    """Leave a mark for a variant, if `read_from` was called for its data folder.
+
+    Returns:
+        user: Object whose existence keeps the mark; None without a mark.
+    """
+    global _renewal
+    if not _folders or (marks := _folders.get(directory.parent.parent.resolve())) is None:
+        return None
+    with _lock:
+        mark = _marks.get(directory)
+        if mark is None:
+            mark = _Mark(marks, {"variants": {directory.parent.name: directory.name}})
+            if not _is_written(mark):
+                return None
+            _marks[directory] = mark
+        user = _User()
+        mark.users.add(user)
+        if _kept:
+            _kept[-1].append(mark)
+        if _renewal is None:
+            _renewal = threading.Thread(target=_renew_forever, name="marks of readers", daemon=True)
+            _renewal.start()
+        return user
+
+
+def _is_written(mark: _Mark) -> bool:
+    """Return True once a mark is written; print a line if it cannot be."""
+    marks = mark.marks
+
+    def tell_of_waiting() -> None:
+        sys.stderr.write(f"waiting for prep gc, which removes variants in {marks.address}\n")
+
+    try:
+        with marks.hold(is_shared=True, on_wait=tell_of_waiting):
+            marks.write(mark.name, mark.content)
+    except (OSError, UserError) as error:
+        _folders.update({folder: None for folder, known in _folders.items() if known is marks})
+        why = getattr(error, "strerror", None) or error
+        if (os.environ.get("RANK") or "0") == "0":
+            sys.stderr.write(
+                f"note: {marks.address} takes no mark of its readers ({why}): prep gc does not see this one; "
+                "prep gc --keep VARIANT keeps its variant\n"
+            )
+        return False
+    return True
+
+
+@contextmanager
+def keep_marks() -> Iterator[None]:
+    """Keep, inside the block, the marks of all variants that are opened in it."""
+    _kept.append([])
+    try:
+        yield
+    finally:
+        _kept.pop()
+        if not _kept:
+            _folders.clear()
+        remove_unused_marks()
+
+
+def remove_unused_marks(*, renews: bool = False) -> None:
+    """Remove the marks of variants that are no longer in use; with `renews`, touch the others."""
+    with _lock:
+        needed = {mark for marks in _kept for mark in marks}
+        for directory, mark in list(_marks.items()):
+            if not (mark.users or mark in needed):
+                mark.remove()
+                del _marks[directory]
+            elif renews:
+                with suppress(OSError, UserError):  # it is tried again
+                    mark.marks.renew(mark.name, mark.content)
+
+
+def _renew_forever() -> None:
+    while True:
+        time.sleep(RENEWAL_S)
+        remove_unused_marks(renews=True)
+
+
+@atexit.register
+def _remove_marks() -> None:
+    for mark in _marks.values():
+        mark.remove()
+
+
+def _forget_marks() -> None:
+    """Forget, in a fork, the marks of the process that it is a copy of."""
+    global _lock, _renewal
+    _marks.clear()
+    _kept.clear()
+    _lock, _renewal = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget_marks)
+
+
+@contextmanager
+def mark_run(facts: Path, token: str, variants: Mapping[Path, Mapping[str, str]]) -> Iterator[None]:
+    """Mark the variants of a run until the block has ended without an error: the run is then finished.
+
+    Args:
+        facts: run.json, which has the token as its `TOKEN_FACT`.
+        variants: Names of the variants by column, for each data folder.
+    """
+    run = show_addresses(os.fspath(facts.resolve()))  # the address of a run in a bucket
+    name = hashlib.sha256(f"{token} {run}".encode()).hexdigest()[:16]
+    record = {"run": run, "token": token}
+    marks = [
+        _Mark(of_folder, {**record, "variants": dict(of_columns)}, name=name)
+        for data_dir, of_columns in variants.items()
+        if (of_folder := _folders.get(data_dir.resolve())) is not None
+    ]
+    written = [mark for mark in marks if _is_written(mark)]
+    yield
+    for mark in written:
+        mark.remove()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A process that reads variants, or a run that is not finished.
+
+    Attributes:
+        name: Name of the mark's file, below the data folder.
+        text: Name of the reader, and since when it reads.
+        variants: Names of the variants by column.
+        is_run: True for a run.
+    """
+
+    name: str
+    text: str
+    variants: Mapping[str, str]
+    is_run: bool = False
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The marks in a data folder.
+
+    Attributes:
+        alive: Readers that may read. A reader whose age is unknown, because the folder is not writable, is one of them.
+        ended: Readers that have ended without removing their marks.
+        now_s: Time by the clock of the storage, in seconds since the epoch; 0 if it is unknown.
+    """
+
+    alive: tuple[Reader, ...]
+    ended: tuple[Reader, ...]
+    now_s: float
+
+    def of_variant(self, column: str, variant: str) -> list[Reader]:
+        """Return the readers of a variant."""
+        return [reader for reader in self.alive if reader.variants.get(column) == variant]
+
+
+def read_readers(data_dir: Path) -> Readers:
+    """Return the readers of a data folder.
+
+    Raises:
+        OSError, UserError: The marks cannot be read.
+    """
+    marks, now_s = _marks_of(data_dir), 0.0
+    alive: list[Reader] = []
+    ended: list[Reader] = []
+    listed = marks.read()
+    if listed:
+        with suppress(OSError, UserError):
+            now_s = marks.now_s()
+    for name, content, touched_s in listed:
+        record = _read_record(content)
+        holder, since, run = record.get("holder"), record.get("since"), record.get("run")
+        text = f"{holder} since {since}"
+        if run is not None:
+            text = f"unfinished run {run.rpartition('/')[0]} (last start {since}, {holder})"
+        reader = Reader(f"{READERS_FOLDER}/{name}", text, record.get("variants", {}), is_run=run is not None)
+        (ended if _has_ended(record, age_s=now_s - touched_s) else alive).append(reader)
+    return Readers(tuple(sorted(alive, key=lambda reader: reader.is_run)), tuple(ended), now_s)
+
+
+def _read_record(content: bytes) -> dict[str, Any]:
+    """Return the record of a mark; {} if its writer was killed before it had written it."""
+    try:
+        record = json.loads(content)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) and isinstance(record.get("variants"), dict) else {}
+
+
+def _has_ended(record: Mapping[str, Any], *, age_s: float) -> bool:
+    if not record:
+        return True
+    if "run" not in record:
+        return is_abandoned(record) or age_s > EXPIRY_S
+    run = str(record["run"])
+    try:
+        token = json.loads(_read_facts(run)).get(TOKEN_FACT)
+    except (FileNotFoundError, NotADirectoryError):
+        token = None
+    except (OSError, ValueError, UserError):
+        return False  # it is damaged, or this user may not read it
+    if token == record.get("token"):
+        return False
+    # Another machine may have a folder that this one does not see.
+    is_seen = is_remote(run) or str(record.get("holder")).endswith(f" on {os.uname().nodename}")
+    return is_seen or age_s > RUN_EXPIRY_S
+
+
+def _read_facts(run: str) -> bytes:
+    if not is_remote(run):
+        return Path(run).read_bytes()
+    from clipmill.manifests.storage.objects import open_objects
+
+    folder, _, name = run.rpartition("/")
+    return open_objects(folder).read(name)
+
+
+@contextmanager
+def exclude_new_readers(data_dir: Path) -> Iterator[Readers]:
+    """Yield the readers of a data folder, and let no other reader begin inside the block."""
+
+    def tell_of_waiting() -> None:
+        sys.stderr.write(f"waiting for a reader that begins to read {data_dir}\n")
+
+    marks = _marks_of(data_dir)
+    with marks.hold(is_shared=False, on_wait=tell_of_waiting):
+        yield replace(read_readers(data_dir), now_s=marks.now_s())

@@ -1,0 +1,246 @@
+"""Marks of readers: a variant has one as long as it is in use, however its reader ends and whatever the clocks say."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from clipmill.manifests.storage.mounting import open_data
+from clipmill.manifests.storage.objects import Objects, open_objects
+from clipmill.shards import marks
+from clipmill.shards.marks import (
+    EXPIRY_S,
+    READERS_FOLDER,
+    RUN_EXPIRY_S,
+    Readers,
+    exclude_new_readers,
+    keep_marks,
+    leave_mark,
+    mark_run,
+    read_from,
+    read_readers,
+    remove_unused_marks,
+)
+from tests.forked import forked
+from tests.object_storage.faults import Fault, Faults
+
+NEW = "h265-other-89abcdef"
+
+
+@dataclass
+class Folder:
+    """A data folder as a training process and as commands of prep see it: local, or in a bucket."""
+
+    path: Path
+    objects: Objects | None
+
+    def variant(self, name: str = "h264-test-01234567") -> Path:
+        return self.path / "video" / name
+
+    def readers(self) -> Readers:
+        return read_readers(self.of_prep())
+
+    def of_prep(self) -> Path:
+        return self.path if self.objects is None else open_data(self.objects.address)
+
+    def marks(self) -> list[str]:
+        """Names of the files of all marks."""
+        if self.objects is not None:
+            return [info.key for info in self.objects.list(READERS_FOLDER) if not info.key.endswith("/.lock")]
+        return [str(path.relative_to(self.path)) for path in (self.path / READERS_FOLDER).glob("?*.lock")]
+
+    def change(self, **entries: object) -> None:
+        """Change entries of the only mark."""
+        (name,) = self.marks()
+        content = (self.path / name).read_bytes() if self.objects is None else self.objects.read(name)
+        changed = json.dumps({**json.loads(content), **entries}).encode()
+        if self.objects is None:
+            (self.path / name).write_bytes(changed)
+        else:
+            self.objects.write(name, changed)
+
+    def expire(self, patch: pytest.MonkeyPatch, *, age_s: float) -> None:
+        """Let the only mark be this old by the clock of the storage."""
+        if self.objects is None:
+            (name,) = self.marks()
+            touched_s = time.time() - age_s
+            os.utime(self.path / name, (touched_s, touched_s))
+        else:
+            now_s = marks.BucketMarks.now_s
+            patch.setattr(marks.BucketMarks, "now_s", lambda of_bucket: now_s(of_bucket) + age_s)
+
+
+@pytest.fixture(params=["local", "bucket"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
+    objects = open_objects(f"{request.getfixturevalue('bucket')}/data") if request.param == "bucket" else None
+    path = tmp_path / "data"
+    path.mkdir()
+    yield Folder(path, objects)
+    remove_unused_marks()
+
+
+def text_of(readers: Readers) -> list[str]:
+    return [reader.text.partition(" since")[0] for reader in readers.alive]
+
+
+def test_a_variant_has_a_mark_as_long_as_it_is_in_use(folder: Folder) -> None:
+    assert leave_mark(folder.variant()) is None, "prep reads without marks"
+    read_from(folder.path, folder.objects)
+    first, second = leave_mark(folder.variant()), leave_mark(folder.variant())
+    assert first is not second and len(folder.marks()) == 1
+    assert text_of(folder.readers()) == [f"process {os.getpid()} on {os.uname().nodename}"]
+    assert folder.readers().of_variant("video", folder.variant().name) and not folder.readers().of_variant("video", NEW)
+    del first
+    remove_unused_marks()
+    assert len(folder.marks()) == 1
+    with keep_marks():
+        del second
+        leave_mark(folder.variant(NEW))
+        remove_unused_marks()
+        assert [reader.variants for reader in folder.readers().alive] == [{"video": NEW}]
+    assert folder.marks() == []
+
+
+@pytest.mark.parametrize("clock_s", [-3600, 3600])
+def test_a_reader_on_another_machine_counts_until_its_mark_expires_whatever_its_clock_says(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, clock_s: float
+) -> None:
+    now_s = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now_s() + clock_s)
+        read_from(folder.path, folder.objects)
+        user = leave_mark(folder.variant())
+    folder.change(machine="other", holder="process 7 on node1")
+    assert text_of(folder.readers()) == ["process 7 on node1"]
+    with monkeypatch.context() as patch:
+        folder.expire(patch, age_s=EXPIRY_S + 60)
+        readers = folder.readers()
+        assert not readers.alive and [reader.name for reader in readers.ended] == folder.marks()
+    folder.change(machine="other")
+    remove_unused_marks(renews=True)
+    assert text_of(folder.readers()) == [f"process {os.getpid()} on {os.uname().nodename}"] or folder.objects is None
+    assert len(folder.readers().alive) == 1 and user is not None
+
+
+def test_a_removed_mark_returns_when_it_is_renewed(folder: Folder) -> None:
+    """A machine that was suspended, for example: `prep gc` has taken its reader for dead."""
+    read_from(folder.path, folder.objects)
+    user = leave_mark(folder.variant())
+    (name,) = folder.marks()
+    if folder.objects is None:
+        (folder.path / name).unlink()
+    else:
+        folder.objects.delete(name)
+    remove_unused_marks(renews=True)
+    assert folder.marks() == [name] and user is not None
+
+
+def test_a_reader_that_is_killed_counts_no_more_and_its_end_removes_no_mark_of_another(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, None)
+    read_from(tmp_path)
+    user = leave_mark(folder.variant())
+
+    def read_and_die() -> None:
+        leave_mark(folder.variant(NEW))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def read_and_end() -> None:
+        leave_mark(folder.variant(NEW))
+        marks._remove_marks()
+
+    assert forked(read_and_die)[0] == -signal.SIGKILL
+    assert forked(read_and_end)[0] == 0
+    readers = folder.readers()
+    assert [reader.variants for reader in readers.alive] == [{"video": folder.variant().name}] and user is not None
+    assert [reader.variants for reader in readers.ended] == [{"video": NEW}]
+
+
+def test_a_mark_without_content_is_of_a_killed_writer(tmp_path: Path) -> None:
+    (tmp_path / READERS_FOLDER).mkdir()
+    (tmp_path / READERS_FOLDER / "0123456789abcdef.lock").write_bytes(b'{"holder"')
+    (tmp_path / READERS_FOLDER / "notes.txt").write_bytes(b"mine")
+    assert not read_readers(tmp_path).alive and len(read_readers(tmp_path).ended) == 1
+
+
+def test_a_folder_that_takes_no_mark_is_read_with_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / READERS_FOLDER).write_bytes(b"")
+    for _ in range(2):
+        read_from(tmp_path)
+        assert leave_mark(tmp_path / "video" / NEW) is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"note: {tmp_path} takes no mark of its readers (" in line and "--keep" in line
+
+
+@pytest.mark.parametrize("place", ["bucket", "web server"])
+def test_a_place_that_may_not_be_written_is_read_with_a_line(
+    place: str, bucket: str, faults: Faults, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults.set(Fault("error", method="PUT", status=403, code="AccessDenied"))
+    read_from(tmp_path, open_objects(f"{bucket}/data" if place == "bucket" else "https://127.0.0.1:1/data"))
+    assert leave_mark(tmp_path / "video" / NEW) is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "takes no mark of its readers (" in line and "--keep" in line
+
+
+def test_a_mark_waits_until_variants_have_been_removed(tmp_path: Path) -> None:
+    code = (
+        "from clipmill.shards.marks import *; read_from(Path(sys.argv[1])); leave_mark(Path(sys.argv[1]) / 'video/x')"
+    )
+    with exclude_new_readers(tmp_path) as readers:
+        assert not readers.alive and readers.now_s == pytest.approx(time.time(), abs=60)
+        # A fork would hold the lock, too.
+        reader = subprocess.Popen([sys.executable, "-c", code, tmp_path], stderr=subprocess.PIPE, text=True)
+        assert reader.stderr is not None and "waiting for prep gc" in reader.stderr.readline()
+        assert not Folder(tmp_path, None).marks()
+    assert reader.wait(60) == 0 and reader.stderr.read() == ""
+    assert not Folder(tmp_path, None).marks(), "it was removed at the end of the process"
+
+
+@pytest.fixture
+def run(folder: Folder, tmp_path: Path) -> Callable[..., object]:
+    """What marks the variant of a run."""
+    read_from(folder.path, folder.objects)
+    facts = tmp_path / "run" / "run.json"
+    facts.parent.mkdir()
+    facts.write_text(json.dumps({marks.TOKEN_FACT: "1234"}))
+    return lambda: mark_run(facts, "1234", {folder.path: {"video": NEW}})
+
+
+def stop(run: Callable[..., object]) -> None:
+    with pytest.raises(KeyboardInterrupt), run():  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+
+def test_a_run_has_a_mark_until_it_is_finished(folder: Folder, run: Callable[..., object], tmp_path: Path) -> None:
+    for _ in range(2):
+        stop(run)
+        (reader,) = folder.readers().of_variant("video", NEW)
+        assert reader.is_run and f"unfinished run {tmp_path / 'run'} (last start 20" in reader.text
+    with run():  # type: ignore[attr-defined]
+        assert len(folder.marks()) == 1
+    assert folder.marks() == []
+
+
+def test_a_run_that_was_removed_counts_no_more(
+    folder: Folder, run: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop(run)
+    facts = tmp_path / "run" / "run.json"
+    facts.write_bytes(b"{")
+    assert folder.readers().alive, "a damaged run is a run"
+    facts.write_text(json.dumps({marks.TOKEN_FACT: "another run"}))
+    assert not folder.readers().alive and folder.readers().ended
+    facts.unlink()
+    assert not folder.readers().alive
+    # A folder that this machine does not have may exist on the machine of the run.
+    folder.change(holder="process 7 on node1")
+    assert folder.readers().alive
+    folder.expire(monkeypatch, age_s=RUN_EXPIRY_S + 60)
+    assert not folder.readers().alive
