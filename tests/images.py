@@ -42,7 +42,9 @@ class Stage:
         """Return the command that runs a shell command in the stage."""
         is_root = self.user == "0"
         passed = {name: value for name, value in os.environ.items() if is_root and name.startswith(_PASSED)}
-        passed |= {"HOME": os.environ["HOME"], "UV_LINK_MODE": "symlink"} if is_root else {}
+        passed |= {"HOME": os.environ["HOME"]} if is_root else {}
+        # Gigabytes stay in the cache of this machine, which all stages see; clipmill itself is built in a stage.
+        passed |= {"UV_LINK_MODE": "symlink"} if "pip sync" in words else {}
         variables = [f"{name}={value}" for name, value in {**passed, **self.environment}.items()]
         inside = f"{'' if is_root else 'export HOME=~clipmill && '}cd {self.folder} && {words}"
         chroot = ["chroot", f"--userspec={self.user}:{self.user}", "ROOT", "env", "-i", *variables, "/bin/sh", "-ec"]
