@@ -54,10 +54,9 @@ def no_shards(data_dir: Path, column: str) -> UserError:
         return not_a_data_folder(data_dir)
     known, path = list_variants(data_dir, column), data_dir / DATASET_FILE
     if known and not path.exists():
-        commands = " or ".join(sorted({f"prep {command_for(column, name)}" for name in known}))
         return UserError(
             f"{path} is missing, and with it the name of the current variant of {column}",
-            hint=f"run {commands} with the settings of one of them again: {', '.join(known)}",
+            hint=f"run {commands_of(data_dir, column)} with the settings of one of them again: {', '.join(known)}",
         )
     return UserError(f"{data_dir} has no {column} shards", hint=f"run {how_to_make(column, data_dir)}")
 
@@ -111,6 +110,12 @@ def list_variants(data_dir: Path, column: str) -> list[str]:
     if not folder.is_dir():
         return []
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def commands_of(data_dir: Path, column: str) -> str:
+    """Return the commands that make the variants of `column` on disk, or could make one: "prep chunk or prep index"."""
+    names = list_variants(data_dir, column) or ["", INDEXED]
+    return " or ".join(sorted({f"prep {command_for(column, name)}" for name in names}))
 
 
 @contextmanager

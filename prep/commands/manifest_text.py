@@ -20,7 +20,7 @@ from clipmill.manifests.write import WriteResult
 from clipmill.prep.core.column import data_flags
 from clipmill.prep.core.failure_list import FailureEntry, first_rejected, named_lines, named_values
 from clipmill.prep.registry import column_named
-from clipmill.shards.columns import VIDEO, command_for
+from clipmill.shards.columns import INDEXED, VIDEO, command_for
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 
@@ -30,7 +30,7 @@ ADVICE = {
     Reason.MALFORMED_ROW: "in CSV files, enclose text that contains commas in double quotes",
     Reason.AMBIGUOUS_VIDEO: "give the path of each video relative to the folder, with the extension",
     Reason.MISSING_CHUNK: "if the videos have no chunks yet, such as videos that returned, run "
-    f"`prep {command_for(VIDEO)}` first, "
+    f"`prep {command_for(VIDEO)}` or `prep {command_for(VIDEO, INDEXED)}` first, "
     "then this command again",
     Reason.BAD_SPLIT: "a split is train, val or test; use another data folder (--data) for other splits of the same "
     "videos",

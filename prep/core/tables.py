@@ -24,9 +24,9 @@ import pyarrow.parquet as pq
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import naming, publish_atomically, require_regular
-from clipmill.shards.columns import COLUMNS, VIDEO, command_for
+from clipmill.shards.columns import COLUMNS, VIDEO
 from clipmill.shards.commits import Failure
-from clipmill.shards.dataset import list_variants, variant_dir
+from clipmill.shards.dataset import commands_of, list_variants, variant_dir
 from clipmill.shards.format import RECIPE_FILE
 from clipmill.shards.index import open_index
 from clipmill.shards.opening import Damaged
@@ -158,10 +158,10 @@ class DamagedLayout(UserError):
     """A layout file is damaged."""
 
     def __init__(self, path: Path, why: str) -> None:
-        command = f"prep {command_for(owner_of_layout(path))}"
+        command = commands_of(path.parent.parent, owner_of_layout(path))
         super().__init__(
             f"the layout {path} is damaged: {why}",
-            hint=f"run `{command}` again with the same settings as before; it rebuilds the layout from the commits",
+            hint=f"run {command} again with the same settings as before; it rebuilds the layout from the commits",
         )
 
 

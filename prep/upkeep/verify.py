@@ -48,7 +48,7 @@ from clipmill.prep.upkeep.garbage import late_files
 from clipmill.shards.columns import VIDEO, command_for
 from clipmill.shards.commit_table import distrust
 from clipmill.shards.commits import Commit, commit_path
-from clipmill.shards.dataset import current_variant, list_variants, variant_dir
+from clipmill.shards.dataset import commands_of, current_variant, list_variants, variant_dir
 from clipmill.shards.format import DATASET_FILE, RECIPE_FILE
 from clipmill.shards.index import extensions_of, open_index
 from clipmill.shards.lists import damaged_lists
@@ -371,7 +371,10 @@ def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
                 message = "commits of a late run, written after the variant had been removed"
                 yield RecordFinding(str(folder), message, f"prep gc --data {shlex.quote(str(data_dir))}")
     if missing:
-        made_by = (_command_of(data_dir, column, lambda stored: True) or f"prep {column.command}" for column in missing)
+        made_by = (
+            _command_of(data_dir, column, lambda stored: True) or commands_of(data_dir, column.name)
+            for column in missing
+        )
         commands = ", ".join(made_by)
         names = ", ".join(column.name for column in missing)
         lost = f"no variant is current, but there are variants of {names}"
@@ -404,7 +407,7 @@ def _layout_repair(path: Path, data_dir: Path) -> str:
     if column is not None:
         name_of = work_of(column).layout_file
         again = _command_of(data_dir, column, lambda stored: name_of(stored) == path.name)
-    return again or f"prep {command_for(owner)} with the same settings as before"
+    return again or f"{commands_of(data_dir, owner)} with the same settings as before"
 
 
 def _command_of(data_dir: Path, column: ColumnSpec, matches: Callable[[Stored], bool]) -> str | None:

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from clipmill.shards.columns import VIDEO, command_for
+from clipmill.shards.columns import VIDEO
+from clipmill.shards.dataset import commands_of
 from clipmill.shards.disk_speed import DiskSpeed, speed_of_file, speed_of_folder
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.doctor.accelerator import Accelerator, ask_child, examine_accelerator
@@ -210,7 +211,7 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
             none = Finding(
                 "note",
                 "there is no shard to read, so its speed was not measured",
-                f"run prep {command_for(VIDEO)} first",
+                f"run {commands_of(path, VIDEO)} first",
             )
             return Disk(**known, problem=none)
         with tar.open("rb", buffering=0) as file:

@@ -175,7 +175,7 @@ def test_captions_of_chunks_and_videos_that_are_gone_are_listed(data: Path, tmp_
     assert (
         f"p.parquet, entry 2: {second}: missing_chunk: the video has no chunk between 0.0 s and 1.0 s\n" in ran.stdout
     )
-    hint = "  hint: if the videos have no chunks yet, such as videos that returned, run `prep chunk` first, then this "
+    hint = "  hint: if the videos have no chunks yet, such as videos that returned, run `prep chunk` or `prep "
     assert hint in ran.stdout
     only = pseudo(tmp_path / "only.parquet", rows[1:])
     assert hint in captions(data, only, status=1).stderr

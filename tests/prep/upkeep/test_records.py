@@ -9,7 +9,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import REJECTED_LIST
-from clipmill.prep.core.tables import LAYOUT, read_layout, read_table_file
+from clipmill.prep.core.tables import LAYOUT, DamagedLayout, read_layout, read_table_file
 from clipmill.prep.sources.table import PROBES, PROBES_FILE
 from clipmill.prep.video.column import COLUMN
 from clipmill.shards.commit_table import read_contents
@@ -71,6 +71,28 @@ def read_everything(shard_set: ShardSet) -> list[object]:
         read_layout(RECORDS["layout"](shard_set)),
         read_table_file(shard_set.data / PROBES_FILE, schema=PROBES).to_pylist(),
     ]
+
+
+@pytest.mark.parametrize(
+    ("variants", "commands"),
+    [
+        (["source-1"], "prep index"),
+        (["x264-1"], "prep chunk"),
+        (["source-1", "x264-1"], "prep chunk or prep index"),
+        ([], "prep chunk or prep index"),
+    ],
+)
+def test_a_damaged_layout_names_the_commands_of_its_variants(
+    variants: list[str], commands: str, tmp_path: Path
+) -> None:
+    for name in variants:
+        (tmp_path / "video" / name).mkdir(parents=True)
+    path = tmp_path / "layout" / "15s-keep.parquet"
+    path.parent.mkdir()
+    path.write_text("no table")
+    with pytest.raises(DamagedLayout) as caught:
+        read_layout(path)
+    assert str(caught.value.hint).startswith(f"run {commands} again with the same settings")
 
 
 def test_folders_in_place_of_files_are_all_named_with_what_to_do(prep: Prep, shard_set: ShardSet) -> None:
