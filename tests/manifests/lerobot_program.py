@@ -3,6 +3,7 @@
 write ROOT        write a dataset of two cameras in LeRobot's default encoding
 convert ROOT      convert a dataset of version 2.1 to version 3.0, in place
 frames ROOT OUT   write all frames and their episodes and tasks, as LeRobot reads them, to OUT (.npz)
+items ROOT OUT    write what a policy of two frames and four actions trains on to OUT (.npz)
 """
 
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-LENGTHS = (21, 34, 27)
+FPS, LENGTHS = 30, (21, 34, 27)
 CAMERAS = ("observation.images.top", "observation.images.wrist")
 TASKS = ("open the drawer", "close the drawer")
 
@@ -23,7 +24,7 @@ def write(root: Path) -> None:
     camera = {"dtype": "video", "shape": (96, 128, 3), "names": ["height", "width", "channels"]}
     state = {"dtype": "float32", "shape": (2,), "names": ["x", "y"]}
     features = {**dict.fromkeys(CAMERAS, camera), "observation.state": state, "action": state}
-    dataset = LeRobotDataset.create("me/drawers", fps=30, features=features, root=root, use_videos=True)
+    dataset = LeRobotDataset.create("me/drawers", fps=FPS, features=features, root=root, use_videos=True)
     rng = np.random.default_rng(0)
     for episode, length in enumerate(LENGTHS):
         for frame in range(length):
@@ -58,6 +59,22 @@ def store_frames(root: Path, out: Path) -> None:
     np.savez(out, allow_pickle=False, **frames)
 
 
+def store_items(root: Path, out: Path) -> None:
+    """Store the items of LeRobotDataset with the offsets of docs/tutorials/robot.md."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    offsets_s = {**{name: [-0.1, 0.0] for name in CAMERAS}, "action": [step / FPS for step in range(4)]}
+    dataset = LeRobotDataset(f"me/{root.name}", root=root, delta_timestamps=offsets_s, video_backend="pyav")
+    items = [dataset[index] for index in range(len(dataset))]
+    names = [name for name in items[0] if name.startswith(("observation", "action"))]
+    np.savez(out, allow_pickle=False, **{name: np.stack([item[name].numpy() for item in items]) for name in names})
+
+
 if __name__ == "__main__":
-    programs: dict[str, Callable[..., None]] = {"write": write, "convert": convert, "frames": store_frames}
+    programs: dict[str, Callable[..., None]] = {
+        "write": write,
+        "convert": convert,
+        "frames": store_frames,
+        "items": store_items,
+    }
     programs[sys.argv[1]](*map(Path, sys.argv[2:]))
