@@ -20,6 +20,7 @@ from tests.tutorials.running import Runner
 
 OFFSETS = (-1, 0)  # frames of 0.1 s
 NUM_ACTIONS = 4
+MOST_LEVELS = 8  # of 255: two conversions to RGB differ by up to 6; the colours of another frame by 37 and more
 
 
 @contextmanager
@@ -77,8 +78,13 @@ def test_batches_are_the_items_of_a_lerobot_dataset(tmp_path: Path, monkeypatch:
     ask(tmp_path, "items", tmp_path / "robot", tmp_path / "items.npz")
     theirs = np.load(tmp_path / "items.npz")
     items = run_loop(tmp_path, monkeypatch, size_px=(96, 128))
-    assert len(items) > len(theirs["action"]) - 8
+    assert len(items) == len(theirs["action"]) - len(theirs["action"]) % 8
     for index, item in items.items():
         assert item.keys() - {"index"} == set(theirs.files)
         for name in theirs.files:
-            assert np.array_equal(item[name], theirs[name][index]), (index, name)
+            if name in CAMERAS:
+                # In the middle of the blocks, as in `test_read_clips.py`: swscale does not interpolate chroma.
+                shown, expected = (255 * frames[..., 8::16, 8::16] for frames in (item[name], theirs[name][index]))
+                assert np.abs(shown - expected).max() < MOST_LEVELS, (index, name)
+            else:
+                assert np.array_equal(item[name], theirs[name][index]), (index, name)
