@@ -245,8 +245,9 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
         raise AccessRefused(message, hint="check the profile that AWS_PROFILE names") from None
     if code in _CREDENTIAL_CODES or isinstance(error, UnauthenticatedError) or reason.startswith("401"):
         hint = f"check {cloud.credentials}" + ("" if cloud.names_clock else ", and the clock of this machine")
-        kind = AccessRefused if cloud.credentials else AccessDenied  # a web server answers for a single file
-        raise kind(f"{where}: the credentials are refused ({code or reason})", hint=hint) from None
+        refused = AccessRefused(f"{where}: the credentials are refused ({code or reason})", hint=hint)
+        # A web server, which has no credentials of its own, answers for a single file.
+        raise (refused if cloud.credentials else AccessDenied(str(refused), hint=hint)) from None
     if reason.startswith("403"):
         raise AccessDenied(
             f"{where}: access denied ({code or reason})",

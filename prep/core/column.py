@@ -36,7 +36,7 @@ ENGINE_FLAGS = ("engine", "address")  # which the records of a run keep if they 
 # Names that settings may not have: values that each recipe has, and flags of all columns (`prep/core/request.py`).
 TAKEN_SETTINGS = frozenset(
     {*("column", "schema", VIDEO, "weights"), *("data", "json", "engine", "address", "execution", "workers", "part")}
-    | {"max_failures", "trial", "explain", "retry_codes", "only_variant", "variant"}
+    | {"max_failures", "trial", "explain", "retry_codes", "only_variant", "variant", "monitoring"}
 )
 WEIGHTS = "weights"  # path of a local model, by which commands name it; recipes have its hash
 Stored = Mapping[str, Any]  # content of a variant's recipe.json

@@ -146,8 +146,10 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
         )
     show(report, json=request.json)
     if summary.gave_up is not None:
-        message = f"{summary.gave_up}; finished work is kept; run the same command again to resume"
-        raise FailedWork(message, exit_code=summary.exit_code)
+        raise FailedWork(
+            f"{summary.gave_up}; finished work is kept; run the same command again to resume",
+            exit_code=summary.exit_code,
+        )
     # A variant that is empty, or not the current one, is not the requested one, whatever was reported before.
     is_usable = report.values["current"] == plan.variant_dir.name and report.values["total_bytes"] > 0
     unchanged = summary.unchanged if is_usable else ()

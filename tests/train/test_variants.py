@@ -170,6 +170,7 @@ def test_a_variant_that_was_looked_at_stays_within_its_command(data: Path) -> No
 
 def test_a_caller_in_python_names_a_variant_and_keeps_it_as_long_as_its_batches(data: Path) -> None:
     def read_variants() -> list[str]:
+        gc.collect()
         remove_unused_marks()
         return [reader.variants["video"] for reader in read_readers(data).alive]
 
@@ -182,7 +183,6 @@ def test_a_caller_in_python_names_a_variant_and_keeps_it_as_long_as_its_batches(
     batches.close()
     assert read_variants() == [OTHER], "they can be iterated again"
     del batches
-    gc.collect()
     assert read_variants() == []
 
 

@@ -492,7 +492,7 @@ class RemoteTars:
             try:
                 self.objects.read(DATASET_FILE)
             except AccessRefused:
-                raise error from None
+                raise AccessRefused(str(error), hint=error.hint) from None
             raise Unanswered(errno.EIO, str(error)) from error
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:

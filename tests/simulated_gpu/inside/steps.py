@@ -25,7 +25,7 @@ def _without_files(*, keeps_checkpoints: bool = False) -> Iterator[None]:
     """Leave out checkpoints and the results page, which take most of the time of a short run and compute nothing."""
     with pytest.MonkeyPatch.context() as patch:
         if not keeps_checkpoints:
-            patch.setattr(CheckpointWriter, "save", lambda *_: None)
+            patch.setattr(CheckpointWriter, "save", lambda *_, **__: None)
         patch.setattr(command, "write_page", lambda _: None)
         yield
 
