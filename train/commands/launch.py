@@ -271,7 +271,7 @@ def _summary(
     return {
         "task": spec.name,
         "run": os.fspath(run.path),
-        "checkpoint": os.fspath(run.require_checkpoint()),
+        "checkpoint": str(run.latest_checkpoint()),
         "page": os.fspath(run.page),
         "steps": settings.steps,
         "samples": settings.steps * settings.batch,
