@@ -264,13 +264,16 @@ def remove_unused_marks(*, renews: bool = False) -> None:
     """Remove the marks of variants that are no longer in use; with `renews`, touch the others."""
     with _lock:
         needed = {mark for marks in _kept for mark in marks}
-        for directory, mark in list(_marks.items()):
-            if not (mark.users or mark in needed):
-                mark.remove()
-                del _marks[directory]
-            elif renews:
-                with suppress(OSError, UserError):  # it is tried again
-                    mark.marks.renew(mark.name, mark.content)
+        unused = [directory for directory, mark in _marks.items() if not (mark.users or mark in needed)]
+        removed, renewed = [_marks.pop(directory) for directory in unused], [*_marks.values()] if renews else []
+    # Without the lock, because a bucket may not answer for minutes, and the training goes on.
+    for mark in renewed:
+        with suppress(OSError, UserError):  # it is tried again
+            mark.marks.renew(mark.name, mark.content)
+        with _lock:
+            removed += [mark] if mark not in _marks.values() else []  # its last user has ended in the meantime
+    for mark in removed:
+        mark.remove()
 
 
 def _renew_forever() -> None:

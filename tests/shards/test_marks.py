@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -187,6 +188,25 @@ def test_a_place_that_may_not_be_written_is_read_with_a_line(
     assert leave_mark(tmp_path / "video" / NEW) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert "takes no mark of its readers (" in line and "--keep" in line
+
+
+def test_a_bucket_that_does_not_answer_holds_up_no_other_folder(bucket: str, faults: Faults, tmp_path: Path) -> None:
+    remote, local = Folder(tmp_path / "remote", open_objects(f"{bucket}/data")), Folder(tmp_path / "local", None)
+    local.path.mkdir()
+    with keep_marks():
+        read_from(remote.path, remote.objects)
+        user = leave_mark(remote.variant())
+        faults.set(Fault("hang"))
+        renewal = threading.Thread(target=remove_unused_marks, kwargs={"renews": True}, daemon=True)
+        renewal.start()
+        deadline = time.monotonic() + 10
+        while faults.seen().num_faults == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        read_from(local.path)
+        assert leave_mark(local.variant()) is not None and len(local.marks()) == 1
+        assert renewal.is_alive() and user is not None
+        faults.set()
+    renewal.join()
 
 
 def test_a_mark_waits_until_variants_have_been_removed(tmp_path: Path) -> None:
