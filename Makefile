@@ -92,7 +92,7 @@ pytest: setup
 nightly: setup
 	$(BIN)/python -m pytest -m nightly --numprocesses $$(nproc) --dist worksteal $(PYTEST_FLAGS)
 	$(BIN)/python -m tests.torture --seed $(SEED) --cases points=100 damage=50 hostile=50 buckets=10 sources=75 \
-		unfinished=20 variants=10 marks=10 answers=10
+		unfinished=20 variants=10 marks=10 runs=10 answers=10
 
 torture: setup
 	$(BIN)/python -m tests.torture --seed $(SEED) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(CASES),--cases $(CASES)) \
