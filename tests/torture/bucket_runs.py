@@ -189,7 +189,7 @@ def _try(workspace: Workspace, point: str, fault: str, folder: Path) -> None:
             trial.proxy.set()
             if session is not None:
                 signal_session(signal.SIGCONT, session)
-        allowed = {"kill": {-signal.SIGKILL}, "lost": {0}, "away": {0}, "refuse": {0, 1, 2}, "refuse-all": {1, 2}}
+        allowed = {"kill": {-signal.SIGKILL}, "lost": {0}, "away": {0}, "refuse": {0, 1, 2, 3}, "refuse-all": {1, 2, 3}}
         ended_well(writer.result(), status=allowed.get(fault, {1}))
         if fault == "frozen" and trial.contents() != left:
             raise Broken(f"it has changed what its successor left\n{writer.result().described()}")
