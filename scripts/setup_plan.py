@@ -2,7 +2,7 @@
 
 It runs before anything is installed, with the standard library alone: `python3 scripts/setup_plan.py .venv [PART]`.
 The sizes were measured on Linux, x86-64, with Python 3.11: `du -s .venv`, and what uv says it downloads into an empty
-cache; those of `columns` and `train` are the shares of their packages.
+cache; the values of `columns` and `train` are the shares of their packages.
 """
 
 import os

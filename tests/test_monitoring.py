@@ -1,4 +1,4 @@
-"""What commands tell a platform while they run: metrics, which the dashboard shows, and a log of JSON lines."""
+"""Metrics of running commands, which the dashboard shows, and logs of JSON lines."""
 
 import json
 import re
@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from torch import nn
 
-from clipmill.manifests.errors import FailedWork
+from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.monitoring import JsonLog, Monitoring
 from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.train.config.evaluation import EvaluationSettings
@@ -55,7 +55,7 @@ def port_of(log: str) -> int:
 
 
 class EvaluatedPlane(PlaneTask):
-    """The metrics of its evaluation are of a split, as those of the tasks are."""
+    """A task whose evaluation metrics are named by a split."""
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         return {"val/error": super().evaluate(model, world)["error"]}
@@ -143,6 +143,9 @@ def test_a_port_in_use_is_refused_before_work_starts(data: Path, taken_port: int
 def test_of_several_ranks_the_first_serves(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with Monitoring(metrics_port=taken_port).begin():
+        pass
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="cannot be used"), Monitoring(metrics_port=taken_port).begin():
         pass
 
 

@@ -92,7 +92,7 @@ class Seen:
         requests: (method, path and query) of each, in order.
         num_bytes: bytes of bodies, of requests and of answers.
         num_faults: number of requests that a fault happened to.
-        keys: keys that expire of which requests were signed.
+        keys: expiring keys that signed requests.
         num_expired: number of requests that were refused because their key had expired.
     """
 

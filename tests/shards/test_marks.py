@@ -225,7 +225,7 @@ def test_a_mark_waits_until_variants_have_been_removed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(folder: Folder, tmp_path: Path) -> Callable[..., object]:
-    """What marks the variant of a run."""
+    """Function that marks the variant of a run."""
     read_from(folder.path, folder.objects)
     facts = tmp_path / "run" / "run.json"
     facts.parent.mkdir()

@@ -94,7 +94,7 @@ def _try(workspace: Workspace, kind: str, program: str, folder: Path, *, random:
         if kind == "renewed":
             life_s = random.uniform(2.5, 6.0)
             proxy.set(latency_s=random.choice((0.0, 0.02, 0.1)), key_life_s=life_s)
-            keys = _renewed(random.choice(_KINDS), proxy, folder, life_s=life_s)
+            keys = _renewable_keys(random.choice(_KINDS), proxy, folder, life_s=life_s)
             ran = trial.run(keys)
             if "there are no credentials" in ran.stderr:  # obstore waits for metadata for a second, on a busy machine
                 ran = trial.run(keys)
@@ -111,12 +111,12 @@ def _try(workspace: Workspace, kind: str, program: str, folder: Path, *, random:
                 raise Broken(f"the cause is not named: {ran.described()}")
             ended_well(trial.run(None), status=0)
         if program == "prep":
-            same_contents(trial.contents(), _undisturbed(workspace))
+            same_contents(trial.contents(), _undisturbed_digests(workspace))
         elif not list(all_checkpoints(RunFolder(folder / "run").checkpoints)):
             raise Broken("no checkpoint is left")
 
 
-def _renewed(kind: str, proxy: Faults, folder: Path, *, life_s: float) -> dict[str, str]:
+def _renewable_keys(kind: str, proxy: Faults, folder: Path, *, life_s: float) -> dict[str, str]:
     """Return the variables that lead a command to keys of one kind."""
     if kind == "instance":
         return {"AWS_METADATA_ENDPOINT": proxy.endpoint}
@@ -130,7 +130,7 @@ def _renewed(kind: str, proxy: Faults, folder: Path, *, life_s: float) -> dict[s
     return {"AWS_PROFILE": "own", "AWS_CONFIG_FILE": str(folder / "config")}
 
 
-def _undisturbed(workspace: Workspace) -> dict[str, str]:
+def _undisturbed_digests(workspace: Workspace) -> dict[str, str]:
     """Return the contents of a data folder in a bucket in which nothing failed."""
 
     def make(made: Path) -> None:

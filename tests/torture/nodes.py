@@ -1,4 +1,4 @@
-"""Clusters of two nodes, one of which is bad in its own way, from the beginning or from some work on.
+"""Clusters of a good and a bad node; the bad node fails from the beginning, or after some work.
 
 `prep chunk` must make every chunk, with the bytes of an undisturbed run, and name no node but the bad one.
 """
@@ -41,7 +41,7 @@ _one_at_a_time = threading.Lock()  # a cluster has the nodes of one case
 
 @dataclass(frozen=True)
 class Spoilt:
-    """What only the bad node has."""
+    """Environment and mounts of the bad node."""
 
     mounts: tuple[tuple[object, ...], ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
@@ -72,7 +72,7 @@ def _cluster() -> Any:
         return stack.enter_context(cluster_of(HEAD, shutdown_at_exit=False))
 
 
-def _undisturbed(workspace: Workspace) -> Path:
+def _undisturbed_data(workspace: Workspace) -> Path:
     def make(folder: Path) -> None:
         for number in range(_NUM_VIDEOS):
             video = FrameNumberVideo(num_frames=48, fps=Fraction(30), width=64, height=64, first_number=50 * number)
@@ -86,7 +86,7 @@ def _undisturbed(workspace: Workspace) -> Path:
 
 
 def _try(workspace: Workspace, kind: str, folder: Path, *, random: Random) -> None:
-    made = _undisturbed(workspace)
+    made = _undisturbed_data(workspace)
     copy(made / "videos", folder / "videos")
     with _one_at_a_time, ExitStack() as stack:
         cluster = _cluster()
@@ -112,7 +112,7 @@ def _try(workspace: Workspace, kind: str, folder: Path, *, random: Random) -> No
             spoilt = Spoilt((("--bind", _program(folder, kind, num_good=random.choice((0, 0, 1, 3))), _real()),))
         _run(workspace, cluster, folder, sources=sources, spoilt=spoilt)
     if samples(folder / "data") != samples(made / "data"):
-        raise Broken("the chunks are not those of an undisturbed run")
+        raise Broken("the chunks differ from the chunks of an undisturbed run")
     no_litter(folder / "data")
 
 

@@ -46,7 +46,7 @@ def write_certificate(path: Path) -> Path:
 
 
 @pytest.fixture
-def renewed(faults: Faults, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+def use_credentials(faults: Faults, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
     """Leads this process to one kind of credentials, which expire."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.delenv(name)
@@ -88,9 +88,9 @@ def use(bucket: str, faults: Faults) -> None:
 
 @pytest.mark.parametrize("kind", ["instance", "container", "role", "process"])
 def test_keys_are_renewed_before_they_expire(
-    kind: str, bucket: str, faults: Faults, renewed: Callable[[str], None]
+    kind: str, bucket: str, faults: Faults, use_credentials: Callable[[str], None]
 ) -> None:
-    renewed(kind)
+    use_credentials(kind)
     use(bucket, faults)
     # Requests that this package signs itself have the same keys.
     objects = open_objects(bucket)
@@ -98,7 +98,7 @@ def test_keys_are_renewed_before_they_expire(
 
 
 def test_keys_of_a_web_identity_are_renewed_before_they_expire(
-    s3: S3Server, bucket: str, faults: Faults, renewed: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    s3: S3Server, bucket: str, faults: Faults, use_credentials: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     certificate = write_certificate(tmp_path / "certificate.pem")
     (tmp_path / "token").write_text("identity")
@@ -112,14 +112,14 @@ def test_keys_of_a_web_identity_are_renewed_before_they_expire(
 
 
 def test_keys_that_cannot_be_renewed_and_unknown_profiles_are_named(
-    bucket: str, faults: Faults, renewed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    bucket: str, faults: Faults, use_credentials: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renewed("role")
+    use_credentials("role")
     objects = open_objects(bucket)
     objects.write("small", b"content")
     faults.set(Fault("error", method="POST", path="^/$", status=403, code="AccessDenied"), key_life_s=LIFE_S)
     with pytest.raises(
-        AccessRefused, match=r"the credentials cannot be renewed: ClientError: .* AssumeRole"
+        AccessRefused, match=r"the credentials cannot be use_credentials: ClientError: .* AssumeRole"
     ) as refused:
         open_objects(bucket).read("small")
     assert refused.value.hint == "check the profile that AWS_PROFILE names"

@@ -17,7 +17,7 @@ def may_mount() -> bool:
 
 
 def add_node_with(cluster: Any, mounts: Sequence[Sequence[object]], *, environment: Mapping[str, str]) -> Any:
-    """Add a node of one CPU after some mounts, of which nobody else sees anything."""
+    """Add a node of one CPU after some mounts that no other process sees."""
 
     def start() -> Any:
         assert ctypes.CDLL(None).unshare(_CLONE_NEWNS) == 0

@@ -108,7 +108,7 @@ AddNode = Callable[..., None]
 
 @pytest.fixture
 def add_node(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> AddNode:
-    """Adds a node of one CPU after some mounts, of which nobody else sees anything."""
+    """Adds a node of one CPU after some mounts that no other process sees."""
     # Only the main thread may say what to do at the end. The nodes end with the head at the latest.
     monkeypatch.setattr(cluster, "_shutdown_at_exit", False)
 

@@ -309,7 +309,7 @@ def test_a_run_works_on_the_cluster_of_its_environment_or_job(monkeypatch: pytes
 
 
 def test_a_private_ray_is_given_a_token_and_the_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Ray does with them: `test_cluster.py`, every night."""
+    """Ray's behaviour with these settings is tested by `test_cluster.py`, every night."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
         monkeypatch.setenv(name, "of the user")
 

@@ -133,8 +133,8 @@ def test_nothing_goes_while_the_current_variant_is_not_whole(
     assert old.is_dir()
 
 
-def kept(ran: Ran) -> list[str]:
-    """What a dry run of `prep gc` keeps, by the last part of its lines."""
+def kept_names(ran: Ran) -> list[str]:
+    """Last parts of the lines about what a dry run of `prep gc` keeps."""
     return [line.partition(": ")[2] for line in ran.stdout.splitlines() if line.startswith("kept ")]
 
 
@@ -142,16 +142,16 @@ def test_a_dry_run_says_why_each_variant_is_kept(prep: Prep, old_and_new: tuple[
     shard_set, old = old_and_new
     data = ("--data", shard_set.data)
     current = "the current variant"
-    assert kept(prep("gc", "--dry-run", *data)) == [current]
-    assert kept(prep("gc", "--dry-run", "--keep", old.name, *data)) == [current, "named by --keep"]
+    assert kept_names(prep("gc", "--dry-run", *data)) == [current]
+    assert kept_names(prep("gc", "--dry-run", "--keep", old.name, *data)) == [current, "named by --keep"]
     assert "there is no such variant" in prep("gc", "--keep", "h264-none", *data, status=2).error
-    (young,) = kept(prep("gc", "--dry-run", "--older-than", "7d", *data))[1:]
+    (young,) = kept_names(prep("gc", "--dry-run", "--older-than", "7d", *data))[1:]
     assert young.startswith("changed ") and young.endswith(" ago, less than --older-than")
     assert '"7 days" is not an age' in prep("gc", "--older-than", "7 days", *data, status=2).error
     # A disk whose clock was an hour fast when it wrote.
     later_s = time.time() + 3600
     os.utime(next(old.glob("*.tar")), (later_s, later_s))
-    assert len(kept(prep("gc", "--dry-run", "--older-than", "1h", *data))) == 2
+    assert len(kept_names(prep("gc", "--dry-run", "--older-than", "1h", *data))) == 2
     for path in old.rglob("*"):
         os.utime(path, (later_s - 8 * 86_400, later_s - 8 * 86_400))
     prep("gc", "--older-than", "7d", *data)
