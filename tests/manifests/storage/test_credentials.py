@@ -119,7 +119,7 @@ def test_keys_that_cannot_be_renewed_and_unknown_profiles_are_named(
     objects.write("small", b"content")
     faults.set(Fault("error", method="POST", path="^/$", status=403, code="AccessDenied"), key_life_s=LIFE_S)
     with pytest.raises(
-        AccessRefused, match=r"the credentials cannot be use_credentials: ClientError: .* AssumeRole"
+        AccessRefused, match=r"the credentials cannot be renewed: ClientError: .* AssumeRole"
     ) as refused:
         open_objects(bucket).read("small")
     assert refused.value.hint == "check the profile that AWS_PROFILE names"
