@@ -99,6 +99,21 @@ def test_a_variant_is_chosen_by_name(data: Path, tmp_path: Path, capsys: pytest.
     assert train("dual-encoder", "--resume", "--out", run) == 0
     assert variant_of(run) == OTHER
 
+    # Evaluations and embeddings have the flag too, also for other data; a result says which variant it is of.
+    evaluate = ("eval", "retrieval", run, "--json")
+    other = shutil.copytree(data, tmp_path / "other")
+    capsys.readouterr()
+    for place in ((), ("--shards", other)):
+        assert train(*evaluate, *place, "--variant", OTHER if place else VARIANT) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["variant"] == (OTHER if place else VARIANT)
+        assert f"--variant {result['variant']}" in result["command"] and result["overrides"]["variant"]
+    assert train(*evaluate, "--variant", "h264-none") == 2
+    assert "--variant h264-none: there is no such variant in" in two_lines(capsys)[0]
+    assert len(list((run / "evaluations").glob("*-variant-*.json"))) == 2
+    assert train("embed", run, "--out", tmp_path / "embedded", "--device", "cpu", "--variant", VARIANT) == 0
+    assert f"; {VARIANT}" in capsys.readouterr().out
+
 
 def test_a_variant_whose_recipe_is_damaged_is_not_trained_on(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,6 +16,7 @@ from clipmill.manifests.progress import Activity
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.commands.training import docstring
 from clipmill.train.config.clips import AS_TRAINED, Overrides, Weights
+from clipmill.train.config.fields import SEVERAL
 from clipmill.train.config.files import read_values
 from clipmill.train.config.shards import local_folder, require_named_weights, require_places
 from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
@@ -76,7 +77,7 @@ def score_run(
             flags=("--shards",),
         )
     with ExitStack() as held:
-        held.enter_context(reading_variants_of_run(weights, use.shards, say=say))
+        held.enter_context(reading_variants_of_run(weights, use.shards, use.variant, say=say))
         opened = open_weights_as(tasks, weights, use, suited=_evaluations_of, say=say)
         held.enter_context(counting_batches())
         result = score_opened(opened, evaluation, flags, out=out, written=written)
@@ -131,6 +132,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         flags: kind = default,  # type: ignore[valid-type]
         *,
         shards: str | None = None,
+        variant: Annotated[tuple[str, ...], SEVERAL] = (),
         where: str | None = None,
         shown: Overrides = AS_TRAINED,
         out: Path | None = None,
@@ -141,7 +143,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         refused: dict[str, UserError] = {}
         failed = 0
         for data in data_of(weights) if shards is None else (shards,):
-            use = Use(shards=data, where=where, overrides=shown)
+            use = Use(shards=data, variant=variant, where=where, overrides=shown)
             try:
                 result = score_run(evaluation, weights, flags, use, out=out, say=say, written=files.append)
             except UserError as error:
@@ -172,6 +174,8 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         example=evaluation.example,
         weights=f"{evaluation.run_help} Or other weights: an exported folder, a file{tags} or hf:NAME of the Hub.",
         shards="Data folder or tar files. Default: the data of the training run, of several folders one after another.",
+        variant="Names of variants to read, as prep status shows them. Default: the variants of the training, and of "
+        "other data the current ones.",
         where="Condition that selects the samples, such as 'motion > 0.2 and words > 3' (docs/data.md). The "
         "condition of the training does not apply. Default: all.",
         out="Folder for the result file of weights that are not a run. Default: not written.",

@@ -50,7 +50,7 @@ def embed(
         from clipmill.train.search.embedding import open_work
         from clipmill.train.search.folder import FAILURES
 
-    decisive = ("split", "where", "features", "clips", "batch")
+    decisive = ("split", "variant", "where", "features", "clips", "batch")
     start = {
         COMMAND: "train embed",
         "WEIGHTS": weights,
@@ -59,7 +59,7 @@ def embed(
     }
     with open_world(device_type=choose_device(request.device).type, start=start, hint=SAME_LAUNCH) as world:
         progress = Progress("embedding", unit="part", is_quiet=not world.is_first)
-        with reading_variants_of_run(weights, request.shards, say=progress.say):
+        with reading_variants_of_run(weights, request.shards, request.variant, say=progress.say):
             with Activity(f"loading {weights}"):
                 model = load_model(weights, **vars(request.shown), device=request.device, shards=request.shards)
             with Activity(f"opening {request.shards}"):

@@ -104,6 +104,7 @@ def open_weights_as(
         settings=settings,
         shape=shape,
         shards=use.shards,
+        variant=use.variant,
         trained=replace(trained, load=partial(load_whole, source=source, fit=task.fit_whole, say=say)),
         task=task,
         overrides=overrides,

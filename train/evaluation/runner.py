@@ -62,6 +62,7 @@ class OpenedRun:
         settings: Settings of the model, with the data to evaluate and the overrides.
         shape: Dimensions of the model.
         shards: Data to use in place of the run's data, or None.
+        variant: Names of variants that were asked for.
         task: Task of the weights, with the classes or tokens that were saved with them.
         overrides: Overrides that differ from the training.
         lacks: Part of the task's model that the weights lack, such as "a decoder"; '' if none.
@@ -75,6 +76,7 @@ class OpenedRun:
     settings: Any
     shape: ModelShape
     shards: str | None
+    variant: tuple[str, ...]
     trained: TrainedRun[Any]
     task: Any
     overrides: Overrides = AS_TRAINED
@@ -116,6 +118,8 @@ class OpenedRun:
         differences = self.overrides.given_values()
         if self.settings.where:
             differences["where"] = self.settings.where
+        if self.variant:
+            differences["variant"] = " ".join(self.variant)
         for name, group in _given_groups(flags).items():
             trained = self.in_effect(name)
             differences |= {
@@ -189,6 +193,7 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
         run=run,
         settings=settings,
         shards=use.shards,
+        variant=use.variant,
         trained=trained,
         task=task,
         overrides=overrides,
@@ -325,6 +330,8 @@ def command_line(name: str, opened: OpenedRun, flags: Any) -> str:
     """Return the command line that repeats an evaluation: the split, and settings that differ from their defaults."""
     words = ["train", "eval", name, opened.title, "--split", flags.split]
     words += [] if opened.shards is None else ["--shards", opened.shards]
+    for name in opened.variant:
+        words += ["--variant", name]
     words += [] if opened.settings.where is None else ["--where", opened.settings.where]
     for flag, value in opened.overrides.given_values().items():
         words += [f"--{flag.replace('_', '-')}", str(value)]

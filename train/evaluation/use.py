@@ -13,6 +13,7 @@ class Use:
 
     Attributes:
         shards: Data to use in place of a run's data; other weights have no data of their own.
+        variant: Names of variants of the data to read; others are the variants of the training, or the current ones.
         where: Condition on the samples that the task opens. The condition of the training does not apply.
         device: Device to use in place of the run's device: auto, cpu or cuda.
         overrides: Changes of how clips are shown. Embeddings of time and place are interpolated.
@@ -21,6 +22,7 @@ class Use:
     """
 
     shards: str | None = None
+    variant: tuple[str, ...] = ()
     where: str | None = None
     device: Device | None = None
     overrides: Overrides = AS_TRAINED

@@ -4,7 +4,7 @@ A run reads the same variants from its beginning to its end, and so does every c
 data. run.json names them, with their recipes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,19 @@ def recorded_variants(facts: Mapping[str, Any], settings: ClipSettings) -> dict[
 
 
 @contextmanager
-def reading_variants_of_run(weights: str | Path, shards: str | None, *, say: Callable[[str], object]) -> Iterator[None]:
-    """Read inside the block, of a run's own data, the variants that it was trained on, as far as they are present.
+def reading_variants_of_run(
+    weights: str | Path, shards: str | None, named: Collection[str] = (), *, say: Callable[[str], object]
+) -> Iterator[None]:
+    """Read inside the block the named variants, and otherwise, of a run's own data, the variants that it was trained on.
 
     Args:
         weights: A run; other weights have no data.
         shards: Data folder to read instead of the run's own; the current variants of other data are read.
-        say: Prints which variant is gone, and which one is read in its place.
+        named: Names of variants (`--variant`).
+        say: Prints which variant of the training is gone, and which one is read in its place.
+
+    Raises:
+        UserError: The data have no variant with one of the names.
     """
     run = RunFolder(local_folder(weights))
     try:
@@ -100,7 +106,8 @@ def reading_variants_of_run(weights: str | Path, shards: str | None, *, say: Cal
         if shards is None or normalise_address(folder) == normalise_address(shards)
     ]
     chosen = choose_variants(
-        [folder for folder, _ in pairs],
+        [folder for folder, _ in pairs] or ([shards] if named and shards is not None else []),
+        named,
         recorded=[variants for _, variants in pairs],
         cache=None if cache is None else Path(str(cache)),
         made=str(weights),

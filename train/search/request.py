@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from clipmill.manifests.settings import Checked, Range
 from clipmill.train.config.clips import AS_TRAINED, Overrides
+from clipmill.train.config.fields import SEVERAL
 from clipmill.train.config.training import Device
 
 FeatureKind = Literal["embedding", "pooled", "tokens"]
@@ -20,6 +21,9 @@ class EmbedRequest(Checked):
 
     shards: str | None = None
     """Data folder. Default: the data of the training run."""
+    variant: Annotated[tuple[str, ...], SEVERAL] = ()
+    """Names of variants to read, as prep status shows them. Default: the variants of the training, and of other data
+    the current ones."""
     out: Path
     """Folder to write."""
     split: str = "val"

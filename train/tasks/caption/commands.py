@@ -53,7 +53,7 @@ def caption_chunks(
 
     out = request.out
     require_table_path(out)
-    decisive = ("shards", "split", "where", "segment", "batch")
+    decisive = ("shards", "split", "variant", "where", "segment", "batch")
     start = {
         COMMAND: "train caption-chunks",
         "WEIGHTS": weights,
@@ -63,7 +63,7 @@ def caption_chunks(
     }
     with open_world(device_type=choose_device(request.device).type, start=start, hint=SAME_LAUNCH) as world:
         progress = Progress("captioning", unit="part", is_quiet=request.json or not world.is_first)
-        with reading_variants_of_run(weights, request.shards, say=progress.say):
+        with reading_variants_of_run(weights, request.shards, request.variant, say=progress.say):
             work = open_work(weights, request, say=progress.say)
             record = caption(work, out, world=world, progress=progress)
         clips = count_noun(record["num_clips"] - record["num_failed"], "clip")

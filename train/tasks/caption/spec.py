@@ -16,7 +16,7 @@ from clipmill.manifests.settings import SHARE, Checked, GoesWith, Needs, Range, 
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import AS_TRAINED, CaptionSettings, ClipSettings, NumFrames, Overrides, adapted_towers
 from clipmill.train.config.evaluation import EVERY, EvaluatedData, EvaluationSettings
-from clipmill.train.config.fields import FIRST_RUN, help_group
+from clipmill.train.config.fields import FIRST_RUN, SEVERAL, help_group
 from clipmill.train.config.model import SIZE, Freeze, Tower, check_picture
 from clipmill.train.config.training import Device
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
@@ -440,6 +440,9 @@ class ChunkCaptionsRequest(Checked):
 
     shards: str
     """Data folder."""
+    variant: Annotated[tuple[str, ...], SEVERAL] = ()
+    """Names of variants to read, as prep status shows them. Default: the variants of the training, and of other data
+    the current ones."""
     out: Path
     """Parquet file to write."""
     split: str = "train"
