@@ -82,7 +82,7 @@ def recorded_variants(facts: Mapping[str, Any], settings: ClipSettings) -> dict[
 def reading_variants_of_run(
     weights: str | Path, shards: str | None, named: Collection[str] = (), *, say: Callable[[str], object]
 ) -> Iterator[None]:
-    """Read inside the block the named variants, and otherwise, of a run's own data, the variants that it was trained on.
+    """Read the named variants inside the block, and otherwise, of a run's own data, the variants of its training.
 
     Args:
         weights: A run; other weights have no data.
