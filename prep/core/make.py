@@ -106,8 +106,9 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
 
     Raises:
         UserError: The request is invalid, or this machine lacks something that the settings need.
-        FailedWork: The run gave up, or more videos failed than `--max-failures` allows, not counting the failures that
-            an earlier run has reported and that cannot have passed.
+        FailedWork: The run gave up (exit code 3 if object storage refused, otherwise 1), or more videos failed than
+            `--max-failures` allows, not counting the failures that an earlier run has reported and that cannot have
+            passed.
     """
     from clipmill.prep.core.data_folder import require_data_folder, writing
     from clipmill.prep.core.ending import with_ending

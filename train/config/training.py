@@ -260,7 +260,7 @@ class TrainingSettings(DataSettings):
     compile: Annotated[bool, groups.MACHINE] = False
     """Compile each block with torch.compile: slower start, faster steps."""
     workers: Annotated[int, groups.MACHINE, FIRST_RUN, Range(1, 1024)] = 4
-    """Number of decoding threads."""
+    """Number of decoding threads of each process."""
     decode: Annotated[Literal["packets", "filter", "plain"], groups.MACHINE] = "packets"
     """Decoding path. packets: only the packets that the frames need, by the packet table; plain, filter: through the
     container, for comparison."""

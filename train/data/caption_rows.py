@@ -77,6 +77,8 @@ def usable_captions(
 ) -> UsableCaptions:
     """Find the span and the chunks of each caption. An `end_s` of inf means the end of the video.
 
+    A caption is usable if all chunks of its span are present. If it ends after the last chunk, it is shortened to it.
+
     Args:
         selected: Mask of the captions to use; None for all.
         selected_chunks: Mask of the chunks to use; None for all. A caption is usable only if all its chunks are

@@ -1,7 +1,7 @@
 """A run in a bucket: its lock, what its ranks may write, and uploads that outlast an outage.
 
-Each process has a local folder of its own that mirrors the run (`clipmill.manifests.storage.mounting`), so that all
-other code works with paths, and nodes share nothing but the bucket:
+Each process has a local folder of its own that mirrors the run (`clipmill.train.config.shards.local_folder` mounts it
+by `clipmill.manifests.storage.mounting`), so that all other code works with paths, and nodes share only the bucket:
 
 - Rank 0 holds the lock of the run, a lease. The other ranks write only while it does (`share_lock`), so that a node
   that comes back after its lease has expired changes nothing.
