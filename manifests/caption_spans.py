@@ -127,7 +127,7 @@ class CaptionSpans:
         self._spans, self._texts = spans, texts
 
     def verify(self) -> None:
-        """Read both files; raise DamagedManifest if one differs from its checksum."""
+        """Read both files; raise DamagedManifest if one does not match its checksum."""
 
     @classmethod
     def of_table(cls, captions: pa.Table, video_ids: pa.Array) -> "CaptionSpans":

@@ -76,7 +76,7 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
         columns: Columns of `table`; None for all.
 
     Raises:
-        DamagedTable: A part differs from its checksums.
+        DamagedTable: A part does not match its checksums.
         DamagedIndex: An index is not the committed one, or is not an index of this column.
         OSError: A file cannot be read.
         UserError: The column's package declares fields that its samples lack.

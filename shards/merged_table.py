@@ -32,7 +32,7 @@ _BLOCK_ROWS = 1 << 20  # checksummed at a time, since serializing a block copies
 
 
 class DamagedTable(Damaged):
-    """A merged table is unreadable, or differs from its checksums."""
+    """A merged table is unreadable, or does not match its checksums."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(path, why)
@@ -62,7 +62,7 @@ def open_merged_table(path: Path) -> pa.Table:
 
     Raises:
         FileNotFoundError: The table does not exist.
-        DamagedTable: The file is not a readable table, or its schema differs from its checksum.
+        DamagedTable: The file is not a readable table, or its schema does not match its checksum.
     """
     try:
         descriptor = open_regular(path)
@@ -86,7 +86,7 @@ def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | No
     """Compare some columns of a table (None: all) with their checksums, and return them.
 
     Raises:
-        DamagedTable: The table lacks a column, or a column differs from its checksum.
+        DamagedTable: The table lacks a column, or a column does not match its checksum.
     """
     try:
         selected = table.select(table.column_names if columns is None else sorted(columns))
@@ -97,7 +97,7 @@ def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | No
         field.name for field in selected.schema if _crc32(selected[field.name]) != (field.metadata or {}).get(_CRC_KEY)
     ]
     if changed:
-        differ = "differs from its checksum" if len(changed) == 1 else "differ from their checksums"
+        differ = "does not match its checksum" if len(changed) == 1 else "do not match their checksums"
         raise DamagedTable(path, f"{', '.join(changed)} {differ}")
     return selected
 
@@ -115,7 +115,7 @@ def read_away_schema(path: Path) -> pa.Schema:
     schema.
 
     Raises:
-        DamagedTable: The file does not begin like an Arrow file, or the schema differs from its checksum.
+        DamagedTable: The file does not begin like an Arrow file, or the schema does not match its checksum.
         OSError: The file cannot be read.
     """
     try:
@@ -142,7 +142,7 @@ def merged_mark(variant_dir: Path, commits: TableCommits) -> tuple[object, ...]:
 def _require_schema(schema: pa.Schema, path: Path) -> None:
     """Raise DamagedTable unless a schema agrees with its checksum."""
     if (schema.metadata or {}).get(_SCHEMA_CRC_KEY) != _schema_crc32(schema):
-        raise DamagedTable(path, "its schema differs from its checksum")
+        raise DamagedTable(path, "its schema does not match its checksum")
 
 
 def _schema_crc32(schema: pa.Schema) -> bytes:

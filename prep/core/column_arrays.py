@@ -105,7 +105,7 @@ class ColumnArrays:
             array = load_npy(payload)
         if array is None:
             raise UserError(
-                f"{shard.tar_name}: the array in row {row['row']} differs from its checksum",
+                f"{shard.tar_name}: the array in row {row['row']} does not match its checksum",
                 hint=how_to_repair(),
             )
         return array

@@ -20,7 +20,7 @@ STORIES: tuple[tuple[str, str], ...] = (
         r"scores are of|is stale|is missing$|no … shards|no committed shards|has no chunks|no text of any video",
         "run the `prep` command of that column; `prep status` names it",
     ),
-    (r"missing or damaged|differs from its checksum", _REPAIR),
+    (r"missing or damaged|does not match its checksum", _REPAIR),
     (r"cannot connect to a Ray cluster", "check the address, and that `ray status` works on this machine"),
     (r"--min-likelihood", "choose a lower value"),
     (r"after the warm-up|step time in", "train for more steps, or give `--step-time`"),

@@ -177,7 +177,7 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, froz
     """Collect the chunks of the videos `video_ids` of a variant, and its shards with open GOPs, None if unknown.
 
     Raises:
-        Damaged: A file is not an index of chunks, or the merged table differs from its checksums.
+        Damaged: A file is not an index of chunks, or the merged table does not match its checksums.
         OSError: A file cannot be read.
         UserError: The variant has no chunks.
     """

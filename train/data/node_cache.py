@@ -236,7 +236,7 @@ def _verify(path: Path, content: memoryview, *, checksum: memoryview) -> None:
     mark = _mark_of(path)
     is_verified = mark.exists() and mark.read_text() == _state(path)
     if not is_verified and zlib.crc32(content) != int.from_bytes(checksum, "little"):
-        raise ValueError(f"{path} differs from its checksum")
+        raise ValueError(f"{path} does not match its checksum")
     with suppress(OSError):
         os.utime(path)
         mark.write_text(_state(path))

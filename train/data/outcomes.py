@@ -14,7 +14,7 @@ Life cycle of a failed sample, which answers "why was this sample skipped?":
 Reasons:
 
     shard_unreadable  a tar, an index or a remote file cannot be read
-    checksum          the bytes differ from their checksum in the index
+    checksum          the bytes do not match the checksum in the index
     undecodable       the decoder reports an error, or a file is truncated
     frame_missing     the decoder does not output a requested frame
     chunks_differ     the chunks of a clip differ in frame size or colour space

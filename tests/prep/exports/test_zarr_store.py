@@ -155,7 +155,7 @@ def test_what_a_killed_run_left_is_removed_and_a_failed_one_leaves_the_old_store
     content = bytearray(tar.read_bytes())
     content[1600] ^= 1
     tar.write_bytes(content)
-    assert "differs from its checksum" in prep_here(*line, "--level", 1, status=2).error
+    assert "does not match its checksum" in prep_here(*line, "--level", 1, status=2).error
     tar.write_bytes(content[:1600])
     assert f"{tar}: truncated" in prep_here(*line, "--level", 1, status=2).error
     tar.unlink()
