@@ -173,6 +173,22 @@ def test_a_run_in_google_s_storage_is_continued(
         assert_same(_train(address), whole)
 
 
+def test_a_record_that_arrives_after_its_parts_are_gone_does_not_count(
+    address: str, whole: RunFolder, other_machine: Callable[[], Path]
+) -> None:
+    with pytest.raises(Stopped):
+        _train(address, kind=StoppedPoints)
+    objects = open_objects(address)
+    for step in (1, 4, 9):
+        record = objects.read("checkpoints/step_000003/checkpoint.json")
+        objects.write(f"checkpoints/step_{step:06d}/checkpoint.json", record)
+    other_machine()
+    assert list(all_checkpoints(RunFolder(local_folder(address)).checkpoints)) == [2, 3]
+    assert_same(_train(address), whole)
+    of_checkpoints = {key.split("/")[1] for key in _keys(address) if key.startswith("checkpoints/")}
+    assert of_checkpoints == {"step_000004", "step_000005"}, "a late record is left"
+
+
 def test_a_damaged_part_in_a_bucket_is_named(address: str, other_machine: Callable[[], Path]) -> None:
     _train(address)
     other_machine()
