@@ -13,7 +13,7 @@ import pytest
 from tests.forks import Forks
 
 TINY = {
-    "bucket_run": ["--steps", "4", "--every", "2", "--rounds", "1", "--latency", "0.001", "--batch", "4"],
+    "bucket_run": ["--steps", "5", "--every", "2", "--rounds", "1", "--latency", "0.001", "--batch", "4"],
     "caption": ["--shape", "tiny", "--rounds", "1", "--captions", "2", "--device", "cpu"],
     "caption_pipeline": ["--microbatches", "2", "--rounds", "1", "--schedules", "1f1b"],
     "captions": ["--chunks", "4", "--in-flight", "2", "--latency", "0.01"],
