@@ -10,6 +10,7 @@ take turns.
 - `waits ms`: time that the loop waits for a checkpoint: copying the state, and the end of the checkpoint before.
 - `upload s`: time from the copy of the state until the checkpoint is complete.
 - `cost ms`: what a checkpoint adds to the steps until it is complete, `waits ms` included.
+- `CPU ms`: CPU time of the process for a step, checkpoints included; uploading may use cores that the steps leave free.
 - `% every 5 min`: `cost ms` as a share of `INTERVAL_S`; the target is at most 2.
 
 `--every` has to be longer than the upload, as it is in trainings: a checkpoint waits for the end of the one before.
@@ -124,8 +125,10 @@ def _measure(chosen: Namespace, data: Path, out: Path) -> dict[str, float]:
     ]
     busy = {0, *(number for span in spans for number in span)}  # the first step loads its code
     step_s = statistics.median(time_s for number, time_s in enumerate(steps_s) if number not in busy)
+    (first, began_s), *_, (last, ended_s) = checkpoints.cpu.items()
     return {
         "step ms": 1000 * step_s,
+        "CPU ms": 1000 * (ended_s - began_s) / (last - first),
         "waits ms": 1000 * statistics.fmean(checkpoints.waits.values()),
         "upload s": statistics.fmean(checkpoints.written.values()),
         "cost ms": 1000 * statistics.fmean(sum(steps_s[number] - step_s for number in span) for span in spans),
@@ -135,10 +138,17 @@ def _measure(chosen: Namespace, data: Path, out: Path) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Checkpoints:
-    """Seconds of each checkpoint by step: `waits` of the loop, and `written`, until it is complete."""
+    """Seconds of each checkpoint, by step.
+
+    Attributes:
+        waits: Time that the loop waits for it.
+        written: Time until it is complete.
+        cpu: CPU time of the process when it begins.
+    """
 
     waits: dict[int, float] = field(default_factory=dict)
     written: dict[int, float] = field(default_factory=dict)
+    cpu: dict[int, float] = field(default_factory=dict)
 
 
 @contextmanager
@@ -148,7 +158,7 @@ def _timed_checkpoints() -> Iterator[_Checkpoints]:
     save, write = CheckpointWriter.save, CheckpointWriter._write
 
     def timed_save(writer: CheckpointWriter, tensors: Any, metadata: CheckpointMetadata, **named: Any) -> None:
-        began_s[metadata.step] = time.perf_counter()
+        began_s[metadata.step], times.cpu[metadata.step] = time.perf_counter(), time.process_time()
         save(writer, tensors, metadata, **named)
         times.waits[metadata.step] = time.perf_counter() - began_s[metadata.step]
 
@@ -165,6 +175,7 @@ def _row(name: str, measured: dict[str, dict[str, list[float]]]) -> dict[str, An
     return {
         "run": name,
         "step ms": round(medians["step ms"], 1),
+        "CPU ms": round(medians["CPU ms"], 1),
         "waits ms": round(medians["waits ms"], 1),
         "upload s": round(medians["upload s"], 2),
         "MB": round(medians["MB"], 1),
