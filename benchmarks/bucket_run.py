@@ -118,20 +118,20 @@ def _measure(chosen: Namespace, data: Path, out: Path) -> dict[str, float]:
         launch(find_task("dual-encoder"), settings, resume=False, provenance=Provenance())
     steps_s = [line["step_s"] for line in read_lines(RunFolder(out).metrics)]
     # The index of a step is its number - 1; the step after a checkpoint begins with the copy of the state.
-    spans = [
-        range(step, next((end for end in range(step, len(steps_s)) if sum(steps_s[step:end]) > s), len(steps_s)))
+    spans = {
+        step: range(step, next((end for end in range(step, len(steps_s)) if sum(steps_s[step:end]) > s), len(steps_s)))
         for step, s in checkpoints.written.items()
         if step < len(steps_s)
-    ]
-    busy = {0, *(number for span in spans for number in span)}  # the first step loads its code
+    }
+    busy = {0, *(number for span in spans.values() for number in span)}  # the first step loads its code
     step_s = statistics.median(time_s for number, time_s in enumerate(steps_s) if number not in busy)
     (first, began_s), *_, (last, ended_s) = checkpoints.cpu.items()
     return {
         "step ms": 1000 * step_s,
         "CPU ms": 1000 * (ended_s - began_s) / (last - first),
-        "waits ms": 1000 * statistics.fmean(checkpoints.waits.values()),
+        "waits ms": 1000 * statistics.fmean(checkpoints.waits[step] for step in spans),
         "upload s": statistics.fmean(checkpoints.written.values()),
-        "cost ms": 1000 * statistics.fmean(sum(steps_s[number] - step_s for number in span) for span in spans),
+        "cost ms": 1000 * statistics.fmean(sum(steps_s[number] - step_s for number in span) for span in spans.values()),
         "MB": sum(path.stat().st_size for path in out.rglob("*.bin")) / 1e6,
     }
 
