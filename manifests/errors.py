@@ -113,6 +113,10 @@ class StorageRefused(UserError):
     concerns_all = True
 
 
+class StorageReason(str):
+    """Text of the reason why a machine must not work, if it is that object storage refuses it access."""
+
+
 class Inaccessible(ClipmillError):
     """A file in a bucket cannot be read now. This says nothing about its content.
 

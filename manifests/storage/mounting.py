@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import StorageReason, StorageRefused, UserError
 from clipmill.manifests.locks import lock, open_private, private_root
 from clipmill.manifests.storage.mirrors import mirror_of, mount
 from clipmill.manifests.storage.objects import open_objects
@@ -107,7 +107,8 @@ def mount_problem(access: tuple[str, ...], token_file: Path | None = None, token
     except FileNotFoundError:
         return f"the run has ended, or {access[0]} is another bucket there"
     except (OSError, UserError) as error:
-        return f"{access[0]} cannot be used: {getattr(error, 'strerror', None) or error}"
+        reason = f"{access[0]} cannot be used: {getattr(error, 'strerror', None) or error}"
+        return StorageReason(reason) if isinstance(error, StorageRefused) else reason
     return None if stored_token == token else f"{access[0]} is another bucket there"
 
 

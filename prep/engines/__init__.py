@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import StorageReason, StorageRefused, UserError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -97,8 +97,12 @@ class Engine(Protocol):
 
 def no_worker_left(refused: Iterable[Refused]) -> UserError:
     """Return the error for a run whose workers were all refused."""
+    nodes = [*refused]
+    message = f"no usable workers: {'; '.join(f'{node.node}: {node.reason}' for node in nodes)}"
+    if any(isinstance(node.reason, StorageReason) for node in nodes):
+        return StorageRefused(message, hint="give each node valid credentials, and run the same command again")
     return UserError(
-        f"no usable workers: {'; '.join(f'{node.node}: {node.reason}' for node in refused)}",
+        message,
         hint="each node needs the same clipmill and ffmpeg as this command, and the data folder at the same path",
     )
 

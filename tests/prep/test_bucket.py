@@ -213,6 +213,17 @@ def test_a_bucket_that_refuses_is_reported_and_left_alone(
     assert contents_of(data) == contents(chunks)
 
 
+def test_credentials_that_are_refused_at_the_start_of_a_worker_end_the_run_like_all_refusals(
+    data: str, faults: Faults
+) -> None:
+    objects = open_objects(data)
+    objects.delete(next(info.key for info in objects.list() if "/commits/" in info.key))
+    faults.set(Fault("error", method="GET", path=r"/\.tmp-\w+-workers", status=400, code="ExpiredToken"))
+    error = prep_here("chunk", *LEN, "--workers", 1, "--data", data, status=3).error
+    assert error.startswith(f"no usable workers: this machine: {data} cannot be used: ")
+    assert "the credentials are refused (ExpiredToken)" in error
+
+
 def test_a_run_that_lost_its_lock_stops_and_publishes_nothing_more(
     data: str, chunks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from tests.torture.workspace import Workspace
 PART = "keys"
 _NUM_CASES = 20  # of each subject
 _KINDS = ("profile", "instance", "container")
-_REFUSED = {0, 2, 3}  # 0: all was done before; 2: a worker was refused before its first task
+_REFUSED = {0, 3}  # 0: all was done before
 _PROCESS = """
 import json, sys
 sys.path.insert(0, {root!r})
