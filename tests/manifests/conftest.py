@@ -19,10 +19,10 @@ def write_json(path: Path, content: Any) -> Path:
 
 def of_splits(reading: Reading) -> dict[str, list[str]]:
     """Source ids by split."""
-    found: dict[str, list[str]] = {}
+    ids_by_split: dict[str, list[str]] = {}
     for video in reading.videos.to_pylist():
-        found.setdefault(video["split"], []).append(video["source_id"])
-    return found
+        ids_by_split.setdefault(video["split"], []).append(video["source_id"])
+    return ids_by_split
 
 
 @pytest.fixture

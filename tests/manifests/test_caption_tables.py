@@ -44,11 +44,11 @@ def test_rows_that_cannot_be_used_are_rejected_by_reason(data: Path, tmp_path: P
         {"video": "gone", "text": "b"},
         {"video": "v", "text": "good", "begin_s": None, "end_s": None},
     ]
-    found = read(data, pseudo(tmp_path / "p.parquet", wrong))
-    assert found.reading.captions["text"].to_pylist() == ["good"]
-    assert found.reading.captions["end_s"].to_pylist() == [inf]
-    assert found.reading.num_captions_lost == 2
-    assert sorted(reasons(found), key=str) == sorted(
+    result = read(data, pseudo(tmp_path / "p.parquet", wrong))
+    assert result.reading.captions["text"].to_pylist() == ["good"]
+    assert result.reading.captions["end_s"].to_pylist() == [inf]
+    assert result.reading.num_captions_lost == 2
+    assert sorted(reasons(result), key=str) == sorted(
         [
             (None, "gone", "missing_file"),
             (1, None, "empty_id"),
@@ -70,12 +70,12 @@ def test_sources_that_cannot_be_named_in_a_condition_are_rejected(data: Path, tm
     good = ("été_2.en-GB", "captioner@1f2e3d4c")
     lines = [{"video": "v", "text": "a", "source": name} for name in (*names, *good)]
     (table := tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    found = read(data, table)
-    assert reasons(found) == [(row, "v", "bad_source") for row in range(len(names))]
-    assert found.reading.rejected["detail"][0].as_py() == (
+    result = read(data, table)
+    assert reasons(result) == [(row, "v", "bad_source") for row in range(len(names))]
+    assert result.reading.rejected["detail"][0].as_py() == (
         "source is 'a=b,c @*\\n', expected letters, digits, '.', '-' and '_': give --source NAME"
     )
-    assert list(found.records) == found.reading.captions["source"].to_pylist() == list(good)
+    assert list(result.records) == result.reading.captions["source"].to_pylist() == list(good)
     assert read(data, table, source="mine").reading.captions.num_rows == len(lines)
 
 
@@ -96,16 +96,16 @@ def test_text_tables_have_the_same_columns_and_names_of_videos(data: Path, tmp_p
     csv.write_text(
         "video,text,begin_s,end_s,source,likelihood\nv,by id,1,2.5,mine,-0.5\na-w.mp4,by file name,,,others,\n"
     )
-    found = read(data, jsonl)
-    assert found.reading.captions.to_pylist() == read(data, csv).reading.captions.to_pylist()
-    assert [tuple(row.values()) for row in found.reading.captions.to_pylist()] == [
+    result = read(data, jsonl)
+    assert result.reading.captions.to_pylist() == read(data, csv).reading.captions.to_pylist()
+    assert [tuple(row.values()) for row in result.reading.captions.to_pylist()] == [
         ("v", 1.0, 2.5, "by id", "mine", -0.5),
         ("w", 0.0, inf, "by file name", "others", None),
     ]
-    assert [reason for _, _, reason in reasons(found)] == [
+    assert [reason for _, _, reason in reasons(result)] == [
         *("malformed_row", "bad_time", "bad_likelihood", "malformed_row", "malformed_row")
     ]
-    assert found.records == {name: {"kind": "table", "models": []} for name in ("mine", "others")}
+    assert result.records == {name: {"kind": "table", "models": []} for name in ("mine", "others")}
 
 
 def test_parquet_columns_may_have_other_types_of_the_same_meaning(data: Path, tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_two_columns_of_the_same_name_are_refused(data: Path, tmp_path: Path, ma
     jsonl.write_text(
         '{"video": "v", "text": "a", "text": "b", "source": "s"}\n{"video": "v", "text": "c", "source": "s"}\n'
     )
-    found = read(data, jsonl)
-    assert reasons(found) == [(0, None, "malformed_row")] and found.reading.captions["text"].to_pylist() == ["c"]
-    assert "two values of 'text'" in found.reading.rejected["detail"][0].as_py()
+    result = read(data, jsonl)
+    assert reasons(result) == [(0, None, "malformed_row")] and result.reading.captions["text"].to_pylist() == ["c"]
+    assert "two values of 'text'" in result.reading.rejected["detail"][0].as_py()
     csv.write_text("video,text,source,,\nv,a,s,,\n")
     assert read(data, csv).reading.captions["text"].to_pylist() == ["a"]
 

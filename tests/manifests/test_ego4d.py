@@ -208,7 +208,7 @@ def test_forged_and_broken_pickles_are_users_errors(make_videos: VideoMaker, tmp
         read_ego4d(make_videos("a.mp4"), annotations=[path])
 
 
-def listed(*narrations: tuple[float, str, str]) -> dict[str, Any]:
+def listing_of(*narrations: tuple[float, str, str]) -> dict[str, Any]:
     """A video as all_narrations_redacted.json of version 2 has it: times, texts and passes."""
     rows = [
         {"text": text, "time": time_s, "_annotation_uid": uid, "is_summary": False, "_clip_time_start": 0}
@@ -220,16 +220,16 @@ def listed(*narrations: tuple[float, str, str]) -> dict[str, Any]:
 def test_the_narrations_of_version_2_are_those_of_narration_json(make_videos: VideoMaker, tmp_path: Path) -> None:
     folder = make_videos("a.mp4", "b.mp4")
     first, second = [(1.0, "#C C one", "u"), (3.0, "#C C two", "u")], [(9.0, "#C C three", "v"), (2.0, "#Unsure", "v")]
-    new = {"a": listed(first[0], second[0], first[1], second[1]), "b": listed((0.5, "x", "w"), (2.5, "y", "w"))}
+    new = {"a": listing_of(first[0], second[0], first[1], second[1]), "b": listing_of((0.5, "x", "w"), (2.5, "y", "w"))}
     reading = read_ego4d(folder, annotations=[save(tmp_path / "all_narrations_redacted.json", new)])
     passes = {
         name: {"narrations": [{"narration_text": text, "timestamp_sec": time_s} for time_s, text, _ in rows]}
         for name, rows in (("narration_pass_1", first), ("narration_pass_2", second))
     }
     old = {"a": passes, "b": {"narration_pass_1": narrations(0.5, 2.5)}}
-    wanted = read_ego4d(folder, annotations=[save(tmp_path / "narration.json", old)])
-    assert intervals(reading) == intervals(wanted) and reasons(reading) == reasons(wanted) == {"unsure": 1}
-    assert reading.captions["source"].to_pylist() == wanted.captions["source"].to_pylist()
+    expected = read_ego4d(folder, annotations=[save(tmp_path / "narration.json", old)])
+    assert intervals(reading) == intervals(expected) and reasons(reading) == reasons(expected) == {"unsure": 1}
+    assert reading.captions["source"].to_pylist() == expected.captions["source"].to_pylist()
     assert reading.captions["text"].to_pylist()[:3] == ["#C C one", "#C C two", "#C C three"]
 
 
@@ -250,12 +250,14 @@ def test_splits_are_those_of_ego4d_json_and_no_evaluated_video_is_trained_on(
     }
     (meta := tmp_path / "ego4d.json").write_text(json.dumps(metadata))
     folder = make_videos(*(f"{uid}.mp4" for uid in (*splits, "unknown")))
-    text = save(tmp_path / "all.json", {uid: listed((1.0, "x", "u"), (3.0, "y", "u")) for uid in (*splits, "unknown")})
+    text = save(
+        tmp_path / "all.json", {uid: listing_of((1.0, "x", "u"), (3.0, "y", "u")) for uid in (*splits, "unknown")}
+    )
     for annotations in ([text, meta], [meta, text]):
         reading = read_ego4d(folder, annotations=annotations)
-        found = dict(zip(*(reading.videos[name].to_pylist() for name in ("source_id", "split")), strict=True))
-        wanted = {uid: uid if uid in ("val", "test") else "train" for uid in found} | {"multi": "val"}
-        assert found == wanted and reading.captions.num_rows == 12
+        split_by_uid = dict(zip(*(reading.videos[name].to_pylist() for name in ("source_id", "split")), strict=True))
+        expected = {uid: uid if uid in ("val", "test") else "train" for uid in split_by_uid} | {"multi": "val"}
+        assert split_by_uid == expected and reading.captions.num_rows == 12
         assert reading.notes == ("ego4d.json: no split found for 1 video",)
         assert reading.num_rows_used == {str(text): 12, str(meta): 5}
     with pytest.raises(UserError, match=r"no narrations are given, only splits: .*ego4d\.json"):

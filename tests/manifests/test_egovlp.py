@@ -64,8 +64,8 @@ def test_clips_of_questions_are_captions_of_val_once_for_each_span(make_videos: 
     }
     path.write_text(json.dumps(questions))
     read = list(read_questions(path))
-    good = [one for one in read if isinstance(one, Question)]
-    assert [(one.text, one.answer, one.is_intra) for one in good] == [("what?", 1, False), ("which?", 0, True)]
+    good = [entry for entry in read if isinstance(entry, Question)]
+    assert [(entry.text, entry.answer, entry.is_intra) for entry in good] == [("what?", 1, False), ("which?", 0, True)]
     reading = read_ego4d(make_videos("a.mp4", "b.mp4"), annotations=[path])
     rows = [(row["video_id"], row["begin_s"], row["end_s"]) for row in reading.captions.to_pylist()]
     assert rows == [("a", 0.0, 1.0), ("b", 0.0, 1.0), ("a", 2.0, 3.0)]

@@ -39,11 +39,11 @@ def test_memory_that_does_not_suffice_is_failed_work() -> None:
 def test_an_interruption_says_how_to_go_on_where_that_is_known(
     how: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted() -> None:
+    def interrupt() -> None:
         raise KeyboardInterrupt(*how)
 
     with pytest.raises(SystemExit) as ended:
-        run_command(interrupted)
+        run_command(interrupt)
     assert ended.value.code == 130
     added = "; --resume goes on" if how else ""
     assert capsys.readouterr().err == f"interrupted; finished work is kept{added}\n"

@@ -61,7 +61,7 @@ def test_an_address_for_a_local_path_is_refused_and_makes_no_folder_of_its_name(
     lines = error_lines(command, words, settings="cache: s3://bucket/run")
     hint = "hint: give a local path, and copy the files from or to that address"
     assert lines == [f"error: {name} is s3://bucket/run, but it takes a local path", f"{hint}{origin}"]
-    assert [one.name for one in tmp_path.iterdir()] == ["settings.yaml"]
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.yaml"]
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ def read(data: Path, *tables: Path, source: str | None = None) -> FurtherReading
 
 
 def add(data: Path, *tables: Path, source: str | None = None) -> FurtherResult:
-    found = read(data, *tables, source=source)
-    return write_further_captions(data, found.reading.captions, found.reading.rejected, records=found.records)
+    result = read(data, *tables, source=source)
+    return write_further_captions(data, result.reading.captions, result.reading.rejected, records=result.records)
 
 
 def test_captions_are_added_and_nothing_else_changes(data: Path, tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_captions_are_added_and_nothing_else_changes(data: Path, tmp_path: Path)
 
 def test_digests_of_manifests_without_them_are_those_of_earlier_versions(tmp_path: Path) -> None:
     """Otherwise every chunk would be written again."""
-    own = [("v", 0.0, 1.0, "one"), ("w", 0.0, inf, "zwei é"), ("v", 0.5, 2.0, "three")]
-    write(tmp_path, reading_of(tmp_path, ["v", "w", "u"], own, labels={"label_class": "cat"}))
+    captions = [("v", 0.0, 1.0, "one"), ("w", 0.0, inf, "zwei é"), ("v", 0.5, 2.0, "three")]
+    write(tmp_path, reading_of(tmp_path, ["v", "w", "u"], captions, labels={"label_class": "cat"}))
     assert digests(tmp_path) == {
         "v": "3afb20ba439327d64fa384238cd43ee1772211f9aa35f9d3977e18cd7a7e92d0",
         "w": "f50854a4fab40e61c1208c846ea396e2596c747ca753c7b41a0a0c46b50a2a82",
@@ -116,8 +116,8 @@ def test_a_new_version_of_a_model_replaces_the_old_one_and_no_other(data: Path, 
     ids = ids_by_text(data)
     written = add(data, pseudo(tmp_path / "r.parquet", [*rows[:1], {"video": "x", "text": "new"}], weights=SECOND))
     assert written.num_stale == {"narrator@aaaaaaaa": 2}
-    found = {(row["text"], row["source"]): row["caption_id"] for row in read_captions(data).to_pylist()[3:]}
-    assert found == {
+    ids_by_caption = {(row["text"], row["source"]): row["caption_id"] for row in read_captions(data).to_pylist()[3:]}
+    assert ids_by_caption == {
         ("by hand", "narrator"): 3,  # a table of another kind
         ("also", "others"): 4,
         ("same", "teller@aaaaaaaa"): 7,
@@ -150,7 +150,7 @@ def test_a_dataset_that_is_read_again_keeps_them_as_long_as_their_videos(data: P
 
 def test_digests_do_not_depend_on_the_order_of_the_commands(data: Path, tmp_path: Path) -> None:
     """Otherwise chunks would be written again without a reason."""
-    own = {**digests(data)}
+    digests_by_video = {**digests(data)}
     table = pseudo(tmp_path / "p.parquet", [{"video": "x", "text": "a cat"}])
     add(data, table)
     with_further = digests(data)
@@ -158,11 +158,11 @@ def test_digests_do_not_depend_on_the_order_of_the_commands(data: Path, tmp_path
     labelled = reading_of(tmp_path, ["x"], [("x", 0.0, 1.0, "three")], dataset="b", labels={"label_class": "cat"})
     write(data, labelled, dataset="b")
     assert digests(data) == with_further
-    assert {video for video in own if own[video] != with_further[video]} == {"x"}
+    assert {video for video in digests_by_video if digests_by_video[video] != with_further[video]} == {"x"}
     other = tmp_path / "other.csv"
     other.write_text("video,text,source\nx,z,others\n")
     add(data, other)
-    assert digests(data)["x"] not in (own["x"], with_further["x"])
+    assert digests(data)["x"] not in (digests_by_video["x"], with_further["x"])
 
 
 def test_a_likelihood_that_changes_keeps_the_id_and_changes_the_digest(data: Path, tmp_path: Path) -> None:
@@ -248,19 +248,19 @@ def test_paths_that_do_not_exist_are_matched_by_file_name_where_it_is_clear(data
     (here / paths[0].name).write_bytes(b"another video")
     elsewhere = [f"/elsewhere/{path.name}" for path in paths]
     others = ("/elsewhere/none.mp4", here / paths[0].name, f"elsewhere/{paths[0].name}")
-    found = read(data, table(*elsewhere[:2], *others))
-    assert found.reading.captions["video_id"].to_pylist() == ["v", "w"]
-    assert found.reading.rejected["reason"].to_pylist() == ["missing_file"] * 3
-    assert found.reading.notes == (
+    result = read(data, table(*elsewhere[:2], *others))
+    assert result.reading.captions["video_id"].to_pylist() == ["v", "w"]
+    assert result.reading.rejected["reason"].to_pylist() == ["missing_file"] * 3
+    assert result.reading.notes == (
         f"2 paths in the tables not found, videos matched by file name: {elsewhere[0]} is {paths[0]}",
     )
     for name in (f"/{'a' * 5000}.mp4", "/a\0.mp4"):
         assert read(data, table(name)).reading.rejected["reason"].to_pylist() == ["missing_file"]
     of_one_name = read_videos(data).drop_columns("path").append_column("path", [[f"/{n}/a.mp4" for n in range(3)]])
-    found = read_caption_tables([table("/elsewhere/a.mp4", "a.mp4")], videos=of_one_name, dataset=FURTHER)
-    assert found.reading.rejected["reason"].to_pylist() == ["ambiguous_video"] * 2
-    for one, other in ((elsewhere[0], f"/other/{paths[0].name}"), (str(paths[0]), elsewhere[0])):
-        for names in ((one, other), (other, one)):
+    result = read_caption_tables([table("/elsewhere/a.mp4", "a.mp4")], videos=of_one_name, dataset=FURTHER)
+    assert result.reading.rejected["reason"].to_pylist() == ["ambiguous_video"] * 2
+    for place, other in ((elsewhere[0], f"/other/{paths[0].name}"), (str(paths[0]), elsewhere[0])):
+        for names in ((place, other), (other, place)):
             with pytest.raises(UserError, match=f"^{names[0]} and {names[1]} both have the file name of {paths[0]}"):
                 read(data, table(*names))
 
@@ -268,10 +268,10 @@ def test_paths_that_do_not_exist_are_matched_by_file_name_where_it_is_clear(data
 def test_a_damaged_manifest_is_not_built_upon(data: Path, tmp_path: Path) -> None:
     table = pseudo(tmp_path / "p.parquet", [{"video": "v", "text": "a"}])
     add(data, table)
-    found = read(data, table)
+    result = read(data, table)
     (data / "manifest" / "captions.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match="is damaged"):
-        write_further_captions(data, found.reading.captions, found.reading.rejected, records=found.records)
+        write_further_captions(data, result.reading.captions, result.reading.rejected, records=result.records)
     with pytest.raises(UserError, match="caption IDs would change") as caught:
         write(data, reading_of(tmp_path, ["v", "w"], OWN))
     assert "prep manifest captions` for the added sources (narrator@aaaaaaaa)" in str(caught.value.hint)
@@ -286,14 +286,14 @@ def test_a_write_that_is_killed_anywhere_leaves_the_old_manifest_or_the_new_one(
     done = tmp_path / "done"
     shutil.copytree(data, done)
     add(done, second)
-    found, seen = read(data, second), set()
+    result, seen = read(data, second), set()
     for point in itertools.count():
         copy = tmp_path / str(point)
         shutil.copytree(data, copy)
         with pytest.MonkeyPatch.context() as patch:
             stop_at(point, patch, Killed())
             with suppress(Killed):
-                write_further_captions(copy, found.reading.captions, found.reading.rejected, records=found.records)
+                write_further_captions(copy, result.reading.captions, result.reading.rejected, records=result.records)
                 break
         texts = read_captions(copy)["text"].to_pylist()[3:]
         assert texts == [{"narrator@aaaaaaaa": "a", "narrator@bbbbbbbb": "b"}[name] for name in further_names(copy)]

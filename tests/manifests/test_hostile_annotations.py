@@ -105,15 +105,15 @@ LEFT_OUT = "null, left out"
 OTHER_VALUES = ("null", "true", "-1", "NaN", "Infinity", HUGE_INTEGER, '""', '"\\ud800"', "[]", "{}", NESTED, LEFT_OUT)
 
 
-def damaged(value: Any, other: str) -> Iterator[str]:
+def damaged_texts(value: Any, other: str) -> Iterator[str]:
     """JSON texts of `value` in which one value, at any depth below the first, is `other`."""
     for key, below in value.items() if isinstance(value, dict) else enumerate(value):
         keys = value if isinstance(value, dict) else range(len(value))
-        for text in [other, *(damaged(below, other) if isinstance(below, dict | list) else ())]:
-            parts = {one: text if one == key else json.dumps(value[one]) for one in keys}
-            parts = {one: part for one, part in parts.items() if part != LEFT_OUT}
+        for text in [other, *(damaged_texts(below, other) if isinstance(below, dict | list) else ())]:
+            parts = {name: text if name == key else json.dumps(value[name]) for name in keys}
+            parts = {name: part for name, part in parts.items() if part != LEFT_OUT}
             if isinstance(value, dict):
-                yield "{" + ", ".join(f"{json.dumps(one)}: {part}" for one, part in parts.items()) + "}"
+                yield "{" + ", ".join(f"{json.dumps(name)}: {part}" for name, part in parts.items()) + "}"
             else:
                 yield "[" + ", ".join(parts.values()) + "]"
 
@@ -124,7 +124,7 @@ def test_any_value_in_place_of_another_is_a_rejected_row_or_refused(
     make_videos: VideoMaker, tmp_path: Path, reader: Callable[..., Reading], other: str
 ) -> None:
     videos, path = make_videos("a.mp4"), tmp_path / "train_data.json"
-    for text in damaged(PUBLISHED[reader], other):
+    for text in damaged_texts(PUBLISHED[reader], other):
         path.write_text(text)
         try:
             reading = reader(videos, annotations=[path])

@@ -51,7 +51,7 @@ def stop_at(point: int, patch: pytest.MonkeyPatch, error: BaseException) -> None
     """Raises `error` at the `point`-th flush, rename or removal from now on, before it is done."""
     counter = itertools.count()
 
-    def guarded(do: Callable[..., Any]) -> Callable[..., Any]:
+    def guard(do: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
             if next(counter) == point:
                 raise error
@@ -60,10 +60,10 @@ def stop_at(point: int, patch: pytest.MonkeyPatch, error: BaseException) -> None
         return run
 
     for name in ("fsync", "replace", "rename", "unlink"):
-        patch.setattr(os, name, guarded(getattr(os, name)))
+        patch.setattr(os, name, guard(getattr(os, name)))
 
 
-def interrupted(data: Path, reading: Reading, *, point: int, error: BaseException) -> bool:
+def interrupt_write(data: Path, reading: Reading, *, point: int, error: BaseException) -> bool:
     """Writes until the given point; whether the write got that far."""
     with pytest.MonkeyPatch.context() as patch:
         stop_at(point, patch, error)
@@ -95,7 +95,7 @@ def test_a_first_write_that_ends_anywhere_is_none_until_it_is_whole(tmp_path: Pa
     states = set()
     for point in itertools.count():
         data, error = tmp_path / str(point), (Killed(), OSError(errno.ENOSPC, "no space"))[point % 2]
-        if not interrupted(data, readings[0], point=point, error=error):
+        if not interrupt_write(data, readings[0], point=point, error=error):
             break
         states.add(tables(data) is None)
         write(data, readings[0])
@@ -115,7 +115,7 @@ def test_the_old_manifest_stays_readable_until_the_new_one_counts(tmp_path: Path
     for point in itertools.count():
         data, error = tmp_path / str(point), (Killed(), OSError(errno.EIO, "input/output error"))[point % 2]
         shutil.copytree(before, data)
-        if not interrupted(data, readings[1], point=point, error=error):
+        if not interrupt_write(data, readings[1], point=point, error=error):
             break
         seen.append(tables(data))
         assert seen[-1] in (old, new)

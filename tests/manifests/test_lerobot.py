@@ -35,14 +35,14 @@ FRAMES = "data/chunk-000/file-000.parquet"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_lerobot(tmp_path_factory.mktemp("lerobot") / "v3")
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
+def folder(made_dataset: Path, tmp_path: Path) -> Path:
     """A copy of the dataset, to be changed."""
-    return Path(shutil.copytree(made, tmp_path / "v3"))
+    return Path(shutil.copytree(made_dataset, tmp_path / "v3"))
 
 
 def captions(reading: Reading, view: str = "top") -> list[tuple[Any, ...]]:
@@ -65,9 +65,9 @@ def shown_numbers(path: str) -> list[tuple[Fraction, int]]:
 
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
 def test_each_caption_spans_exactly_the_frames_of_its_episode_and_task(
-    version: str, made: Path, tmp_path: Path
+    version: str, made_dataset: Path, tmp_path: Path
 ) -> None:
-    root = made if version == "v3.0" else write_lerobot(tmp_path / "v2", version=version)
+    root = made_dataset if version == "v3.0" else write_lerobot(tmp_path / "v2", version=version)
     reading = read_lerobot(root)
     paths = dict(zip(*(reading.videos[name].to_pylist() for name in ("video_id", "path")), strict=True))
     shown: dict[int, set[int]] = {0: set(), 1: set()}
@@ -126,8 +126,8 @@ def test_splits_are_ranges_of_episodes_and_held_out_ones_come_first(folder: Path
     )
 
 
-def test_datasets_in_one_data_folder_have_names_of_their_own(made: Path) -> None:
-    first, second = read_lerobot(made), read_lerobot(made, dataset="drawers")
+def test_datasets_in_one_data_folder_have_names_of_their_own(made_dataset: Path) -> None:
+    first, second = read_lerobot(made_dataset), read_lerobot(made_dataset, dataset="drawers")
     for name in ("video_id", "group"):
         table = lambda reading: reading.videos if name == "video_id" else reading.captions  # noqa: B023, E731
         values = [set(table(reading)[name].to_pylist()) for reading in (first, second)]
@@ -273,8 +273,11 @@ def test_lines_that_are_not_episodes_are_rejected(tmp_path: Path) -> None:
     assert len(captions(reading)) == 2
 
 
-def test_command_writes_the_manifest_and_refuses_other_folders(made: Path, tmp_path: Path) -> None:
+def test_command_writes_the_manifest_and_refuses_other_folders(made_dataset: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    assert "4 videos (4 new), 10 captions (10 new)" in prep_here("manifest", "lerobot", made, "--data", data).stdout
-    refused = prep_here("manifest", "lerobot", made.parent, "--data", data, status=2)
+    assert (
+        "4 videos (4 new), 10 captions (10 new)"
+        in prep_here("manifest", "lerobot", made_dataset, "--data", data).stdout
+    )
+    refused = prep_here("manifest", "lerobot", made_dataset.parent, "--data", data, status=2)
     assert "is not a LeRobot dataset: it has no meta/info.json" in refused.stderr

@@ -35,12 +35,12 @@ def test_an_index_that_is_cut_while_it_is_open_ends_the_process_with_its_name(tm
         os.truncate(path, 0)
         index["mp4_crc32"].to_numpy().sum()
 
-    status, said = forked(read)
+    status, stderr = forked(read)
     assert status == 1
-    assert said.splitlines()[0].startswith(
+    assert stderr.splitlines()[0].startswith(
         f"failed: {tmp_path}/000000\\u202e.index.arrow became unreadable while in use"
     )
-    assert said.splitlines()[1].startswith("hint: prep verify")
+    assert stderr.splitlines()[1].startswith("hint: prep verify")
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
@@ -58,8 +58,8 @@ def test_threads_without_the_interpreter_lock_may_meet_the_lost_page(tmp_path: P
         for thread in threads:
             thread.join()
 
-    status, said = forked(read)
-    assert status == 1 and set(said.splitlines()[::2]) == {
+    status, stderr = forked(read)
+    assert status == 1 and set(stderr.splitlines()[::2]) == {
         f"failed: {path} became unreadable while in use: another program truncated it, or its disk failed or is full"
     }
 

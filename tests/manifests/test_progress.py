@@ -118,7 +118,7 @@ def test_what_is_counted_is_shown_with_rate_and_time_left(monkeypatch: pytest.Mo
 
 
 def test_lines_of_a_log_become_rarer() -> None:
-    assert [log_interval(one) for one in (0, 60, 200, 10_000)] == [10.0, 10.0, 60.0, 60.0]
+    assert [log_interval(seconds) for seconds in (0, 60, 200, 10_000)] == [10.0, 10.0, 60.0, 60.0]
 
 
 def test_the_time_left_follows_the_present_pace(monkeypatch: pytest.MonkeyPatch) -> None:

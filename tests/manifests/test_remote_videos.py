@@ -41,7 +41,7 @@ def here(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def there(bucket: str) -> str:
+def videos_url(bucket: str) -> str:
     objects = open_objects(bucket)
     for name, content in FILES.items():
         objects.write(f"videos/{name}", content)
@@ -64,29 +64,29 @@ def rows(reading: Reading, place: Path | str) -> list[object]:
 
 
 @pytest.mark.parametrize("subtitles", [False, True])
-def test_a_bucket_is_read_like_a_folder(here: Path, there: str, tmp_path: Path, subtitles: bool) -> None:
+def test_a_bucket_is_read_like_a_folder(here: Path, videos_url: str, tmp_path: Path, subtitles: bool) -> None:
     table = tmp_path / "captions.csv"
     table.write_text('video,text,end_s\na.mp4,one,2\n"val/b c",two,-3\nnowhere,three,1\ntwice/x,four,1\n')
-    read = [read_folder(place, captions=table, subtitles=subtitles) for place in (here, there)]
-    local, remote = rows(read[0], here), rows(read[1], there)
+    read = [read_folder(place, captions=table, subtitles=subtitles) for place in (here, videos_url)]
+    local, remote = rows(read[0], here), rows(read[1], videos_url)
     if not subtitles:  # objects are not read for a note
         assert "1 subtitle file" in str(local[-1]) and "1 subtitle file" in str(remote[-1])
         local[-1] = remote[-1] = []
     assert remote == local
-    assert read[1].videos["path"].to_pylist()[0] == f"{there}/a.mp4"
+    assert read[1].videos["path"].to_pylist()[0] == f"{videos_url}/a.mp4"
 
 
-def test_the_data_folder_in_the_bucket_is_skipped(there: str) -> None:
-    reading = read_folder(there, skip=f"{there}/twice")
+def test_the_data_folder_in_the_bucket_is_skipped(videos_url: str) -> None:
+    reading = read_folder(videos_url, skip=f"{videos_url}/twice")
     assert not any("twice" in path for path in reading.videos["path"].to_pylist())
 
 
-def test_annotations_in_a_bucket_keep_their_names(here: Path, there: str, bucket: str) -> None:
+def test_annotations_in_a_bucket_keep_their_names(here: Path, videos_url: str, bucket: str) -> None:
     objects = open_objects(bucket)
     entries = [{"videoID": "a", "enCap": ["one", ""]}, {"videoID": "gone", "enCap": ["two"]}]
     objects.write("lists/vatex_training.json", json.dumps(entries).encode())
     url = f"{bucket}/lists/vatex_training.json"
-    reading = read_with_local_tables([url], lambda tables: read_vatex(there, annotations=tables))
+    reading = read_with_local_tables([url], lambda tables: read_vatex(videos_url, annotations=tables))
     assert reading.captions["text"].to_pylist() == ["one"] and reading.num_rows_used == {url: 1}
     assert {row["file"] for row in reading.rejected.to_pylist()} == {url}
     objects.write("lists/train.csv", b"a.mp4,jumping\n")
@@ -96,19 +96,21 @@ def test_annotations_in_a_bucket_keep_their_names(here: Path, there: str, bucket
     assert reading.captions["label_class"].to_pylist() == ["jumping"]
     objects.write("lists/broken.json", b"[")
     with pytest.raises(UserError, match=f"{bucket}/lists/broken.json"):
-        read_with_local_tables([f"{bucket}/lists/broken.json"], lambda tables: read_vatex(there, annotations=tables))
+        read_with_local_tables(
+            [f"{bucket}/lists/broken.json"], lambda tables: read_vatex(videos_url, annotations=tables)
+        )
     with pytest.raises(UserError, match=f"cannot read {bucket}/lists/none.json: no such object"):
-        read_with_local_tables([f"{bucket}/lists/none.json"], lambda tables: read_vatex(there, annotations=tables))
+        read_with_local_tables([f"{bucket}/lists/none.json"], lambda tables: read_vatex(videos_url, annotations=tables))
 
 
-def test_a_table_of_urls(tmp_path: Path, web: HttpFolder, there: str, faults: Faults) -> None:
+def test_a_table_of_urls(tmp_path: Path, web: HttpFolder, videos_url: str, faults: Faults) -> None:
     host = web.address.removeprefix("http://")
     table = tmp_path / "videos.csv"
     names = [
         f"{web.address}/a.mp4",
         f"{web.address}/val/b%20c.mkv",
-        f"{there}/twice/x.mp4",
-        f"{there}/\u00fc.MOV",
+        f"{videos_url}/twice/x.mp4",
+        f"{videos_url}/\u00fc.MOV",
         f"{web.address}/gone.mp4",
         f"{web.address}/empty.mp4",
         f"{web.address}/notes.txt",
@@ -118,7 +120,7 @@ def test_a_table_of_urls(tmp_path: Path, web: HttpFolder, there: str, faults: Fa
     ]
     table.write_text("video,text\n" + "".join(f"{name},{'text' * (number % 2)}\n" for number, name in enumerate(names)))
     reading = read_folder(None, captions=table)
-    bucket_name = there.removeprefix("s3://")
+    bucket_name = videos_url.removeprefix("s3://")
     ids = {row["source_id"]: row["split"] for row in reading.videos.to_pylist()}
     assert ids == {
         f"{host}/a": "train",
@@ -144,9 +146,9 @@ def test_a_table_of_urls(tmp_path: Path, web: HttpFolder, there: str, faults: Fa
     assert "unreadable" in reasons
 
 
-def test_a_row_that_cannot_be_served_does_not_refuse_its_table(tmp_path: Path, there: str) -> None:
+def test_a_row_that_cannot_be_served_does_not_refuse_its_table(tmp_path: Path, videos_url: str) -> None:
     table = tmp_path / "videos.csv"
-    table.write_text(f"video,text\n{there}/a.mp4,one\nftp://host/b.mp4,two\ns3://,three\ngopher://x/c.mp4,four\n")
+    table.write_text(f"video,text\n{videos_url}/a.mp4,one\nftp://host/b.mp4,two\ns3://,three\ngopher://x/c.mp4,four\n")
     reading = read_folder(None, captions=table)
     assert reading.captions["text"].to_pylist() == ["one"]
     rejected = {row["source_id"]: row["detail"] for row in reading.rejected.to_pylist()}
@@ -155,7 +157,7 @@ def test_a_row_that_cannot_be_served_does_not_refuse_its_table(tmp_path: Path, t
 
 
 def test_a_table_leads_to_no_server_of_this_machine_that_the_user_does_not_allow(
-    tmp_path: Path, web: HttpFolder, there: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, web: HttpFolder, videos_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CLIPMILL_ALLOWED_HOSTS")
     local = web.address.replace("127.0.0.1", "localhost")
@@ -168,10 +170,10 @@ def test_a_table_leads_to_no_server_of_this_machine_that_the_user_does_not_allow
         "http://0x7f000001",
     ]
     table = tmp_path / "videos.csv"
-    rows = [f"{there}/a.mp4", *(f"{address}/a.mp4" for address in private)]
+    rows = [f"{videos_url}/a.mp4", *(f"{address}/a.mp4" for address in private)]
     table.write_text("video,text\n" + "".join(f"{row},text\n" for row in rows))
     reading = read_folder(None, captions=table)
-    assert reading.videos["path"].to_pylist() == [f"{there}/a.mp4"] and not web.num_bytes
+    assert reading.videos["path"].to_pylist() == [f"{videos_url}/a.mp4"] and not web.num_bytes
     rejected = {row["source_id"]: row["detail"] for row in reading.rejected.to_pylist()}
     assert rejected.keys() == set(rows[1:])
     advice = "in the network of this machine (127.0.0.1); set CLIPMILL_ALLOWED_HOSTS=127.0.0.1 to allow it"
@@ -216,18 +218,20 @@ def test_names_below_the_url_of_a_folder(tmp_path: Path, web: HttpFolder) -> Non
         read_folder(None)
 
 
-def test_further_captions_name_videos_by_their_urls(tmp_path: Path, there: str) -> None:
+def test_further_captions_name_videos_by_their_urls(tmp_path: Path, videos_url: str) -> None:
     table = tmp_path / "more.csv"
-    table.write_text(f"video,text,begin_s,end_s\n{there}/a.mp4,one,0,1\nval/b c.mkv,two,0,1\n{there}/gone.mp4,no,0,1\n")
-    videos = read_folder(there).videos
+    table.write_text(
+        f"video,text,begin_s,end_s\n{videos_url}/a.mp4,one,0,1\nval/b c.mkv,two,0,1\n{videos_url}/gone.mp4,no,0,1\n"
+    )
+    videos = read_folder(videos_url).videos
     read = read_caption_tables([table], videos=videos, dataset="further", source="model")
     assert read.reading.captions["text"].to_pylist() == ["one", "two"]
 
 
-def test_a_video_whose_name_cannot_be_asked_for_is_rejected(there: str, s3: S3Server) -> None:
+def test_a_video_whose_name_cannot_be_asked_for_is_rejected(videos_url: str, s3: S3Server) -> None:
     for name in ("odd//v.mp4", "odd/../v.mp4", "odd//notes.txt"):
-        s3.put(there, name, b"9")
-    read = read_folder(there)
+        s3.put(videos_url, name, b"9")
+    read = read_folder(videos_url)
     rejected = read.rejected.filter(pc.equal(read.rejected["reason"], "bad_name"))
-    assert rejected["file"].to_pylist() == [f"{there}/odd/../v.mp4", f"{there}/odd//v.mp4"]
+    assert rejected["file"].to_pylist() == [f"{videos_url}/odd/../v.mp4", f"{videos_url}/odd//v.mp4"]
     assert read.videos.num_rows == 5

@@ -150,13 +150,13 @@ def test_a_split_of_captions_has_the_videos_and_the_captions_that_show_it(tmp_pa
     data = tmp_path / "data"
     spans: list[Span] = [("a", 0, 5, None), ("a", 5, 9, "val"), ("b", 0, inf, None), ("c", 0, 2, "train")]
     write(data, reading_of(tmp_path, {"a": "train", "b": "train", "c": "val"}, spans))
-    found = {}
+    ids_by_split = {}
     for split in ("train", "val"):
         ids, divided = find_split_videos(data, split)
         texts = select_split(read_captions(data), data, split)["text"].to_pylist()
-        found[split] = ids.to_pylist(), texts, None if divided is None else sorted(set(divided.video.tolist()))
-    assert found["train"] == (["a", "b", "c"], ["0", "2", "3"], [0, 2])
-    assert found["val"] == (["a", "c"], ["1"], [0, 1])
+        ids_by_split[split] = ids.to_pylist(), texts, None if divided is None else sorted(set(divided.video.tolist()))
+    assert ids_by_split["train"] == (["a", "b", "c"], ["0", "2", "3"], [0, 2])
+    assert ids_by_split["val"] == (["a", "c"], ["1"], [0, 1])
     before = read_divided_videos(data)
     add_further(data, "c")
     after = read_divided_videos(data)

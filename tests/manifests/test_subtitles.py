@@ -59,16 +59,16 @@ neither is this
 
 
 def cues(text: str) -> list[tuple[float, float, object]]:
-    found = list(read_cues(text))
-    assert [cue.number for cue in found] == list(range(len(found))) and not any(cue.fault for cue in found)
-    return [(cue.begin_s, cue.end_s, cue.text) for cue in found]
+    cue_list = list(read_cues(text))
+    assert [cue.number for cue in cue_list] == list(range(len(cue_list))) and not any(cue.fault for cue in cue_list)
+    return [(cue.begin_s, cue.end_s, cue.text) for cue in cue_list]
 
 
 def captions(reading: Reading) -> list[tuple[Any, ...]]:
     return [tuple(row.values()) for row in reading.captions.to_pylist()]
 
 
-def rejected(reading: Reading) -> list[tuple[str, int | None, str]]:
+def rejected_rows(reading: Reading) -> list[tuple[str, int | None, str]]:
     return [(Path(row["file"]).name, row["row"], row["reason"]) for row in reading.rejected.to_pylist()]
 
 
@@ -110,9 +110,9 @@ def test_vtt_without_its_header_names_comments_styles_and_settings() -> None:
 )
 def test_a_cue_with_wrong_times_is_a_fault_and_does_not_spoil_its_neighbours(times: str, fault: str) -> None:
     good = ["00:00:00,000 --> 00:00:01,000", "00:00:08,000 --> 00:00:09,000"]
-    found = list(read_cues(f"1\n{good[0]}\nbefore\n\n2\n{times}\nspoilt\n\n3\n{good[1]}\nafter\n"))
-    assert [cue.text for cue in found if cue.fault is None] == ["before", "after"]
-    reason, detail = found[1].fault or ("", "")
+    cue_list = list(read_cues(f"1\n{good[0]}\nbefore\n\n2\n{times}\nspoilt\n\n3\n{good[1]}\nafter\n"))
+    assert [cue.text for cue in cue_list if cue.fault is None] == ["before", "after"]
+    reason, detail = cue_list[1].fault or ("", "")
     assert reason == "bad_time" and fault in detail
 
 
@@ -122,9 +122,9 @@ def test_a_vtt_cue_with_malformed_times_is_a_fault(times: str, name: str) -> Non
     text = (
         f"WEBVTT a --> b\n\n00:00.000 --> 00:01.000\nbefore\n\n{name}{times}\nspoilt\n\n00:08.000 --> 00:09.000\nafter"
     )
-    found = list(read_cues(text))
-    assert [cue.text for cue in found if cue.fault is None] == ["before", "after"]
-    assert found[1].fault == ("bad_time", f"the times are {times!r}")
+    cue_list = list(read_cues(text))
+    assert [cue.text for cue in cue_list if cue.fault is None] == ["before", "after"]
+    assert cue_list[1].fault == ("bad_time", f"the times are {times!r}")
 
 
 def test_malformed_times_right_after_the_text_of_an_srt_cue_are_a_fault_and_arrows_in_it_are_text() -> None:
@@ -195,17 +195,19 @@ def test_a_segment_with_wrong_values_is_a_fault(segment: object, reason: str) ->
 
 def test_a_folder_is_read_with_the_files_beside_its_videos(make_videos: VideoMaker) -> None:
     folder = make_videos("a.mp4", "b.c.mp4", "val/a.mkv", "d.mp4", "d.webm", "e.mp4", "f.mp4")
-    one = "1\n00:00:00,000 --> 00:00:01,000\n{}\n"
-    (folder / "a.srt").write_text(one.format("plain"))
-    (folder / "a.en.SRT").write_text(one.format("english"))
+    cue_text = "1\n00:00:00,000 --> 00:00:01,000\n{}\n"
+    (folder / "a.srt").write_text(cue_text.format("plain"))
+    (folder / "a.en.SRT").write_text(cue_text.format("english"))
     (folder / "a.pt-BR.vtt").write_text("WEBVTT\n\n00:00.000 --> 00:01.000\nportuguese\n")
-    (folder / "b.c.srt").write_bytes(one.format("naïve").encode("latin-1"))
-    (folder / "val" / "a.srt").write_text(one.format("") + one.format("of val") + one.format("x").replace("01,", "00,"))
+    (folder / "b.c.srt").write_bytes(cue_text.format("naïve").encode("latin-1"))
+    (folder / "val" / "a.srt").write_text(
+        cue_text.format("") + cue_text.format("of val") + cue_text.format("x").replace("01,", "00,")
+    )
     segments = [{"start": 0, "end": 1, "text": " said  this", "avg_logprob": -0.5}]
     (folder / "e.json").write_text(json.dumps({"segments": segments}))
-    (folder / "e.srt").write_text(one.format("said this"))
-    (folder / "d.srt").write_text(one.format("whose?"))
-    (folder / "gone.srt").write_text(one.format("lost"))
+    (folder / "e.srt").write_text(cue_text.format("said this"))
+    (folder / "d.srt").write_text(cue_text.format("whose?"))
+    (folder / "gone.srt").write_text(cue_text.format("lost"))
     (folder / "f.srt").write_text("nothing")
     (folder / "f.json").write_text('{"duration": 3}')
     reading = read_folder(folder, subtitles=True)
@@ -217,7 +219,7 @@ def test_a_folder_is_read_with_the_files_beside_its_videos(make_videos: VideoMak
         ("e", 0.0, 1.0, "said this", "asr", -0.5),
         ("val_a-f148df9ac0", 0.0, 1.0, "of val", "subtitles", None),
     ]
-    assert sorted(rejected(reading), key=str) == [
+    assert sorted(rejected_rows(reading), key=str) == [
         ("a.srt", 0, "empty_caption"),
         ("a.srt", 2, "bad_time"),
         ("d.srt", None, "ambiguous_video"),
@@ -240,7 +242,7 @@ def test_files_that_are_no_files_and_hostile_texts_do_no_harm(make_videos: Video
     (folder / "c.srt").write_text("\n".join((*timings, f"&#{number}; {'<a' * 100_000}")))
     (folder / "c.json").write_text("[" * 100_000)
     reading = read_folder(folder, subtitles=True)
-    assert sorted(rejected(reading), key=str) == [
+    assert sorted(rejected_rows(reading), key=str) == [
         ("a.srt", None, "unreadable"),
         ("b.srt", None, "unreadable"),
         ("c.json", None, "unreadable"),
@@ -287,7 +289,7 @@ def test_a_table_and_subtitles_together_with_likelihoods(make_videos: VideoMaker
     table.write_text("video,text,likelihood\na,one,-0.5\na,two,\na,three,nan\na,four,1\n")
     reading = read_folder(folder, captions=table, subtitles=True)
     assert reading.captions["likelihood"].to_pylist() == [-0.5, None, *[None] * 5]
-    assert rejected(reading) == [("captions.csv", 2, "bad_likelihood"), ("captions.csv", 3, "bad_likelihood")]
+    assert rejected_rows(reading) == [("captions.csv", 2, "bad_likelihood"), ("captions.csv", 3, "bad_likelihood")]
 
 
 def test_a_long_film_is_read(make_videos: VideoMaker) -> None:

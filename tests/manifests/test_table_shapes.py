@@ -71,9 +71,9 @@ def test_a_table_of_any_shape_is_read_by_both_commands(make_videos: VideoMaker, 
     assert captions(reading) == WANTED and not reading.rejected.num_rows
     assert any("start as begin_s, duration as duration_s, caption as text" in note for note in reading.notes)
     write_dataset(tmp_path / "data", reading_of(tmp_path, ["a", "b"], []))
-    found = read(tmp_path / "data", path)
-    assert captions(found.reading) == WANTED and not found.reading.rejected.num_rows
-    assert set(found.records) == {path.stem}
+    result = read(tmp_path / "data", path)
+    assert captions(result.reading) == WANTED and not result.reading.rejected.num_rows
+    assert set(result.records) == {path.stem}
     assert add(tmp_path / "data", path, source="mine").num_captions == {"mine": 2}
 
 

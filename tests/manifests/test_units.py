@@ -25,15 +25,21 @@ def test_sizes_have_three_digits_and_a_unit() -> None:
 
 
 def test_durations_and_rates_have_a_suitable_unit() -> None:
-    assert [duration_text(one) for one in (0.2, 55, 130, 3600, 4e6)] == ["0 s", "55 s", "2.2 min", "1.0 h", "1,111.1 h"]
-    assert [rate_text(one) for one in (1200, 1.5, 0.5)] == ["1,200/s", "1.5/s", "30.0/min"]
-    assert [short_number(one) for one in (0, 12345, 2.5, 0.0312)] == ["0", "12,345", "2.5", "0.0312"]
+    assert [duration_text(seconds) for seconds in (0.2, 55, 130, 3600, 4e6)] == [
+        "0 s",
+        "55 s",
+        "2.2 min",
+        "1.0 h",
+        "1,111.1 h",
+    ]
+    assert [rate_text(rate) for rate in (1200, 1.5, 0.5)] == ["1,200/s", "1.5/s", "30.0/min"]
+    assert [short_number(number) for number in (0, 12345, 2.5, 0.0312)] == ["0", "12,345", "2.5", "0.0312"]
     assert range_text("2 h", "4 h") == "2 to 4 h" and range_text("30 min", "2 h") == "30 min to 2 h"
     assert range_text("2 h", "2 h") == "2 h"
 
 
 def test_times_read_as_in_a_player() -> None:
-    assert [clock(one) for one in (0.4, 34, 59.6, 725, 3723)] == ["0:00", "0:34", "1:00", "12:05", "1:02:03"]
+    assert [clock(seconds) for seconds in (0.4, 34, 59.6, 725, 3723)] == ["0:00", "0:34", "1:00", "12:05", "1:02:03"]
     exact = [clock(seconds, decimals=3) for seconds in (0, 15, 75.5, 3723, 59.9996)]
     assert exact == ["0:00", "0:15", "1:15.5", "1:02:03", "1:00"] and clock(3.25, decimals=1) == "0:03.2"
 

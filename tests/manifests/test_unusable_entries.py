@@ -16,7 +16,7 @@ from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 
 
-def rejected(reading: Reading) -> dict[str, tuple[str, str]]:
+def rejected_rows(reading: Reading) -> dict[str, tuple[str, str]]:
     rows = reading.rejected.to_pylist()
     return {Path(row["file"]).name: (row["reason"], row["detail"]) for row in rows}
 
@@ -70,9 +70,9 @@ def test_an_entry_that_is_no_file_is_rejected_by_name(
     make(folder / "deep" / "bad.mp4")
     reading = read_folder(folder)
     assert reading.videos["source_id"].to_pylist() == ["a", "deep/z"]
-    assert list(rejected(reading)) == ["bad.mp4"]
-    assert rejected(reading)["bad.mp4"][0] == reason
-    assert detail in rejected(reading)["bad.mp4"][1]
+    assert list(rejected_rows(reading)) == ["bad.mp4"]
+    assert rejected_rows(reading)["bad.mp4"][0] == reason
+    assert detail in rejected_rows(reading)["bad.mp4"][1]
     # Captions of such a video are lost by name; those of the others are not.
     annotations = tmp_path / "vatex.json"
     annotations.write_text('[{"videoID": "bad", "enCap": ["x", "y"]}, {"videoID": "a", "enCap": ["z"]}]')
@@ -84,7 +84,7 @@ def test_a_link_that_may_have_led_to_a_folder_is_listed(make_videos: VideoMaker)
     folder = make_videos("a.mp4")
     (folder / "season 2").symlink_to("/not/mounted")
     (folder / "loop").symlink_to("loop")
-    assert {name: reason for name, (reason, _) in rejected(read_folder(folder)).items()} == {
+    assert {name: reason for name, (reason, _) in rejected_rows(read_folder(folder)).items()} == {
         "season 2": "unreadable",
         "loop": "unreadable",
     }
@@ -93,7 +93,7 @@ def test_a_link_that_may_have_led_to_a_folder_is_listed(make_videos: VideoMaker)
 def test_a_folder_named_like_a_video_is_looked_into(make_videos: VideoMaker) -> None:
     reading = read_folder(make_videos("x.mp4/inner.mp4", "y.mp4/notes.txt"))
     assert reading.videos["source_id"].to_pylist() == ["x.mp4/inner"]
-    assert list(rejected(reading)) == ["y.mp4"]
+    assert list(rejected_rows(reading)) == ["y.mp4"]
 
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.ESTALE])
@@ -110,8 +110,8 @@ def test_a_subfolder_that_cannot_be_listed_is_one_row(
     monkeypatch.setattr(os, "scandir", scandir)
     reading = read_folder(folder)
     assert reading.videos["source_id"].to_pylist() == ["a", "open/c"]
-    assert rejected(reading)["locked"][0] == "unreadable"
-    assert os.strerror(error) in rejected(reading)["locked"][1]
+    assert rejected_rows(reading)["locked"][0] == "unreadable"
+    assert os.strerror(error) in rejected_rows(reading)["locked"][1]
 
 
 def test_a_file_that_cannot_be_looked_at_is_one_row(make_videos: VideoMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_a_file_that_cannot_be_looked_at_is_one_row(make_videos: VideoMaker, mon
     monkeypatch.setattr(Path, "stat", stat)
     reading = read_folder(folder)
     assert reading.videos["source_id"].to_pylist() == ["a"]
-    assert rejected(reading) == {"b.mp4": ("unreadable", os.strerror(errno.EIO))}
+    assert rejected_rows(reading) == {"b.mp4": ("unreadable", os.strerror(errno.EIO))}
 
 
 def test_a_folder_of_broken_entries_only_says_why(tmp_path: Path) -> None:

@@ -41,16 +41,16 @@ def make(data: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
-def data(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "data"))
+def data(made_data: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made_data, tmp_path / "data"))
 
 
-def merged(data: Path, column: str = "video") -> pa.Table:
+def merge_table(data: Path, column: str = "video") -> pa.Table:
     variant = Variant.open(data, column=column)
     update_chunk_table(variant, column=column)
     assert not missing_parts(variant)
@@ -64,65 +64,65 @@ def test_a_table_has_the_values_of_all_indexes(data: Path, column: str) -> None:
     of_indexes = read_chunk_rows(variant).table.to_pylist()
     assert update_chunk_table(variant, column=column)
     assert not update_chunk_table(variant, column=column), "it was up to date"
-    table = merged(data, column)
+    table = merge_table(data, column)
     assert table.to_pylist() == of_indexes
     member = {"video": "mp4", "latents": "latents.npy", "text": "text.npy"}[column]
-    found = {(row["shard"], row["row"]): row for row in table.to_pylist()}
-    assert len(found) == len(table) == variant.num_samples
+    rows_by_place = {(row["shard"], row["row"]): row for row in table.to_pylist()}
+    assert len(rows_by_place) == len(table) == variant.num_samples
     for shard in variant.shards():
         for number, row in enumerate(shard.index.to_pylist()):
-            own = found[shard.shard_id, number]
+            fields = rows_by_place[shard.shard_id, number]
             for name in ("offset", "size", "crc32"):
-                assert own[name] == row[f"{member}_{name}"]
-            rest = own.keys() - {"shard", "row", "offset", "size", "crc32"}
-            assert {name: own[name] for name in rest} == {name: row[name] for name in rest}
-    assert list(found) == sorted(found)
+                assert fields[name] == row[f"{member}_{name}"]
+            rest = fields.keys() - {"shard", "row", "offset", "size", "crc32"}
+            assert {name: fields[name] for name in rest} == {name: row[name] for name in rest}
+    assert list(rows_by_place) == sorted(rows_by_place)
 
 
 def test_a_table_of_other_commits_is_not_used(data: Path) -> None:
     """As after a run that was killed before it could write the table, or one part of several."""
-    before = merged(data)
+    before = merge_table(data)
     variant = Variant.open(data)
     gone = variant.shards()[0]
     commit_path(variant.directory, gone.shard_id).unlink()
     write_contents(variant.directory, Contents(frozenset(set(variant.commits) - {gone.shard_id}), {}))
     fewer = Variant.open(data)
     assert missing_parts(fewer) and chunk_table_problem(fewer) is None
-    assert len(merged(data)) == len(before) - gone.num_samples
+    assert len(merge_table(data)) == len(before) - gone.num_samples
 
 
 def test_only_new_indexes_are_read(data: Path) -> None:
-    everything = merged(data).to_pylist()
+    everything = merge_table(data).to_pylist()
     variant = Variant.open(data)
     first, second = variant.shards()
     record = commit_path(variant.directory, second.shard_id)
     content = record.read_bytes()
     record.unlink()
     write_contents(variant.directory, Contents(frozenset({first.shard_id}), {}))
-    assert {row["shard"] for row in merged(data).to_pylist()} == {first.shard_id}
+    assert {row["shard"] for row in merge_table(data).to_pylist()} == {first.shard_id}
     record.write_bytes(content)
     first.index_path.unlink()  # its rows are in the table
-    assert merged(data).to_pylist() == everything
+    assert merge_table(data).to_pylist() == everything
     (variant.directory / CHUNKS_FILE).unlink()
     with pytest.raises(UserError, match=r"chunks\.arrow was not written"):
-        merged(data)
+        merge_table(data)
 
 
 def test_a_change_writes_only_the_parts_of_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipmill.shards.format.SHARDS_PER_FOLDER", 1)  # one shard in a part
     data = make(tmp_path)
-    everything = merged(data)
+    everything = merge_table(data)
     variant = Variant.open(data)
     first = variant.shards()[0]
     parts = [variant.directory / name for name in (CHUNKS_FILE, f"001/{CHUNKS_FILE}")]
-    whole, own = (path.read_bytes() for path in parts)
+    whole, other = (path.read_bytes() for path in parts)
     kept = parts[0].stat()
     assert read_chunk_rows(variant).table["shard"].num_chunks == 2
     record = commit_path(variant.directory, 1)
     content = record.read_bytes()
     record.unlink()
     write_contents(variant.directory, Contents(frozenset({first.shard_id}), {}))
-    assert {row["shard"] for row in merged(data).to_pylist()} == {first.shard_id}
+    assert {row["shard"] for row in merge_table(data).to_pylist()} == {first.shard_id}
     assert not parts[1].exists(), "its shards are gone"
     record.write_bytes(content)
     first.index_path.unlink()
@@ -130,13 +130,13 @@ def test_a_change_writes_only_the_parts_of_its_shards(tmp_path: Path, monkeypatc
     assert read_chunk_rows(variant).table.to_pylist() == everything.to_pylist(), (
         "one from the table, one from its index"
     )
-    assert merged(data).to_pylist() == everything.to_pylist()
-    assert [path.read_bytes() for path in parts] == [whole, own]
+    assert merge_table(data).to_pylist() == everything.to_pylist()
+    assert [path.read_bytes() for path in parts] == [whole, other]
     assert (parts[0].stat().st_ino, parts[0].stat().st_mtime_ns) == (kept.st_ino, kept.st_mtime_ns), "not written again"
 
 
 def test_the_bytes_of_a_part_do_not_depend_on_how_it_was_made(data: Path) -> None:
-    merged(data)
+    merge_table(data)
     variant = Variant.open(data)
     path = variant.directory / CHUNKS_FILE
     whole = path.read_bytes()
@@ -145,15 +145,15 @@ def test_the_bytes_of_a_part_do_not_depend_on_how_it_was_made(data: Path) -> Non
     content = record.read_bytes()
     record.unlink()
     write_contents(variant.directory, Contents(frozenset({second.shard_id}), {}))
-    merged(data)
+    merge_table(data)
     record.write_bytes(content)  # its rows come before those that the table has
-    merged(data)
+    merge_table(data)
     assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize("kind", ["flipped", "short", "empty"])
 def test_a_damaged_table_is_found_and_replaced(data: Path, kind: str) -> None:
-    whole = merged(data).to_pylist()
+    whole = merge_table(data).to_pylist()
     variant = Variant.open(data)
     path = variant.directory / CHUNKS_FILE
     content = bytearray(path.read_bytes())
@@ -161,7 +161,7 @@ def test_a_damaged_table_is_found_and_replaced(data: Path, kind: str) -> None:
     content[at] ^= 4
     path.write_bytes({"flipped": bytes(content), "short": bytes(content[:-100]), "empty": b""}[kind])
     assert "chunks.arrow is damaged" in str(chunk_table_problem(variant))
-    assert merged(data).to_pylist() == whole
+    assert merge_table(data).to_pylist() == whole
     assert chunk_table_problem(variant) is None
 
 

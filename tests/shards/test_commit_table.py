@@ -31,7 +31,7 @@ from tests.manifests.test_interrupted_writes import Killed, stop_at
 IDS = (0, 1, 998, 999, 1000, 1001, 2500)
 
 
-def made(shard_id: int, *, num_samples: int = 2) -> Commit:
+def make_commit(shard_id: int, *, num_samples: int = 2) -> Commit:
     """The commit of a shard whose files nobody reads here; the one of shard 1 failed as a whole."""
     stem = f"{shard_id // 1000:03d}/" * (shard_id >= 1000) + f"{shard_id:06d}-01234567"
     files = ShardFiles(f"{stem}.tar", 10240, "a" * 64, f"{stem}.index.arrow", 100, "b" * 64, num_samples)
@@ -44,7 +44,7 @@ def variant(tmp_path: Path) -> Path:
     folder = tmp_path / "data" / "video" / "made"
     folder.mkdir(parents=True)
     for shard_id in IDS:
-        write_commit(folder, made(shard_id))
+        write_commit(folder, make_commit(shard_id))
     publish_json(folder / "recipe.json", {"crf": 24})
     finish_run(folder, dropped=(), planned=IDS)
     return folder
@@ -61,34 +61,34 @@ def num_read(folder: Path) -> int:
     """How many records a reader opens; it must find what the records say."""
     read, opened = commits_module.read_commit, list[Path]()
 
-    def noted(path: Path) -> Commit:
+    def note_and_read(path: Path) -> Commit:
         opened.append(path)
         return read(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commits_module, "read_commit", noted)
-        found = read_commits(folder)
-    assert (found.commits, list(map(str, found.damaged))) == (
+        patch.setattr(commits_module, "read_commit", note_and_read)
+        commits = read_commits(folder)
+    assert (commits.commits, list(map(str, commits.damaged))) == (
         by_records(folder).commits,
         list(map(str, by_records(folder).damaged)),
     )
-    assert list(found.commits) == sorted(found.commits)
+    assert list(commits.commits) == sorted(commits.commits)
     return len(opened)
 
 
 def test_no_record_is_opened_after_a_run(variant: Path) -> None:
     assert num_read(variant) == 0
-    assert read_commits(variant).commits == {shard_id: made(shard_id) for shard_id in IDS}
+    assert read_commits(variant).commits == {shard_id: make_commit(shard_id) for shard_id in IDS}
     before = {path: path.stat().st_mtime_ns for path in variant.rglob("*")}
     finish_run(variant, dropped=(), planned=IDS)
     assert {path: path.stat().st_mtime_ns for path in variant.rglob("*")} == before
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], int]] = {
-    "replaced": (lambda folder: write_commit(folder, made(1001, num_samples=3)), 2),
-    "replaced, first folder": (lambda folder: write_commit(folder, made(0, num_samples=3)), 4),
-    "added": (lambda folder: write_commit(folder, made(1002)), 3),
-    "added, new folder": (lambda folder: write_commit(folder, made(7000)), 5),  # which is an entry of `commits/`
+    "replaced": (lambda folder: write_commit(folder, make_commit(1001, num_samples=3)), 2),
+    "replaced, first folder": (lambda folder: write_commit(folder, make_commit(0, num_samples=3)), 4),
+    "added": (lambda folder: write_commit(folder, make_commit(1002)), 3),
+    "added, new folder": (lambda folder: write_commit(folder, make_commit(7000)), 5),  # which is an entry of `commits/`
     "removed": (lambda folder: commit_path(folder, 1000).unlink(), 1),
     "folder removed": (lambda folder: shutil.rmtree(folder / "commits" / "002"), 4),
     "all removed": (lambda folder: shutil.rmtree(folder / "commits"), 0),
@@ -124,15 +124,15 @@ def test_a_table_that_is_not_the_recorded_one_does_not_count_and_is_written_agai
         at = content.index(b"train")
         path.write_bytes(content[:at] + b"vrain" + content[at + 5 :] if harm == "flipped" else content[:-200])
     assert num_read(variant) == len(IDS)
-    found = damaged_lists(variant, read_commits(variant).commits)
-    assert [damage.path for damage in found] == ([] if harm == "not recorded" else [path])
+    damage_list = damaged_lists(variant, read_commits(variant).commits)
+    assert [damage.path for damage in damage_list] == ([] if harm == "not recorded" else [path])
     finish_run(variant, dropped=(), planned=IDS)
     assert num_read(variant) == 0 and path.read_bytes() == content
 
 
 @pytest.mark.parametrize("keeps_times", [True, False])
 def test_a_copied_folder_is_read_with_or_without_its_times(variant: Path, tmp_path: Path, keeps_times: bool) -> None:
-    write_commit(variant, made(1001, num_samples=5))  # the copy is made in the middle of a run
+    write_commit(variant, make_commit(1001, num_samples=5))  # the copy is made in the middle of a run
     copy = tmp_path / "copy"
     shutil.copytree(variant, copy)
     if not keeps_times:
@@ -140,7 +140,7 @@ def test_a_copied_folder_is_read_with_or_without_its_times(variant: Path, tmp_pa
             path.touch()
     assert num_read(copy) == (2 if keeps_times else len(IDS))
     finish_run(copy, dropped=(), planned=IDS)
-    assert num_read(copy) == 0 and not quick_problems(copy, [made(1)])
+    assert num_read(copy) == 0 and not quick_problems(copy, [make_commit(1)])
 
 
 def test_a_record_that_is_damaged_in_place_harms_no_reader_and_is_found(variant: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_record_that_is_damaged_in_place_harms_no_reader_and_is_found(variant:
     state = path.stat()
     path.write_bytes(path.read_bytes().replace(b"train", b"brain"))
     commit = read_commits(variant).commits[1001]
-    assert commit == made(1001)
+    assert commit == make_commit(1001)
     assert [problem.code for problem in check_record(variant, commit)] == [Code.COMMIT_DAMAGED]
     # What has happened since the table was written is found by its time, the rest by reading everything.
     long_after = (state.st_mtime_ns + 10**11,) * 2
@@ -165,12 +165,12 @@ def test_a_record_that_is_damaged_in_place_harms_no_reader_and_is_found(variant:
 def test_a_run_that_is_killed_at_its_end_leaves_a_table_that_is_right_or_does_not_count(
     variant: Path, tmp_path: Path
 ) -> None:
-    write_commit(variant, made(1001, num_samples=3))
-    write_commit(variant, made(7000))
-    wanted = {*IDS, 7000} - {998, 2500}
+    write_commit(variant, make_commit(1001, num_samples=3))
+    write_commit(variant, make_commit(7000))
+    expected = {*IDS, 7000} - {998, 2500}
     undisturbed = tmp_path / "undisturbed"
     shutil.copytree(variant, undisturbed)
-    finish_run(undisturbed, dropped=(998, 2500), planned=wanted)
+    finish_run(undisturbed, dropped=(998, 2500), planned=expected)
     content = (undisturbed / COMMIT_TABLE_FILE).read_bytes()
     for point in itertools.count():
         folder = tmp_path / str(point)
@@ -178,14 +178,14 @@ def test_a_run_that_is_killed_at_its_end_leaves_a_table_that_is_right_or_does_no
         with pytest.MonkeyPatch.context() as patch:
             stop_at(point, patch, Killed())
             try:
-                finish_run(folder, dropped=(998, 2500), planned=wanted)
+                finish_run(folder, dropped=(998, 2500), planned=expected)
                 break
             except Killed:
                 pass
         num_read(folder)
-        found = read_commits(folder)
-        assert not found.damaged and not damaged_lists(folder, found.commits), f"killed at point {point}"
-        finish_run(folder, dropped={998, 2500} & found.commits.keys(), planned=wanted)
+        commits = read_commits(folder)
+        assert not commits.damaged and not damaged_lists(folder, commits.commits), f"killed at point {point}"
+        finish_run(folder, dropped={998, 2500} & commits.commits.keys(), planned=expected)
         assert num_read(folder) == 0 and (folder / COMMIT_TABLE_FILE).read_bytes() == content
     assert point > 12
 
@@ -193,26 +193,26 @@ def test_a_run_that_is_killed_at_its_end_leaves_a_table_that_is_right_or_does_no
 def test_a_lost_worker_that_commits_at_the_end_of_a_run_is_not_overlooked(
     variant: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_commit(variant, made(0, num_samples=9))
+    write_commit(variant, make_commit(0, num_samples=9))
 
     def confirm_late(folder: Path, **options: Any) -> None:
-        write_commit(folder, made(1001, num_samples=4))
+        write_commit(folder, make_commit(1001, num_samples=4))
         confirm(folder, **options)
 
     from clipmill.shards.lists import confirm
 
     monkeypatch.setattr("clipmill.shards.lists.confirm", confirm_late)
     finish_run(variant, dropped=(), planned=IDS)
-    assert num_read(variant) == 2 and read_commits(variant).commits[1001] == made(1001, num_samples=4)
+    assert num_read(variant) == 2 and read_commits(variant).commits[1001] == make_commit(1001, num_samples=4)
 
 
 def test_a_variant_of_one_shard_has_a_table_too(variant: Path) -> None:
     finish_run(variant, dropped=IDS[1:], planned=IDS[:1])
-    assert num_read(variant) == 0 and read_commits(variant).commits == {0: made(0)}
+    assert num_read(variant) == 0 and read_commits(variant).commits == {0: make_commit(0)}
 
 
 def test_folders_that_cannot_be_dated_are_read_record_by_record(variant: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_commit(variant, made(1001, num_samples=3))
+    write_commit(variant, make_commit(1001, num_samples=3))
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError

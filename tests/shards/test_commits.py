@@ -44,7 +44,7 @@ def test_any_flipped_byte_and_any_cut_is_seen(tmp_path: Path, flip: Callable[[Pa
             read_commit(path)
 
 
-def _signed(record: dict[str, object]) -> str:
+def _sign(record: dict[str, object]) -> str:
     text = json.dumps(record, sort_keys=True, separators=(",", ":"))
     return json.dumps({**record, "sha256": hashlib.sha256(text.encode()).hexdigest()})
 
@@ -65,7 +65,7 @@ def test_a_record_that_is_whole_but_not_of_this_shard_is_refused(tmp_path: Path,
             record["files"]["tar"] = "000003-0123abcd/../../000003-0123abcd.tar"
         case _:
             del record["split"]
-    path.write_text(_signed(record))
+    path.write_text(_sign(record))
     with pytest.raises(DamagedCommit):
         read_commit(path)
 
@@ -83,7 +83,7 @@ def test_a_newer_format_is_the_users_business_and_not_damage(tmp_path: Path) -> 
     path = commit_path(tmp_path, 3)
     record = json.loads(path.read_text())
     del record["sha256"]
-    path.write_text(_signed({**record, "clipmill_format": 3}))
+    path.write_text(_sign({**record, "clipmill_format": 3}))
     with pytest.raises(UserError, match="format 3") as raised:
         read_commit(path)
     assert raised.value.hint
@@ -96,6 +96,6 @@ def test_all_commits_are_read_and_the_damaged_named(tmp_path: Path) -> None:
     commit_path(tmp_path, 7).write_text("{")
     (tmp_path / "commits" / ".tmp-0123-000009.json").write_text("{")
     (tmp_path / "commits" / "notes.json").write_text("{")
-    found = read_commits(tmp_path)
-    assert list(found.commits) == [0, 999_999, 1_000_000]
-    assert [error.path.name for error in found.damaged] == ["000007.json"]
+    commits = read_commits(tmp_path)
+    assert list(commits.commits) == [0, 999_999, 1_000_000]
+    assert [error.path.name for error in commits.damaged] == ["000007.json"]

@@ -39,10 +39,10 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def is_sound(folder: Path) -> bool:
-    found = read_commits(folder)
+    commits = read_commits(folder)
     return (
-        not found.damaged
-        and not damaged_lists(folder, found.commits)
+        not commits.damaged
+        and not damaged_lists(folder, commits.commits)
         and Variant(folder).require_complete() is not None
     )
 
@@ -125,8 +125,8 @@ def test_a_damaged_list_of_shards_is_found(variant: Path, name: str, damage: str
         path.unlink()
     else:
         path.write_bytes(content if damage == "flipped" else content[:-21])
-    [found] = damaged_lists(variant, read_commits(variant).commits)
-    assert found.path == path
+    [problem] = damaged_lists(variant, read_commits(variant).commits)
+    assert problem.path == path
     finish_run(variant, dropped=(), planned=range(4))
     assert files(variant) == before
 

@@ -47,10 +47,12 @@ def make(folder: Path, shard_id: int, *, num_samples: int = 3, digit: str = "7")
 
 
 def is_sound(variant: Path) -> bool:
-    found = read_commits(variant)
-    commits = found.commits.values()
+    listing = read_commits(variant)
+    commits = listing.commits.values()
     verified = [problem for commit in commits for problem in verify_shard(variant, commit)]
-    return not (found.damaged or verified or quick_problems(variant, commits) or damaged_lists(variant, found.commits))
+    return not (
+        listing.damaged or verified or quick_problems(variant, commits) or damaged_lists(variant, listing.commits)
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,9 +101,9 @@ def test_a_set_grows_in_folders(variant: Path, has_table: bool) -> None:
 
 def test_a_record_in_another_folder_than_its_own_is_missing(variant: Path) -> None:
     (variant / "commits" / "001" / "001001.json").rename(variant / "commits" / "001001.json")
-    found = read_commits(variant)
-    assert [damaged.shard_id for damaged in found.damaged] == [1001]
-    assert "commits/001/001001.json" in str(found.damaged[0])
+    commits = read_commits(variant)
+    assert [damaged.shard_id for damaged in commits.damaged] == [1001]
+    assert "commits/001/001001.json" in str(commits.damaged[0])
 
 
 def test_a_record_without_a_checksum_is_damaged(variant: Path) -> None:

@@ -29,11 +29,11 @@ def test_shards_that_are_given_up_are_opened_again_without_reading_all_of_their_
     variant = Variant.open(tmp_path)
 
     def visit() -> list[Any]:
-        found = []
+        opened_shards = []
         for shard_id in range(NUM_SHARDS):
             tables = variant.shard(shard_id).packet_tables
-            found.append((tables.of_row(1).offset.tolist(), tables.payload(1), tables.payload_crc32(1)))
-        return found
+            opened_shards.append((tables.of_row(1).offset.tolist(), tables.payload(1), tables.payload_crc32(1)))
+        return opened_shards
 
     first = visit()
     assert first[3] == ([48, 500], (first[0][1][0], 190_000), 13)

@@ -63,10 +63,10 @@ def test_labelled_captions_of_a_part_are_those_that_overlap_or_cover_it(
 @pytest.mark.parametrize(
     ("expression", "holds"),
     [
-        ("label_one = 'x'", lambda one, two, text: one == "x"),
-        ("label_one = 'x' and label_two != 'x'", lambda one, two, text: one == "x" and two not in (None, "x")),
-        ("label_one is null", lambda one, two, text: one is None),
-        ("label_one = 'y' or text like '%7'", lambda one, two, text: one == "y" or text.endswith("7")),
+        ("label_one = 'x'", lambda a, b, text: a == "x"),
+        ("label_one = 'x' and label_two != 'x'", lambda a, b, text: a == "x" and b not in (None, "x")),
+        ("label_one is null", lambda a, b, text: a is None),
+        ("label_one = 'y' or text like '%7'", lambda a, b, text: a == "y" or text.endswith("7")),
     ],
 )
 def test_a_caption_has_its_own_labels_or_those_that_cover_it(seed: int, expression: str, holds, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -100,7 +100,7 @@ def test_a_caption_has_its_own_labels_or_those_that_cover_it(seed: int, expressi
             if other.begin_s <= caption.begin_s and other.end_s >= caption.end_s
         ]
         sets = [caption.labels] if has_own else [other.labels for other in covering] or [{}]
-        expected.append(any(holds(one.get("label_one"), one.get("label_two"), caption.text) for one in sets))
+        expected.append(any(holds(labels.get("label_one"), labels.get("label_two"), caption.text) for labels in sets))
     assert selected.tolist() == expected and any(expected)
 
 
@@ -116,9 +116,9 @@ def test_texts_to_encode_are_selected_by_labels(tmp_path: Path) -> None:
     write_captions(tmp_path, dict.fromkeys(VIDEOS, "train"), captions)
     with CaptionReader(tmp_path, where=parse_where("label_one = 'x'")) as reader:
         texts = {text for piece in reader.pieces(pa.array(VIDEOS)) for text in piece.texts.to_pylist()}
-    own = {caption.text: caption.labels.get("label_one") for caption in captions}
-    assert {text for text, value in own.items() if value == "x"} < texts
-    assert not {text for text, value in own.items() if value == "y"} & texts
+    labels_by_text = {caption.text: caption.labels.get("label_one") for caption in captions}
+    assert {text for text, value in labels_by_text.items() if value == "x"} < texts
+    assert not {text for text, value in labels_by_text.items() if value == "y"} & texts
 
 
 @pytest.mark.parametrize(

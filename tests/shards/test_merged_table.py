@@ -37,13 +37,13 @@ def test_no_flipped_bit_of_a_schema_is_served(tmp_path: Path) -> None:
         damaged[at] ^= 1 << Random(at).randrange(8)
         path.write_bytes(damaged)
         try:
-            found = verify_columns(open_merged_table(path), path)
+            verified_table = verify_columns(open_merged_table(path), path)
         except DamagedTable:
             noticed += 1
             continue
-        if is_table_of(found, NO_COMMITS):  # otherwise it is stale, and not used
-            assert found.equals(whole) and found.schema.equals(whole.schema), f"byte {at}"
-            assert found.schema.metadata[b"member"] == b"mp4", f"byte {at}"
+        if is_table_of(verified_table, NO_COMMITS):  # otherwise it is stale, and not used
+            assert verified_table.equals(whole) and verified_table.schema.equals(whole.schema), f"byte {at}"
+            assert verified_table.schema.metadata[b"member"] == b"mp4", f"byte {at}"
     assert noticed > footer_bytes // 12
 
 

@@ -29,14 +29,14 @@ def test_captions_of_a_thousand_million_videos_are_of_their_own_chunks() -> None
     crc32 = np.zeros(len(chunks), np.uint32)
     table = ChunkTable(video_row=chunks, start_ms=starts, **plain, **ones, crc32=crc32)
     rows = np.append(ROWS, 10**9 - 2).astype(np.int32)  # the last video has no chunk
-    found = usable_captions(
+    captions = usable_captions(
         video_row=rows.astype(np.int64),
         begin_s=np.full(len(rows), 16.0),
         end_s=np.full(len(rows), 17.0),
         chunks=table,
     )
-    assert found.num_unusable == {"video_without_chunks": 1}
-    assert found.first_chunk.tolist() == list(range(1, 2 * len(ROWS), 2))
+    assert captions.num_unusable == {"video_without_chunks": 1}
+    assert captions.first_chunk.tolist() == list(range(1, 2 * len(ROWS), 2))
 
 
 def test_rows_are_put_in_order_whatever_their_number() -> None:
@@ -52,8 +52,8 @@ def test_rows_are_put_in_order_whatever_their_number() -> None:
 def _found_scores(starts: np.ndarray, row: int, start_ms: int) -> int:
     codes = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int32()), pa.array(["a", "b"]))
     table = pa.table({"video_id": codes, "start_ms": starts})
-    wanted = {"video_row": np.array([row]), "start_ms": np.array([start_ms])}
-    return int(find_chunks(table, video_ids=pa.array(["a", "b", "c"]), **wanted)[0])
+    expected = {"video_row": np.array([row]), "start_ms": np.array([start_ms])}
+    return int(find_chunks(table, video_ids=pa.array(["a", "b", "c"]), **expected)[0])
 
 
 def _found_span(starts: np.ndarray, row: int, start: int) -> int:
@@ -81,8 +81,8 @@ def test_what_64_bits_cannot_tell_apart_is_refused_by_name() -> None:
 def test_moments_outside_lie_between_those_inside() -> None:
     rows, times = np.array([0, 0, 3]), np.array([5, 9, 7])
     moments = Moments.of(rows, times)
-    own = moments.numbers(rows, times)
+    known_numbers = moments.numbers(rows, times)
     others = np.array([-1, 0, 0, 1, 3, 3, 2**31]), np.array([9, -(2**50), 2**50, 7, 6, 8, 0])
     numbers = moments.numbers(*others)
-    assert np.searchsorted(own, numbers).tolist() == [0, 0, 2, 2, 2, 3, 3]
-    assert not np.isin(numbers, own).any()
+    assert np.searchsorted(known_numbers, numbers).tolist() == [0, 0, 2, 2, 2, 3, 3]
+    assert not np.isin(numbers, known_numbers).any()

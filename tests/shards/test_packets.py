@@ -47,9 +47,9 @@ def table_of(packets: Packets) -> PacketTable:
 def test_closed_gops_are_known_of_all_chunks_as_of_each() -> None:
     chunks = [CLOSED, OPEN, [], HEADLESS, CLOSED, CLOSED[:1]]
     tables = tables_of(chunks, [("h264", b"")] * len(chunks))
-    found = [tables.has_closed_gops(row) for row in range(len(chunks))]
-    assert found == [True, False, False, False, True, True]
-    assert found == [tables.of_row(row).has_closed_gops for row in range(len(chunks))]
+    closed_gops = [tables.has_closed_gops(row) for row in range(len(chunks))]
+    assert closed_gops == [True, False, False, False, True, True]
+    assert closed_gops == [tables.of_row(row).has_closed_gops for row in range(len(chunks))]
 
 
 def test_chunks_of_any_random_tables_are_told_apart() -> None:

@@ -59,8 +59,8 @@ def test_every_key_is_found_and_its_members_read(data_dir: Path, samples: MakeSa
 
 def test_samples_come_in_order(data_dir: Path, samples: MakeSamples) -> None:
     written = [*samples(5, video_id="zebra"), *samples(4, video_id="mango", seed=2)]
-    found = list(Variant.open(data_dir).iterate("train"))
-    assert found == [{"__key__": sample.key, **sample.members} for sample in written]
+    rows = list(Variant.open(data_dir).iterate("train"))
+    assert rows == [{"__key__": sample.key, **sample.members} for sample in written]
 
 
 def test_a_tar_without_a_commit_does_not_exist(data_dir: Path) -> None:

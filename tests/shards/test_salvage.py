@@ -14,13 +14,13 @@ Flip = Callable[[Path, int], None]
 
 
 @pytest.fixture
-def written(samples: MakeSamples) -> list[Sample]:
+def written_samples(samples: MakeSamples) -> list[Sample]:
     return samples(20)
 
 
 @pytest.fixture
-def commit(tmp_path: Path, written: list[Sample], commit_shard: Callable[..., Commit]) -> Commit:
-    return commit_shard(tmp_path, written)
+def commit(tmp_path: Path, written_samples: list[Sample], commit_shard: Callable[..., Commit]) -> Commit:
+    return commit_shard(tmp_path, written_samples)
 
 
 def _tar(directory: Path, commit: Commit) -> Path:
@@ -33,32 +33,36 @@ def _index(directory: Path, commit: Commit) -> Path:
     return directory / commit.files.index
 
 
-def _salvaged(samples: list[Sample], *, with_fields: bool = True) -> list[SalvagedSample]:
+def _as_salvaged(samples: list[Sample], *, with_fields: bool = True) -> list[SalvagedSample]:
     return [SalvagedSample(sample.key, sample.members, sample.fields if with_fields else None) for sample in samples]
 
 
-def test_a_whole_shard_gives_every_sample(tmp_path: Path, commit: Commit, written: list[Sample]) -> None:
-    assert list(readable_rows(tmp_path, commit)) == _salvaged(written)
+def test_a_whole_shard_gives_every_sample(tmp_path: Path, commit: Commit, written_samples: list[Sample]) -> None:
+    assert list(readable_rows(tmp_path, commit)) == _as_salvaged(written_samples)
 
 
-def test_damaged_samples_are_left_out(tmp_path: Path, commit: Commit, written: list[Sample], flip: Flip) -> None:
+def test_damaged_samples_are_left_out(
+    tmp_path: Path, commit: Commit, written_samples: list[Sample], flip: Flip
+) -> None:
     table = open_index(_index(tmp_path, commit))
     flip(_tar(tmp_path, commit), table.column("json_offset")[3].as_py())
     flip(_tar(tmp_path, commit), table.column("mp4_offset")[9].as_py() + 100)
     flip(_tar(tmp_path, commit), table.column("mp4_offset")[11].as_py() - 500)  # a header: the sample is whole
-    whole = [sample for row, sample in enumerate(written) if row not in (3, 9)]
-    assert list(readable_rows(tmp_path, commit)) == _salvaged(whole)
+    whole = [sample for row, sample in enumerate(written_samples) if row not in (3, 9)]
+    assert list(readable_rows(tmp_path, commit)) == _as_salvaged(whole)
 
 
-def test_a_cut_tar_gives_what_lies_before_the_cut(tmp_path: Path, commit: Commit, written: list[Sample]) -> None:
+def test_a_cut_tar_gives_what_lies_before_the_cut(
+    tmp_path: Path, commit: Commit, written_samples: list[Sample]
+) -> None:
     offset = open_index(_index(tmp_path, commit)).column("json_offset")[12].as_py()
     os.truncate(_tar(tmp_path, commit), offset + 1)
-    assert list(readable_rows(tmp_path, commit)) == _salvaged(written[:12])
+    assert list(readable_rows(tmp_path, commit)) == _as_salvaged(written_samples[:12])
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
 def test_without_its_index_an_intact_tar_gives_every_sample(
-    tmp_path: Path, commit: Commit, written: list[Sample], flip: Flip, damage: str
+    tmp_path: Path, commit: Commit, written_samples: list[Sample], flip: Flip, damage: str
 ) -> None:
     index = _index(tmp_path, commit)
     if damage == "missing":
@@ -67,7 +71,7 @@ def test_without_its_index_an_intact_tar_gives_every_sample(
         os.truncate(index, 100)
     else:
         flip(index, index.stat().st_size // 2)
-    assert list(readable_rows(tmp_path, commit)) == _salvaged(written, with_fields=False)
+    assert list(readable_rows(tmp_path, commit)) == _as_salvaged(written_samples, with_fields=False)
     # With the tar damaged as well, nothing can be proved.
     flip(_tar(tmp_path, commit), _tar(tmp_path, commit).stat().st_size - 1)
     assert list(readable_rows(tmp_path, commit)) == []

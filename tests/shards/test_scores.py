@@ -125,12 +125,12 @@ def test_a_changed_byte_is_found_in_the_columns_that_are_used(data_dir: Path, co
     table = read_table(path)
     chunk = table[column].chunk(0)
     if column == "video_id":
-        found = chunk.dictionary.buffers()[2]
+        buffer = chunk.dictionary.buffers()[2]
     else:
-        found = chunk.flatten().buffers()[1] if column == "cut_times_s" else chunk.buffers()[1]
+        buffer = chunk.flatten().buffers()[1] if column == "cut_times_s" else chunk.buffers()[1]
     content = path.read_bytes()
-    assert content.count(found.to_pybytes()) == 1
-    offset = content.index(found.to_pybytes())
+    assert content.count(buffer.to_pybytes()) == 1
+    offset = content.index(buffer.to_pybytes())
     path.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
     with pytest.raises(UserError, match=f"damaged: {column} does not match its checksum|not a readable"):
         open_scores(data_dir)
@@ -165,11 +165,13 @@ def test_look_alikes_are_those_that_comparing_all_pairs_finds() -> None:
     def first(mask: np.ndarray) -> list[int]:
         return np.where(mask.any(1), mask.argmax(1), -1).tolist()
 
-    found, has_other = first_look_alikes(phashes, video=video)
-    assert found.tolist() == first(alike & (video[:, None] > video))
+    earlier_looks, has_other = first_look_alikes(phashes, video=video)
+    assert earlier_looks.tolist() == first(alike & (video[:, None] > video))
     assert has_other.tolist() == (alike & (video[:, None] != video)).any(1).tolist()
     of_part = first_of_each_part(phashes, part, num_parts=3)
-    assert [of_part[:, number].tolist() for number in range(3)] == [first(alike & (part == one)) for one in range(3)]
+    assert [of_part[:, number].tolist() for number in range(3)] == [
+        first(alike & (part == part_number)) for part_number in range(3)
+    ]
 
 
 def test_pictures_without_content_look_like_nothing() -> None:

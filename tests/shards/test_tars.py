@@ -45,7 +45,7 @@ def hold() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         holder.communicate()
 
 
-def made(folder: Path, *names: str) -> list[Path]:
+def make_files(folder: Path, *names: str) -> list[Path]:
     paths = [folder / name for name in names]
     for path in paths:
         path.write_bytes(path.name.encode() * 100)
@@ -67,7 +67,7 @@ def test_a_pipe_is_no_tar(tmp_path: Path) -> None:
 def test_others_are_read_while_one_open_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    dead, alive, late = made(tmp_path, "dead", "alive", "late")
+    dead, alive, late = make_files(tmp_path, "dead", "alive", "late")
     tars = LocalTars()
     holder = hold(dead, late)
     monkeypatch.setattr(opening, "OPEN_LIMIT_S", 0.2)
@@ -108,8 +108,8 @@ def test_a_folder_keeps_no_more_than_a_few_threads_blocked(
 ) -> None:
     for name in ("dead", "alive"):
         (tmp_path / name).mkdir()
-    paths = made(tmp_path / "dead", *map(str, range(20)))
-    [other] = made(tmp_path / "alive", "x")
+    paths = make_files(tmp_path / "dead", *map(str, range(20)))
+    [other] = make_files(tmp_path / "alive", "x")
     hold(*paths)
     monkeypatch.setattr(opening, "OPEN_LIMIT_S", 0.05)
     before = threading.active_count()
@@ -123,7 +123,7 @@ def test_a_folder_keeps_no_more_than_a_few_threads_blocked(
 def test_a_blocked_open_does_not_keep_the_program_from_ending(
     tmp_path: Path, hold: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    [dead] = made(tmp_path, "dead")
+    [dead] = make_files(tmp_path, "dead")
     hold(dead)
     script = (
         "import sys; from pathlib import Path; from shards import opening\n"

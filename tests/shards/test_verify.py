@@ -136,8 +136,8 @@ def test_an_index_with_a_key_twice_or_a_row_too_few_is_told(tmp_path: Path, comm
 def test_samples_that_do_not_follow_in_order_are_told(tmp_path: Path, commit: Commit) -> None:
     rows = open_index(_path(tmp_path, commit, "index")).to_pylist()
     swapped = [*rows[:4], rows[5], rows[4], *rows[6:]]
-    found = _codes(tmp_path, _commit_index_of(tmp_path, commit, swapped))
-    assert (Code.MEMBER_ORDER, KEYS[4]) in found
+    codes = _codes(tmp_path, _commit_index_of(tmp_path, commit, swapped))
+    assert (Code.MEMBER_ORDER, KEYS[4]) in codes
 
 
 def test_files_of_another_shard_under_this_name_are_told(

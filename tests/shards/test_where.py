@@ -267,7 +267,7 @@ def test_the_text_of_a_part_reads_back_as_the_same_conditions() -> None:
     assert captions.text == """("text" ~~ 'a%')"""
     for part in (chunks, captions):
         again = parse_where(part.text)
-        assert [one.sql for one in again.conditions] == [one.sql for one in part.conditions]
+        assert [condition.sql for condition in again.conditions] == [condition.sql for condition in part.conditions]
         assert again.mask(TABLE).tolist() == part.mask(TABLE).tolist()
 
 

@@ -39,8 +39,8 @@ def test_the_webdataset_library_reads_every_sample(
     read = list(pipeline)
 
     assert [sample["__key__"] for sample in read] == [sample.key for sample in written]
-    for found, wanted in zip(read, written, strict=True):
-        assert {name: found[name] for name in wanted.members} == wanted.members
+    for sample_read, sample_written in zip(read, written, strict=True):
+        assert {name: sample_read[name] for name in sample_written.members} == sample_written.members
 
 
 @pytest.mark.skipif(shutil.which("tar") is None, reason="no tar program here")
@@ -112,8 +112,8 @@ def test_energon_offsets_are_those_that_its_own_indexer_finds(
                 expected.append(member.offset)
                 last_key = key
         expected.append(tar.offset)
-    found = (tmp_path / f"{files.tar}.idx").read_bytes()
-    assert list(struct.unpack(f"<{len(found) // 8}Q", found)) == expected
+    offsets = (tmp_path / f"{files.tar}.idx").read_bytes()
+    assert list(struct.unpack(f"<{len(offsets) // 8}Q", offsets)) == expected
     assert len(expected) == 9 + 1
 
 
@@ -340,8 +340,8 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, conte
             writer.add(Sample(key, {"mp4": video, "a.txt": text}, {}))
         files = writer.publish("f" * 64)
     with tarfile.open(directory / files.tar, "r:") as tar:
-        found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
-    wanted = {
+        members = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    expected = {
         f"{key}.{ext}": data for key, pair in content.items() for ext, data in zip(("mp4", "a.txt"), pair, strict=True)
     }
-    assert list(found.items()) == list(wanted.items())
+    assert list(members.items()) == list(expected.items())

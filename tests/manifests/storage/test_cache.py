@@ -34,9 +34,9 @@ def test_the_least_recently_used_copies_go_first(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path, limit_bytes=30)
     for number, name in enumerate("abc"):
         put(cache, name, bytes(10), used_s=100 + number)
-    found = cache.find("a", size_bytes=10)  # used just now
-    assert found is not None
-    found.close()
+    copy = cache.find("a", size_bytes=10)  # used just now
+    assert copy is not None
+    copy.close()
     put(cache, "d", bytes(10))
     assert sorted(cache.names()) == ["a", "c", "d"] and cache.held_bytes == 30
 
@@ -103,11 +103,11 @@ def test_who_does_not_wait_is_told_that_another_is_fetching(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(b"cont", "received 4 of 7 bytes"), (b"contend", "differs from the committed")]
+    ("content", "message"), [(b"cont", "received 4 of 7 bytes"), (b"contend", "differs from the committed")]
 )
-def test_what_was_not_asked_for_is_no_copy(tmp_path: Path, content: bytes, said: str) -> None:
+def test_what_was_not_asked_for_is_no_copy(tmp_path: Path, content: bytes, message: str) -> None:
     cache = ObjectCache(tmp_path, limit_bytes=100)
-    with pytest.raises(Damaged, match=said):
+    with pytest.raises(Damaged, match=message):
         cache.get("a", size_bytes=7, fetch=writing(content), sha256=sha256(b"content").hexdigest())
     assert not list((tmp_path / "objects").iterdir())
 

@@ -190,13 +190,13 @@ def test_each_attempt_asks_its_guard(bucket: str, faults: Faults, few_retries: N
     objects.write("k", b"1", guard=lambda: asked.append(1))
     assert len(asked) == 3
 
-    def lost() -> None:
+    def lose_lease() -> None:
         raise LeaseLost("lost")
 
     changes: tuple[Callable[[], object], ...] = (
-        lambda: objects.write("k", b"2", guard=lost),
-        lambda: objects.copy("k", "other", guard=lost),
-        lambda: objects.delete("k", guard=lost),
+        lambda: objects.write("k", b"2", guard=lose_lease),
+        lambda: objects.copy("k", "other", guard=lose_lease),
+        lambda: objects.delete("k", guard=lose_lease),
     )
     for change in changes:
         with pytest.raises(LeaseLost):
