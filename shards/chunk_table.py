@@ -1,13 +1,13 @@
 """The merged tables of `video`, `latents`, `text`, `captions` and plug-in columns; positions of chunks as integers.
 
-A table has a part for each folder of shards (clipmill.shards.format): the file `chunks.arrow` in that folder, made from
-the indexes of its up to 1,000 shards, in the order of shards and rows. A part depends only on the commits of its
+A table has a part for each folder of shards (clipmill.shards.format): the file `chunks.arrow` in that folder, built
+from the indexes of its shards (up to 1,000), in the order of shards and rows. A part depends only on the commits of its
 shards, so a run writes only the parts that have changed, and reads only the new indexes. If a part is missing or stale,
 readers use the indexes of its shards.
 
-A moment is a row in a list of videos, and a time in that video. `Moments` maps moments to integers (row times range
-plus time), which can be sorted and searched. 10^9 videos of up to 100 days fit into 64 bits. Moments that do not fit
-are rejected, because two of them could have the same integer.
+A moment is a row in a list of videos together with a time in that video. `Moments` maps moments to integers (row *
+number of possible times + time) that can be sorted and searched. 10^9 videos of up to 100 days each fit into 64 bits.
+Moments that do not fit are rejected, because two of them could get the same integer.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -38,12 +38,12 @@ from clipmill.shards.opening import Damaged, DamagedIndex
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.shards.table_commits import TableCommits
 
-_TEXT = pa.string()  # in the table, a dictionary in the order of first occurrence
-_OF_MEMBER = {"offset": pa.uint64(), "size": pa.uint64(), "crc32": pa.uint32()}
-_PLACE = {"shard": pa.int32(), "row": pa.int32()}
+_TEXT = pa.string()  # in the table, a dictionary whose entries are in the order of first occurrence
+_MEMBER_FIELDS = {"offset": pa.uint64(), "size": pa.uint64(), "crc32": pa.uint32()}
+_POSITION_FIELDS = {"shard": pa.int32(), "row": pa.int32()}
 _SHARDS_KEY, _INDEXES_KEY, _OPEN_GOPS_KEY = b"shard_ids", b"index_sha256", b"open_gops"
 _MEMBER_KEY, _FORMAT_KEY = b"member", b"clipmill_format"
-_MARK_DIGITS = 16  # of each index's SHA-256: enough to recognize an index that was made again
+_MARK_DIGITS = 16  # hex digits of each index's SHA-256, enough to recognize an index that was rebuilt
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class ChunkRows:
         table: One row per sample, in the order of shards and rows; one Arrow chunk per part. All Arrow chunks of
             `video_id` have the same dictionary, which may contain an ID several times.
         member: Extension of the member that the columns `offset`, `size` and `crc32` locate.
-        open_gops: Shards of `video` whose first chunk cannot be decoded from single packets; None if this is unknown,
-            because indexes were read.
+        open_gops: Shards of `video` whose first chunk cannot be decoded from individual packets; None if unknown,
+            because some rows were read from indexes.
     """
 
     table: pa.Table
@@ -63,7 +63,7 @@ class ChunkRows:
     open_gops: frozenset[int] | None
 
     def dictionary_codes(self, name: str) -> tuple[pa.Array, NDArray[np.int32]]:
-        """Return the dictionary of a string column, and each row's code in it."""
+        """Return the dictionary of a string column, and the dictionary code of each row."""
         chunks = self.table[name].chunks
         codes = [np.empty(0, np.int32), *(chunk.indices.to_numpy() for chunk in chunks)]
         return chunks[0].dictionary if chunks else pa.array([], _TEXT), np.concatenate(codes)
@@ -77,7 +77,7 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
 
     Raises:
         DamagedTable: A part does not match its checksums.
-        DamagedIndex: An index is not the committed one, or is not an index of this column.
+        DamagedIndex: An index is not the committed file, or is not an index of this column.
         OSError: A file cannot be read.
         UserError: The column's package declares fields that its samples lack.
     """
@@ -92,7 +92,9 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
         names = list(table.column_names if columns is None else columns)
         tables.append((table if current is None else verify_columns(table, part.path, columns=names)).select(names))
     if len(members) > 1:
-        raise DamagedTable(variant.directory / CHUNKS_FILE, f"its samples have {' and '.join(sorted(members))}")
+        raise DamagedTable(
+            variant.directory / CHUNKS_FILE, f"its samples have different members: {' and '.join(sorted(members))}"
+        )
     return ChunkRows(_join_tables(tables), members.pop() if members else "", frozenset(open_gops) if is_known else None)
 
 
@@ -141,7 +143,7 @@ def missing_parts(variant: Variant) -> list[str]:
 
 
 def shards_to_merge(variant: Variant) -> list[CommittedShard]:
-    """Return the shards whose indexes `update_chunk_table` has to read, because the table lacks their rows."""
+    """Return the shards whose rows the table lacks, so that `update_chunk_table` has to read their indexes."""
     stale = [part for part in _parts(variant) if not part.is_intact()]
     return [variant.shard(shard_id) for part in stale for shard_id in part.changed_shards(part.open_previous())]
 
@@ -149,7 +151,7 @@ def shards_to_merge(variant: Variant) -> list[CommittedShard]:
 def chunk_table_metadata(
     member: str, index_sha256: Mapping[int, str], *, open_gops: Collection[int]
 ) -> dict[bytes, bytes]:
-    """Return the metadata of the schema of a part.
+    """Return the schema metadata of a part.
 
     Args:
         index_sha256: SHA-256 (hex) of each shard's index, by shard ID.
@@ -203,29 +205,29 @@ class _Part:
         return table if is_format and not field_differences(self._column, table.schema) else None
 
     def changed_shards(self, old: pa.Table | None) -> list[int]:
-        """Return the shards whose rows `old` lacks, or has from another index."""
+        """Return the shards whose rows `old` lacks, or contains from a different index."""
         ids = [] if old is None else _numbers(old, _SHARDS_KEY)
         marks = "" if old is None else _metadata(old, _INDEXES_KEY).decode()
-        mark_of = {shard_id: marks[at * _MARK_DIGITS : (at + 1) * _MARK_DIGITS] for at, shard_id in enumerate(ids)}
+        old_marks = {shard_id: marks[n * _MARK_DIGITS : (n + 1) * _MARK_DIGITS] for n, shard_id in enumerate(ids)}
         current = ((shard_id, sha256[:_MARK_DIGITS]) for shard_id, sha256 in self.index_sha256.items())
-        return [shard_id for shard_id, mark in current if mark_of.get(shard_id) != mark]
+        return [shard_id for shard_id, mark in current if old_marks.get(shard_id) != mark]
 
     def build(self, *, old: pa.Table | None, finds_open_gops: bool) -> pa.Table:
-        """Return the rows and the metadata of the schema. Rows of unchanged shards are copied from `old`.
+        """Build the part, with the metadata of its schema. Rows of unchanged shards are copied from `old`.
 
         Raises:
-            DamagedIndex: An index is not the committed one, or is not an index of this column.
+            DamagedIndex: An index is not the committed file, or is not an index of this column.
         """
         changed = self.changed_shards(old)
-        kept = self.index_sha256.keys() - set(changed)
-        # Strings stay plain while the table is built; a single dictionary is made at the end.
-        schema = pa.schema({"video_id": _TEXT, **_merged_fields(self._column), **_OF_MEMBER, **_PLACE})
+        unchanged = self.index_sha256.keys() - set(changed)
+        # Strings are not dictionary-encoded until all rows are present, so that there is a single dictionary.
+        schema = pa.schema({"video_id": _TEXT, **_merged_fields(self._column), **_MEMBER_FIELDS, **_POSITION_FIELDS})
         tables, open_gops, members = [schema.empty_table()], set[int](), set[str]()
-        if old is not None and kept:
-            mask = np.isin(old["shard"].to_numpy(), np.fromiter(kept, np.int64))
+        if old is not None and unchanged:
+            mask = np.isin(old["shard"].to_numpy(), np.fromiter(unchanged, np.int64))
             tables.append(old.select(schema.names).take(pa.array(np.flatnonzero(mask))).cast(schema))
             members.add(_metadata(old, _MEMBER_KEY).decode())
-            open_gops |= kept.intersection(_numbers(old, _OPEN_GOPS_KEY))
+            open_gops |= unchanged.intersection(_numbers(old, _OPEN_GOPS_KEY))
         for shard in map(self._variant.shard, changed):
             table, member = _read_rows(shard, self._column, schema)
             members.add(member)
@@ -241,8 +243,8 @@ class _Part:
             table = table.take(pa.array(np.argsort(shards, kind="stable"))).combine_chunks()
         for name in ("video_id", "dtype"):
             if name in table.column_names:
-                at = table.column_names.index(name)
-                table = table.set_column(at, name, table[name].combine_chunks().dictionary_encode())
+                position = table.column_names.index(name)
+                table = table.set_column(position, name, table[name].combine_chunks().dictionary_encode())
         metadata = chunk_table_metadata(members.pop() if members else "", self.index_sha256, open_gops=open_gops)
         return table.replace_schema_metadata(metadata)
 
@@ -264,7 +266,7 @@ def _parts(variant: Variant) -> list[_Part]:
 
 
 def _merged_fields(column: str) -> Mapping[str, pa.DataType]:
-    """Return the fields of an index that the merged table also has."""
+    """Return the index fields that are copied to the merged table."""
     if column not in COLUMNS:
         return {"start_ms": pa.int64(), **COLUMN_FIELDS[column].fields}
     types = {field.name: field.type for field in INDEX_FIELDS[column]}
@@ -278,7 +280,7 @@ def _read_rows(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[p
         raise UserError(
             f"the fields that {COLUMN_FIELDS.package_of(column)} declares for the column {column} "
             f"differ from the fields of its samples: {', '.join(differences)}",
-            hint="in the package, declare fields that its ChunkWork has, with the same types; if only samples of an "
+            hint="in the package, declare the fields of its ChunkWork, with the same types; if only samples of an "
             f"earlier version differ, increase `schema` in its ColumnSpec, and run prep {column}",
         )
     known = COLUMNS[column].members if column in COLUMNS else extensions_of(index)
@@ -292,14 +294,14 @@ def _read_rows(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[p
     table = renamed.append_column("shard", pa.array(np.full(len(rows), shard.shard_id, np.int32)))
     table = table.append_column("row", pa.array(rows)).select(schema.names)
     try:
-        # `take` copies: a view would keep the index mapped.
+        # `take` copies the rows; a view would keep the index mapped.
         return table.take(pa.array(rows)).cast(schema), member
     except pa.ArrowException as error:
         raise DamagedIndex(shard.index_path, f"not an index of {column}: {error}") from error
 
 
 def _join_tables(tables: Sequence[pa.Table]) -> pa.Table:
-    """Concatenate the rows of all parts. Their dictionaries of video IDs are concatenated without comparing the IDs."""
+    """Concatenate the rows of all parts. Dictionaries of video IDs are concatenated without removing duplicates."""
     if len(tables) < 2:
         return tables[0] if tables else pa.table({})
     joined = pa.concat_tables([table.replace_schema_metadata() for table in tables])
@@ -307,7 +309,7 @@ def _join_tables(tables: Sequence[pa.Table]) -> pa.Table:
         chunks = joined["video_id"].chunks
         first = np.cumsum([0, *(len(chunk.dictionary) for chunk in chunks)])
         entries = pa.concat_arrays([chunk.dictionary for chunk in chunks])
-        codes = [chunk.indices.to_numpy() + np.int32(at) for chunk, at in zip(chunks, first, strict=False)]
+        codes = [chunk.indices.to_numpy() + np.int32(start) for chunk, start in zip(chunks, first, strict=False)]
         video_ids = pa.chunked_array([pa.DictionaryArray.from_arrays(pa.array(part), entries) for part in codes])
         joined = joined.set_column(joined.column_names.index("video_id"), "video_id", video_ids)
     return joined.unify_dictionaries() if "dtype" in joined.column_names else joined
@@ -327,7 +329,7 @@ _MAX = 2**63 - 1
 
 @dataclass(frozen=True)
 class Moments:
-    """Mapping from moments to integers in the same order. It also places moments that it was not made from.
+    """Order-preserving mapping from moments to integers. It also accepts moments that it was not built from.
 
     Attributes:
         num_rows: Number of rows up to the last row that has a moment.
@@ -340,10 +342,10 @@ class Moments:
 
     @classmethod
     def of(cls, rows: NDArray[np.integer], *times: NDArray[np.integer]) -> "Moments":
-        """Build the mapping for some moments (row, time), one pair of arrays each; row -1 means that there is no video.
+        """Build the mapping for moments: arrays of rows and of their times; row -1 means that there is no video.
 
         Raises:
-            UserError: The videos are too many, or too long, for 64-bit numbers.
+            UserError: The videos are too many, or too long, for 64-bit integers.
         """
         if not len(rows):
             return cls(0, 0, 0)
@@ -351,29 +353,29 @@ class Moments:
         moments = cls(int(rows.max()) + 1, low, high)
         if (moments.num_rows + 1) * moments.span > _MAX:
             raise UserError(
-                f"{moments.num_rows:,} videos with times from {low:,} to {high:,} are too many to be told "
-                "apart by 64 bits",
+                f"{moments.num_rows:,} videos with times from {low:,} to {high:,} are too many to be numbered "
+                "with 64 bits",
                 hint="look for chunks at impossible times, or divide the videos among several data folders",
             )
         return moments
 
     @property
     def span(self) -> int:
-        """Number of integers reserved for a row: one for each time, and one on each side for times out of range."""
+        """Number of integers reserved for a row: one for each time, and one at each end for times out of range."""
         return self.high - self.low + 3
 
     def numbers(self, rows: NDArray[np.integer], times: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the integers of any moments, int64.
 
-        A moment that lies outside the range, or in a row after the last one, gets an integer that no moment inside has.
-        The order is preserved.
+        A moment outside the range of times, or in a row after the last row, gets an integer that no moment within the
+        range has. The order is preserved.
         """
         row = np.minimum(rows.astype(np.int64), self.num_rows)
         return row * self.span + (np.clip(times, self.low - 1, self.high + 1) - (self.low - 1))
 
 
 def order_of(rows: NDArray[np.integer], times: NDArray[np.integer]) -> NDArray[np.int64] | None:
-    """Return the stable order of moments by row and time; None if they are in order."""
+    """Return the stable order of moments by row and time; None if they are already in that order."""
     later_row, same_row = rows[1:] > rows[:-1], rows[1:] == rows[:-1]
     if bool((later_row | (same_row & (times[1:] >= times[:-1]))).all()):
         return None

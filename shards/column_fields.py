@@ -1,6 +1,6 @@
-"""Fields of plug-in columns by which `--where` selects chunks, for `prep`, training and `open_clips`.
+"""Fields of plug-in columns that `--where` can use to select chunks, in `prep`, training and `open_clips`.
 
-A package declares the column and its fields in two entry points of the same name, because training does not load the
+A package declares the column and its fields in two entry points with the same name, because training does not load the
 code that makes a column (docs/plugins.md).
 """
 
@@ -41,7 +41,7 @@ def is_number(kind: pa.DataType) -> bool:
 
 
 def _fault(fields: ColumnFields) -> str:
-    problem = f"belong to no column: no entry point of clipmill.columns is named {fields.name}"
+    problem = f"do not belong to a column: clipmill.columns has no entry point named {fields.name}"
     return "" if is_declared("columns", fields.name) else problem
 
 
@@ -51,7 +51,7 @@ COLUMN_FIELDS = Parts(
 
 
 def field_differences(column: str, schema: pa.Schema) -> list[str]:
-    """Return the declared fields of a column that are missing in a schema, or have another type there."""
+    """Return the declared fields of a column that are missing from a schema, or have a different type in it."""
     types = {field.name: field.type for field in schema}
     declared = {} if column in COLUMNS else COLUMN_FIELDS[column].fields
     return [

@@ -1,22 +1,23 @@
 """All commits of a variant in one table, `<variant>/commits.arrow`, so that readers open one file instead of thousands.
 
-The table is an Arrow IPC file of one batch, with one row per intact commit, in ascending order of shard ID (columns:
-SCHEMA). It is derived from the commit records; only a record makes a shard exist. `clipmill.shards.lists.finish_run`
-writes the table before contents.json, which records its SHA-256. The table's bytes depend only on the commits.
+The table is an Arrow IPC file with one batch, and one row per intact commit, in ascending order of shard ID (columns:
+SCHEMA). It is derived from the commit records; a shard exists only if it has a record.
+`clipmill.shards.lists.finish_run` writes the table before contents.json, which records its SHA-256. The table's bytes
+depend only on the commits.
 
 Readers trust the table if its bytes have the recorded SHA-256. It then replaces the records of each folder of commits
-whose modification time matches the table: a date between 2001 and 2004, computed from the table's SHA-256. The writer
-of the table sets this date on the folders. Adding, replacing or removing a record changes it, and readers then read the
-JSON files of that folder. The method needs no clock. A copy that preserves times (`cp -a`, `rsync -a`) keeps the dates,
-so its table is used. A copy with new times (`cp -r`) is read record by record, until the next run has confirmed the
-table.
+whose modification time matches the table: a date between 2001 and 2004, computed from the table's SHA-256. The process
+that writes the table sets this date on the folders. Adding, replacing or removing a record changes the date, and
+readers then read the JSON files of that folder. No clock is involved. A copy that preserves times (`cp -a`, `rsync -a`)
+keeps the dates, so readers use its table. In a copy with new times (`cp -r`), readers open each record, until the next
+run has confirmed the table.
 
 A record that is damaged in place, for example by a failing disk, does not change its folder's date, so readers use the
-table, which is correct. `prep verify` reads every record, and changes the date of a folder that has a damaged one.
+table, which is correct. `prep verify` reads every record, and changes the date of each folder with a damaged record.
 Plans and status also read the records that are newer than the table (clipmill.shards.verify).
 
-contents.json lists the committed shards, with checksums of the variant's other small files. The remaining records
-cannot show that another record is missing, so readers compare them with this list.
+contents.json lists the committed shards, with checksums of the variant's other small files. The existing records do not
+show that a record is missing, so readers compare them with this list.
 """
 
 import hashlib
@@ -74,7 +75,7 @@ def read_contents(variant_dir: Path) -> Contents | None:
 
 
 def listed_contents(variant_dir: Path) -> Contents:
-    """Read contents.json of a variant; return an empty list of shards if it cannot be known."""
+    """Read contents.json of a variant; return empty contents if the file is missing or damaged."""
     try:
         contents = read_contents(variant_dir)
     except DamagedContents:
@@ -103,7 +104,7 @@ def file_sha256(content: bytes) -> str:
 
 
 _FORMAT_KEY = b"clipmill_format"
-# Dates of folders. Even seconds, because some disks and archives keep no finer times.
+# Dates of folders, in even seconds, because some file systems and archives store times in steps of 2 s.
 _FIRST_DATE_S = 1_000_000_000
 _NUM_DATES = 50_000_000
 
@@ -113,7 +114,7 @@ SCHEMA = pa.schema(
         pa.field("column", pa.string(), nullable=False),
         pa.field("split", pa.string(), nullable=False),
         pa.field("plan_fingerprint", pa.string(), nullable=False),
-        # The commit's files; null if every sample failed.
+        # The shard's files; null if every sample failed.
         pa.field("tar", pa.string()),
         pa.field("tar_bytes", pa.int64()),
         pa.field("tar_sha256", pa.string()),
@@ -137,7 +138,7 @@ class CommitTable:
 
 
 def table_written_ns(variant_dir: Path) -> int | None:
-    """Return when the table of a variant was written, in ns; None if there is none."""
+    """Return the time at which the table of a variant was written, in ns; None if there is no table."""
     try:
         return (variant_dir / COMMIT_TABLE_FILE).stat().st_mtime_ns
     except OSError:
@@ -145,7 +146,7 @@ def table_written_ns(variant_dir: Path) -> int | None:
 
 
 def table_bytes(rows: pa.Table) -> bytes:
-    """Return the content of the file for rows of SCHEMA, by ascending shard ID."""
+    """Serialize rows of SCHEMA, in ascending order of shard ID, as the content of the file."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_table(rows)
@@ -153,7 +154,7 @@ def table_bytes(rows: pa.Table) -> bytes:
 
 
 def open_commit_table(variant_dir: Path, *, sha256: str | None) -> CommitTable | None:
-    """Map the commit table of a variant and verify its bytes; return None if it is missing, damaged or another one.
+    """Map the commit table of a variant and verify its bytes; return None if it is missing or does not match.
 
     Args:
         sha256: Checksum that contents.json records (hex), or None if it records none.
@@ -173,7 +174,7 @@ def open_commit_table(variant_dir: Path, *, sha256: str | None) -> CommitTable |
             os.close(descriptor)
     except (OSError, ValueError, pa.ArrowException):
         return None
-    is_known = rows.schema.equals(SCHEMA, check_metadata=True)  # otherwise another version wrote it
+    is_known = rows.schema.equals(SCHEMA, check_metadata=True)  # otherwise a different version wrote the table
     return CommitTable(rows, sha256) if is_known else None
 
 
@@ -186,27 +187,27 @@ def commit_folders(variant_dir: Path) -> dict[str, int]:
     root = variant_dir / COMMITS_FOLDER
     times = {"": root.stat().st_mtime_ns}
     for folder in folders_in(root):
-        with suppress(FileNotFoundError):  # removed since it was listed
+        with suppress(FileNotFoundError):  # the folder was removed after it was listed
             times[folder.name] = folder.stat().st_mtime_ns
     return times
 
 
 def confirm(variant_dir: Path, *, sha256: str, folders: Mapping[str, int], except_for: Collection[str] = ()) -> None:
-    """Declare that the table replaces the records of some folders of commits.
+    """Declare that the table replaces the records of the given folders of commits.
 
-    In a copy of a variant that lacks the records, such as a copy of a remote one, empty folders can be confirmed as
-    well.
+    In a copy of a variant without its records, such as the local copy of a remote variant, empty folders can be
+    confirmed as well.
 
     Args:
-        sha256: SHA-256 of the table (hex), after the table was published and its checksum recorded.
+        sha256: SHA-256 of the table (hex). The table must already be published, and its checksum recorded.
         folders: Modification time of each folder in ns by name, taken before its records were read. A folder that has
-            changed since is not confirmed.
+            changed since then is not confirmed.
         except_for: Folders that are not confirmed.
     """
     date_ns = date_of(sha256)
     for name, seen_ns in folders.items():
         folder = variant_dir / COMMITS_FOLDER / name
-        # Without permission to set the date, readers use the records.
+        # If the date cannot be set, for lack of permission, readers use the records.
         with suppress(OSError):
             if name not in except_for and seen_ns != date_ns and folder.stat().st_mtime_ns == seen_ns:
                 os.utime(folder, ns=(date_ns, date_ns))
@@ -218,7 +219,7 @@ def date_of(sha256: str) -> int:
 
 
 def distrust(record: Path) -> None:
-    """Make readers read all records in the folder of `record`, because this record is damaged.
+    """Change the date of a damaged record's folder, so that readers read all records in it.
 
     Raises:
         OSError: The folder belongs to another user, or the disk is read-only.

@@ -1,7 +1,7 @@
-"""Commit records: a shard exists only once it has one.
+"""Commit records: a shard exists only once its commit record has been written.
 
 Each record is a small JSON file with a checksum of its content. It contains neither times nor host names. Where the
-commit table is current, the records are read from it (clipmill.shards.commit_table).
+commit table is current, the records are read from the table (clipmill.shards.commit_table).
 """
 
 import json
@@ -39,7 +39,7 @@ _MISSING = f"the commit record is missing, although {CONTENTS_FILE} lists it"
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The tar and the index that a commit guarantees, as paths in the variant's folder, and Energon's index."""
+    """A shard's files, as paths in the variant's folder. Its commit guarantees the tar and the index, not Energon's."""
 
     tar: str
     tar_bytes: int
@@ -61,7 +61,7 @@ class ShardFiles:
 
 @dataclass(frozen=True)
 class Failure:
-    """A part of the shard that could not be produced."""
+    """A part of a shard that could not be produced."""
 
     video_id: str
     key: str | None  # first chunk of the failed part; None when the video failed completely
@@ -71,7 +71,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Commit:
-    """One shard of one column, made by the plan with `plan_fingerprint`; `files` is None if every sample failed."""
+    """A finished shard, produced by the plan with `plan_fingerprint`; `files` is None if every sample failed."""
 
     column: str
     shard_id: int
@@ -88,13 +88,13 @@ class Commit:
 
 @dataclass(frozen=True)
 class Records:
-    """All commit records of a variant, and the place from which each was read.
+    """All commit records of a variant, and the source from which each was read.
 
     Attributes:
         commits: Intact commits in ascending order of shard ID.
         damaged: Errors for the damaged and missing records.
         folders: Modification time in ns of each folder of commits, taken before its records were read.
-        table: Commit table of the variant; None if it has no usable one.
+        table: Commit table of the variant; None if the table is missing or unusable.
         from_table: Names of the folders whose records were read from the table.
     """
 
@@ -112,18 +112,18 @@ class Records:
         return len(self.commits) == self.table.rows.num_rows
 
     def seconds(self) -> dict[int, float]:
-        """Return the seconds of video in each shard by shard ID, for the shards that the table knows."""
+        """Return the seconds of video in each shard by shard ID, for shards whose duration is in the table."""
         if self.table is None:
             return {}
         rows = self.table.rows.filter(pc.is_valid(self.table.rows["seconds"]))
         columns = (rows[name].to_pylist() for name in ("shard_id", "index_sha256", "seconds"))
-        seconds_of = {}
+        known_seconds = {}
         for shard_id, index_sha256, seconds in zip(*columns, strict=True):
             commit = self.commits.get(shard_id)
-            # A shard that was made again after the table was written has another index.
+            # A shard that was rebuilt after the table was written has a different index.
             if commit is not None and commit.files is not None and commit.files.index_sha256 == index_sha256:
-                seconds_of[shard_id] = seconds
-        return seconds_of
+                known_seconds[shard_id] = seconds
+        return known_seconds
 
     def rows(self, *, seconds: Mapping[int, float]) -> pa.Table:
         """Return these commits as a table (commit_table.SCHEMA) in one chunk; for `seconds`, see `seconds()`."""
@@ -154,7 +154,7 @@ def commit_path(variant_dir: Path, shard_id: int) -> Path:
 
 
 def write_commit(variant_dir: Path, commit: Commit) -> None:
-    """Publish `commit`, which makes the shard visible to readers. The variant's folder must exist."""
+    """Publish `commit`, which makes its shard visible to readers. The variant's folder must exist."""
     path = commit_path(variant_dir, commit.shard_id)
     make_folder(variant_dir / COMMITS_FOLDER)
     make_folder(path.parent)
@@ -222,7 +222,7 @@ def read_commits(variant_dir: Path) -> Records:
     known = records.commits.keys() | {damaged.shard_id for damaged in records.damaged}
     missing = contents.shard_ids - known
     if missing:
-        # A run that ends meanwhile removes unwanted shards from contents.json before it deletes their records.
+        # A run that finishes at this time removes unwanted shards from contents.json before it deletes their records.
         missing &= listed_contents(variant_dir).shard_ids
         lost = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing)
         damaged = sorted((*records.damaged, *lost), key=lambda damaged: damaged.shard_id)
@@ -256,26 +256,26 @@ def _read_records(variant_dir: Path, *, table_sha256: str | None) -> Records:
     records: dict[int, Commit | DamagedCommit] = {}
     if table is not None and from_table:
         table_commits = commits_in(table.rows)
-        records |= {number: commit for number, commit in table_commits.items() if folder_of(number) in from_table}
+        records |= {shard_id: commit for shard_id, commit in table_commits.items() if folder_of(shard_id) in from_table}
     for name in folders.keys() - from_table:
         records |= _read_folder(variant_dir / COMMITS_FOLDER, name)
-    commits = {number: record for number, record in sorted(records.items()) if isinstance(record, Commit)}
+    commits = {shard_id: record for shard_id, record in sorted(records.items()) if isinstance(record, Commit)}
     damaged = tuple(record for _, record in sorted(records.items()) if isinstance(record, DamagedCommit))
     return Records(commits, damaged, folders, table, from_table)
 
 
-def _read_folder(root: Path, name_of_folder: str) -> dict[int, Commit | DamagedCommit]:
+def _read_folder(root: Path, folder_name: str) -> dict[int, Commit | DamagedCommit]:
     """Read the records of the shards that belong in one folder, by shard ID."""
-    folder = root / name_of_folder
+    folder = root / folder_name
     records: dict[int, Commit | DamagedCommit] = {}
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries)
-    except FileNotFoundError:  # removed since it was listed
+    except FileNotFoundError:  # the folder was removed after it was listed
         return records
     for name in names:
         match = _COMMIT_FILE.fullmatch(name)
-        if match is None or folder_of(int(match[1])) != name_of_folder:
+        if match is None or folder_of(int(match[1])) != folder_name:
             continue
         try:
             records[int(match[1])] = read_commit(folder / name)
@@ -290,8 +290,10 @@ def commits_in(rows: pa.Table) -> dict[int, Commit]:
     columns = zip(*(rows[name].to_pylist() for name in names), strict=True)
     files = zip(*(rows[name].to_pylist() for name in _FILE_FIELDS), strict=True)
     commits = {}
-    for (column, shard_id, split, fingerprint, failed), values in zip(columns, files, strict=True):
-        failures = tuple(Failure(**failure) for failure in json.loads(failed)) if failed is not None else ()
-        stored = None if values[0] is None else ShardFiles(*values)
-        commits[shard_id] = Commit(column, shard_id, split, fingerprint, stored, failures)
+    for (column, shard_id, split, fingerprint, failures_json), values in zip(columns, files, strict=True):
+        failures = (
+            tuple(Failure(**failure) for failure in json.loads(failures_json)) if failures_json is not None else ()
+        )
+        shard_files = None if values[0] is None else ShardFiles(*values)
+        commits[shard_id] = Commit(column, shard_id, split, fingerprint, shard_files, failures)
     return commits

@@ -1,4 +1,4 @@
-"""The variants of each column on disk; `dataset.json`, which says which one is current and which is being made."""
+"""The variants of each column on disk, and `dataset.json`, which records the current and the unfinished variants."""
 
 import re
 import shlex
@@ -16,9 +16,10 @@ from clipmill.shards.columns import COLUMNS, INDEXED, VIDEO, command_for, how_to
 from clipmill.shards.format import DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
 
 _COMPRESSED = re.compile(r"\.(tgz|tar\.\w+)$")
-_MAX_NAMED = 5  # tars in a hint
+_MAX_NAMED = 5  # maximum number of tars listed in a hint
 
-# Variants that this process reads, whichever are current: data folder -> column -> name; None outside of a block.
+# Variants that this process reads, even if others become current: data folder -> column -> name; None outside of
+# `reading_variants`.
 _chosen: dict[Path, dict[str, str]] | None = None
 
 
@@ -28,9 +29,8 @@ class DamagedDataset(UserError):
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(
             f"{path} is damaged: {why}",
-            hint=f"run the prep command of each column again (first prep {command_for(VIDEO)}, or prep "
-            f"{command_for(VIDEO, INDEXED)}) to rewrite it; "
-            "if a command fails, remove the file first",
+            hint=f"to rewrite it, run the prep command of each column again, prep {command_for(VIDEO)} or prep "
+            f"{command_for(VIDEO, INDEXED)} first; if a command fails, remove the file first",
         )
 
 
@@ -43,55 +43,55 @@ def variant_dir(data_dir: Path, column: str, variant: str) -> Path:
     for name in (column, variant):
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             raise UserError(
-                f"{name!r} is not a valid column or variant name", hint="give the name of a folder in the data folder"
+                f"{name!r} is not a valid column or variant name", hint="use the name of a folder in the data folder"
             )
     return data_dir / column / variant
 
 
 def no_shards(data_dir: Path, column: str) -> UserError:
-    """Return the error for a folder without a current variant of `column`, which may not be a data folder."""
+    """Return the error for a folder without a current variant of `column`; it may not even be a data folder."""
     if not is_data_folder(data_dir):
         return not_a_data_folder(data_dir)
     known, path = list_variants(data_dir, column), data_dir / DATASET_FILE
     if known and not path.exists():
         return UserError(
-            f"{path} is missing, and with it the name of the current variant of {column}",
-            hint=f"run {commands_of(data_dir, column)} with the settings of one of them again: {', '.join(known)}",
+            f"{path} is missing, so the current variant of {column} is unknown",
+            hint=f"run {commands_of(data_dir, column)} again, with the settings of one of: {', '.join(known)}",
         )
     return UserError(f"{data_dir} has no {column} shards", hint=f"run {how_to_make(column, data_dir)}")
 
 
-def is_data_folder(place: Path) -> bool:
-    """Return True if `place` has a manifest, or shards of a column."""
-    return manifest_dir(place).exists() or (place / DATASET_FILE).exists()
+def is_data_folder(path: Path) -> bool:
+    """Return True if `path` has a manifest, or shards of a column."""
+    return manifest_dir(path).exists() or (path / DATASET_FILE).exists()
 
 
-def not_a_data_folder(place: Path) -> UserError:
+def not_a_data_folder(path: Path) -> UserError:
     """Return the error for an existing file or folder that is not a data folder; the hint depends on its content."""
-    message = f"{place} is not a data folder: it has no video shards, and no manifest"
-    if not place.is_dir():
-        message = f"{place} is a file, not a data folder"
-    tars = sorted(path.name for path in place.glob("*.tar")) if place.is_dir() else []
-    folder = place if place.is_dir() else place.parent
-    if outer := next((parent for parent in place.parents if is_data_folder(parent)), None):
-        return UserError(message, hint=f"it belongs to the data folder {outer}: give that folder")
-    if inner := next((path for path in sorted(folder.iterdir()) if path.is_dir() and is_data_folder(path)), None):
-        return UserError(message, hint=f"give a data folder, such as {inner}")
+    message = f"{path} is not a data folder: it has no video shards and no manifest"
+    if not path.is_dir():
+        message = f"{path} is a file, not a data folder"
+    tars = sorted(tar.name for tar in path.glob("*.tar")) if path.is_dir() else []
+    folder = path if path.is_dir() else path.parent
+    if outer := next((parent for parent in path.parents if is_data_folder(parent)), None):
+        return UserError(message, hint=f"use {outer}, the data folder that contains it")
+    if inner := next((child for child in sorted(folder.iterdir()) if child.is_dir() and is_data_folder(child)), None):
+        return UserError(message, hint=f"use a data folder, such as {inner}")
     if tars:
         them = "them" if len(tars) > 1 else "it"
-        hint = f"to train on its {count_noun(len(tars), 'tar')}, name {them}: '{_tar_pattern(place, tars)}'"
+        hint = f"to train on its {count_noun(len(tars), 'tar')}, pass {them} as '{_tar_pattern(path, tars)}'"
         return UserError(message, hint=hint)
-    if _COMPRESSED.search(place.name):
-        return UserError(message, hint="decompress it, and give the tar: training reads uncompressed tars")
+    if _COMPRESSED.search(path.name):
+        return UserError(message, hint="decompress it, and pass the tar: training reads only uncompressed tars")
     return UserError(
         message,
-        hint=f"if {'it' if place.is_dir() else 'its folder'} has videos, make a data folder of them: "
+        hint=f"if {'it' if path.is_dir() else 'its folder'} contains videos, make a data folder from them: "
         f"prep manifest folder {shlex.quote(str(folder))} --data DATA; then {how_to_make(VIDEO, 'DATA')}",
     )
 
 
 def _tar_pattern(folder: Path, names: list[str]) -> str:
-    """Return a pattern of tars as training takes it: a range of numbers, or a list of other names."""
+    """Return a pattern for tars as training accepts it: a range of numbers, or otherwise a list of names."""
     if len(names) == 1:
         return f"{folder}/{names[0]}"
     stems = [name.removesuffix(".tar") for name in names]
@@ -113,34 +113,34 @@ def list_variants(data_dir: Path, column: str) -> list[str]:
 
 
 def commands_of(data_dir: Path, column: str) -> str:
-    """Return the commands that make the variants of `column` on disk, or could make one: "prep chunk or prep index"."""
+    """Return the commands that made the variants of `column`, or that could make one: "prep chunk or prep index"."""
     names = list_variants(data_dir, column) or ["", INDEXED]
     return " or ".join(sorted({f"prep {command_for(column, name)}" for name in names}))
 
 
 @contextmanager
 def reading_variants(chosen: Mapping[Path, Mapping[str, str]]) -> Iterator[None]:
-    """Within the block, read the same variants from its beginning to its end, in all threads of this process.
+    """Read the same variants throughout the block, in all threads of this process.
 
     Args:
-        chosen: Names of variants by column, for each data folder; another column keeps the variant that is current when
-            it is first read.
+        chosen: Names of variants by column, for each data folder. For a column without an entry, the variant that is
+            current at the first read is kept.
     """
     from clipmill.shards.marks import keep_marks
 
     global _chosen
-    before = _chosen
-    _chosen = {folder: dict(variants) for folder, variants in (before or {}).items()}
+    previous = _chosen
+    _chosen = {folder: dict(variants) for folder, variants in (previous or {}).items()}
     _chosen.update({folder.resolve(): dict(variants) for folder, variants in chosen.items()})
     try:
         with keep_marks():
             yield
     finally:
-        _chosen = before
+        _chosen = previous
 
 
 def current_variant(data_dir: Path, column: str) -> str | None:
-    """Return the name of the current variant of `column`, or of the variant that this process reads in its place.
+    """Return the name of the current variant of `column`, or of the variant that this process reads instead.
 
     The name is None if the column has no variant.
 
@@ -159,7 +159,7 @@ def current_variant(data_dir: Path, column: str) -> str | None:
 
 
 def unfinished_variant(data_dir: Path, column: str) -> str | None:
-    """Return the variant that the last run of `column` began beside the current one and did not finish.
+    """Return the variant that the last run of `column` began but did not finish, unless it is the current variant.
 
     Raises:
         UserError: dataset.json is damaged or uses another format.
@@ -172,7 +172,7 @@ def set_current_variant(data_dir: Path, column: str, variant: str, *, keeps_unfi
     """Make `variant` the current variant of `column`. Other columns are unchanged.
 
     Args:
-        keeps_unfinished: Let another variant stay the unfinished one.
+        keeps_unfinished: Keep the record of a different, unfinished variant.
 
     Raises:
         UserError: dataset.json uses another format, or it is damaged and another column has several variants.
@@ -182,7 +182,7 @@ def set_current_variant(data_dir: Path, column: str, variant: str, *, keeps_unfi
 
 
 def begin_variant(data_dir: Path, column: str, variant: str) -> None:
-    """Record that a run makes `variant`. It becomes current if none is current, or if dataset.json is damaged.
+    """Record that a run makes `variant`, which becomes current if no variant is, or if dataset.json is damaged.
 
     Raises:
         UserError: See `set_current_variant`.
@@ -207,7 +207,7 @@ def _record(data_dir: Path, column: str, entry: dict[str, str]) -> None:
         try:
             dataset = _read(data_dir)
         except DamagedDataset:
-            # dataset.json can be derived from the folders if each of the other columns has only one variant.
+            # dataset.json can be rebuilt from the folders if each of the other columns has only one variant.
             dataset = {"clipmill_format": FORMAT_VERSION, "columns": {}}
             extensions = (path.parent.parent.name for path in data_dir.glob(f"*/*/{RECIPE_FILE}"))
             for other in dict.fromkeys([*COLUMNS, *sorted(extensions)]):
@@ -231,7 +231,7 @@ def _read(data_dir: Path) -> dict[str, Any]:
         raise DamagedDataset(path, str(error)) from error
     columns = dataset.get("columns")
     if not isinstance(columns, dict) or not all(isinstance(entry, dict) for entry in columns.values()):
-        raise DamagedDataset(path, "it has no valid columns")
+        raise DamagedDataset(path, "its entry `columns` is missing or invalid")
     if (version := dataset.get("clipmill_format")) != FORMAT_VERSION:
         raise UserError(
             f"{path} has format {version!r}, but this version of clipmill reads format {FORMAT_VERSION}",

@@ -1,4 +1,4 @@
-"""Decoding of packets without their container, and of packets that stay in a source file."""
+"""Decode packets without their container, and read the packets that a decoder needs from a tar or a source file."""
 
 import os
 import zlib
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from clipmill.manifests.storage.objects import Objects
 
 _MAX_CONTEXTS = 8
-# For AV1, libav's own decoder needs hardware; dav1d is the software decoder in PyAV's wheels.
+# libav's own AV1 decoder needs hardware support; dav1d is the software decoder in PyAV's wheels.
 _DECODERS = {"av1": "libdav1d"}
 
 
 class PacketDecoder:
-    """Decoder for packets of closed GOPs that opens no container. Each thread needs its own decoder.
+    """Decoder for packets of closed GOPs that does not open a container. Each thread needs its own decoder.
 
-    It keeps the contexts of the last few pairs of codec and extradata: their output depends only on the packets.
+    It reuses the codec contexts of the last few pairs of codec and extradata. Reuse does not affect the frames.
     """
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class PacketDecoder:
     ) -> "Iterator[tuple[int, av.VideoFrame]]":
         """Yield (presentation index, frame) of each intact frame in `packets` as soon as the decoder outputs it.
 
-        The frame is then still in the CPU cache. If the caller keeps no frame, the decoder needs only a few buffers.
+        The frame is then still in the CPU cache. If the caller keeps no frames, the decoder needs only a few buffers.
 
         Args:
             codec: Name of the codec in libav: h264, hevc, av1, vp9, mjpeg.
-            packets: (presentation index, bytes) in decode order, from a key packet on, with all references. RESTART
-                separates runs of packets that are decoded independently.
+            packets: (presentation index, bytes) in decode order, beginning with a key packet, with all reference
+                packets. RESTART separates runs of packets that are decoded independently.
             is_strict: Raise errors that the decoder could conceal. After a recovery point
-                (`PacketTable.has_recovery_points`), a decoder also reports missing frames that are never shown.
+                (`PacketTable.has_recovery_points`), a strict decoder also reports missing frames that are never shown.
 
         Raises:
             av.FFmpegError: The decoder rejects a packet.
@@ -68,18 +68,16 @@ class PacketDecoder:
                     packet.pts = frame_number
                 for frame in context.decode(packet):
                     number = frame.pts or 0
-                    # Decoders output frames in presentation order, which the packets contain.
+                    # Decoders output frames in presentation order, which each packet's index must match.
                     if number <= last:
-                        raise ValueError(
-                            f"the packet table numbers frames {last}, {number} that are shown in this order"
-                        )
+                        raise ValueError(f"the decoder outputs frame {number} of the packet table after frame {last}")
                     last = number
                     if not frame.is_corrupt:
                         yield number, frame
                 if packet is None:
                     context.flush_buffers()
         except BaseException:
-            # The state that a broken packet leaves behind must not affect the next chunk.
+            # The state of the context after a broken packet must not affect the next chunk.
             del self._contexts[codec, extradata, is_strict]
             raise
 
@@ -102,7 +100,7 @@ class PacketDecoder:
         return context
 
 
-RESTART = (0, memoryview(b""))  # between two packets: reset the decoder
+RESTART = (0, memoryview(b""))  # marker between two packets: reset the decoder
 
 
 class DamagedPacket(ValueError):
@@ -110,11 +108,11 @@ class DamagedPacket(ValueError):
 
 
 class PacketBytes(Protocol):
-    """A file that holds packets: the tar of a shard, or a source file.
+    """A file that contains packets: the tar of a shard, or a source file.
 
     Attributes:
         tar_name: Name of the file in messages.
-        gap_bytes: Gaps shorter than this between two ranges are cheaper to read than to skip.
+        gap_bytes: Length of the gap between two ranges up to which reading it is cheaper than skipping it.
     """
 
     @property
@@ -132,13 +130,13 @@ class PacketBytes(Protocol):
 
 
 def read_packets(
-    place: PacketBytes, payload: tuple[int, int], table: PacketTable, needed: list[int]
+    file: PacketBytes, payload: tuple[int, int], table: PacketTable, needed: list[int]
 ) -> list[tuple[int, memoryview]]:
     """Read and verify packets of a chunk; return (presentation index, bytes) in decode order.
 
     Args:
-        place: File that holds the packets.
-        payload: Offset and size of the bytes in `place` in which packets lie.
+        file: File that contains the packets.
+        payload: Offset and size, in bytes, of the part of `file` that contains the packets.
         needed: Positions of the packets in `table`, ascending.
 
     Raises:
@@ -152,35 +150,35 @@ def read_packets(
     ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
     if max(ends) > payload_size:
         raise DamagedPacket(f"a packet ends at byte {max(ends)} of {payload_size}")
-    # Ranges that are close to each other are read as one range; `of_packet` holds the range of each packet.
+    # Ranges that are close to each other are merged; `range_numbers` has the range of each packet.
     ranges: list[tuple[int, int]] = []
-    of_packet: list[int] = []
+    range_numbers: list[int] = []
     for begin, end in zip(begins, ends, strict=True):
         read_from, read_to = ranges[-1] if ranges else (begin, begin)
-        if ranges and read_from <= begin <= read_to + place.gap_bytes:
+        if ranges and read_from <= begin <= read_to + file.gap_bytes:
             ranges[-1] = read_from, max(read_to, end)
         else:
             ranges.append((begin, end))
-        of_packet.append(len(ranges) - 1)
-    contents = place.read_ranges([(payload_offset + begin, end - begin) for begin, end in ranges])
+        range_numbers.append(len(ranges) - 1)
+    contents = file.read_ranges([(payload_offset + begin, end - begin) for begin, end in ranges])
     packets: list[tuple[int, memoryview]] = []
-    frames_of, crc32s = table.frame[needed].tolist(), table.crc32[needed].tolist()
-    for begin, end, number, frame, crc32 in zip(begins, ends, of_packet, frames_of, crc32s, strict=True):
+    frames, crc32s = table.frame[needed].tolist(), table.crc32[needed].tolist()
+    for begin, end, number, frame, crc32 in zip(begins, ends, range_numbers, frames, crc32s, strict=True):
         read_from = ranges[number][0]
         packet = memoryview(contents[number])[begin - read_from : end - read_from]
         if zlib.crc32(packet) != crc32:
-            raise DamagedPacket(f"its bytes in {place.tar_name} do not match their checksum")
+            raise DamagedPacket(f"its bytes in {file.tar_name} do not match their checksum")
         packets.append((frame, packet))
     return packets
 
 
 def read_source_packets(
-    place: PacketBytes, source: SourceFrames, table: PacketTable, frames: Collection[int], *, is_closed: bool
+    file: PacketBytes, source: SourceFrames, table: PacketTable, frames: Collection[int], *, is_closed: bool
 ) -> list[tuple[int, memoryview]]:
     """Read and verify the packets of a source file that `frames` need, for `PacketDecoder.decode`.
 
     Args:
-        is_closed: `PacketTable.has_closed_gops`.
+        is_closed: Value of `PacketTable.has_closed_gops`.
 
     Raises:
         DamagedPacket, OSError, DamagedTar: See `read_packets`.
@@ -189,7 +187,7 @@ def read_source_packets(
     has_single_run = is_closed and not table.has_recovery_points
     runs = [table.needed_for(frames)] if has_single_run else table.needed_runs(frames)
     payload = source.offset, source.size_bytes - source.offset
-    packets = read_packets(place, payload, table, list(chain(*runs)))
+    packets = read_packets(file, payload, table, list(chain(*runs)))
     if len(runs) == 1:
         return packets
     parts = iter(packets)
@@ -200,26 +198,26 @@ class SourceFile:
     """`PacketBytes` of a source file, local or in a bucket.
 
     Args:
-        place: Path or address of the file.
+        location: Path or URL of the file.
     """
 
-    def __init__(self, place: str) -> None:
-        self._place = place
-        self.tar_name = f"{place} (changed since prep index has read it: run prep index again)"
-        self.gap_bytes = _REMOTE_GAP_BYTES if is_remote(place) else LocalTars.gap_bytes
+    def __init__(self, location: str) -> None:
+        self._location = location
+        self.tar_name = f"{location} (which has changed since prep index read it; run prep index again)"
+        self.gap_bytes = _REMOTE_GAP_BYTES if is_remote(location) else LocalTars.gap_bytes
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Read several ranges (offset, size) of the file; raises as `PacketBytes` does."""
-        if not is_remote(self._place):
-            return _FILES.read_ranges(Path(self._place), ranges)
+        if not is_remote(self._location):
+            return _FILES.read_ranges(Path(self._location), ranges)
         from clipmill.manifests.storage.urls import split_url
 
-        root, key = split_url(self._place)
+        root, key = split_url(self._location)
         return _open_bucket(root, os.getpid()).read_ranges(key, ranges)
 
 
 _REMOTE_GAP_BYTES = 1 << 18
-_FILES = LocalTars()  # keeps the files that were read last open
+_FILES = LocalTars()  # keeps the most recently read files open
 
 
 @lru_cache(maxsize=64)

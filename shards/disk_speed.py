@@ -1,7 +1,7 @@
-"""Speed of disks and buckets, as `prep advise`, `train doctor`, `train bench` and `train quickstart` measure it.
+"""Measure the speed of disks and buckets, for `prep advise`, `train doctor`, `train bench` and `train quickstart`.
 
-Reads from the page cache say nothing about a disk, so the pages of a file are dropped first (posix_fadvise). Reads
-that must not block (RWF_NOWAIT) then show whether the pages are gone.
+Reads from the page cache say nothing about a disk, so the pages of a file are dropped first (posix_fadvise).
+Non-blocking reads (RWF_NOWAIT) then show whether the kernel has dropped the pages.
 """
 
 import math
@@ -21,16 +21,16 @@ _BLOCK, _NUM_BLOCKS = 1 << 22, 12
 _PIECE, _NUM_PIECES = 1 << 16, 64
 _FILE_S, _READING_S, _MOST_BYTES = 2.0, 3.0, 4 << 30
 
-Read = Callable[[], int]  # reads some bytes, and returns their number
+Read = Callable[[], int]  # function that reads bytes, and returns their number
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSpeed:
-    """Speed of some reads.
+    """Speed of a series of reads.
 
     Attributes:
         bytes_per_s: Bytes per second, all threads together.
-        read_s, slow_read_s: Median and 95th percentile of the time of a read, in seconds.
+        read_s, slow_read_s: Median and 95th percentile of the time per read, in seconds.
         num_reads: Number of reads.
     """
 
@@ -43,10 +43,10 @@ class ReadSpeed:
 def read_speed(
     reads: Sequence[Read], *, num_threads: int = 1, seconds: float = _READING_S, repeats: bool = False
 ) -> ReadSpeed:
-    """Measure the speed of `reads`. Threads take them in order until `seconds` have passed, but at least one.
+    """Measure the speed of `reads`. Threads run them in order until `seconds` have passed, but run at least one.
 
     Args:
-        repeats: Start again after the last read.
+        repeats: Start over after the last read.
 
     Raises:
         OSError, Damaged: A read failed.
@@ -68,9 +68,9 @@ def read_speed(
             sizes.append(size)
 
     with ThreadPoolExecutor(num_threads) as pool:
-        for running in [pool.submit(read_on) for _ in range(num_threads)]:
-            running.result()
-    # For a single thread, the time between two reads does not count.
+        for future in [pool.submit(read_on) for _ in range(num_threads)]:
+            future.result()
+    # With a single thread, the time between two reads does not count.
     wall_s, ranked = sum(taken_s) if num_threads == 1 else time.perf_counter() - began_s, sorted(taken_s)
     return ReadSpeed(
         bytes_per_s=sum(sizes) / wall_s,
@@ -96,7 +96,7 @@ class DiskSpeed:
     Attributes:
         read_bytes_per_s: Speed of sequential reads.
         piece_ms: Median time of random reads of 64 KiB, as a data loader reads packets.
-        cached: True if reads came from the page cache; None if the kernel does not tell.
+        cached: True if reads came from the page cache; None if the kernel does not report it.
         write_bytes_per_s: Speed of writes; None if they were not measured.
     """
 
@@ -118,8 +118,8 @@ def speed_of_file(file: int) -> DiskSpeed | None:
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
     cached = _is_cached(file, size)
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_RANDOM)  # disables read-ahead
-    places = random.Random(0).sample(range(size // _PIECE), min(_NUM_PIECES, size // _PIECE))
-    pieces = read_speed([partial(_read, file, _PIECE, place * _PIECE) for place in places], seconds=_FILE_S)
+    numbers = random.Random(0).sample(range(size // _PIECE), min(_NUM_PIECES, size // _PIECE))
+    pieces = read_speed([partial(_read, file, _PIECE, number * _PIECE) for number in numbers], seconds=_FILE_S)
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_NORMAL)
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
     blocks = read_speed([partial(_read, file, _BLOCK, begin) for begin in range(0, size, _BLOCK)], seconds=_FILE_S)
@@ -127,10 +127,10 @@ def speed_of_file(file: int) -> DiskSpeed | None:
 
 
 def speed_of_folder(folder: Path) -> DiskSpeed:
-    """Measure a disk with a file of up to 48 MB that is written, flushed, read and removed; takes at most 6 s.
+    """Measure a disk by writing, flushing and reading a temporary file of up to 48 MB; takes at most 6 s.
 
     Raises:
-        OSError: No file can be written in the folder.
+        OSError: The folder is not writable.
     """
     block = random.Random(0).randbytes(_BLOCK)  # zeros might be compressed or not written
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -149,14 +149,14 @@ def _read(file: int, size: int, offset: int) -> int:
 
 
 def _is_cached(file: int, size: int) -> bool | None:
-    """Return True if most of a file is in the page cache; None if the kernel does not tell."""
-    places = range(0, size - 4096, max(4096, size // 32))
+    """Return True if most of a file is in the page cache; None if the kernel does not report it."""
+    offsets = range(0, size - 4096, max(4096, size // 32))
     num_cached = 0
-    for place in places:
+    for offset in offsets:
         try:
-            num_cached += os.preadv(file, [bytearray(1)], place, os.RWF_NOWAIT) > 0
+            num_cached += os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
         except BlockingIOError:
             continue
         except OSError:
             return None
-    return num_cached * 2 > len(places)
+    return num_cached * 2 > len(offsets)

@@ -5,45 +5,45 @@
     <data>/<column>/<variant>/000003-1f2e3d4c.tar          a shard: USTAR, uncompressed, mtime 0, never empty
     <data>/<column>/<variant>/000003-1f2e3d4c.tar.idx      Megatron-Energon's index: u64 offsets of samples, N + 1
     <data>/<column>/<variant>/000003-1f2e3d4c.index.arrow  our index: Arrow IPC file, one row per sample, mmap-able
-    <data>/<column>/<variant>/commits/000003.json          the commit, without which the shard does not exist
-    <data>/<column>/<variant>/012/012345-1f2e3d4c.tar ...  files of shard 12345, and commits/012/012345.json: see below
-    <data>/<column>/<variant>/commits.arrow        all commits in one table, derived from them
+    <data>/<column>/<variant>/commits/000003.json          the commit record, without which the shard does not exist
+    <data>/<column>/<variant>/012/012345-1f2e3d4c.tar ...  files of shard 12345, with commits/012/012345.json: see below
+    <data>/<column>/<variant>/commits.arrow        table of all commits, derived from their records
     <data>/<column>/<variant>/chunks.arrow         samples of shards 0 to 999 in one table, derived from their indexes
     <data>/<column>/<variant>/012/chunks.arrow     the same table for shards 12000 to 12999
     <data>/<column>/<variant>/shards.txt, shards-<split>.txt   committed tars, one name per line, for other tools
-    <data>/<column>/<variant>/contents.json        which shards are committed, checksums of recipe.json and lists
+    <data>/<column>/<variant>/contents.json        IDs of the committed shards, checksums of recipe.json and lists
 
-Columns are `video`, `latents`, `text`, `scores`, `captions`, and those added by extensions. A variant is
+Columns are `video`, `latents`, `text`, `scores`, `captions`, and the columns of plug-ins. A variant's name is
 `<slug>-<first 8 hex digits of the recipe's fingerprint>`.
 A shard's name contains the first 8 hex digits of the fingerprint of its content, so a changed shard never overwrites
-the old one; a commit names exactly one tar and one index, with size and SHA-256 of each.
+the old shard. A commit identifies exactly one tar and one index, with the size and SHA-256 of each.
 
 Folders hold at most 1,000 shards: shards 0 to 999 are in the variant's folder, shards 1000 to 1999 in its folder `001`,
-and so on; their commits are in `commits/` and `commits/001/`. Commits and lists of shards name files relative to the
+and so on; their commits are in `commits/` and `commits/001/`. Commits and shard lists contain paths relative to the
 variant's folder (`001/001234-1f2e3d4c.tar`).
 
-Inside a tar, every sample has the same members in the same order, `<key>.<extension>`, adjacent. Keys contain no dot;
-member names are at most 100 bytes long. The array of a `.npy` member begins on a 512-byte boundary of the tar (its npy
-header is padded), so that fixed-size records can be gathered from one mmap.
+Inside a tar, all samples have the same members, `<key>.<extension>`, in the same order; the members of a sample are
+adjacent. Keys do not contain a dot; member names are at most 100 bytes long. The array of a `.npy` member begins on a
+512-byte boundary of the tar (its npy header is padded), so that fixed-size records can be gathered from one mmap.
 
-Publish order: the caller verifies every sample -> tar under a temporary name in the same folder -> read it again and
-compare by offsets -> fsync -> rename -> both indexes in the same way -> commit record last. A reader relies on commits
-only. A commit without a shard records that all its samples failed. Tars, indexes and commits depend only on their
-content: they have no times, host names or paths. A commit contains the SHA-256 of its own canonical JSON, and so do
-contents.json and dataset.json. A run writes contents.json when it finishes: a listed shard without a commit is damage;
-a commit that is not listed yet belongs to a run that was killed. Before a run removes unwanted commits, it removes them
-from the list. Only a set whose first run has not ended lacks contents.json.
+Publish order: the caller verifies every sample -> write the tar under a temporary name in the same folder -> read it
+back and compare by offsets -> fsync -> rename -> both indexes in the same way -> commit record last. Readers rely only
+on commits. A commit without files records that all samples of the shard failed. Tars, indexes and commits depend only
+on their content: they contain no times, host names or paths. A commit, contents.json and dataset.json each contain the
+SHA-256 of their own canonical JSON. A run writes contents.json when it finishes: a listed shard without a commit is
+damage; a commit that is not yet listed belongs to a run that is in progress or was killed. Before a run removes
+unwanted commits, it removes them from the list. contents.json is missing only until the first run has finished.
 
-At its end, a run writes commits.arrow, so that readers open one file instead of one per shard.
-clipmill.shards.commit_table defines the file, and when it is valid. It is derived from the commits, which remain.
+When a run finishes, it writes commits.arrow, so that readers open one file instead of one file per shard.
+clipmill.shards.commit_table defines the file and its validity. The commit records from which it is derived remain.
 
-A run of any column but `scores` also updates the parts of its merged table: one chunks.arrow per folder of shards, an
-uncompressed Arrow IPC file of one batch, with one row per sample, ordered by shard and row. These parts,
+A run of any column except `scores` also updates the parts of its merged table: one chunks.arrow per folder of shards,
+an uncompressed Arrow IPC file with one batch, and one row per sample, ordered by shard and row. These parts,
 commits.arrow, contents.json, recipe.json and the manifest suffice to open a training set. The indexes are needed only
 when a clip is read, for the packet tables of `video`. A run of `scores` writes a single chunks.arrow, ordered by
 video (as in the manifest) and start. Columns:
 - all: `video_id` (a dictionary);
-- all but `scores`: `shard` (i32, the shard ID), `row` (i32, in the shard's index), and `offset`, `size` (u64) and
+- all except `scores`: `shard` (i32, the shard ID), `row` (i32, in the shard's index), and `offset`, `size` (u64) and
   `crc32` (u32) of one member's payload in its tar. The schema's metadata `member` has the extension of that member
   (`mp4`, `latents.npy` or `latents.npy.zst`, `text.npy`, `caption.json`);
 - `video`, `latents`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `width`, `height`;
@@ -51,38 +51,39 @@ video (as in the manifest) and start. Columns:
 - `text`: `num_rows`, `width`, and the lists `row_tokens`, `caption_id` and `caption_row`;
 - `captions`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `caption_text`, `caption_words`;
 - `scores`: the values of its index rows instead of shard, row and member (clipmill.shards.scores).
-The schema's metadata has `commits_sha256`, a digest of the commits that the file or part was made from. If the commits
+The schema's metadata has `commits_sha256`, a digest of the commits that the file or part was built from. If the commits
 differ, the file is stale, and readers use the indexes of its shards. `shard_ids` and `index_sha256` (16 hexadecimal
 digits each, concatenated) identify the indexes that the rows of a part come from, so that the next run reads only new
-indexes. `open_gops` lists the shards of `video` whose first chunk cannot be decoded from single packets. Each column's
-metadata has the CRC-32 of its values, and `schema_crc32` is the checksum of the schema (clipmill.shards.merged_table).
-The bytes of a part are a function of the commits of its shards. The next run of the column rewrites only the parts that
-are missing, stale or damaged. A set without parts belongs to a run that was killed.
+indexes. `open_gops` lists the shards of `video` whose first chunk cannot be decoded from individual packets. Each
+column's metadata has the CRC-32 of its values, and `schema_crc32` is the checksum of the schema
+(clipmill.shards.merged_table). The bytes of a part depend only on the commits of its shards. The next run of the column
+rewrites only the parts that are missing, stale or damaged. A variant without parts belongs to a run that was killed.
 
 Index columns of every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
-`<ext>_size` (u64) and `<ext>_crc32` (u32). Data columns add their own fields (VIDEO_FIELDS for `video`).
+`<ext>_size` (u64) and `<ext>_crc32` (u32). Each column of the data folder adds fields (VIDEO_FIELDS for `video`).
 The Arrow schema metadata holds `clipmill_format` and `extensions` (comma-separated, in member order).
 
 Column `video`: key `<video_id>_<start_ms:09d>`, members mp4, json and, if the dataset has captions, txt.
-A variant of `prep index` has the member source.json in place of mp4, with the fingerprint and size of the source file,
-and a checksum of the packets. The packets stay in the source file, whose path is in the manifest. Its index also has
-the fields of SOURCE_FIELDS. Packet offsets count from `source_offset`, and `packet_frame` numbers all packets of the
-row by presentation time. Frame n of the chunk, at its nominal rate, is the source frame on show at n + 1/2 frames.
+A variant made by `prep index` has the member source.json instead of mp4, with the fingerprint and size of the source
+file, and a checksum of the packets. The packets stay in the source file, whose path is in the manifest. Its index also
+has the fields SOURCE_FIELDS. Packet offsets are relative to `source_offset`, and `packet_frame` numbers all packets of
+the row by presentation time. Frame n of the chunk, at its nominal rate, is the source frame displayed at (n + 1/2) /
+fps seconds.
 
-Column `latents`: the same keys, order, shard IDs and splits as `video`. A chunk that could not be encoded is missing,
-and is listed as a failure in the commit. One member, `latents.npy`: [F, C, h, w], float16, or the bits of bfloat16 as
-uint16; or `latents.npy.zst`, the same file as one Zstandard frame. Frame i of the latents is the chunk's frame at i /
-fps seconds. recipe.json has the scaling factor.
+Column `latents`: the same keys, order, shard IDs and splits as `video`. A chunk that could not be encoded has no
+sample, and is listed as a failure in the commit. One member, `latents.npy`: [F, C, h, w], float16, or the bits of
+bfloat16 as uint16; or `latents.npy.zst`, the same file as one Zstandard frame. Frame i of the latents is the chunk's
+frame at i / fps seconds. recipe.json has the scaling factor.
 
 Column `text`: one sample per video, with the video_id as key. Members: `text.npy`, float16 [R, D], one row of unit
-length per distinct caption text of the video, and `json`, with the text of each row and the row of each caption.
+norm per distinct caption text of the video, and `json`, with the text of each row and the row of each caption.
 
 Column `scores`: the same keys, order, shard IDs and splits as `video`; failures as in `latents`. One member,
 `scores.json`, with the values of the index row (clipmill.shards.score_fields). Unknown values are null, never NaN. The
 JSON has the hash as 16 hexadecimal digits, because many JSON readers round integers above 2^53.
 
 Column `captions`: the same keys, order, shard IDs and splits as `video`; failures as in `latents`. One member,
-`caption.json`, with the values of the index row: the caption of a language model, and what it cost.
+`caption.json`, with the values of the index row: the caption from a language model, and its cost in tokens.
 """
 
 import os
@@ -109,16 +110,16 @@ _STEM = re.compile(r"(?P<shard_id>\d{6,})-(?P<fingerprint>[0-9a-f]{8})")
 # Flags in the packet table.
 PACKET_KEY = 1  # decoding can start here
 PACKET_REFERENCE = 2  # other frames may reference it; otherwise it can be skipped unless its frame is requested
-PACKET_RECOVERY = 4  # a key packet that is not an IDR picture: later packets may still refer to frames before it
+PACKET_RECOVERY = 4  # key packet that is not an IDR picture: later packets may still reference frames before it
 
 
 def chunk_fields(*fields: pa.Field) -> list[pa.Field]:
-    """Return the fields of an index row of a column with one sample for each chunk, in addition to key and member."""
+    """Return the fields of an index row, besides key and member, of a column with one sample per chunk."""
     return [
         pa.field("video_id", pa.string(), nullable=False),
         pa.field("start_ms", pa.int64(), nullable=False),  # start of the chunk in its video
         *fields,
-        pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that the sample was made from
+        pa.field("chunk_fingerprint", pa.string(), nullable=False),  # fingerprint of the sample's chunk
     ]
 
 
@@ -131,9 +132,9 @@ VIDEO_FIELDS = [
     pa.field("fps_den", pa.int32(), nullable=False),
     pa.field("width", pa.int32(), nullable=False),
     pa.field("height", pa.int32(), nullable=False),
-    pa.field("codec", pa.string(), nullable=False),  # libav's name of the codec: h264, hevc, av1, vp9, mjpeg
+    pa.field("codec", pa.string(), nullable=False),  # codec by libav's name: h264, hevc, av1, vp9, mjpeg
     pa.field("extradata", pa.binary(), nullable=False),
-    pa.field("span_fingerprint", pa.string(), nullable=False),  # of the encoder pass that produced the chunk
+    pa.field("span_fingerprint", pa.string(), nullable=False),  # identifies the encoder pass that produced the chunk
     # The packet table in decode order: byte range in the mp4 payload, presentation index, flags, checksum.
     pa.field("packet_offset", pa.list_(pa.uint32()), nullable=False),
     pa.field("packet_size", pa.list_(pa.uint32()), nullable=False),
@@ -144,19 +145,19 @@ VIDEO_FIELDS = [
 
 # Fields of a `video` index row of `prep index`, in addition to VIDEO_FIELDS.
 SOURCE_FIELDS = [
-    # Position in the source file from which packet offsets count.
+    # Offset in the source file to which packet offsets are relative, in bytes.
     pa.field("source_offset", pa.uint64(), nullable=False),
     pa.field("source_bytes", pa.uint64(), nullable=False),  # size of the source file
     pa.field("time_rate", pa.int64(), nullable=False),  # units of frame_time in a second
-    # Begin of each frame, by presentation index, from time 0 of the video. A hidden frame has the time of the next
-    # frame that is shown, so the frame on show at time t is the last one with a time up to t.
+    # Start of each frame, by presentation index, from time 0 of the video. A hidden frame has the time of the next
+    # displayed frame, so the frame displayed at time t is the last frame with a time up to t.
     pa.field("frame_time", pa.list_(pa.int64()), nullable=False),
     pa.field("timeline", pa.string(), nullable=False),  # crop and orientation (clipmill.shards.timeline.model)
 ]
 
 # Fields of a `latents` index row.
 LATENTS_FIELDS = chunk_fields(
-    pa.field("num_frames", pa.int32(), nullable=False),  # F; S x T' for a VAE of videos
+    pa.field("num_frames", pa.int32(), nullable=False),  # F; S x T' for a video VAE
     pa.field("fps_num", pa.int32(), nullable=False),  # frame rate of the latents
     pa.field("fps_den", pa.int32(), nullable=False),
     pa.field("channels", pa.int32(), nullable=False),
@@ -167,16 +168,16 @@ LATENTS_FIELDS = chunk_fields(
     ),  # float16, or bfloat16 (stored as uint16 bits, since npy does not support it)
     # left, top, width and height in pixels of the chunk, concatenated for all segments of the recipe
     pa.field("crops", pa.list_(pa.int32()), nullable=False),
-    # for a VAE of videos: number of real frames in each of the S segments; the rest of a segment repeats its last frame
+    # for a video VAE: number of real frames in each of the S segments; the last real frame fills the rest of a segment
     pa.field("source_frames", pa.list_(pa.int32()), nullable=False),
 )
 
 # Fields of a `text` index row.
 TEXT_FIELDS = [
     pa.field("video_id", pa.string(), nullable=False),
-    pa.field("num_rows", pa.int32(), nullable=False),  # R, unique texts
+    pa.field("num_rows", pa.int32(), nullable=False),  # R, the number of distinct texts
     pa.field("width", pa.int32(), nullable=False),  # D
-    # for sequences: number of tokens of each of the R texts. The vectors of all texts are concatenated: [sum, D]
+    # for token sequences: number of tokens of each of the R texts. The vectors of all texts are concatenated: [sum, D]
     pa.field("row_tokens", pa.list_(pa.int32()), nullable=False),
     pa.field("text_digest", pa.list_(pa.binary(16)), nullable=False),  # BLAKE2b-128 of the UTF-8 text, one per row
     # The captions of the video by ascending ID, and the row of each caption's text.
@@ -186,13 +187,13 @@ TEXT_FIELDS = [
 
 # Fields of a `captions` index row.
 CAPTIONS_FIELDS = chunk_fields(
-    pa.field("num_frames", pa.int32(), nullable=False),  # number of frames of the chunk
+    pa.field("num_frames", pa.int32(), nullable=False),  # number of frames in the chunk
     pa.field("fps_num", pa.int32(), nullable=False),
     pa.field("fps_den", pa.int32(), nullable=False),
     pa.field("caption_text", pa.string(), nullable=False),  # one line
     pa.field("caption_words", pa.int32(), nullable=False),
-    pa.field("finish_reason", pa.string()),  # why the model ended: stop; null if the server did not say
-    pa.field("tokens_in", pa.int32()),  # tokens of pictures and prompt; null if the server did not say
+    pa.field("finish_reason", pa.string()),  # why generation ended, such as stop; null if the server did not report it
+    pa.field("tokens_in", pa.int32()),  # tokens of images and prompt; null if the server did not report it
     pa.field("tokens_out", pa.int32()),
 )
 
@@ -208,7 +209,7 @@ class ShardName:
 
     @property
     def stem(self) -> str:
-        """The files without their extensions, as `000003-1f2e3d4c` or `012/012345-1f2e3d4c`."""
+        """Common path of the files without extension, such as `000003-1f2e3d4c` or `012/012345-1f2e3d4c`."""
         return in_folder(self.shard_id, f"{self.shard_id:06d}-{self.fingerprint[:8]}")
 
     @property
@@ -230,7 +231,7 @@ def folder_of(shard_id: int) -> str:
 
 
 def in_folder(shard_id: int, name: str) -> str:
-    """Return the relative path of a shard's file `name` in its folder."""
+    """Return the path of the file `name` of a shard, relative to the variant's folder or to `commits/`."""
     folder = folder_of(shard_id)
     return f"{folder}/{name}" if folder else name
 

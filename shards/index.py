@@ -37,7 +37,7 @@ def index_schema(extensions: Sequence[str], *, fields: Sequence[pa.Field]) -> pa
 
 
 class IndexBuilder:
-    """Builder of an index, which collects rows as Arrow record batches."""
+    """Index builder that collects rows as Arrow record batches."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
@@ -49,7 +49,7 @@ class IndexBuilder:
         """Add one row.
 
         Raises:
-            ValueError: The row's names differ from the schema's, or a required value is missing.
+            ValueError: The row's names differ from the names in the schema, or a required value is missing.
         """
         if set(row) != self._names:
             raise ValueError(f"index row has the wrong columns: {sorted(set(row) ^ self._names)}")
@@ -72,7 +72,7 @@ class IndexBuilder:
 
 
 def index_bytes(table: pa.Table) -> bytes:
-    """Serialize `table` as an index file. Equal tables give equal bytes."""
+    """Serialize `table` as an index file. Equal tables yield identical bytes."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -84,10 +84,10 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
     Args:
         columns: Columns to open; None opens all. Other columns are neither validated nor read from disk. Columns of
-            members that the samples do not have are omitted.
+            members that the samples lack are omitted.
 
     Raises:
-        DamagedIndex: The file is not an index of this format, or its structure is broken. Changed values in an
+        DamagedIndex: The file is not an index of this format, or its structure is broken. Values that changed in an
             intact structure are detected only by the commit's checksum (clipmill.shards.verify).
         FileNotFoundError: The file does not exist.
         TimeoutError: The file could not be opened in time.
@@ -96,11 +96,11 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, pa.Buffer]:
-    """Return the table of `open_index`, whose columns are views, and the bytes that they are views of."""
+    """Return the table of `open_index`, and the content of the file, which its columns are views of."""
     from clipmill.manifests.mapped_files import map_arrow_file  # writers do not need it
 
     try:
-        # By now the path is known to open without blocking and to be a regular file, so Arrow may open it by name.
+        # `open_regular` has shown that the path is a regular file that opens without blocking, so Arrow may open it.
         descriptor = open_regular(path)
         try:
             with map_arrow_file(path) as mapped:
@@ -108,9 +108,9 @@ def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> t
         finally:
             os.close(descriptor)
         table = pa.ipc.open_file(content).read_all()
-        absent = set(columns or ()).difference(table.column_names)
-        absent = {name for name in absent if name.rpartition("_")[2] in ("offset", "size", "crc32")}
-        selected = table if columns is None else table.select([name for name in columns if name not in absent])
+        missing = set(columns or ()).difference(table.column_names)
+        omitted = {name for name in missing if name.rpartition("_")[2] in ("offset", "size", "crc32")}
+        selected = table if columns is None else table.select([name for name in columns if name not in omitted])
         selected.validate(full=True)
     except (FileNotFoundError, TimeoutError):
         raise
@@ -131,7 +131,7 @@ def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> t
 
 
 def index_seconds(path: Path) -> float:
-    """Return the seconds of video in a shard, from its index; 0 if its samples have no duration.
+    """Return the duration of the video in a shard in seconds, from its index; 0 if its samples have no duration.
 
     Raises:
         DamagedIndex, OSError: See `open_index`.
@@ -152,7 +152,7 @@ def extensions_of(table: pa.Table) -> tuple[str, ...]:
 
 
 def member_columns(table: pa.Table, kind: str) -> np.ndarray:
-    """Return one value per member, [rows, extensions] in tar order; `kind` is offset, size or crc32."""
+    """Return one value per member, [rows, extensions], in tar order; `kind` is `offset`, `size` or `crc32`."""
     columns = [table.column(f"{extension}_{kind}").to_numpy() for extension in extensions_of(table)]
     return np.stack(columns, axis=1)
 
@@ -160,7 +160,7 @@ def member_columns(table: pa.Table, kind: str) -> np.ndarray:
 def energon_index_bytes(table: pa.Table) -> bytes:
     """Return Megatron-Energon's `.tar.idx`: u64 offset of each sample's first header, and the end of the last sample.
 
-    Source: Energon's `TarIndexWriter`, which also appends tarfile's offset after the last member.
+    Source: Energon's `TarIndexWriter`, which also appends the tar offset after the last member.
     """
     offsets = member_columns(table, "offset")
     end = padded_size(int(offsets[-1, -1]) + int(member_columns(table, "size")[-1, -1]))

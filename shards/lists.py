@@ -1,6 +1,6 @@
 """Lists of the committed tars, for tools that take tar URLs, and the update of a variant's records after a run.
 
-A run updates these lists, the commit table, and contents.json, which has the checksums of the other files.
+A run updates these lists, the commit table, and contents.json, which contains the checksums of the other files.
 """
 
 import re
@@ -48,7 +48,7 @@ def shard_lists(commits: Mapping[int, Commit]) -> dict[str, bytes]:
 def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
     """Write the lists that `shard_lists` returns for `commits`.
 
-    Lists that are already up to date are left unchanged; the list of a split without shards is removed.
+    Lists that are already up to date stay unchanged; the list of a split without shards is removed.
 
     Raises:
         ValueError: A split's name is not valid in a file name.
@@ -57,8 +57,8 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
     for file_name, content in lists.items():
         path = variant_dir / file_name
         with naming(path):
-            is_right = path.is_file() and path.read_bytes() == content
-        if not is_right:
+            is_current = path.is_file() and path.read_bytes() == content
+        if not is_current:
             publish_bytes(path, content)
     for path in variant_dir.glob("shards-*.txt"):
         if path.name not in lists:
@@ -66,10 +66,10 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
 
 
 def finish_run(variant_dir: Path, *, dropped: Collection[int], planned: Collection[int]) -> dict[int, Commit]:
-    """Finish a run: remove commits that are no longer planned; write shard lists, table of commits and contents.json.
+    """Finish a run: remove commits that are no longer planned; write shard lists, commit table and contents.json.
 
     If the process is killed between any two steps, nothing looks damaged: a shard is removed from contents.json before
-    its commit, and a shard list is valid if it is the recorded one or follows from the commits.
+    its commit is deleted, and a shard list is valid if it matches either its recorded checksum or the commits.
 
     Args:
         dropped: Shards whose commits to remove; damaged records of shards that are not in the plan are removed as well.
@@ -79,14 +79,14 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], planned: Collecti
     Returns:
         The remaining commits, by shard ID.
     """
-    before = _recorded_contents(variant_dir)
+    recorded = _recorded_contents(variant_dir)
     records = read_commits(variant_dir)
-    unsound = {damaged.shard_id for damaged in records.damaged}
-    dropped = {*dropped, *unsound.difference(planned)}
+    damaged_ids = {damaged.shard_id for damaged in records.damaged}
+    dropped = {*dropped, *damaged_ids.difference(planned)}
     commits = {shard_id: commit for shard_id, commit in records.commits.items() if shard_id not in dropped}
-    shard_ids = frozenset(commits.keys() | unsound.intersection(planned))
-    if before is not None and before.shard_ids - shard_ids:
-        write_contents(variant_dir, Contents(before.shard_ids & shard_ids, before.files))
+    shard_ids = frozenset(commits.keys() | damaged_ids.intersection(planned))
+    if recorded is not None and recorded.shard_ids - shard_ids:
+        write_contents(variant_dir, Contents(recorded.shard_ids & shard_ids, recorded.files))
     folders = dict(records.folders)
     for shard_id in dropped:
         path = commit_path(variant_dir, shard_id)
@@ -100,8 +100,8 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], planned: Collecti
     contents = {RECIPE_FILE: recipe, **shard_lists(commits)}
     checksums = {name: file_sha256(content) for name, content in contents.items()}
     write_contents(variant_dir, Contents(shard_ids, {**checksums, COMMIT_TABLE_FILE: table_sha256}))
-    damaged = {_folder_name(record.path) for record in records.damaged}
-    confirm(variant_dir, sha256=table_sha256, folders=folders, except_for=damaged)
+    damaged_folders = {_folder_name(record.path) for record in records.damaged}
+    confirm(variant_dir, sha256=table_sha256, folders=folders, except_for=damaged_folders)
     return commits
 
 
@@ -120,13 +120,13 @@ def _write_table(variant_dir: Path, records: Records, commits: dict[int, Commit]
         return records.table.sha256
     recorded = _recorded_contents(variant_dir)
     if recorded is not None and COMMIT_TABLE_FILE in recorded.files:
-        # From here on, the table is not the recorded one.
+        # From here on, the table does not match the recorded checksum, so remove the checksum first.
         others = {name: sha256 for name, sha256 in recorded.files.items() if name != COMMIT_TABLE_FILE}
         write_contents(variant_dir, Contents(recorded.shard_ids, others))
     seconds = records.seconds()
     for shard_id, commit in commits.items():
         if commit.files is not None and shard_id not in seconds:
-            with suppress(Damaged, OSError):  # unknown until the shard has been made again
+            with suppress(Damaged, OSError):  # unknown until the shard has been rebuilt
                 seconds[shard_id] = index_seconds(variant_dir / commit.files.index)
     content = table_bytes(replace(records, commits=commits).rows(seconds=seconds))
     publish_bytes(variant_dir / COMMIT_TABLE_FILE, content)
@@ -150,15 +150,15 @@ def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[Dama
             damaged.append(DamagedContents(variant_dir / name, error.strerror or str(error)))
             continue
         except FileNotFoundError:
-            # A split may have lost its last shard; an interrupted run may not have written a new split's list yet.
+            # A split may have lost its last shard, or an interrupted run may not have written a new split's list yet.
             if name in current and name in recorded.files:
                 damaged.append(DamagedContents(variant_dir / name, "the shard list is missing"))
             continue
         if recorded.files.get(name) != file_sha256(content) and current.get(name) != content:
-            damaged.append(DamagedContents(variant_dir / name, "the shard list differs from what was written"))
+            damaged.append(DamagedContents(variant_dir / name, "the shard list differs from the list that was written"))
     table_sha256 = recorded.files.get(COMMIT_TABLE_FILE)
     if table_sha256 is not None and open_commit_table(variant_dir, sha256=table_sha256) is None:
-        message = "the table of commits is missing or differs from what was written"
+        message = "the table of commits is missing, or differs from the table that was written"
         damaged.append(DamagedContents(variant_dir / COMMIT_TABLE_FILE, message))
     return damaged
 

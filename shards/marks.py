@@ -1,17 +1,18 @@
-"""Marks in a data folder that name the variants in use, so that `prep gc` keeps them.
+"""Marks in a data folder that list the variants in use, so that `prep gc` keeps them.
 
-    .readers/<16 hex>.lock    a mark: who reads, since when, and the variants by column
+    .readers/<16 hex>.lock    a mark: its reader, the start of reading, and the variants by column
     .readers/.lock            shared by readers that write a mark; `prep gc` holds it while it removes variants
 
-A process that trains opens a data folder with `read_from`. From then on, each variant that it opens has a mark of this
-process (`leave_mark`), which is removed when the variant is no longer in use, and touched every `RENEWAL_S` seconds. If
-the process has died, its mark counts no more: at once on the same machine, elsewhere `EXPIRY_S` seconds after the last
-touch. An age is the difference of two times of the storage (file system or bucket), so that clocks do not matter.
+A training process opens a data folder with `read_from`. From then on, the process leaves a mark for each variant that
+it opens (`leave_mark`), touches the mark every `RENEWAL_S` seconds, and removes it when the variant is no longer in
+use. If the process dies, its mark expires: immediately on the same machine, and `EXPIRY_S` seconds after the last touch
+elsewhere. The age of a mark is the difference between two times of the storage (file system or bucket), so it does not
+depend on the clocks of machines.
 
-A run that is not finished has a mark that needs no process (`mark_run`): it lasts until the run ends or its folder is
-gone, and `RUN_EXPIRY_S` after the last start where the folder cannot be seen.
+An unfinished run has a mark that does not depend on a process (`mark_run`). It expires when the run ends or its folder
+is removed; on a machine that cannot see the folder, `RUN_EXPIRY_S` seconds after the last start.
 
-If a mark cannot be written, a line says so, and the process reads without a mark.
+If a mark cannot be written, a line reports this, and the process reads without a mark.
 """
 
 import atexit
@@ -39,14 +40,14 @@ if TYPE_CHECKING:
     from clipmill.manifests.storage.objects import Objects
 
 READERS_FOLDER = ".readers"
-TOKEN_FACT = "mark"  # of run.json: by which the mark of a run knows its folder
+TOKEN_FACT = "mark"  # key in run.json of the token that ties a run's mark to its folder
 RENEWAL_S, EXPIRY_S, RUN_EXPIRY_S = 300.0, 1800.0, 30 * 86_400.0
 _LOCK = ".lock"
 _MARK = re.compile(r"[0-9a-f]{16}\.lock")
 
 
 class LocalMarks:
-    """The marks of a local data folder, by file names. Whoever may write the data folder may write marks."""
+    """The marks of a local data folder. Any user who may write to the data folder may write marks."""
 
     def __init__(self, data_dir: Path) -> None:
         self.address = os.fspath(data_dir)
@@ -55,12 +56,12 @@ class LocalMarks:
     def write(self, name: str, content: bytes) -> None:
         """Write a mark."""
         (self._folder / name).write_bytes(content)
-        (self._folder / name).chmod(0o644)  # whatever the umask, `prep gc` of another user reads it
+        (self._folder / name).chmod(0o644)  # regardless of the umask, so that another user's `prep gc` can read it
 
     def renew(self, name: str, content: bytes) -> None:
         """Set the time of a mark to now; write it again if it was removed."""
         try:
-            os.utime(self._folder / name)  # without a time: a server of files sets its own
+            os.utime(self._folder / name)  # without a time, so that a file server uses its own clock
         except FileNotFoundError:
             self.write(name, content)
 
@@ -69,7 +70,7 @@ class LocalMarks:
         (self._folder / name).unlink(missing_ok=True)
 
     def read(self) -> list[tuple[str, bytes, float]]:
-        """Return name, content, and time of the last touch of each mark, by the clock of the storage."""
+        """Return the name, content and last touch (seconds, by the storage's clock) of each mark."""
         marks = []
         for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
             with suppress(FileNotFoundError):  # removed in the meantime
@@ -78,23 +79,23 @@ class LocalMarks:
         return marks
 
     def now_s(self) -> float:
-        """Return the time, by the clock of the storage."""
+        """Return the current time by the storage's clock, in seconds since the epoch."""
         os.utime(self._folder / _LOCK)
         return (self._folder / _LOCK).stat().st_mtime
 
     @contextmanager
     def hold(self, *, is_shared: bool, on_wait: Callable[[], object]) -> Iterator[None]:
-        """Exclude readers that write a mark from commands that remove variants."""
+        """Lock the folder, so that no reader writes a mark while a command removes variants."""
         with suppress(FileExistsError):
             self._folder.mkdir()
             self._folder.chmod(self._data_dir.stat().st_mode & 0o7777)
-        # NFS locks a file exclusively only where it is open for writing.
+        # NFS grants an exclusive lock only on a file that is open for writing.
         path, flags = self._folder / _LOCK, os.O_RDONLY if is_shared else os.O_RDWR
         try:
             descriptor = os.open(path, flags)
-        except FileNotFoundError:  # in a folder like /tmp, O_CREAT is refused for the file of another user
+        except FileNotFoundError:  # O_CREAT was not set, because it fails for another user's file in a folder like /tmp
             descriptor = os.open(path, flags | os.O_CREAT, 0o666)
-            with suppress(PermissionError):  # another user was faster
+            with suppress(PermissionError):  # another user has created the file in the meantime
                 os.fchmod(descriptor, self._folder.stat().st_mode & 0o666)
         try:
             if not lock(descriptor, is_shared=is_shared, waits=False):
@@ -109,7 +110,7 @@ class BucketMarks:
     """The marks of a data folder in a bucket, with the methods of `LocalMarks`.
 
     Args:
-        leases: Leases of a command, which ends if it loses one of them.
+        leases: Leases of the command, which aborts if it loses one of them.
     """
 
     def __init__(self, objects: "Objects", leases: "HeldLeases | None" = None) -> None:
@@ -143,7 +144,7 @@ class BucketMarks:
         from clipmill.manifests.storage.leases import HeldLeases, Lease
 
         if not self._objects.is_writable:
-            raise PermissionError("a web server cannot be written")
+            raise PermissionError("data on a web server are read-only")
         lease = Lease(self._objects, f"{READERS_FOLDER}/{_LOCK}", what=self.address)
         lease.wait(on_wait=lambda _: on_wait())
         with (self._leases or HeldLeases(self._objects)).hold(lease):
@@ -154,7 +155,7 @@ Marks = LocalMarks | BucketMarks
 
 
 def _marks_of(data_dir: Path) -> Marks:
-    """Return the marks of the data folder of a command of prep."""
+    """Return the marks of the data folder that a `prep` command uses."""
     if (mirror := mirror_of(data_dir)) is None:
         return LocalMarks(data_dir)
     from clipmill.manifests.storage.working_copy import WorkingCopy
@@ -168,7 +169,7 @@ class _User:
 
 
 class _Mark:
-    """A mark of this process, and its users."""
+    """A mark that this process has left, and its users."""
 
     def __init__(self, marks: Marks, record: Mapping[str, Any], *, name: str = "") -> None:
         self.marks, self.name = marks, f"{name or secrets.token_hex(8)}.lock"
@@ -177,22 +178,22 @@ class _Mark:
         self.users: WeakSet[_User] = WeakSet()
 
     def remove(self) -> None:
-        with suppress(OSError, UserError):  # it expires
+        with suppress(OSError, UserError):  # a mark that remains expires
             self.marks.remove(self.name)
 
 
-_folders: dict[Path, Marks | None] = {}  # data folders that this process trains on; None if a folder takes no mark
-_marks: dict[Path, _Mark] = {}  # by the folders of the variants
-_kept: list[list[_Mark]] = []  # marks that blocks need
+_folders: dict[Path, Marks | None] = {}  # data folders that this process trains on; None if marks cannot be written
+_marks: dict[Path, _Mark] = {}  # marks by the folder of the variant
+_block_marks: list[list[_Mark]] = []  # marks that each block of `keep_marks` needs, the outermost block first
 _lock = threading.Lock()
 _renewal: threading.Thread | None = None
 
 
 def read_from(data_dir: Path, objects: "Objects | None" = None) -> None:
-    """Leave marks in a data folder for the variants that this process opens, to the end of its outermost block.
+    """Enable marks in a data folder for the variants that this process opens, until the outermost `keep_marks` ends.
 
     Args:
-        objects: Objects of the data folder, if `data_dir` is a copy of its small files.
+        objects: Objects of a remote data folder, if `data_dir` is a local copy of its small files.
     """
     is_first_of_node = (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
     if is_first_of_node and (folder := data_dir.resolve()) not in _folders:
@@ -203,7 +204,7 @@ def leave_mark(directory: Path) -> object | None:
     """Leave a mark for a variant, if `read_from` was called for its data folder.
 
     Returns:
-        user: Object whose existence keeps the mark; None without a mark.
+        user: Object that keeps the mark for as long as it exists; None if there is no mark.
     """
     global _renewal
     if not _folders or (marks := _folders.get(directory.parent.parent.resolve())) is None:
@@ -212,36 +213,36 @@ def leave_mark(directory: Path) -> object | None:
         mark = _marks.get(directory)
         if mark is None:
             mark = _Mark(marks, {"variants": {directory.parent.name: directory.name}})
-            if not _is_written(mark):
+            if not _write_mark(mark):
                 return None
             _marks[directory] = mark
         user = _User()
         mark.users.add(user)
-        if _kept:
-            _kept[-1].append(mark)
+        if _block_marks:
+            _block_marks[-1].append(mark)
         if _renewal is None:
             _renewal = threading.Thread(target=_renew_forever, name="marks of readers", daemon=True)
             _renewal.start()
         return user
 
 
-def _is_written(mark: _Mark) -> bool:
-    """Return True once a mark is written; print a line if it cannot be."""
+def _write_mark(mark: _Mark) -> bool:
+    """Write a mark and return True; if this fails, print a line and return False."""
     marks = mark.marks
 
-    def tell_of_waiting() -> None:
+    def report_wait() -> None:
         sys.stderr.write(f"waiting for prep gc, which removes variants in {marks.address}\n")
 
     try:
-        with marks.hold(is_shared=True, on_wait=tell_of_waiting):
+        with marks.hold(is_shared=True, on_wait=report_wait):
             marks.write(mark.name, mark.content)
     except (OSError, UserError) as error:
         _folders.update({folder: None for folder, known in _folders.items() if known is marks})
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         if (os.environ.get("RANK") or "0") == "0":
             sys.stderr.write(
-                f"note: {marks.address} takes no mark of its readers ({why}): prep gc does not see this one; "
-                "prep gc --keep VARIANT keeps its variant\n"
+                f"note: reader marks cannot be written to {marks.address} ({reason}), so prep gc does not see this "
+                "reader; use prep gc --keep VARIANT to keep its variant\n"
             )
         return False
     return True
@@ -249,13 +250,13 @@ def _is_written(mark: _Mark) -> bool:
 
 @contextmanager
 def keep_marks() -> Iterator[None]:
-    """Keep, inside the block, the marks of all variants that are opened in it."""
-    _kept.append([])
+    """Keep the marks of all variants that are opened inside the block until it ends."""
+    _block_marks.append([])
     try:
         yield
     finally:
-        _kept.pop()
-        if not _kept:
+        _block_marks.pop()
+        if not _block_marks:
             _folders.clear()
         remove_unused_marks()
 
@@ -263,15 +264,15 @@ def keep_marks() -> Iterator[None]:
 def remove_unused_marks(*, renews: bool = False) -> None:
     """Remove the marks of variants that are no longer in use; with `renews`, touch the others."""
     with _lock:
-        needed = {mark for marks in _kept for mark in marks}
+        needed = {mark for block in _block_marks for mark in block}
         unused = [directory for directory, mark in _marks.items() if not (mark.users or mark in needed)]
         removed, renewed = [_marks.pop(directory) for directory in unused], [*_marks.values()] if renews else []
-    # Without the lock, because a bucket may not answer for minutes, and the training goes on.
+    # The lock is not held here: a bucket may not respond for minutes, and training must continue.
     for mark in renewed:
-        with suppress(OSError, UserError):  # it is tried again
+        with suppress(OSError, UserError):  # the next renewal retries
             mark.marks.renew(mark.name, mark.content)
         with _lock:
-            removed += [mark] if mark not in _marks.values() else []  # its last user has ended in the meantime
+            removed += [mark] if mark not in _marks.values() else []  # its last user ended in the meantime
     for mark in removed:
         mark.remove()
 
@@ -289,10 +290,10 @@ def _remove_marks() -> None:
 
 
 def _forget_marks() -> None:
-    """Forget, in a fork, the marks of the process that it is a copy of."""
+    """Forget the parent's marks in a forked process."""
     global _lock, _renewal
     _marks.clear()
-    _kept.clear()
+    _block_marks.clear()
     _lock, _renewal = threading.Lock(), None
 
 
@@ -301,23 +302,23 @@ os.register_at_fork(after_in_child=_forget_marks)
 
 @contextmanager
 def mark_run(facts: Path, token: str, variants: Mapping[Path, Mapping[str, str]]) -> Iterator[None]:
-    """Mark the variants of a run until the block has ended without an error: the run is then finished.
+    """Mark the variants of a run until the block ends without an error, that is, until the run is finished.
 
     Args:
-        facts: run.json, which has the token as its `TOKEN_FACT`.
+        facts: Path of run.json, which contains the token under the key `TOKEN_FACT`.
         variants: Names of the variants by column, for each data folder.
     """
-    run = show_addresses(os.fspath(facts.resolve()))  # the address of a run in a bucket
+    run = show_addresses(os.fspath(facts.resolve()))  # the URL for a run in a bucket
     name = hashlib.sha256(f"{token} {run}".encode()).hexdigest()[:16]
     record = {"run": run, "token": token}
     marks = [
-        _Mark(of_folder, {**record, "variants": dict(of_columns)}, name=name)
-        for data_dir, of_columns in variants.items()
-        if (of_folder := _folders.get(data_dir.resolve())) is not None
+        _Mark(folder_marks, {**record, "variants": dict(names)}, name=name)
+        for data_dir, names in variants.items()
+        if (folder_marks := _folders.get(data_dir.resolve())) is not None
     ]
-    written = [mark for mark in marks if _is_written(mark)]
+    written_marks = [mark for mark in marks if _write_mark(mark)]
     yield
-    for mark in written:
+    for mark in written_marks:
         mark.remove()
 
 
@@ -326,8 +327,8 @@ class Reader:
     """A process that reads variants, or a run that is not finished.
 
     Attributes:
-        name: Name of the mark's file, below the data folder.
-        text: Name of the reader, and since when it reads.
+        name: Path of the mark, relative to the data folder.
+        text: Name of the reader, and the time since which it reads.
         variants: Names of the variants by column.
         is_run: True for a run.
     """
@@ -343,7 +344,7 @@ class Readers:
     """The marks in a data folder.
 
     Attributes:
-        alive: Readers that may read. A reader whose age is unknown, because the folder is not writable, is one of them.
+        alive: Readers that may still read, including readers of unknown age, because the folder is not writable.
         ended: Readers that have ended without removing their marks.
         now_s: Time by the clock of the storage, in seconds since the epoch; 0 if it is unknown.
     """
@@ -382,7 +383,7 @@ def read_readers(data_dir: Path) -> Readers:
 
 
 def _read_record(content: bytes) -> dict[str, Any]:
-    """Return the record of a mark; {} if its writer was killed before it had written it."""
+    """Return the record of a mark; {} if its process was killed while writing it."""
     try:
         record = json.loads(content)
     except ValueError:
@@ -401,10 +402,10 @@ def _has_ended(record: Mapping[str, Any], *, age_s: float) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         token = None
     except (OSError, ValueError, UserError):
-        return False  # it is damaged, or this user may not read it
+        return False  # run.json is damaged, or this user may not read it
     if token == record.get("token"):
         return False
-    # Another machine may have a folder that this one does not see.
+    # The folder may exist on another machine only.
     is_seen = is_remote(run) or str(record.get("holder")).endswith(f" on {os.uname().nodename}")
     return is_seen or age_s > RUN_EXPIRY_S
 
@@ -420,11 +421,11 @@ def _read_facts(run: str) -> bytes:
 
 @contextmanager
 def exclude_new_readers(data_dir: Path) -> Iterator[Readers]:
-    """Yield the readers of a data folder, and let no other reader begin inside the block."""
+    """Yield the readers of a data folder, and block new readers until the block ends."""
 
-    def tell_of_waiting() -> None:
-        sys.stderr.write(f"waiting for a reader that begins to read {data_dir}\n")
+    def report_wait() -> None:
+        sys.stderr.write(f"waiting for a reader that is opening {data_dir}\n")
 
     marks = _marks_of(data_dir)
-    with marks.hold(is_shared=False, on_wait=tell_of_waiting):
+    with marks.hold(is_shared=False, on_wait=report_wait):
         yield replace(read_readers(data_dir), now_s=marks.now_s())

@@ -1,10 +1,10 @@
 """Merged tables, `chunks.arrow`: the samples of many shards in one Arrow file that readers map into memory.
 
 The file has a single batch, so that every column is one array and all processes of a machine share its pages. The
-schema's metadata has a digest of the commits that the table was made from, so that readers recognise a table of other
+schema's metadata has a digest of the commits that the table was built from, so that readers recognise a table of other
 commits as stale. Readers verify the columns that they use: each column's metadata has the CRC-32 of its values, and the
 schema's metadata has the CRC-32 of the schema, which covers names, types and these checksums. Tables are derived from
-the indexes: if a table is missing, stale or damaged, it is made again, and no data are lost.
+the indexes: if a table is missing, stale or damaged, it is rebuilt, and no data are lost.
 
 clipmill.shards.format defines the columns of each table.
 """
@@ -26,9 +26,9 @@ CHUNKS_FILE = "chunks.arrow"
 _DIGEST_KEY = b"commits_sha256"
 _CRC_KEY = b"crc32"
 _SCHEMA_CRC_KEY = b"schema_crc32"
-_FILE_MARK = b"ARROW1\0\0"
+_MAGIC = b"ARROW1\0\0"
 _MAX_SCHEMA_BYTES = 1 << 30
-_BLOCK_ROWS = 1 << 20  # checksummed at a time, since serializing a block copies it
+_BLOCK_ROWS = 1 << 20  # number of rows checksummed at a time, because serializing a block copies it
 
 
 class DamagedTable(Damaged):
@@ -44,7 +44,7 @@ def _unreadable_error(path: Path, error: Exception) -> DamagedTable:
 
 
 def write_merged_table(path: Path, table: pa.Table, *, commits: TableCommits, metadata: Mapping[bytes, bytes]) -> None:
-    """Publish `table`, whose columns have one chunk each, as the merged table of `commits`.
+    """Publish `table`, whose columns each have one chunk, as the merged table of `commits`.
 
     Args:
         metadata: Additional metadata of the schema.
@@ -83,7 +83,7 @@ def open_merged_table(path: Path) -> pa.Table:
 
 
 def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | None = None) -> pa.Table:
-    """Compare some columns of a table (None: all) with their checksums, and return them.
+    """Compare columns of a table (None: all) with their checksums, and return these columns.
 
     Raises:
         DamagedTable: The table lacks a column, or a column does not match its checksum.
@@ -103,7 +103,7 @@ def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | No
 
 
 def is_table_of(table: pa.Table | pa.Schema, commits: TableCommits) -> bool:
-    """Return True if a merged table, or a table with its schema, was made from these commits."""
+    """Return True if a merged table, or a table with its schema, was built from these commits."""
     schema = table if isinstance(table, pa.Schema) else table.schema
     return (schema.metadata or {}).get(_DIGEST_KEY) == commits.digest
 
@@ -111,18 +111,18 @@ def is_table_of(table: pa.Table | pa.Schema, commits: TableCommits) -> bool:
 def read_away_schema(path: Path) -> pa.Schema:
     """Read the schema of a merged table that is only in a bucket, without its rows.
 
-    An Arrow file begins with a mark of 8 bytes, another mark of 4 bytes, the size of the schema in 4 bytes, and the
-    schema.
+    An Arrow file begins with a magic string (8 bytes with padding), a continuation marker (4 bytes), the size of the
+    schema (4 bytes), and the schema.
 
     Raises:
         DamagedTable: The file does not begin like an Arrow file, or the schema does not match its checksum.
         OSError: The file cannot be read.
     """
     try:
-        size = int.from_bytes(read_range(path, len(_FILE_MARK) + 4, 4), "little", signed=True)
+        size = int.from_bytes(read_range(path, len(_MAGIC) + 4, 4), "little", signed=True)
         if not 0 < size <= _MAX_SCHEMA_BYTES:
             raise ValueError(f"a schema of {size} bytes")
-        schema = pa.ipc.read_schema(pa.py_buffer(read_range(path, len(_FILE_MARK), 8 + size)))
+        schema = pa.ipc.read_schema(pa.py_buffer(read_range(path, len(_MAGIC), 8 + size)))
         _require_schema(schema, path)
     except (pa.ArrowException, ValueError) as error:
         raise _unreadable_error(path, error) from error
@@ -130,7 +130,7 @@ def read_away_schema(path: Path) -> pa.Schema:
 
 
 def merged_mark(variant_dir: Path, commits: TableCommits) -> tuple[object, ...]:
-    """Return the identity of all that a variant's arrays depend on: its commits, and the file of its merged table."""
+    """Return the identity of everything that a variant's arrays depend on: its commits, and its merged table's file."""
     try:
         status = (variant_dir / CHUNKS_FILE).stat()
         file: tuple[int, ...] | None = (status.st_size, status.st_mtime_ns, status.st_ino)
@@ -140,20 +140,20 @@ def merged_mark(variant_dir: Path, commits: TableCommits) -> tuple[object, ...]:
 
 
 def _require_schema(schema: pa.Schema, path: Path) -> None:
-    """Raise DamagedTable unless a schema agrees with its checksum."""
+    """Raise DamagedTable unless a schema matches its checksum."""
     if (schema.metadata or {}).get(_SCHEMA_CRC_KEY) != _schema_crc32(schema):
         raise DamagedTable(path, "its schema does not match its checksum")
 
 
 def _schema_crc32(schema: pa.Schema) -> bytes:
-    """Return the CRC-32 (hex) of all fields and metadata of a schema, without the entry of this checksum."""
+    """Return the CRC-32 (hex) of all fields and metadata of a schema, except the entry for this checksum."""
     fields = [(field.name, str(field.type), field.nullable, sorted((field.metadata or {}).items())) for field in schema]
     others = sorted(item for item in (schema.metadata or {}).items() if item[0] != _SCHEMA_CRC_KEY)
     return f"{zlib.crc32(repr((fields, others)).encode()):08x}".encode()
 
 
 def _crc32(column: pa.ChunkedArray) -> bytes:
-    """Return the CRC-32 (hex) of a column of one chunk, dictionary included, computed block by block."""
+    """Compute the CRC-32 (hex) of a column with one chunk, including its dictionary, block by block."""
     crc = 0
     for chunk in column.chunks:
         for part in [chunk.indices, chunk.dictionary] if pa.types.is_dictionary(chunk.type) else [chunk]:

@@ -1,4 +1,4 @@
-"""Arrays stored as `.npy` members whose data can be gathered from a memory-mapped tar."""
+"""Arrays as `.npy` members of tars, whose data can be gathered from a memory-mapped tar."""
 
 import struct
 from io import BytesIO
@@ -16,7 +16,7 @@ _PREFIX_BYTES = len(_MAGIC) + 2
 def npy_bytes(array: np.ndarray) -> bytes:
     """Serialize `array` as a version 1.0 npy file whose header is padded to a multiple of 512 bytes.
 
-    Payloads in a tar begin on 512-byte boundaries, so the array's data do too.
+    Payloads in a tar begin on 512-byte boundaries, and so do the array's data.
 
     Raises:
         ValueError: The array has dtype object, which would require pickling.
@@ -58,10 +58,10 @@ def compress_frame(payload: bytes) -> bytes:
 
 
 def decompress_frame(packed: bytes | memoryview, *, size_bytes: int) -> bytes:
-    """Return the payload that was given to `compress_frame`, which has `size_bytes` bytes.
+    """Decompress the output of `compress_frame`, whose payload has `size_bytes` bytes.
 
     Raises:
-        ValueError: The frame is damaged, or its payload has another size.
+        ValueError: The frame is damaged, or its payload has a different size.
     """
     try:
         payload: bytes = pa.decompress(packed, decompressed_size=size_bytes, codec="zstd", asbytes=True)

@@ -1,11 +1,11 @@
-"""Open untrusted files: damaged files, files on a dead mount, and containers that refer to other files.
+"""Open untrusted files safely: damaged files, files on a dead mount, and containers that refer to other files.
 
 On a dead network mount, `open` blocks and cannot be interrupted. Each `open` therefore runs in a daemon thread. If it
 does not return in time, the thread is abandoned: neither the caller nor the shutdown of the interpreter waits for it.
 While it is blocked, later calls for the same path fail at once. Once `_MAX_BLOCKED` threads are blocked in a folder,
 all calls for that folder fail. The number of folders thus limits the number of abandoned threads.
 
-`scan` reads a file once, in constant memory, and returns its SHA-256 and the CRC-32 of some ranges.
+`scan` reads a file once, in constant memory, and returns its SHA-256 and the CRC-32 of given ranges.
 
 libav guesses the format of a video from its first bytes, whatever the file name. Many of its formats open other
 resources: playlists (HLS, DASH, concat scripts) read local files and URLs, and session descriptions (SDP) wait for
@@ -27,14 +27,14 @@ from clipmill.manifests.errors import ClipmillError
 from clipmill.manifests.publish import require_regular
 from clipmill.manifests.storage.mirrors import mirror_of
 
-# Allowed formats by libav's names, for libav's option `format_whitelist`.
+# Allowed formats, by libav's names, for its option `format_whitelist`.
 CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,ivf,gif,mxf,wtv,rm,dv"
-# Allowed protocols, for libav's option `protocol_whitelist`.
+# Allowed protocols, by libav's names, for its option `protocol_whitelist`.
 FILE_PROTOCOLS = "file,pipe"
 NO_PROTOCOLS = ""  # for a video in memory
 
-OPEN_LIMIT_S = 60.0  # shorter than a data loader's timeout for a sample
-_MAX_BLOCKED = 4  # limit of blocked threads per folder
+OPEN_LIMIT_S = 60.0  # timeout, shorter than a data loader's timeout for a sample
+_MAX_BLOCKED = 4  # maximum number of blocked threads per folder
 _PIECE_BYTES = 1 << 20
 
 
@@ -92,13 +92,13 @@ def open_regular(path: Path) -> int:
 
     Raises:
         OSError: The file cannot be opened, or it is a pipe, a device or a folder.
-        TimeoutError: `open` has not returned, for this call or for an earlier one with the same path.
+        TimeoutError: `open` has not returned, for this call or for an earlier call with the same path.
     """
-    if (mirror := mirror_of(path)) is not None and (fetched := mirror.open(path)) is not None:
-        return fetched
+    if (mirror := mirror_of(path)) is not None and (descriptor := mirror.open(path)) is not None:
+        return descriptor
     with _lock:
         if path in _blocked or sum(other.parent == path.parent for other in _blocked) >= _MAX_BLOCKED:
-            raise _not_answering(path)
+            raise _open_timeout(path)
     opening = _Opening()
     threading.Thread(target=_open, args=(path, opening), name=f"open {path.name}", daemon=True).start()
     if not opening.done.wait(OPEN_LIMIT_S):
@@ -106,7 +106,7 @@ def open_regular(path: Path) -> int:
             if not opening.done.is_set():
                 opening.is_abandoned = True
                 _blocked.add(path)
-                raise _not_answering(path)
+                raise _open_timeout(path)
     if opening.error is not None:
         raise opening.error
     assert opening.descriptor is not None
@@ -121,16 +121,16 @@ def open_lock(lock: threading.Lock, path: Path) -> Iterator[None]:
         TimeoutError: Another thread has held the lock for `OPEN_LIMIT_S` seconds.
     """
     if not lock.acquire(timeout=OPEN_LIMIT_S):
-        raise _not_answering(path)
+        raise _open_timeout(path)
     try:
         yield
     finally:
         lock.release()
 
 
-def _not_answering(path: Path) -> TimeoutError:
-    what = f"opening timed out after {OPEN_LIMIT_S:g} s: the disk or mount does not respond"
-    return TimeoutError(errno.ETIMEDOUT, what, str(path))
+def _open_timeout(path: Path) -> TimeoutError:
+    message = f"opening timed out after {OPEN_LIMIT_S:g} s: the disk or mount does not respond"
+    return TimeoutError(errno.ETIMEDOUT, message, str(path))
 
 
 def _open(path: Path, opening: _Opening) -> None:
@@ -150,8 +150,8 @@ def _open(path: Path, opening: _Opening) -> None:
 def _open_now(path: Path) -> int:
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for a writer. The flag has no effect on regular files, except
-        # leased ones.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer. The flag has no effect on regular files, unless
+        # another process holds a lease on the file (fcntl F_SETLEASE).
         descriptor = os.open(path, flags | os.O_NONBLOCK)
     except BlockingIOError:
         descriptor = os.open(path, flags)
@@ -165,7 +165,7 @@ def _open_now(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Scan:
-    """The checksums of a file, from one pass over it."""
+    """Checksums of a file, computed in one pass."""
 
     size_bytes: int
     sha256: str
@@ -173,7 +173,7 @@ class Scan:
 
 
 def scan(path: Path, *, ranges: Iterable[tuple[int, int]] = ()) -> Scan:
-    """Read the file once and checksum each (offset, size) of `ranges`, which must be ascending and not overlap."""
+    """Read a file once and checksum each (offset, size) of `ranges`, which must be ascending and must not overlap."""
     digest = hashlib.sha256()
     crc32s: list[int | None] = []
     position = 0

@@ -1,4 +1,4 @@
-"""Packet tables of a shard as arrays: the bytes of a chunk that a decoder needs for given frames."""
+"""Packet tables of a shard as arrays, which locate the bytes of a chunk that a decoder needs for given frames."""
 
 from array import array
 from bisect import bisect_right
@@ -16,7 +16,7 @@ from clipmill.shards.format import PACKET_KEY, PACKET_RECOVERY, PACKET_REFERENCE
 from clipmill.shards.index import extensions_of
 
 _PACKET_COLUMNS = ("packet_offset", "packet_size", "packet_frame", "packet_flags", "packet_crc32")
-_PAYLOAD_COLUMNS = ("offset", "size", "crc32")  # of the first member
+_PAYLOAD_COLUMNS = ("offset", "size", "crc32")  # suffixes of the first member's columns
 _SOURCE_COLUMNS = ("source_offset", "source_bytes", "time_rate", "frame_time", "timeline")
 _US_PER_S = 1_000_000
 _KINDS = [np.dtype(kind) for kind in ("<i4", "<u4", "<u4", "<i4", "u1", "<u4", "<u8", "<u8", "<u4")]
@@ -29,7 +29,7 @@ class PacketTable:
     Attributes:
         offset, size: Byte range of the packet in the mp4 payload.
         frame: Presentation index of the frame in the packet.
-        flags: PACKET_KEY, PACKET_REFERENCE and PACKET_RECOVERY of clipmill.shards.format.
+        flags: Bits PACKET_KEY, PACKET_REFERENCE and PACKET_RECOVERY (clipmill.shards.format).
         crc32: CRC-32 of the packet's bytes.
     """
 
@@ -46,14 +46,14 @@ class PacketTable:
 
     @property
     def has_closed_gops(self) -> bool:
-        """True if all GOPs are closed: no frame that follows a keyframe in decode order is presented before it."""
+        """True if all GOPs are closed: no frame that follows a keyframe in decode order is displayed before it."""
         if not len(self.keys) or self.keys[0]:
             return False
         return bool((np.minimum.reduceat(self.frame, self.keys) == self.frame[self.keys]).all())
 
     @property
     def has_recovery_points(self) -> bool:
-        """True if decoding may start at a packet after which a decoder misses frames that it does not need."""
+        """True if decoding may start at a recovery point: the decoder then lacks frames, but does not need them."""
         return bool((self.flags & PACKET_RECOVERY).any())
 
     def needed_for(self, frames: Iterable[int]) -> list[int]:
@@ -81,7 +81,7 @@ class PacketTable:
                 raise ValueError(f"no keyframe packet precedes the packet of frame {self.frame[position]}")
             begin = max(begin, keys[gop])
             # The GOP's reference packets up to the previous position have already been added.
-            needed += [at for at in range(begin, position) if flags[at] & PACKET_REFERENCE]
+            needed += [packet for packet in range(begin, position) if flags[packet] & PACKET_REFERENCE]
             needed.append(position)
             begin = position + 1
         return needed
@@ -89,36 +89,38 @@ class PacketTable:
     def needed_runs(self, frames: Iterable[int]) -> list[list[int]]:
         """Return the packets that `frames` need, as `needed_for` does, in a chunk whose GOPs may be open.
 
-        Each run begins at a keyframe and is decoded independently: a decoder that continues at a keyframe that is not
-        an IDR picture confuses the order of frames. A leading frame follows a keyframe in decode order but is shown
-        before it, and may depend on the previous GOP. A run omits the leading frames of its keyframe, because no other
-        frame depends on them.
+        Each run begins at a keyframe and is decoded independently, because a decoder that skips to a keyframe that is
+        not an IDR picture outputs frames in the wrong order. A leading frame follows a keyframe in decode order but is
+        displayed before it, and may depend on the previous GOP. A run omits the leading frames of its first keyframe,
+        because no other frame depends on them.
 
         Raises:
-            ValueError: A frame is not in the table, or the keyframe that it depends on is not.
+            ValueError: The table lacks a frame, or the keyframe that a frame depends on.
         """
-        shown, flags, keys = self.frame.tolist(), self.flags.tolist(), self.keys.tolist()
-        position_of = {frame: position for position, frame in enumerate(shown)}
+        frame_of, flags, keys = self.frame.tolist(), self.flags.tolist(), self.keys.tolist()
+        position_of = {frame: position for position, frame in enumerate(frame_of)}
         distinct = set(frames)
         if missing := distinct - position_of.keys():
             raise ValueError(f"frame {min(missing)} is not in the packet table")
         positions = sorted(position_of[frame] for frame in distinct)
         gops = [bisect_right(keys, position) - 1 for position in positions]
-        # The GOPs whose leading frames are needed: decoding begins at the GOP before each of them.
-        with_leading = {
-            gop for position, gop in zip(positions, gops, strict=True) if shown[position] < shown[keys[max(gop, 0)]]
+        # Decoding of a GOP whose leading frames are needed begins at the previous GOP.
+        leading_gops = {
+            gop
+            for position, gop in zip(positions, gops, strict=True)
+            if frame_of[position] < frame_of[keys[max(gop, 0)]]
         }
         runs: list[list[int]] = []
-        begin, key_frame = 0, -1  # where decoding continues, and the frame of the run's keyframe
+        begin, key_frame = 0, -1  # position at which decoding continues, and the frame of the run's first keyframe
         for position, gop in zip(positions, gops, strict=True):
-            start = gop - (gop in with_leading)
-            if start < 0:
-                raise ValueError(f"no keyframe packet precedes the packet of frame {shown[position]}")
-            if keys[start] >= begin:
-                begin, key_frame = keys[start], shown[keys[start]]
+            first_gop = gop - (gop in leading_gops)
+            if first_gop < 0:
+                raise ValueError(f"no keyframe packet precedes the packet of frame {frame_of[position]}")
+            if keys[first_gop] >= begin:
+                begin, key_frame = keys[first_gop], frame_of[keys[first_gop]]
                 runs.append([])
-            between = range(begin, position)
-            runs[-1] += [at for at in between if flags[at] & PACKET_REFERENCE and shown[at] >= key_frame]
+            skipped = range(begin, position)
+            runs[-1] += [n for n in skipped if flags[n] & PACKET_REFERENCE and frame_of[n] >= key_frame]
             runs[-1].append(position)
             begin = position + 1
         return runs
@@ -129,11 +131,11 @@ class SourceFrames:
     """The frames of a chunk whose packets are in a source file.
 
     Attributes:
-        offset: Byte of the source file from which packet offsets count.
+        offset: Offset in the source file to which packet offsets are relative, in bytes.
         size_bytes: Size of the source file.
-        rate: Units of time in a second.
-        times: Begin of each frame by presentation index, in units of 1 / `rate` seconds from time 0 of the video,
-            ascending. A hidden frame has the time of the next frame that is shown.
+        rate: Time units per second.
+        times: Start of each frame by presentation index, in units of 1 / `rate` seconds from time 0 of the video,
+            ascending. A hidden frame has the time of the next displayed frame.
         timeline: Crop and orientation of the frames (`clipmill.shards.timeline.model.Timeline.to_json`).
     """
 
@@ -144,19 +146,19 @@ class SourceFrames:
     timeline: str
 
     def frame_at(self, numerator: int, denominator: int) -> int:
-        """Return the frame on show at numerator / denominator microseconds; for an earlier time, the first frame."""
+        """Return the frame displayed at numerator / denominator microseconds, or the first frame if that is later."""
         return max(0, bisect_right(self.times, numerator * self.rate // (denominator * _US_PER_S)) - 1)
 
     def begin_us(self, frame: int) -> Fraction:
-        """Return the time at which a frame begins, exact, microseconds."""
+        """Return the exact time at which a frame begins, in microseconds."""
         return Fraction(self.times[frame] * _US_PER_S, self.rate)
 
 
 class PacketTables:
     """The packet tables of all chunks of one index, with each chunk's decoding parameters.
 
-    Thousands of these objects are open at once. Each holds little more than the bytes of the index and the offsets of
-    its columns: about 1 kB, while the columns as Arrow objects take 27 kB.
+    Thousands of these objects are open at once. Each stores little more than a reference to the index's content and the
+    offsets of its columns: about 1 kB, whereas the columns as Arrow objects take 27 kB.
 
     Args:
         index: Table whose columns are views of `content`.
@@ -174,13 +176,13 @@ class PacketTables:
         extension = extensions_of(index)[0]
         columns = [first, *values, *(index[f"{extension}_{name}"].to_numpy() for name in _PAYLOAD_COLUMNS)]
         if wrong := [column.dtype.str for column, kind in zip(columns, _KINDS, strict=True) if column.dtype != kind]:
-            raise ValueError(f"packet tables have columns of the types {', '.join(wrong)}")
+            raise ValueError(f"packet tables have columns with the wrong types {', '.join(wrong)}")
         begins = [column.ctypes.data - content.address if len(column) else 0 for column in columns]
-        self._begins = array("q", begins)  # offset of each column in the content, in bytes
+        self._begins = array("q", begins)  # byte offset of each column in the content
         has_sources = _SOURCE_COLUMNS[0] in index.column_names
         self._sources: pa.Table | None = index.select(_SOURCE_COLUMNS) if has_sources else None
         streams = list(zip(index["codec"].to_pylist(), index["extradata"].to_pylist(), strict=True))
-        # One or two streams: one recipe encodes all chunks of a shard, and most shards have the same recipe.
+        # There are only one or two streams, because one recipe encodes all chunks of a variant.
         self._streams = _share_streams(tuple(dict.fromkeys(streams)))
         number_of = {stream: number for number, stream in enumerate(self._streams)}
         numbers = bytes(number_of[stream] for stream in streams) if len(number_of) < 256 else None
@@ -223,10 +225,10 @@ class PacketTables:
 
 
 def _closed_rows(first: NDArray[np.int32], *, flags: NDArray[np.uint8], frame: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return `PacketTable.has_closed_gops` for every chunk. It is vectorized: one call per chunk would be far slower.
+    """Return `PacketTable.has_closed_gops` for all chunks at once, which is far faster than one call per chunk.
 
     Args:
-        first: First packet of each chunk, then the number of packets; [chunks + 1].
+        first: First packet of each chunk, followed by the number of packets; [chunks + 1].
     """
     has_packets = first[1:] > first[:-1]
     row_begins = first[:-1][has_packets]
@@ -242,5 +244,5 @@ def _closed_rows(first: NDArray[np.int32], *, flags: NDArray[np.uint8], frame: N
 
 @lru_cache(maxsize=1024)
 def _share_streams(streams: tuple[tuple[str, bytes], ...]) -> tuple[tuple[str, bytes], ...]:
-    """Replace equal streams by one object."""
+    """Return the same object for equal streams."""
     return streams

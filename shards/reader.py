@@ -1,4 +1,4 @@
-"""Reader of a variant: its committed shards, the members of its samples, and lookup by key."""
+"""Reader for a variant: its committed shards, the members of its samples, and lookup by key."""
 
 import os
 import shlex
@@ -30,13 +30,13 @@ from clipmill.shards.tars import LocalTars, TarBytes, TarFiles
 
 # Maximum number of open shards per variant, 2.5 kB each. The shard that was opened first is dropped first.
 MAX_KEPT_SHARDS = 4096
-_RECIPE_HINT = "run the command that created the variant again with the same settings to rewrite it"
+_RECIPE_HINT = "to rewrite it, run the command that created the variant again with the same settings"
 
 
 class CommittedShard:
     """One committed shard. Thread-safe.
 
-    Its index is mapped on demand, and unmapped if too many are mapped (OPEN_MAPS).
+    Its index is mapped on demand, and may be unmapped again if too many files are mapped (OPEN_MAPS).
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class CommittedShard:
         self._directory, self._files = directory, files
         self.tar_bytes, self.tar_sha256 = files.tar_bytes, files.tar_sha256
         self._tars = tars
-        # One lock per shard: up to Python 3.11, `cached_property` has one lock per class, so a shard whose files do
-        # not respond would block all others. `cached_property` is used only where no file is opened.
+        # Each shard has its own lock. Up to Python 3.11, `cached_property` has one lock per class, so a shard whose
+        # files do not respond would block all others. `cached_property` is used only where no file is opened.
         self._lock = threading.Lock()
         self._index: pa.Table | None = None
         self._packet_tables: PacketTables | None = None
-        # Identity of the verified file by shard ID. It belongs to the variant and outlives this object.
+        # Identity of the verified index file, by shard ID. The dict belongs to the variant and outlives this object.
         self._verified = verified
 
     @cached_property
@@ -64,7 +64,7 @@ class CommittedShard:
 
     @property
     def tar_name(self) -> str:
-        """Name of the tar in messages: its path, or its address."""
+        """Name of the tar in messages: its path or URL."""
         return self._tars.name(self.tar_path)
 
     @cached_property
@@ -79,7 +79,7 @@ class CommittedShard:
         clipmill.shards.format defines its columns.
 
         Raises:
-            DamagedIndex: The file is not the committed one, or not an index of this format.
+            DamagedIndex: The file is not the committed file, or is not an index of this format.
             OSError: The file cannot be read.
         """
         index = self._index
@@ -93,7 +93,7 @@ class CommittedShard:
         return index
 
     def close(self) -> bool:
-        """Unmap the index once it is no longer in use; it is mapped again when needed."""
+        """Drop the index, which is unmapped once it is no longer in use, and mapped again when needed."""
         self._index = self._packet_tables = None
         OPEN_MAPS.closed(self)
         return True
@@ -108,13 +108,13 @@ class CommittedShard:
         with open_lock(self._lock, self.index_path):
             tables = self._packet_tables
             if tables is None:
-                self.require_committed_index()  # before mapping: this replaces a damaged local copy of a remote index
+                self.require_committed_index()  # before mapping, because it replaces a damaged copy of a remote index
                 tables = self._packet_tables = PacketTables(*open_index_content(self.index_path))
         OPEN_MAPS.note_use(self)
         return tables
 
     def require_committed_index(self) -> None:
-        """Verify the index file against its commit. It is read completely, and again only after it has changed.
+        """Verify the index against its commit. The file is read completely, but again only after it has changed.
 
         Raises:
             DamagedIndex: The index is not the committed file.
@@ -144,7 +144,7 @@ class CommittedShard:
         return self.read_range(*self.member_range(row, extension))
 
     def read_range(self, offset: int, size: int) -> bytes:
-        """Read `size` bytes of the tar, starting at `offset`; raises DamagedTar if it is too short."""
+        """Read `size` bytes of the tar, starting at `offset`; raises DamagedTar if the tar is too short."""
         return self._tars.read(self.tar_path, offset, size)
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -153,7 +153,7 @@ class CommittedShard:
 
     @property
     def gap_bytes(self) -> int:
-        """Length of a gap between two ranges below which reading it is cheaper than skipping it."""
+        """Length of the gap between two ranges up to which reading it is cheaper than skipping it."""
         return self._tars.gap_bytes
 
 
@@ -175,14 +175,14 @@ def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
 
 
 class Variant:
-    """A snapshot of one variant of one column: the commits at the time of opening.
+    """A snapshot of one variant of one column, with the commits that exist when it is opened.
 
     Args:
-        tars: Reader of the tars' bytes; None if the tars are in the same folder as the indexes.
+        tars: Reader for the bytes of tars; None if the tars are in the same folder as the indexes.
 
     Attributes:
-        leave_mark: Function that marks the folder of a variant that is opened, and returns an object that keeps the
-            mark; None unless this is a process of train (`clipmill.shards.marks`).
+        leave_mark: Function that marks the folder of a variant when it is opened, and returns an object that keeps the
+            mark; None outside of `train` (`clipmill.shards.marks`).
     """
 
     leave_mark: ClassVar[Callable[[Path], object | None] | None] = None
@@ -190,7 +190,7 @@ class Variant:
     def __init__(self, directory: Path, *, tars: TarBytes | None = None) -> None:
         self.directory = directory
         self.mark_user: object | None = None
-        self.commits, self.damaged = open_commits(directory)  # shards with a damaged record are unreadable
+        self.commits, self.damaged = open_commits(directory)  # a shard with a damaged record is unreadable
         self.contents_damage: DamagedContents | None = None
         self._file_sha256: Mapping[str, str] = {}
         try:
@@ -229,10 +229,10 @@ class Variant:
         return opened
 
     def require_complete(self) -> "Variant":
-        """Return self if the variant is readable: it has commits, and none is damaged or missing.
+        """Return self if the variant is readable: it has commits, and no commit is damaged or missing.
 
         Raises:
-            UserError: There are no commits, or a shard is unreadable and its samples would be missing without notice.
+            UserError: There are no commits, or a shard is unreadable, so its samples would be missing without notice.
         """
         if not self.commits and not self.damaged:
             folder = self.directory.parent
@@ -255,7 +255,7 @@ class Variant:
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """Read the settings that produced the variant.
+        """Settings that produced the variant, read on first use.
 
         Raises:
             UserError: recipe.json is missing or damaged.
@@ -279,12 +279,12 @@ class Variant:
         return [self._open_shard(commit) for commit in commits if split is None or commit.split == split]
 
     def shard(self, shard_id: int) -> CommittedShard:
-        """Return a committed shard; raise KeyError if there is none with this ID."""
+        """Return a committed shard; raise KeyError if no committed shard has this ID."""
         shard = self._opened.get(shard_id)
         if shard is None:
             shard = self._open_shard(self.commits[shard_id])
         while len(self._opened) > MAX_KEPT_SHARDS:
-            with suppress(StopIteration, RuntimeError):  # another thread has just changed it
+            with suppress(StopIteration, RuntimeError):  # another thread has just changed the dict
                 self._opened.pop(next(iter(self._opened)), None)
         return shard
 
@@ -296,7 +296,7 @@ class Variant:
             shard = CommittedShard(
                 self.directory, commit=commit, files=commit.files, tars=self._tars, verified=self._verified
             )
-        # Two threads that open a shard at once get the same object.
+        # Threads that open a shard at the same time get the same object.
         return self._opened.setdefault(commit.shard_id, shard)
 
     @cached_property
@@ -331,7 +331,7 @@ class Variant:
         return self._lookup[0][number], row
 
     def iterate(self, split: str | None = None) -> Iterator[dict[str, Any]]:
-        """Iterate over the samples in order, as WebDataset does: dicts with `__key__` and a payload per extension."""
+        """Yield the samples in order as dicts with `__key__` and a payload per extension, as WebDataset does."""
         for shard in self.shards(split):
             for row, key in enumerate(shard.index.column("key")):
                 members = {extension: shard.read(row, extension) for extension in shard.extensions}
@@ -339,7 +339,7 @@ class Variant:
 
 
 class KeyLookup:
-    """Sorted keys of the indexes of many shards in one Arrow array, which avoids a Python object per key."""
+    """Sorted keys of many shards' indexes in one Arrow array, which avoids a Python object per key."""
 
     def __init__(self, indexes: Sequence[pa.Table]) -> None:
         keys = pa.chunked_array([index.column("key").chunk(0) for index in indexes], type=pa.string())
@@ -351,7 +351,7 @@ class KeyLookup:
             self._first_rows.append(self._first_rows[-1] + index.num_rows)
 
     def find(self, key: str) -> tuple[int, int]:
-        """Find the number of the index that has `key`, and the row, by bisection; raise KeyError if it is missing."""
+        """Return the number of the index that contains `key`, and the row; raise KeyError if `key` is missing."""
         low = bisect_left(self._keys, key, key=lambda scalar: str(scalar.as_py()))
         if low == len(self._keys) or self._keys[low].as_py() != key:
             raise KeyError(key)

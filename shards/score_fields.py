@@ -1,7 +1,7 @@
-"""The scores of a chunk, one row each: type, meaning, and presentation (docs/columns.md).
+"""The scores of a chunk, one row each: type, meaning and presentation (docs/columns.md).
 
-If you add a score here, it becomes a field of the index and of the member, a name for `--where`, a section of the page
-of `prep inspect --column scores --html`, and a range that `prep verify --deep` checks. `score_chunk` in
+A score added here becomes a field of the index and of the member, a name for `--where`, a section of the page that
+`prep inspect --column scores --html` writes, and a range that `prep verify --deep` checks. `score_chunk` in
 `prep/scores/score.py` computes its value.
 """
 
@@ -15,17 +15,17 @@ from clipmill.shards.format import chunk_fields
 
 @dataclass(frozen=True)
 class Score:
-    """A value known for most chunks; null where unknown.
+    """A score, whose value is known for most chunks; null where unknown.
 
     Attributes:
         name: Name of the field.
-        kind: Type: a number, or a list of numbers. Lists are details that expressions cannot use.
+        kind: Arrow type: a number, or a list of numbers. Lists are details that expressions cannot use.
         meaning: Meaning of the value, with its unit.
         title: Heading of the value's distribution; empty if a distribution would be meaningless.
-        most: Upper bound; the lower bound of each number is 0.
-        is_brief: Show the value on a chunk's card, with its other facts.
-        order: Name of the order of cards by this value. If empty, cards are not sorted by it, and their page does not
-            show its distribution.
+        most: Upper bound; the lower bound of every number is 0.
+        is_brief: Show the value on the card of a chunk.
+        order: Label of the sort order of cards by this value. If empty, cards are not sorted by the value, and their
+            page does not show its distribution.
     """
 
     name: str
@@ -61,17 +61,17 @@ SCORES = (
         is_brief=True,
         order="most motion first",
     ),
-    Score("camera_motion", pa.float32(), "part of motion that one similarity transform explains", "Camera motion"),
+    Score("camera_motion", pa.float32(), "part of the motion that one similarity transform explains", "Camera motion"),
     Score("object_motion", pa.float32(), "the remaining motion", "Object motion"),
     Score("sharpness", pa.float32(), "variance of the Laplacian of the luma", "Sharpness", is_brief=True),
     Score("brightness", pa.float32(), "mean luma, 0 to 1", "Brightness", most=1.0, is_brief=True),
-    Score("black", pa.float32(), "share of the time", "Black", most=1.0),
-    Score("frozen", pa.float32(), "share of the time", "Frozen", most=1.0),
-    Score("letterbox", pa.float32(), "share of the picture that black bars cover", "Letterbox", most=1.0),
+    Score("black", pa.float32(), "fraction of the time", "Black", most=1.0),
+    Score("frozen", pa.float32(), "fraction of the time", "Frozen", most=1.0),
+    Score("letterbox", pa.float32(), "fraction of the frame that black bars cover", "Letterbox", most=1.0),
     Score("cuts", pa.int32(), "number of shot cuts", "Cuts", is_brief=True),
     Score("cut_times_s", pa.list_(pa.float32()), "time in the chunk of the first frame of each new shot"),
-    Score("speech", pa.float32(), "share of the time, of chunks with audio", "Speech", most=1.0, is_brief=True),
-    Score("phash", pa.uint64(), "perceptual hash of the middle frame, bit for bit ImageHash's phash"),
+    Score("speech", pa.float32(), "fraction of the time, in chunks with audio", "Speech", most=1.0, is_brief=True),
+    Score("phash", pa.uint64(), "perceptual hash of the middle frame, identical to ImageHash's phash"),
 )
 NUMBERS = tuple(score.name for score in SCORES if score.is_number)
 

@@ -1,21 +1,21 @@
-"""One table with the scores of all chunks; the chunks that look alike; leakage between splits.
+"""One table with the scores of all chunks; near duplicates among the chunks; leakage between splits.
 
-The table is `<data>/scores/<variant>/chunks.arrow`. `prep scores` writes it at the end of a run: an Arrow IPC file of
+The table is `<data>/scores/<variant>/chunks.arrow`. `prep scores` writes it at the end of a run: an Arrow IPC file with
 one batch, ordered by video (as in the manifest) and start, which readers map into memory. Columns: SCORES_FIELDS
 without `chunk_fingerprint`; `video_id` as a dictionary whose codes ascend; `duplicate_of`, the row of the first chunk
 of an earlier video that looks alike, or -1; `has_look_alike`, true if any chunk of another video looks alike. If the
-scores of a chunk could not be computed, its row has unknown values. clipmill.shards.merged_table defines how readers
+scores of a chunk could not be computed, they are null in its row. clipmill.shards.merged_table defines how readers
 recognise a stale or damaged file.
 
 Two chunks look alike if their perceptual hashes differ in few bits. If two 64-bit hashes differ in at most 4 bits, they
 agree in at least two of six bands of 10 or 11 bits (pigeonhole principle). For each of the 15 pairs of bands, the
 hashes are sorted by these two bands, and only hashes with equal bands are compared.
 
-A picture without content, such as a black frame, one color or a gradient, never looks like another (`is_comparable`).
-ImageHash's phash compares 64 frequencies with their median, so about half of the bits are set in the hash of a picture
-with content. Without content, nearly all frequencies are zero, and so are nearly all bits (0 for black, 1 for any other
-color). Hashes with fewer than 24 or more than 40 bits set are omitted. Chunks of the same video are not compared:
-chunks in a static shot look alike, but each has its captions.
+An image without content, such as a black frame, a single color or a gradient, never looks like another image
+(`is_comparable`). ImageHash's phash compares 64 frequencies with their median, so about half of the bits are set in the
+hash of an image with content. Without content, nearly all frequencies are zero, so almost no bits are set (none for
+black, one for any other color). Hashes with fewer than 24 or more than 40 bits set are omitted. Chunks of the same
+video are not compared, because chunks in a static shot look alike, but have different captions.
 
 Leakage is computed from this table and the splits of the manifest, for the chunks that look like a chunk of another
 video. If a video has captions of several splits, a chunk belongs to the split of its middle frame, which is also the
@@ -84,7 +84,7 @@ def publish_score_table(variant: Variant) -> Path:
 
 
 def write_score_table(variant: Variant, rows: pa.Table) -> Path:
-    """Find near duplicates, and write the merged table of `rows`, which are in the table's order and in one chunk."""
+    """Find near duplicates, and write the merged table of `rows`, which must be in order and in one chunk."""
     phash = rows["phash"]
     comparable = np.flatnonzero(pc.is_valid(phash))
     hashes = pc.fill_null(phash, 0).to_numpy()[comparable]
@@ -108,8 +108,8 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
         columns: Columns to open and verify; None for all.
 
     Raises:
-        UserError: There are no scores, they were made from another variant of `video`, or the table is missing, stale
-            or damaged.
+        UserError: There are no scores, they were made from a different variant of `video`, or the table is missing,
+            stale or damaged.
     """
     variant = Variant.open(data_dir, column=SCORES).require_complete()
     require_current_chunks(variant, data_dir)
@@ -125,18 +125,18 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
 
 
 def require_current_chunks(variant: Variant, data_dir: Path) -> None:
-    """Raise a UserError if a variant was made from another variant of `video` than the current one."""
-    column, made_of = variant.directory.parent.name, variant.recipe.get(VIDEO)
+    """Raise a UserError if a variant was not made from the current variant of `video`."""
+    column, source = variant.directory.parent.name, variant.recipe.get(VIDEO)
     video = current_variant(data_dir, VIDEO)
-    if made_of is not None and made_of != video:
+    if source is not None and source != video:
         raise UserError(
-            f"the column {column} was made from the chunks of {made_of}, but the current variant of {VIDEO} is {video}",
-            hint=f"make it again with its settings: prep status --data {shlex.quote(str(data_dir))} shows the command",
+            f"the column {column} was made from the chunks of {source}, but the current variant of {VIDEO} is {video}",
+            hint=f"rebuild it with its settings: prep status --data {shlex.quote(str(data_dir))} shows the command",
         )
 
 
 def has_score_table(variant: Variant) -> bool:
-    """Return True if the table of a variant is undamaged and made of its commits."""
+    """Return True if the table of a variant is intact and was built from its current commits."""
     return score_table_problem(variant) is None
 
 
@@ -168,7 +168,7 @@ def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa
 
 
 def _read_rows(variant: Variant) -> pa.Table:
-    """Read the rows of all indexes, and add rows of unknown values for the chunks that failed."""
+    """Read the rows of all indexes, and add rows of nulls for the chunks that failed."""
     tables = [_ROWS.empty_table()]
     for shard in variant.shards():
         try:
@@ -180,14 +180,14 @@ def _read_rows(variant: Variant) -> pa.Table:
             if pa.types.is_floating(field.type) and pc.any(pc.is_nan(table[field.name])).as_py():
                 raise UserError(
                     f"{shard.index_path}: {field.name} is NaN for some chunks",
-                    hint=f"remove {shard.index_path} and run prep {command_for(SCORES)}, which makes that shard again",
+                    hint=f"remove {shard.index_path} and run prep {command_for(SCORES)}, which rebuilds that shard",
                 )
         tables.append(table)
-    failed = {failure.key for commit in variant.commits.values() for failure in commit.failures if failure.key}
-    video_ids, starts_ms = zip(*map(split_key, sorted(failed)), strict=True) if failed else ((), ())
-    unknown = {"video_id": video_ids, "start_ms": starts_ms}
-    nothing = {field.name: pa.nulls(len(failed), field.type) for field in _ROWS if field.name not in unknown}
-    return pa.concat_tables([*tables, pa.table({**unknown, **nothing}, schema=_ROWS)])
+    failed_keys = {failure.key for commit in variant.commits.values() for failure in commit.failures if failure.key}
+    video_ids, starts_ms = zip(*map(split_key, sorted(failed_keys)), strict=True) if failed_keys else ((), ())
+    chunks = {"video_id": video_ids, "start_ms": starts_ms}
+    nulls = {field.name: pa.nulls(len(failed_keys), field.type) for field in _ROWS if field.name not in chunks}
+    return pa.concat_tables([*tables, pa.table({**chunks, **nulls}, schema=_ROWS)])
 
 
 def _order_rows(rows: pa.Table, *, data_dir: Path) -> pa.Table:
@@ -212,7 +212,7 @@ _NONE = np.iinfo(np.int64).max
 
 
 def is_comparable(phash: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return bool [N], True for the hash of a picture with content."""
+    """Return bool [N], True for the hash of an image with content."""
     bits = np.bitwise_count(phash)
     return (bits >= MIN_BITS) & (bits <= MAX_BITS)
 
@@ -223,7 +223,7 @@ def pairs_alike(hashes: NDArray[np.uint64]) -> Iterator[tuple[NDArray[np.int64],
         key = _bits(hashes, *band) << np.uint32(other[1]) | _bits(hashes, *other)
         order = np.argsort(key, kind="stable")
         key, in_order = key[order], hashes[order]
-        # Number of the other hashes that share a bucket with each hash.
+        # Number of later hashes with the same key as each hash.
         is_last = np.append(key[1:] != key[:-1], True)
         ends = np.flatnonzero(is_last)
         num_after = np.repeat(ends, np.diff(ends, prepend=-1)) - np.arange(len(key))
@@ -245,8 +245,8 @@ def first_look_alikes(
     """Find rows of other videos that look like each row.
 
     Args:
-        phash: uint64 [N], hashes of comparable pictures.
-        video: [N], video of each picture, in ascending order.
+        phash: uint64 [N], hashes of comparable frames.
+        video: [N], video of each frame, in ascending order.
 
     Returns:
         int64 [N], the first row of an earlier video that looks alike, or -1.
@@ -260,17 +260,17 @@ def first_look_alikes(
         for a, b in ((left, right), (right, left)):
             np.minimum.at(nearest_first, a, first[b])
             np.maximum.at(nearest_last, a, last[b])
-    of_row = nearest_first[group]
-    is_copy = video[of_row] < video
+    first_alike = nearest_first[group]
+    is_copy = video[first_alike] < video
     is_alike = is_copy | (video[nearest_last[group]] > video)
-    return np.where(is_copy, of_row, -1), is_alike
+    return np.where(is_copy, first_alike, -1), is_alike
 
 
 def first_of_each_part(phash: NDArray[np.uint64], part: NDArray[np.integer], *, num_parts: int) -> NDArray[np.int64]:
-    """Return the first row of each part that looks like each row: int64 [N, num_parts]; -1 if there is none.
+    """Find, for each row, the first row in each part that looks like it: int64 [N, num_parts]; -1 if none does.
 
     Args:
-        phash: uint64 [N], hashes of comparable pictures.
+        phash: uint64 [N], hashes of comparable frames.
         part: [N], part of each row, 0 to num_parts - 1.
     """
     hashes, group = np.unique(phash, return_inverse=True)
@@ -300,13 +300,13 @@ class Pair:
 
 @dataclass(frozen=True)
 class Leakage:
-    """Pairs of chunks of different splits that look alike.
+    """Pairs of chunks that are in different splits but look alike.
 
     Attributes:
-        counts: (split, other split) -> number of chunks of the first split that look like a chunk of the other; `train`
-            comes second.
+        counts: (split, other split) -> number of chunks of the first split that look like a chunk of the other split;
+            `train` comes second.
         pairs: First pairs for each entry of `counts`, at most MAX_PAIRS each.
-        unknown_because: Reason why the scores cannot be used; None if they can.
+        unknown_because: Reason why the scores cannot be used; None if they can be used.
     """
 
     counts: dict[tuple[str, str], int]
@@ -314,7 +314,7 @@ class Leakage:
     unknown_because: str | None = None
 
     def values(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the leakage as a JSON-serialisable dict."""
         counts = [{"split": split, "other_split": other, "num": num} for (split, other), num in self.counts.items()]
         pairs = [asdict(pair) for pair in self.pairs]
         return {"unknown_because": self.unknown_because, "counts": counts, "pairs": pairs}
@@ -376,7 +376,7 @@ def keys_alike(data_dir: Path, *, split: str, other_split: str) -> set[str]:
 
 
 def _look_alikes(data_dir: Path) -> tuple[pa.Table, NDArray[np.integer], list[str]]:
-    """Return the chunks that look like a chunk of another video, their splits as indices, and the names of splits."""
+    """Return the chunks that look like a chunk of another video, the index of each chunk's split, and all splits."""
     table = open_scores(data_dir, columns=["video_id", "start_ms", "phash", "has_look_alike"]).table
     table = table.filter(table["has_look_alike"])
     videos = read_videos(data_dir)
@@ -394,7 +394,7 @@ def _look_alikes(data_dir: Path) -> tuple[pa.Table, NDArray[np.integer], list[st
 
 
 def _middles_us(data_dir: Path, table: pa.Table, *, is_needed: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the middle of each needed chunk of the current variant of `video` in microseconds; the start of others."""
+    """Return the middle of each chunk in microseconds, from the current variant of `video`; the start if not needed."""
     names = ("start_ms", "num_frames", "fps_num", "fps_den")
     try:
         chunks = read_chunk_rows(Variant.open(data_dir), columns=("video_id", *names)).table

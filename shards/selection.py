@@ -1,7 +1,8 @@
-"""Selection of the chunks and captions of a data folder by a `--where` expression.
+"""Select the chunks and captions of a data folder with a `--where` expression.
 
-Labels are the columns `label_NAME` of the manifest's captions. They are compared as strings. If the expression compares
-a label with numbers or conditions, its values are converted. A label is valid for the time span of its caption.
+Labels are the columns `label_NAME` of the manifest's captions. They are compared as strings, unless the expression
+compares a label with numbers or conditions: its values are then converted. A label is valid for the time span of its
+caption.
 
 A caption with labels is selected by its labels. A caption without labels is selected by the labels of every labelled
 caption that covers its time span, because the manifest stores labels only once if captions with the same times repeat
@@ -29,11 +30,11 @@ from clipmill.shards.reader import Variant
 from clipmill.shards.scores import open_scores, require_current_chunks
 from clipmill.shards.where import Kind, Where, label_names
 
-_OF_VIDEOS = ("dataset", "split", "num_captions")
-_OF_CHUNKS = ("duration_s", "width", "height")
-_TIMES = ("num_frames", "fps_num", "fps_den")
-_OF_LABELS = ("begin_s", "end_s")  # columns of captions; a chunk also has a begin_s
-_OF_CAPTIONS = ("text", "source", "likelihood")
+_VIDEO_FIELDS = ("dataset", "split", "num_captions")
+_CHUNK_FIELDS = ("duration_s", "width", "height")
+_TIME_FIELDS = ("num_frames", "fps_num", "fps_den")
+_SPAN_FIELDS = ("begin_s", "end_s")  # columns of captions; a chunk also has a begin_s
+_CAPTION_FIELDS = ("text", "source", "likelihood")
 
 
 def selected_chunks(
@@ -43,25 +44,25 @@ def selected_chunks(
 
     Args:
         where: Conditions on chunks and videos.
-        video_ids: Distinct ids of videos.
-        video_row: [chunks], the video of each chunk, as an index of `video_ids`.
+        video_ids: Distinct IDs of videos.
+        video_row: [chunks], the video of each chunk, as an index into `video_ids`.
         start_ms: [chunks], start of each chunk.
 
     Raises:
-        UserError: `where` uses scores or another column that is missing, or that lacks some of these chunks.
+        UserError: `where` uses a column, such as `scores`, that is missing or lacks some of these chunks.
     """
     fields = where.columns | ({"duration_s"} if where.labels else set())
     columns = _video_columns(fields, data_dir, video_ids=video_ids, video_row=video_row)
     columns["start_ms"] = pa.array(start_ms)
-    if chunk_names := fields.intersection(_OF_CHUNKS):
-        chunks = _read_rows(Variant.open(data_dir).require_complete(), [*_TIMES, "width", "height"])
-        num_frames, fps_num, fps_den = (chunks[name].to_numpy() for name in _TIMES)
+    if chunk_names := fields.intersection(_CHUNK_FIELDS):
+        chunks = _read_rows(Variant.open(data_dir).require_complete(), [*_TIME_FIELDS, "width", "height"])
+        num_frames, fps_num, fps_den = (chunks[name].to_numpy() for name in _TIME_FIELDS)
         duration_s = num_frames.astype(np.int64) * fps_den / fps_num
         chunks = chunks.append_column("duration_s", pa.array(duration_s))
         rows = find_chunks(chunks, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
         if num_missing := int((rows < 0).sum()):
             raise UserError(
-                f"--where uses {', '.join(sorted(chunk_names))} of chunks, and {count_noun(num_missing, 'chunk')} of "
+                f"--where uses {', '.join(sorted(chunk_names))} of chunks, but {count_noun(num_missing, 'chunk')} of "
                 f"{len(rows):,} are not in the current variant of video",
                 hint=f"see prep status --data {shlex.quote(str(data_dir))}",
                 flags=("--where",),
@@ -76,7 +77,7 @@ def selected_chunks(
             missing = missing[[key not in failed for key in keys]]
         if len(missing):
             raise UserError(
-                f"--where uses {column}, and {count_noun(len(missing), 'chunk')} of {len(rows):,} have none",
+                f"--where uses {column}, which {count_noun(len(missing), 'chunk')} of {len(rows):,} lack",
                 hint=f"prep status --data {shlex.quote(str(data_dir))} shows the command that makes them; "
                 f"or leave {column} out of --where",
                 flags=("--where",),
@@ -88,10 +89,10 @@ def selected_chunks(
     begin_s, labelled = start_ms / 1000, read_labelled(data_dir, where.labels)
     spans = Spans(video_row, begin_s, begin_s + np.asarray(columns["duration_s"]))
     part, caption = match_labels(labelled, spans, video_ids=video_ids, covering=False)
-    return _mask_of_pairs(where, columns, labelled, part=part, caption=caption)
+    return _mask_parts(where, columns, labelled, part=part, caption=caption)
 
 
-def _mask_of_pairs(
+def _mask_parts(
     where: Where,
     columns: Mapping[str, pa.Array | pa.ChunkedArray],
     labelled: pa.Table,
@@ -99,11 +100,11 @@ def _mask_of_pairs(
     part: NDArray[np.int64],
     caption: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Return bool [parts], True if the conditions are true with the labels of at least one of the part's captions.
+    """Return bool [parts], True if the conditions hold with the labels of at least one of the part's captions.
 
     Args:
         columns: Other fields of each part.
-        labelled: Captions with labels as texts.
+        labelled: Captions with labels, converted by `label_values`.
         part: Part of each pair, int64 [pairs]. Every part occurs at least once, even without a labelled caption.
         caption: Row of the pair's caption in `labelled`, int64 [pairs]; -1 for none.
     """
@@ -119,7 +120,7 @@ def stored_rows(data_dir: Path, column: str, names: Collection[str]) -> tuple[pa
     """Read `video_id`, `start_ms` and the fields `names` of a column of chunks, and the keys of failed chunks.
 
     Raises:
-        UserError: The column cannot be read, or was made from another variant of `video`.
+        UserError: The column cannot be read, or was made from a different variant of `video`.
     """
     if column == SCORES:
         return open_scores(data_dir, columns={"video_id", "start_ms", *names}).table, frozenset()
@@ -145,25 +146,25 @@ def selected_captions(
         where: Conditions on captions and their videos.
         captions: Captions of the manifest; without a column `likelihood`, all likelihoods are unknown.
         rows: Row numbers of the captions to select from.
-        video_ids: Distinct ids of videos.
-        video_row: [rows], the video of each caption, as an index of `video_ids`.
+        video_ids: Distinct IDs of videos.
+        video_row: [rows], the video of each caption, as an index into `video_ids`.
         labelled: Captions with the labels of `where` (`labelled_captions`).
     """
     columns = _video_columns(where.columns, data_dir, video_ids=video_ids, video_row=video_row)
-    for name in where.columns.intersection(_OF_CAPTIONS):
+    for name in where.columns.intersection(_CAPTION_FIELDS):
         has_column = name in captions.schema.names
         columns[name] = captions[name].take(pa.array(rows)) if has_column else pa.nulls(len(rows), pa.float32())
     if labelled is None:
         return where.mask(pa.table(columns))
 
     values = label_values(captions.take(pa.array(rows)), where.labels)
-    is_labelled = has_labels(values, where.labels)  # such a caption is paired with itself, and with no other
+    is_labelled = has_labels(values, where.labels)  # such a caption is paired only with itself
     spans = Spans(np.where(is_labelled, -1, video_row), values["begin_s"].to_numpy(), values["end_s"].to_numpy())
     part, caption = match_labels(labelled, spans, video_ids=video_ids, covering=True)
     caption = np.where(is_labelled[part], len(labelled) + part, caption)
     names = sorted(where.labels)
-    both = pa.concat_tables([labelled.select(names), values.select(names)])
-    return _mask_of_pairs(where, columns, both, part=part, caption=caption)
+    all_labels = pa.concat_tables([labelled.select(names), values.select(names)])
+    return _mask_parts(where, columns, all_labels, part=part, caption=caption)
 
 
 def labelled_captions(where: Where | None, data_dir: Path) -> pa.Table | None:
@@ -176,11 +177,13 @@ def labelled_captions(where: Where | None, data_dir: Path) -> pa.Table | None:
 
 
 def caption_columns(where: Where | None, schema: pa.Schema) -> list[str]:
-    """Return the columns of the manifest's captions that `selected_captions` needs."""
+    """Return the caption columns of the manifest that `selected_captions` needs."""
     if where is None:
         return []
     fields = where.columns | ({"begin_s", "end_s"} if where.labels else set())
-    return [name for name in schema.names if name in fields and name in (*_OF_CAPTIONS, *_OF_LABELS, *where.labels)]
+    return [
+        name for name in schema.names if name in fields and name in (*_CAPTION_FIELDS, *_SPAN_FIELDS, *where.labels)
+    ]
 
 
 def empty_selection_error(where: Where, *, what: str) -> UserError:
@@ -198,7 +201,7 @@ def _video_columns(
     """Return the fields of videos, with a value for each chunk or caption."""
     codes = pa.array(video_row, pa.int32())
     columns: dict[str, pa.Array | pa.ChunkedArray] = {"video_id": pa.DictionaryArray.from_arrays(codes, video_ids)}
-    if names := [name for name in _OF_VIDEOS if name in fields]:
+    if names := [name for name in _VIDEO_FIELDS if name in fields]:
         videos = read_videos(data_dir)
         rows = pc.index_in(video_ids, value_set=videos["video_id"].combine_chunks())
         for name in names:
@@ -257,20 +260,20 @@ class Spans(NamedTuple):
 
 
 def read_labelled(data_dir: Path, kinds: Mapping[str, Kind] | None = None) -> pa.Table:
-    """Read the captions that have at least one of some labels: `video_id`, `begin_s`, `end_s` and the labels.
+    """Read the captions that have at least one of the given labels: `video_id`, `begin_s`, `end_s` and these labels.
 
     Args:
         kinds: Names of labels with the kind of their values; None for all labels that are not lists, as strings.
 
     Raises:
-        UserError: The captions lack such a label, or have several values of it, or values of another kind.
+        UserError: The captions lack a label, can have several values of it, or have values of a different kind.
     """
     with open_captions(data_dir) as file:
         known = label_names(file.schema_arrow)
         if unknown := sorted(set(kinds or ()).difference(known)):
             problem = "can have several values of" if unknown[0] in file.schema_arrow.names else "have no column"
             raise UserError(
-                f"--where uses {unknown[0]}, and the captions of {data_dir} {problem} {unknown[0]}",
+                f"--where uses {unknown[0]}, but the captions of {data_dir} {problem} {unknown[0]}",
                 hint=f"available labels: {', '.join(known) or 'none'}",
                 flags=("--where",),
             )
@@ -281,20 +284,20 @@ def read_labelled(data_dir: Path, kinds: Mapping[str, Kind] | None = None) -> pa
             tables.append(table.filter(pa.array(has_labels(table, labels))))
     if not tables:  # a manifest without captions has no row groups
         times = [(name, pa.float64()) for name in _SPAN]
-        of_labels = [(name, _TYPES[kind]) for name, kind in labels.items()]
-        return pa.schema([("video_id", pa.string()), *times, *of_labels]).empty_table()
+        label_types = [(name, _TYPES[kind]) for name, kind in labels.items()]
+        return pa.schema([("video_id", pa.string()), *times, *label_types]).empty_table()
     return pa.concat_tables(tables)
 
 
 _TYPES = {"text": pa.string(), "number": pa.float64(), "condition": pa.bool_()}
-_EXPECTED = {"number": "numbers", "condition": "true or false"}
+_EXPECTED = {"number": "a number", "condition": "true or false"}
 
 
 def label_values(captions: pa.Table, kinds: Mapping[str, Kind]) -> pa.Table:
-    """Convert labels to values of the given kinds, and return them as a table; missing labels are unknown.
+    """Convert the labels in a table of captions to the given kinds; missing labels become null.
 
     Raises:
-        UserError: A label has a value that is not of its kind.
+        UserError: A value of a label cannot be converted.
     """
     for name, kind in sorted(kinds.items()):
         if name not in captions.column_names:
@@ -306,8 +309,8 @@ def label_values(captions: pa.Table, kinds: Mapping[str, Kind]) -> pa.Table:
         except pa.ArrowInvalid:
             example = next(text for text in pc.unique(texts).drop_null().to_pylist() if not _is_of_kind(text, kind))
             raise UserError(
-                f"--where takes {name} for {_EXPECTED[kind]}, and it has the value {quote_value(example)}",
-                hint=f"compare it with texts: {name} = {quote_value(example)}",
+                f"--where expects {name} to be {_EXPECTED[kind]}, but it has the value {quote_value(example)}",
+                hint=f"compare it with strings, such as {name} = {quote_value(example)}",
                 flags=("--where",),
             ) from None
         captions = captions.set_column(captions.column_names.index(name), name, values)
@@ -323,7 +326,7 @@ def _is_of_kind(text: str, kind: Kind) -> bool:
 
 
 def has_labels(captions: pa.Table, names: Collection[str]) -> NDArray[np.bool_]:
-    """Return bool [captions], True for each caption that has at least one of these labels."""
+    """Return bool [captions], True for each caption that has at least one of the labels `names`."""
     has_label = np.zeros(len(captions), bool)
     for name in names:
         has_label |= captions[name].is_valid().to_numpy()
@@ -336,12 +339,12 @@ def match_labels(
     """Find the labelled captions that overlap each part of a video.
 
     Args:
-        labelled: Captions (`read_labelled`).
+        labelled: Captions with labels, from `read_labelled`.
         video_ids: IDs of the videos of `spans`.
         covering: Use only captions that cover the complete part.
 
     Returns:
-        part: int64 [M], each part once per labelled caption, or once if it has none.
+        part: int64 [M], each part once per matching caption, or once if no caption matches.
         caption: int64 [M], row of the caption in `labelled`; -1 for none.
     """
     video_of_caption = pc.fill_null(pc.index_in(labelled["video_id"].cast(pa.string()), value_set=video_ids), -1)
@@ -360,9 +363,9 @@ def match_labels(
         rows, columns = np.nonzero(is_match)
         part.append(parts[rows])
         caption.append(captions[columns])
-    matched = np.concatenate(part)
-    without = np.setdiff1d(np.arange(len(spans.video_row)), matched)
-    return np.concatenate([matched, without]), np.concatenate([*caption, np.full(len(without), -1)])
+    matches = np.concatenate(part)
+    unmatched = np.setdiff1d(np.arange(len(spans.video_row)), matches)
+    return np.concatenate([matches, unmatched]), np.concatenate([*caption, np.full(len(unmatched), -1)])
 
 
 def _order_by_video(video_row: NDArray[np.integer], num_videos: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

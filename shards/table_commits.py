@@ -1,8 +1,8 @@
 """The commits of a variant as rows of a table. `Commit` objects are created on demand.
 
 The table is commits.arrow (clipmill.shards.commit_table). If commits.arrow is not current, the table is built from the
-records. Training opens few shards at a time. With tens of thousands of shards, a `Commit` object for each of them in
-every rank would take more memory than everything else that opening needs.
+records. Training opens few shards at a time. With tens of thousands of shards, a `Commit` object per shard in every
+rank would take more memory than everything else that is needed to open a variant.
 """
 
 import hashlib
@@ -65,35 +65,35 @@ class TableCommits(Mapping[int, Commit]):
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest (hex) of all that a merged table depends on: shard IDs, SHA-256 of indexes, keys of failures."""
+        """Digest (hex) of everything that a merged table depends on: shard IDs, index checksums, keys of failures."""
         digest = hashlib.sha256()
         columns = (self.rows[name].to_pylist() for name in ("shard_id", "index_sha256", "failures"))
         for shard_id, index_sha256, failures in zip(*columns, strict=True):
-            failed = [failure["key"] for failure in json.loads(failures)] if failures else []
-            digest.update(f"{shard_id} {index_sha256} {failed}\n".encode())
+            failed_keys = [failure["key"] for failure in json.loads(failures)] if failures else []
+            digest.update(f"{shard_id} {index_sha256} {failed_keys}\n".encode())
         return digest.hexdigest().encode()
 
     def index_sha256(self) -> dict[int, str]:
-        """Return the SHA-256 of the index (hex) of each shard with files, by shard ID."""
+        """Return the SHA-256 (hex) of the index of each shard with files, by shard ID."""
         rows = self.with_files()
         return dict(zip(rows["shard_id"].to_pylist(), rows["index_sha256"].to_pylist(), strict=True))
 
     def seconds(self) -> dict[int, float]:
-        """Return the seconds of video in each shard by its ID, for the shards where they are known."""
+        """Return the seconds of video in each shard by shard ID, for shards of known duration."""
         rows = self.rows.filter(pc.is_valid(self.rows["seconds"]))
         return dict(zip(rows["shard_id"].to_pylist(), rows["seconds"].to_pylist(), strict=True))
 
     def by_folder(self) -> "Iterator[tuple[str, TableCommits]]":
         """Yield each folder's name (`folder_of`) and the commits of its shards, in order."""
         begin = 0
-        for folder, of_folder in groupby(self, key=folder_of):
-            count = sum(1 for _ in of_folder)
+        for folder, shard_ids in groupby(self, key=folder_of):
+            count = sum(1 for _ in shard_ids)
             yield folder, TableCommits(self.rows.slice(begin, count))
             begin += count
 
 
 def open_commits(variant_dir: Path) -> tuple[TableCommits, tuple[DamagedCommit, ...]]:
-    """Open the commits of a variant from its table, or else from its records; also return the damaged records.
+    """Open the commits of a variant from its table, or otherwise from its records; also return the damaged records.
 
     Raises:
         UserError: contents.json or a record uses another version of the format.
@@ -106,7 +106,7 @@ def open_commits(variant_dir: Path) -> tuple[TableCommits, tuple[DamagedCommit, 
 
 
 def open_table_commits(variant_dir: Path) -> TableCommits | None:
-    """Open the commits of a variant from its table. The table must match contents.json, and no record may have changed.
+    """Open the commits of a variant from its table; None unless it matches contents.json and no record has changed.
 
     Raises:
         UserError: contents.json uses another version of the format.

@@ -21,13 +21,13 @@ class TarBytes(Protocol):
     """Random access to the bytes of tars. Implementations must be thread-safe.
 
     Attributes:
-        gap_bytes: Length of a gap between two ranges below which reading it is cheaper than skipping it.
+        gap_bytes: Length of the gap between two ranges up to which reading it is cheaper than skipping it.
     """
 
     gap_bytes: int
 
     def name(self, path: Path) -> str:
-        """Return the name of the tar at `path` for messages: its path, or its address."""
+        """Return the name of the tar at `path` for messages: its path or URL."""
         ...
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
@@ -44,17 +44,17 @@ class TarBytes(Protocol):
         ...
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
-        """Make sure that the file `index` is the index of a tar, with this size and digest.
+        """Ensure that the file `index` exists, with this size and SHA-256.
 
         Raises:
             Inaccessible: The bucket does not provide the index.
-            OSError: The index cannot be written, or is another file.
+            OSError: The index cannot be written, or its content differs.
         """
         ...
 
 
 class _OpenTar:
-    """A file descriptor that its last user closes, so that it can be evicted while another thread reads from it."""
+    """A file descriptor that is closed with its last reference, so that it can be evicted while a thread reads it."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -124,11 +124,11 @@ class LocalTars:
 
 @dataclass(frozen=True)
 class TarFiles:
-    """The tars of a variant; one entry of each array per tar, by ascending shard ID.
+    """The tars of a variant; each array has one entry per tar, by ascending shard ID.
 
     Attributes:
         directory: Folder of the variant.
-        names: Paths in the folder of the variant.
+        names: Paths relative to the folder of the variant.
         sizes: Sizes in bytes, as committed.
         num_samples: Number of samples in all tars.
     """

@@ -1,4 +1,4 @@
-"""Verification of shards against their commits, and recovery of samples from damaged or outdated shards.
+"""Verify shards against their commits, and recover samples from damaged or outdated shards.
 
 `verify_shard` reads every byte. `quick_problems` checks all shards of a variant: it lists the folders, and opens only
 files that have changed. `readable_rows` recovers only samples that are proven to be unchanged.
@@ -50,7 +50,7 @@ class Code(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a shard; `key` is the affected sample if the problem concerns a single sample."""
+    """A problem with a shard; `key` is the affected sample if the problem concerns a single sample."""
 
     shard_id: int
     key: str | None
@@ -60,7 +60,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _File:
-    """The state of a file that its commit promises, and the codes for deviations from it."""
+    """The expected state of a committed file, and the codes for deviations from it."""
 
     name: str
     size_bytes: int
@@ -78,8 +78,8 @@ def damaged_commit(error: DamagedCommit) -> Problem:
 def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:
     """Read the complete shard and compare it with its commit; return an empty list if it is intact.
 
-    Damage to payloads and headers is reported with the key of the sample. Damage without a key (to padding, or to a tar
-    whose index is damaged too) is reported for the tar.
+    Damage to payloads and headers is reported with the key of the sample. Damage that has no key (to padding, or to a
+    tar whose index is also damaged) is reported for the tar.
     """
     if commit.files is None:
         return []
@@ -97,8 +97,8 @@ def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:
 def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
     """Compare existence and sizes with a few system calls, and read a file only if it is newer than the commit.
 
-    If a newer file has the correct content (common in copied datasets), the commit gets the file's modification time,
-    so that the file is read only once.
+    If a newer file has the correct content (common in copied datasets), the commit record gets the file's modification
+    time, so that the file is read only once.
     """
     if commit.files is None:
         return []
@@ -126,7 +126,7 @@ def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
     except OSError as error:
         return [Problem(commit.shard_id, None, Code.UNREADABLE, str(error))]
     if not problems and newest_ns > committed_ns:
-        # On a read-only copy, the files are read again each time.
+        # If this fails because the copy is read-only, the files are read again each time.
         with suppress(OSError):
             set_modified_time(record, time_ns=newest_ns)
     return problems
@@ -154,7 +154,7 @@ def _check_state(variant_dir: Path, *, shard_id: int, file: _File) -> tuple[Prob
 
 
 def _check_index(variant_dir: Path, *, shard_id: int, files: ShardFiles) -> tuple[list[Problem], pa.Table | None]:
-    """Return the problems of both indexes, and the Arrow index if it is the committed one."""
+    """Return the problems of both indexes, and the table of the Arrow index if the file is the committed file."""
     index = _files(files)[1]
     path = variant_dir / index.name
     problem, _ = _check_state(variant_dir, shard_id=shard_id, file=index)
@@ -219,7 +219,7 @@ def _check_tar(variant_dir: Path, *, shard_id: int, files: ShardFiles, table: pa
 
 
 def _check_entries(path: Path, *, shard_id: int, table: pa.Table) -> list[Problem]:
-    """Walk the headers of the tar and report the first one that is not in the index."""
+    """Walk through the headers of the tar, and report the first header that does not match the index."""
     keys = table.column("key").to_pylist()
     names = (f"{key}.{extension}" for key in keys for extension in extensions_of(table))
     offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))
@@ -232,7 +232,7 @@ def _check_entries(path: Path, *, shard_id: int, table: pa.Table) -> list[Proble
                     break
                 tar.members.clear()  # type: ignore[attr-defined] # tarfile keeps an object for each entry
                 if expected is None or (info.name, info.offset_data, info.size) != expected or not info.isreg():
-                    reason = f"found {info.name!r} with {info.size} bytes"
+                    reason = f"it is {info.name!r} with {info.size} bytes, which the index does not list here"
                     break
                 num_correct += 1
             else:
@@ -244,10 +244,10 @@ def _check_entries(path: Path, *, shard_id: int, table: pa.Table) -> list[Proble
     return [Problem(shard_id, key, Code.TAR_ENTRIES_DIFFER, message)]
 
 
-_NUM_THREADS = 8  # on a network disk, each file takes a request
-_MIN_LISTED = 50  # for fewer shards of a folder, their files are looked up one by one
+_NUM_THREADS = 8  # number of threads, because each file on a network disk takes a request
+_MIN_LISTED = 50  # number of shards in a folder from which the folder is listed, instead of looking up each file
 
-States = dict[str, tuple[int, int]]  # file name -> size in bytes, modification time in ns
+States = dict[str, tuple[int, int]]  # mapping from file name to size in bytes and modification time in ns
 
 
 def quick_problems(variant_dir: Path, commits: Iterable[Commit]) -> dict[int, list[Problem]]:
@@ -257,8 +257,8 @@ def quick_problems(variant_dir: Path, commits: Iterable[Commit]) -> dict[int, li
     """
     folders: dict[str, list[Commit]] = {}
     for commit in commits:
-        place = folder_of(commit.shard_id) if commit.files is None else commit.files.tar.rpartition("/")[0]
-        folders.setdefault(place, []).append(commit)
+        folder = folder_of(commit.shard_id) if commit.files is None else commit.files.tar.rpartition("/")[0]
+        folders.setdefault(folder, []).append(commit)
     written_ns = table_written_ns(variant_dir)
     is_large = any(len(members) >= _MIN_LISTED for members in folders.values())
     first_records = _states(variant_dir / COMMITS_FOLDER) if is_large else {}
@@ -289,7 +289,7 @@ def check_record(variant_dir: Path, commit: Commit) -> list[Problem]:
     except DamagedCommit as error:
         return [damaged_commit(error)]
     except FileNotFoundError:
-        return []  # another command has removed it, or it is reported as missing
+        return []  # another command has removed the record, or it is reported as missing
     except OSError as error:
         return [Problem(commit.shard_id, None, Code.UNREADABLE, str(error))]
     return [] if is_same else [damaged_commit(DamagedCommit(path, f"it differs from {COMMIT_TABLE_FILE}"))]
@@ -325,11 +325,11 @@ def _is_unchanged(commit: Commit, *, files: States, records: States, written_ns:
 
 
 def _states(folder: Path) -> States:
-    """Return the states of the files in a folder, except those that cannot be looked up."""
+    """Return the states of the files in a folder. Files that cannot be looked up are omitted."""
     states: States = {}
     try:
         with os.scandir(folder) as entries:
-            # Disks store file states in inode order, but list the entries in another order.
+            # File systems store file states in inode order, but list the entries in a different order.
             for entry in sorted(entries, key=os.DirEntry.inode):
                 try:
                     state = entry.stat()
@@ -337,17 +337,17 @@ def _states(folder: Path) -> States:
                     continue
                 states[entry.name] = state.st_size, state.st_mtime_ns
     except OSError:
-        pass  # every file is then looked up separately, which names the problem
+        pass  # each file is then looked up separately, which reports the problem
     return states
 
 
 _INDEX_ENDING = ".index.arrow"
-RowFilter = tuple[str, Collection[str]]  # a text column of the index, and its values in the rows to read
+RowFilter = tuple[str, Collection[str]]  # a string column of the index, and its values in the rows to read
 
 
 @dataclass(frozen=True)
 class SalvagedSample:
-    """A sample whose bytes equal the committed bytes."""
+    """A sample whose bytes match the committed bytes."""
 
     key: str
     members: dict[str, bytes]  # extension -> payload, in member order
@@ -359,7 +359,7 @@ def readable_rows(variant_dir: Path, commit: Commit, *, rows: RowFilter | None =
 
     If the committed index is available, a sample is intact if the CRC-32 of each of its members matches. Without the
     index, samples are yielded only if the tar has the committed SHA-256. Damage, missing files and read errors reduce
-    the number of samples; they raise no exception.
+    the number of samples; they do not raise an exception.
 
     Args:
         rows: Rows to read; all rows if the index is lost.
@@ -379,7 +379,7 @@ def readable_rows(variant_dir: Path, commit: Commit, *, rows: RowFilter | None =
 
 
 def uncommitted_tars(variant_dir: Path, commits: Iterable[Commit]) -> list[Path]:
-    """List the tars of a variant that have an index beside them but are in none of its commits, sorted.
+    """List the tars of a variant, sorted, that have an index next to them but do not belong to a commit.
 
     Such tars belong to earlier or lost commits. `prep gc` removes them.
     """
@@ -394,14 +394,14 @@ def uncommitted_tars(variant_dir: Path, commits: Iterable[Commit]) -> list[Path]
 
 
 def index_of(tar: Path) -> Path:
-    """Return the path of the index beside a tar."""
+    """Return the path of the index next to a tar."""
     return tar.with_suffix(_INDEX_ENDING)
 
 
 def uncommitted_samples(tar: Path, *, rows: RowFilter) -> Iterator[SalvagedSample]:
-    """Yield the samples of a tar from `uncommitted_tars` whose members match the CRC-32 in the index beside the tar.
+    """Yield the samples of a tar from `uncommitted_tars` whose members match the CRC-32 in the tar's index.
 
-    No checksum covers the index: this proves only that `members` are unchanged, not the key.
+    No checksum covers the index, so this proves only that `members` are unchanged, not the key.
     """
     with suppress(DamagedIndex, OSError):
         yield from _read_indexed_samples(tar, table=open_index(index_of(tar)), rows=rows)

@@ -1,4 +1,4 @@
-"""`--where`: an SQL expression on the fields of chunks and captions that selects some of them; its language.
+"""`--where`: an SQL expression that selects chunks and captions by their fields; the expression language.
 
 An expression is a pure function of the fields of one row. It consists of comparisons, `and`, `or`, `not`, `in`,
 `between`, `is null`, `like`, arithmetic, `case`, and the functions in `FUNCTIONS`. DuckDB parses it. Any other node in
@@ -6,7 +6,7 @@ the parse tree is an error, because the text may come from someone else's settin
 
 An unknown (null) condition does not hold, and neither does its negation. A comparison with a literal uses the precision
 of the column: `motion <= 0.2` is true for a stored float32 of 0.2. Arithmetic uses float64; the result of a division by
-zero is unknown. Unlike in other SQL, numbers, strings and conditions are not converted into each other.
+zero is unknown. Unlike standard SQL, the language does not convert numbers, strings and conditions into each other.
 """
 
 import difflib
@@ -48,11 +48,11 @@ _OPERATORS = (*_MEMBERSHIPS, "OPERATOR_NOT", "OPERATOR_IS_NULL", "OPERATOR_IS_NO
 _CLASSES = ("COLUMN_REF", "CONSTANT", "COMPARISON", "CONJUNCTION", "BETWEEN", "CASE", "OPERATOR", "FUNCTION")
 
 Kind = Literal["number", "text", "condition", "unknown"]
-_A = {"number": "a number", "text": "a text", "condition": "a condition", "unknown": "unknown"}
+_KIND_NAMES = {"number": "a number", "text": "a string", "condition": "a condition", "unknown": "unknown"}
 _KINDS: dict[str, Kind] = {"VARCHAR": "text", "BOOLEAN": "condition", '"NULL"': "unknown"}  # other types are numbers
 _TYPES: dict[Kind, str] = {"number": "double", "text": "varchar", "condition": "boolean"}
 
-_BEFORE, _AFTER = "select (\n", "\n)"  # on separate lines, so that a comment in the text does not swallow them
+_PREFIX, _SUFFIX = "select (\n", "\n)"  # on separate lines, so that a comment in the expression does not hide them
 _SHOWN_CHARS = 200
 _MAX_DIGITS = 38  # precision of DuckDB's decimals
 _WITH_EXPONENT = re.compile(r"[0-9._]+[eE][+-]?[0-9]{1,2}")  # literals that DuckDB reads as float64
@@ -65,9 +65,9 @@ class Condition:
 
     Attributes:
         text: Canonical form, which parses to the same condition.
-        sql: Expression to evaluate.
-        names: Fields that it uses.
-        labels: Labels that it uses, with the kind of the values that each is compared with.
+        sql: SQL expression to evaluate.
+        names: Fields that the condition uses.
+        labels: Labels that the condition uses, with the kind of values that each label is compared with.
     """
 
     text: str
@@ -77,17 +77,17 @@ class Condition:
 
 
 def connect() -> "duckdb.DuckDBPyConnection":
-    """Return a connection to an empty database in memory, with separate names of registered tables.
+    """Return a connection to an empty in-memory database, with a separate namespace for registered tables.
 
-    It has no access to files, the network, extensions or Python's variables.
+    It has no access to files, the network, extensions or Python variables.
     """
     return _database(os.getpid()).cursor()
 
 
 @cache
 def _database(process: int) -> "duckdb.DuckDBPyConnection":
-    """Open a database for a process: this takes 10 ms, and forked processes must not share its locks."""
-    import duckdb  # 65 MB, which only a selection needs
+    """Open the database of a process. Opening takes 10 ms, and forked processes must not share its locks."""
+    import duckdb  # 65 MB of memory, loaded only if something is selected
 
     return duckdb.connect(
         config={
@@ -115,17 +115,19 @@ def parse_conditions(
     """Parse an expression, and split it at its outermost `and` into conditions.
 
     Args:
-        fields: Allowed names.
-        flag: Flag that has the text, for messages.
-        labels: Names among `fields` that are labels. They are strings unless they are compared with other kinds of
-            values.
+        fields: Allowed names, with the kind of their values.
+        flag: Flag whose value is `text`, for messages.
+        labels: Names among `fields` that are labels. Labels are strings unless they are compared with values of a
+            different kind.
         known_labels: Function that returns the names of existing labels, for messages.
 
     Raises:
-        UserError: The text is not a condition; the message has the position, and the nearest name for an unknown name.
+        UserError: The text is not a condition; the message has the position, and suggests a name for an unknown name.
     """
     if len(text) > MAX_CHARS:
-        raise UserError(f"{flag} has {len(text):,} characters", hint=f"use {MAX_CHARS:,} or fewer", flags=(flag,))
+        raise UserError(
+            f"{flag} is too long, with {len(text):,} characters", hint=f"use at most {MAX_CHARS:,}", flags=(flag,)
+        )
     if not text:
         raise UserError(f"{flag} is empty", hint=EXAMPLE, flags=(flag,))
     with connect() as database:
@@ -139,7 +141,7 @@ def expression_error(text: str, problem: str, *, flag: str, hint: str | None = N
 
 
 class _Parser:
-    """Parser of one expression, which checks the nodes of its parse tree."""
+    """Parser for one expression, which checks the nodes of its parse tree."""
 
     def __init__(
         self,
@@ -161,8 +163,8 @@ class _Parser:
         root = self._parse(self._text)
         for node in _nodes(root):
             self._check(node)
-        of_labels = self._kinds_of_labels(root)
-        self._fields = {**self._fields, **of_labels}
+        label_kinds = self._label_kinds(root)
+        self._fields = {**self._fields, **label_kinds}
         self._check_kinds(root)
         parts = root["children"] if root["type"] == "CONJUNCTION_AND" else [root]
         texts = [self._sql(part) for part in parts]
@@ -181,8 +183,8 @@ class _Parser:
         import duckdb
 
         try:
-            (answer,) = self._row("select json_serialize_sql(?)", f"{_BEFORE}{expression}{_AFTER}")
-            tree = json.loads(answer)
+            (tree_json,) = self._row("select json_serialize_sql(?)", f"{_PREFIX}{expression}{_SUFFIX}")
+            tree = json.loads(tree_json)
         except RecursionError:
             tree = {"error": True, "error_message": "depth"}
         except duckdb.Error as error:
@@ -194,75 +196,75 @@ class _Parser:
         root: _Node = tree["statements"][0]["node"].get("select_list", [{}])[0]
         self._plain = self._plain or tree
         if self._select(root) != tree:
-            self._fail("it has to be an expression, without clauses of a statement")
+            self._fail("this is not a single expression; clauses such as order by are not allowed")
         return root
 
     def _check(self, node: _Node) -> None:
         """Reject a node that is not known to be a pure function of the fields of a row."""
-        place = node["query_location"]
+        location = node["query_location"]
         if node["class"] not in _CLASSES or (node["class"] == "OPERATOR" and node["type"] not in _OPERATORS):
-            self._fail(f"{node['type'].lower().replace('_', ' ')} is not part of the language", place)
+            self._fail(f"{node['type'].lower().replace('_', ' ')} is not part of the language", location)
         if node["class"] == "FUNCTION" and node["function_name"] == "row":  # (a, b), or ()
             if not node["arguments"]:
-                self._fail("a value or a condition is missing", place)
-            hint = "decimals have a point, such as 0.02; conditions are joined by and, or"
-            self._fail("a comma separates only the arguments of a function and the values of in (...)", hint=hint)
+                self._fail("a value or a condition is missing", location)
+            hint = "write decimals with a point, such as 0.02; join conditions with and, or"
+            self._fail("commas are allowed only between the arguments of a function and in in (...)", hint=hint)
         if node["class"] == "FUNCTION" and node["function_name"] not in (*_ARITHMETIC, *_LIKE, *FUNCTIONS):
             hint = f"functions: {', '.join(FUNCTIONS)}"
-            self._fail(f"there is no function {node['function_name']}", place, hint=hint)
+            self._fail(f"there is no function {node['function_name']}", location, hint=hint)
         if node["class"] == "COLUMN_REF" and (name := ".".join(node["column_names"])).lower() not in self._fields:
             labels = self._known_labels()
             known = {label.removeprefix(LABEL_PREFIX): label for label in labels.split(", ")}
             known |= {label: label for label in (*known.values(), *self._fields)}
             nearest = difflib.get_close_matches(name.lower(), known, n=1)
-            hint = f"did you mean {known[nearest[0]]}? " if nearest else "texts are written in 'single quotes'; "
-            hint = "ask for unknown values by `NAME is null`; " if name == "None" else hint
-            if "_" in name and not nearest:  # the fields of a plug-in's column are named after it
+            hint = f"did you mean {known[nearest[0]]}? " if nearest else "write strings in 'single quotes'; "
+            hint = "select unknown values with `NAME is null`; " if name == "None" else hint
+            if "_" in name and not nearest:  # the name of a plug-in column's field begins with the name of the column
                 hint += f"if {name.partition('_')[0]} is a column of a plug-in, its package is not installed here; "
             self._fail(
-                f"there is no name {name}", place, hint=f"{hint}names: {', '.join(self._fields)}; labels: {labels}"
+                f"there is no name {name}", location, hint=f"{hint}names: {', '.join(self._fields)}; labels: {labels}"
             )
 
     def _check_kinds(self, root: _Node) -> None:
-        """Reject implicit conversions of SQL: of a number to a condition, and of a string to a number."""
+        """Reject SQL's implicit conversions: from a number to a condition, and from a string to a number."""
         conditions, comparisons = _conditions_and_comparisons(root)
         kinds = self._kinds([*conditions, *(operand for operands in comparisons for operand in operands)])
         for node in conditions:
             if (kind := kinds[id(node)]) != "condition":
                 sql = self._sql(node)
                 hint = f"compare it, for example {sql} > 0" if kind == "number" else None
-                self._fail(f"{sql} is {_A[kind]}, where a condition is needed", node["query_location"], hint=hint)
+                self._fail(f"{sql} is {_KIND_NAMES[kind]}, not a condition", node["query_location"], hint=hint)
         for first, *others in comparisons:
             first_kind = kinds[id(first)]
             for other in others:
                 if first_kind != (kind := kinds[id(other)]):
-                    first_text = f"{self._sql(first)} is {_A[first_kind]}"
+                    first_text = f"{self._sql(first)} is {_KIND_NAMES[first_kind]}"
                     self._fail(
-                        f"{first_text}, and {self._sql(other)} {_A[kind]}: they cannot be compared",
+                        f"{first_text}, but {self._sql(other)} is {_KIND_NAMES[kind]}, so they cannot be compared",
                         other["query_location"],
-                        hint="compare numbers with numbers, texts with 'texts'; unknown values: NAME is null",
+                        hint="compare numbers with numbers, and strings with 'strings'; unknown values: NAME is null",
                     )
 
-    def _kinds_of_labels(self, root: _Node) -> dict[str, Kind]:
-        """Return the kind of each label that is compared with numbers or conditions, or is a condition itself."""
+    def _label_kinds(self, root: _Node) -> dict[str, Kind]:
+        """Return the kind of each label that is compared with values of a single kind, or is itself a condition."""
         conditions, comparisons = _conditions_and_comparisons(root)
         kinds: dict[str, Kind] = dict.fromkeys(filter(None, map(self._label, conditions)), "condition")
         for operands in comparisons:
             others = [node for node in operands if not self._label(node)]
-            of_others = (
+            other_kinds = (
                 set(self._kinds(others).values()).difference(("unknown",)) if len(others) < len(operands) else ()
             )
-            for name in filter(None, map(self._label, operands)) if len(of_others) == 1 else ():
-                kinds.setdefault(name, *of_others)
+            for name in filter(None, map(self._label, operands)) if len(other_kinds) == 1 else ():
+                kinds.setdefault(name, *other_kinds)
         return kinds
 
     def _label(self, node: _Node) -> str:
-        """Return the name of a label; empty for other nodes."""
+        """Return the name of the label that a node refers to; empty for other nodes."""
         name = node["column_names"][0].lower() if node["class"] == "COLUMN_REF" else ""
         return name if name in self._labels else ""
 
     def _kinds(self, nodes: list[_Node]) -> dict[int, Kind]:
-        """Return the kind of each node by its ID. DuckDB computes it by binding functions to their arguments."""
+        """Return the kind of each node by `id`. DuckDB determines it by binding functions to their arguments."""
         import duckdb
 
         if not nodes:
@@ -277,7 +279,7 @@ class _Parser:
         return {id(node): _KINDS.get(name, "number") for node, name in zip(nodes, types, strict=True)}
 
     def _set_precision(self, node: _Node) -> None:
-        """Make arithmetic use float64, and comparisons with literals use the precision of the column."""
+        """Make arithmetic use float64, and make comparisons with literals use the precision of the column."""
         if node["class"] == "CONSTANT" and node["literal"]["kind"] == "NUMERIC":
             text = node["literal"]["text"]
             if _WITH_EXPONENT.fullmatch(text) and len(digits := f"{Decimal(text):f}") <= _MAX_DIGITS:
@@ -293,18 +295,18 @@ class _Parser:
         return {**self._plain, "statements": [{**statement, "node": {**statement["node"], "select_list": [*nodes]}}]}
 
     def _sql(self, *nodes: _Node) -> str:
-        """Return nodes in canonical form, with parentheses where they are needed."""
+        """Return the nodes as SQL in canonical form, with parentheses where they are needed."""
         (sql,) = self._row("select json_deserialize_sql(?)", json.dumps(self._select(*nodes)))
         return str(sql).removeprefix("SELECT ")
 
     def _row(self, query: str, *values: str) -> tuple[Any, ...]:
         return self._database.execute(query, values).fetchone() or ()
 
-    def _fail(self, problem: str, place: int | None = None, *, hint: str | None = None) -> NoReturn:
-        # DuckDB counts bytes. The nodes that it adds have no position.
-        if place is not None and len(_BEFORE) <= place < 1 << 63:
-            before = f"{_BEFORE}{self._text}".encode()[:place].decode(errors="ignore")
-            number = len(before) - len(_BEFORE)
+    def _fail(self, problem: str, location: int | None = None, *, hint: str | None = None) -> NoReturn:
+        # DuckDB counts bytes. The nodes that it adds have no location.
+        if location is not None and len(_PREFIX) <= location < 1 << 63:
+            valid_text = f"{_PREFIX}{self._text}".encode()[:location].decode(errors="ignore")
+            number = len(valid_text) - len(_PREFIX)
             if number >= len(self._text):
                 number, problem = len(self._text), "the expression ends too early"
             problem = f"character {number + 1}: {problem}"
@@ -326,7 +328,7 @@ def _conditions_and_comparisons(root: _Node) -> tuple[list[_Node], list[list[_No
 
 
 def _nodes(tree: object) -> Iterator[_Node]:
-    """Yield all expressions in a part of a parse tree, the outermost first."""
+    """Yield all expressions in a part of a parse tree, each before the expressions that it contains."""
     if isinstance(tree, dict):
         if "class" in tree:
             yield tree
@@ -344,14 +346,14 @@ _LABEL = re.compile(rf"\b{LABEL_PREFIX}\w+")
 
 @dataclass(frozen=True)
 class Field:
-    """A name of the expression language.
+    """A name in the expression language.
 
     Attributes:
         kind: Kind of its values.
-        level: Kind of object that the value describes.
+        level: Kind of object that a value describes.
         column: Table column that the values come from.
-        sql: Expression that computes the values; empty if they are stored in the column.
-        stored_in: Column of the data folder that stores the values; empty if `prep chunk` makes them.
+        sql: Expression that computes the values; empty if they are stored in the table column.
+        stored_in: Column of the data folder that stores the values; empty for values from the manifest or `video`.
     """
 
     kind: Kind
@@ -381,7 +383,7 @@ FIELDS: dict[str, Field] = {
 
 @cache
 def known_fields() -> dict[str, Field]:
-    """Return all names of the language: `FIELDS`, and the fields of the columns of installed packages."""
+    """Return all names of the language: `FIELDS`, and the fields of the columns of installed plug-ins."""
     fields = dict(FIELDS)
     for column in COLUMN_FIELDS.list_usable():
         for name, arrow_type in column.fields.items():
@@ -402,8 +404,8 @@ class Where:
     """A parsed expression: conditions that must all hold.
 
     Attributes:
-        text: Expression as it was written; a part of an expression is in canonical form.
-        conditions: Its conditions.
+        text: Expression as the user wrote it; a part of an expression is in canonical form.
+        conditions: Conditions of the expression.
     """
 
     text: str
@@ -460,10 +462,10 @@ class Where:
         """Split into conditions on chunks and videos, and conditions on captions; None for an empty part.
 
         Args:
-            labels_of: Objects that conditions on labels apply to: captions or chunks.
+            labels_of: Kind of object that conditions on labels apply to: captions or chunks.
 
         Raises:
-            UserError: A condition is on both a chunk and a caption, and belongs to neither.
+            UserError: A condition uses fields of both chunks and captions.
         """
         on_chunks: list[Condition] = []
         on_captions: list[Condition] = []
@@ -473,21 +475,21 @@ class Where:
                 names.setdefault(labels_of if field.level == "label" else field.level, []).append(name)
             if "chunk" in names and "caption" in names:
                 raise UserError(
-                    f"{_FLAG}: {condition.text} is one condition on fields of chunks ({', '.join(names['chunk'])}) "
-                    f"and of captions ({', '.join(names['caption'])})",
-                    hint="write separate conditions on chunks and on captions, and join them by `and`",
+                    f"{_FLAG}: {condition.text} mixes fields of chunks ({', '.join(names['chunk'])}) "
+                    f"and of captions ({', '.join(names['caption'])}) in one condition",
+                    hint="write separate conditions on chunks and on captions, and join them with `and`",
                     flags=(_FLAG,),
                 )
             (on_captions if "caption" in names else on_chunks).append(condition)
         return self._part(on_chunks), self._part(on_captions)
 
     def require(self, levels: Collection[Level], *, because: str) -> None:
-        """Raise a UserError if the expression uses names of other levels than `levels`."""
+        """Raise a UserError if the expression uses names whose level is not in `levels`."""
         fields = _fields_of(self.names)
-        if other := sorted(name for name in self.names if fields[name].level not in levels):
+        if unsupported := sorted(name for name in self.names if fields[name].level not in levels):
             known = ", ".join(name for name, field in known_fields().items() if field.level in levels)
             raise UserError(
-                f"{_FLAG} uses {', '.join(other)}, but {because}", hint=f"use one of {known}", flags=(_FLAG,)
+                f"{_FLAG} uses {', '.join(unsupported)}, but {because}", hint=f"use one of {known}", flags=(_FLAG,)
             )
 
     def _part(self, conditions: list[Condition]) -> "Where | None":
@@ -501,14 +503,14 @@ def parse_where(text: str, *, data_dir: Path | None = None) -> Where:
     """Parse an expression.
 
     Args:
-        data_dir: Data folder whose labels messages name.
+        data_dir: Data folder whose labels are listed in messages.
 
     Raises:
-        UserError: It is not an expression; the message has the position, and the nearest name for an unknown name.
+        UserError: The text is not an expression; the message has the position, and suggests a name for an unknown name.
     """
     if not isinstance(text, str):
         raise UserError(
-            f"{_FLAG} is {text!r}, not a text", hint="write a condition, such as 'motion > 0.2'", flags=(_FLAG,)
+            f"{_FLAG} is {text!r}, not a string", hint="write a condition, such as 'motion > 0.2'", flags=(_FLAG,)
         )
     text = text.strip()
     names = [*known_fields(), *_LABEL.findall(text.lower())]

@@ -1,9 +1,9 @@
-"""Check of the value of `--where` when flags are parsed. `where.py` and DuckDB are loaded only if the flag is given."""
+"""Check the value of `--where` when flags are parsed. `where.py` and DuckDB are loaded only if the flag is used."""
 
 
 def check_where(where: str | None) -> None:
     """Raise a UserError if `where` is not an expression."""
     if where is not None:
-        from clipmill.shards.where import parse_where  # slow
+        from clipmill.shards.where import parse_where  # slow to import
 
         parse_where(where)

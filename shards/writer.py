@@ -1,4 +1,4 @@
-"""Writer of a shard. Samples stream into a temporary tar; tar and indexes are published together once complete."""
+"""Shard writer. Samples are streamed into a temporary tar; the tar and its indexes are published once complete."""
 
 import errno
 import hashlib
@@ -29,7 +29,7 @@ from clipmill.shards.index import (
 from clipmill.shards.opening import Scan, scan
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
-# Lower case, because WebDataset lowers the case of extensions.
+# Lower case, because WebDataset converts extensions to lower case.
 _EXTENSION = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8,}")
 _WRITE_BUFFER_BYTES = 1 << 20
@@ -45,19 +45,19 @@ class Sample:
 
 
 def require_extension(extension: str) -> None:
-    """Raise a ValueError if members of samples cannot have an extension."""
+    """Raise a ValueError if `extension` is not valid for a member of a sample."""
     if not _EXTENSION.fullmatch(extension):
         raise ValueError(f"{extension!r} is not a valid member extension: use lower-case letters, digits, _ and dots")
 
 
 class ShardWriter:
-    """Writer of one shard: a context manager that leaves no files behind unless `publish` succeeds.
+    """Context manager that writes one shard, and leaves no files behind unless `publish` succeeds.
 
-    Memory holds one sample and the index, never the tar.
+    Only one sample and the index are in memory at a time, never the tar.
 
     Args:
-        variant_dir: Folder of the variant. It is never created here: if it is missing, the data folder is not the
-            expected one.
+        variant_dir: Folder of the variant. It is never created here, because a missing folder means that the data
+            folder is wrong.
         shard_id: ID of the shard.
         extensions: Members of every sample, in order.
         fields: Column-specific index fields (`clipmill.shards.format.VIDEO_FIELDS` for `video`).
@@ -91,7 +91,7 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            # Closing flushes the file, which fails again if the disk is full. The file is removed in any case.
+            # Closing flushes the file, which fails again if the disk is full. The file is removed regardless.
             with suppress(OSError):
                 self._file.close()
         finally:
@@ -133,14 +133,14 @@ class ShardWriter:
             self._file.write(bytes(-len(payload) % BLOCK_BYTES))
 
     def publish(self, fingerprint: str) -> ShardFiles:
-        """Verify the tar by reading it again, then rename tar and indexes to their final names.
+        """Verify the tar by reading it back, then rename the tar and its indexes to their final names.
 
         Args:
             fingerprint: Fingerprint of the shard's content (hex); its first 8 digits are part of the names.
 
         Raises:
             ValueError: The shard is empty, or `fingerprint` is invalid.
-            OSError: The disk is full, an I/O error occurred, or the bytes read differ from those written.
+            OSError: The disk is full, an I/O error occurred, or the bytes read back differ from the bytes written.
         """
         if not self._keys:
             raise ValueError(f"shard {self._shard_id} has no samples; shards cannot be empty")
@@ -150,15 +150,15 @@ class ShardWriter:
         self._file.write(bytes(-(self._end + 2 * BLOCK_BYTES) % tarfile.RECORDSIZE + 2 * BLOCK_BYTES))
         self._file.close()
         table = self._index.table()
-        tar = self._read_again(table)
+        tar = self._read_back(table)
         index = index_bytes(table)
         with (
             publish_atomically(self._directory / name.index) as index_temporary,
             publish_atomically(self._directory / name.energon_index) as energon_temporary,
         ):
-            # All three files are complete and synced before the first rename, so that a full disk leaves none of them.
-            _write_and_read_again(index_temporary, index)
-            _write_and_read_again(energon_temporary, energon_index_bytes(table))
+            # All three files are complete and synced before the first rename, so that a full disk leaves no files.
+            _write_and_read_back(index_temporary, index)
+            _write_and_read_back(energon_temporary, energon_index_bytes(table))
             for temporary in (self._temporary, index_temporary, energon_temporary):
                 sync(temporary)
             replace(self._temporary, self._directory / name.tar)
@@ -195,8 +195,8 @@ class ShardWriter:
                         "use clipmill.shards.npy.npy_bytes"
                     )
 
-    def _read_again(self, table: pa.Table) -> Scan:
-        """Read the tar, and compare its payloads with checksums that were taken before writing."""
+    def _read_back(self, table: pa.Table) -> Scan:
+        """Read the tar, and compare its payloads with the checksums that were computed before writing."""
         offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))
         tar = scan(self._temporary, ranges=zip(offsets, sizes, strict=True))
         expected_crc32s = member_columns(table, "crc32").ravel().tolist()
@@ -209,7 +209,7 @@ class ShardWriter:
         return tar
 
 
-def _write_and_read_again(path: Path, content: bytes) -> None:
+def _write_and_read_back(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     if path.read_bytes() != content:
         raise OSError(errno.EIO, "the bytes read back differ from the bytes written", os.fspath(path))

@@ -1,6 +1,6 @@
-"""Figures on pages: pictures and small clips (JPEG, PNG, H.264 in mp4) as data URIs or files, and histograms as SVG.
+"""Figures for the HTML pages: images and small clips (JPEG, PNG, H.264 in mp4) as data URIs, and histograms for SVG.
 
-Pages show evenly spaced samples of a larger number, and evenly spaced frames of a clip.
+A page shows evenly spaced samples of a larger set, and evenly spaced frames of a clip.
 """
 
 import base64
@@ -19,40 +19,40 @@ if TYPE_CHECKING:
     import av
 
 Item = TypeVar("Item")
-CLIP_FPS = 12  # approximate rate of small clips
-SHORT_SIDE_PX = 240  # maximum for small clips
+CLIP_FPS = 12  # approximate frame rate of small clips
+SHORT_SIDE_PX = 240  # maximum short side of small clips, in pixels
 _ENCODER = {"crf": "29", "preset": "veryfast", "threads": "1"}
 
 
 def evenly_spaced_items(items: Sequence[Item], *, at_most: int) -> list[Item]:
-    """Return at most `at_most` evenly spaced items, including the first and the last one."""
+    """Return at most `at_most` evenly spaced items, including the first and the last item."""
     last, count = len(items) - 1, min(len(items), at_most)
     return [items[round(number * last / max(1, count - 1))] for number in range(count)]
 
 
 def evenly_within(items: Sequence[Item], *, at_most: int) -> list[Item]:
-    """Divide a sequence into equal parts, and return the middle item of each."""
+    """Divide a sequence into at most `at_most` equal parts, and return the middle item of each part."""
     count = min(len(items), at_most)
     return [items[(2 * number + 1) * len(items) // (2 * count)] for number in range(count)]
 
 
 def data_uri(content: bytes, kind: str) -> str:
-    """Return a data URI of a media type such as image/jpeg."""
+    """Return content as a data URI. `kind` is the media type, such as image/jpeg."""
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def jpeg_uri(frame: "NDArray[np.uint8]") -> str:
-    """Return a picture (uint8 RGB [H, W, 3]) as a data URI."""
-    return data_uri(_encode_picture(frame, codec="mjpeg", pix_fmt="yuvj420p", options={"qscale": "3"}), "image/jpeg")
+    """Encode an image (uint8 RGB [H, W, 3]) as a JPEG data URI."""
+    return data_uri(_encode_image(frame, codec="mjpeg", pix_fmt="yuvj420p", options={"qscale": "3"}), "image/jpeg")
 
 
 def png_uri(frame: "NDArray[np.uint8]") -> str:
-    """Return a picture (uint8 RGB [H, W, 3]) as a lossless data URI."""
-    return data_uri(_encode_picture(frame, codec="png", pix_fmt="rgb24", options={}), "image/png")
+    """Encode an image (uint8 RGB [H, W, 3]) as a PNG data URI, which is lossless."""
+    return data_uri(_encode_image(frame, codec="png", pix_fmt="rgb24", options={}), "image/png")
 
 
 def small_clip(frames: "Iterable[av.VideoFrame]", *, fps: Fraction) -> bytes:
-    """Return an mp4 of one or more frames in H.264, scaled down to a short side of 240 pixels."""
+    """Encode one or more frames as H.264 in mp4, scaled down to a short side of at most 240 pixels."""
     import av
     from av.video.stream import VideoStream
 
@@ -64,15 +64,15 @@ def small_clip(frames: "Iterable[av.VideoFrame]", *, fps: Fraction) -> bytes:
         for number, frame in enumerate(frames):
             if number == 0:
                 stream.width, stream.height = _small_size(frame)
-            picture = frame.reformat(width=stream.width, height=stream.height, format="yuv420p")
-            picture.pts, picture.time_base = number, 1 / fps
-            container.mux(stream.encode(picture))
+            small = frame.reformat(width=stream.width, height=stream.height, format="yuv420p")
+            small.pts, small.time_base = number, 1 / fps
+            container.mux(stream.encode(small))
         container.mux(stream.encode(None))
     return content.getvalue()
 
 
 def small_frame(frame: "av.VideoFrame") -> "av.VideoFrame":
-    """Scale a frame down to the size of a small clip."""
+    """Scale a frame down to the resolution of a small clip."""
     width, height = _small_size(frame)
     return frame.reformat(width=width, height=height, format="yuv420p")
 
@@ -83,36 +83,37 @@ def _small_size(frame: "av.VideoFrame") -> tuple[int, int]:
     return width, height
 
 
-def _encode_picture(
+def _encode_image(
     frame: "NDArray[np.uint8]", *, codec: Literal["mjpeg", "png"], pix_fmt: str, options: Mapping[str, str]
 ) -> bytes:
     import av
 
-    picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24").reformat(format=pix_fmt)
+    image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24").reformat(format=pix_fmt)
     encoder = av.CodecContext.create(codec, "w")
-    encoder.height, encoder.width = picture.height, picture.width
+    encoder.height, encoder.width = image.height, image.width
     encoder.pix_fmt = pix_fmt
     encoder.time_base = 1  # type: ignore[assignment]
     encoder.options = dict(options)
-    return b"".join(bytes(packet) for packet in [*encoder.encode(picture), *encoder.encode(None)])
+    return b"".join(bytes(packet) for packet in [*encoder.encode(image), *encoder.encode(None)])
 
 
-NUM_BINS = 32  # maximum
-# Maximum number of labels, if a bar stands for one integer and if it stands for several.
+NUM_BINS = 32  # maximum number of bins
+# Maximum number of labels on the axis: if each bar represents one integer, and if each bar represents several integers.
 _NUM_LABELS, _NUM_RANGES = 8, 4
-_TAIL_SHARE = 0.01  # share of the values that may lie above the end of the histogram of an unbounded quantity,
-_NUM_OUTLIERS = 5  # if there are few values, this number instead, but at most a tenth of them,
-_TAIL_FACTOR = 1.5  # if the highest value is larger than the end by more than this factor
+# The histogram of an unbounded quantity omits its tail if the highest value exceeds the end by more than _TAIL_FACTOR.
+_TAIL_FRACTION = 0.01  # fraction of the values in the tail
+_NUM_OUTLIERS = 5  # number of values in the tail if there are few values, but at most a tenth of all values
+_TAIL_FACTOR = 1.5
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar with values.
+    """A bar of a histogram.
 
     Attributes:
-        left: Position of its left side, in units of the SVG.
-        text: Values of the bar, and their number, in words.
-        heights: Height of all values (`all`), and of the values that a selection keeps (`kept`), in percent.
+        left: Position of its left edge, in units of the SVG.
+        text: Range of the values in the bar and their number, as text.
+        heights: Height for all values (`all`), and for the values that a selection keeps (`kept`), in percent.
     """
 
     left: int
@@ -125,8 +126,8 @@ class Histogram:
     """Counts of values in bins of equal width.
 
     Attributes:
-        begin, end: Values at the first and the last border.
-        counts: Number of values in each bin, int64 [bins]; the last bin also has all values above `end`.
+        begin, end: Lower edge of the first bin, and upper edge of the last bin.
+        counts: Number of values in each bin, int64 [bins]; the last bin also counts all values above `end`.
         kept: Number of values in each bin that a selection keeps, int64 [bins]; None without a selection.
         is_cut: True if values lie above `end`.
         is_count: True if the values are integers.
@@ -140,7 +141,7 @@ class Histogram:
     is_count: bool
 
     def bin_text(self, number: int) -> str:
-        """Return the values of a bin in words: `3`, `4 to 7`, `1.5 to 2`, `90 and more`."""
+        """Return the range of a bin as text: `3`, `4 to 7`, `1.5 to 2`, `90 and more`."""
         width = (self.end - self.begin) / len(self.counts)
         low = self.begin + number * width
         if self.is_cut and number == len(self.counts) - 1:
@@ -154,7 +155,7 @@ class Histogram:
         return max(int(self.counts.max()), 1)
 
     def span_text(self, unit: str) -> str:
-        """Return the number of values and their range in words."""
+        """Return the number of values and their range as text."""
         span = f"from {short_number(self.begin)} to {short_number(self.end)} {unit}".rstrip()
         return f"{count_noun(int(self.counts.sum()), 'value')} {span}"
 
@@ -174,9 +175,9 @@ class Histogram:
         return bars
 
     def ticks(self, unit: str) -> list[str]:
-        """Return the labels of the axis: integers are below the middle of their bars, other values at the borders.
+        """Return the labels of the axis: for integers, one per bar; for other values, the start, middle and end.
 
-        Bars of integers without a label have an empty label.
+        Bars for integers that are not labelled have an empty label.
         """
         unit = f" {unit}" if unit else ""
         if not self.is_count:
@@ -199,27 +200,27 @@ def histogram(
     is_count: bool = False,
     is_kept: NDArray[np.bool_] | None = None,
 ) -> Histogram:
-    """Return the histogram of some known values, at least one.
+    """Compute the histogram of at least one value. Unknown values must be removed first.
 
     Args:
-        bounds: Range of the values. None if there is no upper bound: the histogram then begins at 0 and omits a long
-            tail, so that a few large values do not squeeze all others into one bin.
+        bounds: Range of the values; None without an upper bound: the histogram then begins at 0 and omits a long tail,
+            so that a few large values do not squeeze all other values into one bin.
         is_count: True if the values are integers; all bins then hold the same number of integers.
-        is_kept: True for each value that belongs to a sample that a selection keeps, bool [values].
+        is_kept: True for each value whose sample a selection keeps, bool [values].
     """
     highest, num_bins = float(values.max()), NUM_BINS
     if is_count:
         num_bins = min(NUM_BINS, int(highest) + 1)
         begin, end = 0.0, float(-(-(int(highest) + 1) // num_bins) * num_bins)
     else:
-        num_above = max(int(_TAIL_SHARE * len(values)), min(_NUM_OUTLIERS, len(values) // 10))
+        num_above = max(int(_TAIL_FRACTION * len(values)), min(_NUM_OUTLIERS, len(values) // 10))
         tail = float(np.sort(values)[-1 - num_above])  # the value at which a long tail begins
         begin, end = bounds or (0.0, tail if highest > _TAIL_FACTOR * tail else highest)
     end = end if end > begin else begin + 1.0
-    inside = np.clip(values, begin, end)
+    clipped_values = np.clip(values, begin, end)
 
     def count(part: NDArray[np.float64]) -> NDArray[np.int64]:
         return np.histogram(part, bins=num_bins, range=(begin, end))[0].astype(np.int64)
 
-    kept = None if is_kept is None else count(inside[is_kept])
-    return Histogram(begin, end, count(inside), kept, highest > end, is_count)
+    kept = None if is_kept is None else count(clipped_values[is_kept])
+    return Histogram(begin, end, count(clipped_values), kept, highest > end, is_count)

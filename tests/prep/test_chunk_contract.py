@@ -313,7 +313,7 @@ def test_declared_fields_that_the_samples_lack_are_the_mistake_of_the_package(
         with installed_here(tmp_path / "wrong"):
             with pytest.raises(UserError, match=f"odd 1.0 declares for the column lengths .*: {difference}") as error:
                 stored_rows(shard_set.data, "lengths", ["lengths_value"])
-            assert "declare fields that its ChunkWork has" in str(error.value.hint)
+            assert "declare the fields of its ChunkWork" in str(error.value.hint)
             make_here(COLUMN, shard_set.data)
             assert difference in capsys.readouterr().err
 

@@ -159,12 +159,12 @@ def test_a_label_of_another_kind_is_named_with_a_value(tmp_path: Path) -> None:
     captions = [Caption("a", number, number + 1, "x", labels=values) for number, values in enumerate(labels)]
     write_captions(tmp_path, {"a": "train"}, captions)
     for expression, message in (
-        ("label_grade > 2", "takes label_grade for numbers, and it has the value 'high'"),
-        ("label_done", "takes label_done for true or false, and it has the value 'yes'"),
+        ("label_grade > 2", "expects label_grade to be a number, but it has the value 'high'"),
+        ("label_done", "expects label_done to be true or false, but it has the value 'yes'"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             read_labelled(tmp_path, parse_where(expression).labels)
-        assert "compare it with texts" in str(caught.value.hint)
+        assert "compare it with strings" in str(caught.value.hint)
     for expression, hint in (
         ("done = 'true'", "did you mean label_done? names: motion"),
         ("is_done = 'true'", "did you mean label_done?"),

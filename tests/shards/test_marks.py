@@ -176,7 +176,7 @@ def test_a_folder_that_takes_no_mark_is_read_with_a_line(tmp_path: Path, capsys:
         read_from(tmp_path)
         assert leave_mark(tmp_path / "video" / NEW) is None
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"note: {tmp_path} takes no mark of its readers (" in line and "--keep" in line
+    assert f"note: reader marks cannot be written to {tmp_path} (" in line and "--keep" in line
 
 
 @pytest.mark.parametrize("place", ["bucket", "web server"])
@@ -187,7 +187,7 @@ def test_a_place_that_may_not_be_written_is_read_with_a_line(
     read_from(tmp_path, open_objects(f"{bucket}/data" if place == "bucket" else "https://127.0.0.1:1/data"))
     assert leave_mark(tmp_path / "video" / NEW) is None
     (line,) = capsys.readouterr().err.splitlines()
-    assert "takes no mark of its readers (" in line and "--keep" in line
+    assert "note: reader marks cannot be written to " in line and "--keep" in line
 
 
 def test_a_bucket_that_does_not_answer_holds_up_no_other_folder(bucket: str, faults: Faults, tmp_path: Path) -> None:

@@ -55,5 +55,5 @@ def test_a_table_without_a_checksum_of_its_schema_is_damaged(tmp_path: Path) -> 
     assert len(metadata) < len(table.schema.metadata)
     with pa.ipc.new_file(old, table.schema.with_metadata(metadata)) as writer:
         writer.write_table(table)
-    with pytest.raises(DamagedTable, match="its schema differs"):
+    with pytest.raises(DamagedTable, match="its schema does not match its checksum"):
         open_merged_table(old)

@@ -31,14 +31,14 @@ def files(folder: Path, *names: str) -> Path:
         (lambda root: files(root / "a", "s-08.tar", "s-09.tar", "s-10.tar"), "", "'{root}/a/s-{{08..10}}.tar'"),
         (lambda root: files(root / "a", "000.tar", "002.tar"), "", "'{root}/a/{{000,002}}.tar'"),
         (lambda root: files(root / "a", "cats.tar", "dogs.tar"), "", "'{root}/a/{{cats,dogs}}.tar'"),
-        (lambda root: files(root / "a", "cats.tar"), "", "its 1 tar, name it: '{root}/a/cats.tar'"),
+        (lambda root: files(root / "a", "cats.tar"), "", "its 1 tar, pass it as '{root}/a/cats.tar'"),
         (lambda root: files(root, "cats.tar.gz") / "cats.tar.gz", "cats.tar.gz is a file", "decompress it"),
         (lambda root: files(root, "v.mp4") / "v.mp4", "v.mp4 is a file", "prep manifest folder {root} --data DATA"),
         (lambda root: files(root / "data/manifest").parent.parent, "no manifest", "such as {root}/data"),
         (
             lambda root: files(files(root / "data/manifest").parent / "video/x", "000.tar"),
             "no manifest",
-            "belongs to the data folder {root}/data:",
+            "use {root}/data, the data folder that contains it",
         ),
     ],
 )

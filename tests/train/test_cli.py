@@ -123,7 +123,7 @@ def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
         (["--shards", "nowhere"], "there is no data folder nowhere", "--shards"),
         (
             ["--shards", "{empty}"],
-            "is not a data folder: it has no video shards, and no manifest",
+            "is not a data folder: it has no video shards and no manifest",
             "prep manifest folder",
         ),
         (["--shards", "{data}", "--split", "test"], "no videos of split 'test'", "train, val"),

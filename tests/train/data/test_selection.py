@@ -113,7 +113,7 @@ def test_the_expression_is_part_of_the_fingerprint(scored: Path, data_dir: Path)
         ("words > 50", r"'words > 50' selects none of the 9 captions of split 'train'"),
         ("begin_s > 3 and 'begins' in text", r"no clip of split 'train' is usable.* 9 not selected; where"),
         ("motoin > 5", "there is no name motoin"),
-        ("motion > 0.2 or words > 3", "one condition on fields of chunks"),
+        ("motion > 0.2 or words > 3", "mixes fields of chunks"),
     ],
 )
 def test_what_selects_nothing_is_an_error(scored: Path, where: str, message: str) -> None:
@@ -132,7 +132,7 @@ def test_chunks_without_scores_are_counted(scored: Path, tmp_path: Path) -> None
     shutil.copytree(scored, copy)
     some = {key: {"motion": 1.0} for key in MOTION if key[0] != "b"}
     write_scores(copy, some, failed=["b_000000000"])
-    with pytest.raises(UserError, match="--where uses scores, and 2 chunks of 9 have none") as error:
+    with pytest.raises(UserError, match="--where uses scores, which 2 chunks of 9 lack") as error:
         captioned(copy, "motion > 0.5")
     assert f"prep status --data {copy} shows the command" in str(error.value.hint)
     assert len(captioned(copy, "begin_s < 3")) > 0
