@@ -29,7 +29,7 @@ from clipmill.prep.text.t5 import resolve_t5
 from clipmill.prep.text.tower import resolve as resolve_text
 from clipmill.shards.reader import Variant
 from tests.prep.here import Here
-from tests.prep.latents.video_vaes import NAMES, saved
+from tests.prep.latents.video_vaes import NAMES, save_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
@@ -126,7 +126,7 @@ def test_segments_of_a_video_vae_are_those_of_a_cpu_two_at_a_time(
 ) -> None:
     if device.type == "cpu" and name != "AutoencoderKLWan":
         pytest.skip("one class is enough for the dry run")
-    vae = str(saved(name, tmp_path / "vae"))
+    vae = str(save_model(name, tmp_path / "vae"))
     posterior = "mean" if name == "AutoencoderKLCosmos" else "sample"
     for folder, one in (("found", device_name(device)), ("expected", "cpu")):
         shutil.copytree(clips_dir, tmp_path / folder)

@@ -122,13 +122,13 @@ def main() -> None:
         environment = example_installed(folder / "installed")
         parts = ("2/2", "1/2") if given.part else ("",)
         if given.bucket:
-            found = _digests_in_bucket(folder, environment, engine=given.engine, parts=parts)
+            all_digests = _digests_in_bucket(folder, environment, engine=given.engine, parts=parts)
         else:
             make_columns(folder, str(folder / "data"), environment, engine=given.engine, parts=parts)
-            found = digests(folder / "data")
-    given.out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+            all_digests = digests(folder / "data")
+    given.out.write_text(json.dumps(all_digests, indent=1, sort_keys=True) + "\n")
     if given.compare is not None:
-        differing = differences(json.loads(given.compare.read_text()), found)
+        differing = differences(json.loads(given.compare.read_text()), all_digests)
         print("\n".join([*differing, f"{len(differing)} differences"]))
         raise SystemExit(bool(differing))
 

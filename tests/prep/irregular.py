@@ -22,7 +22,7 @@ def ffmpeg(*arguments: object, content: bytes = b"") -> None:
     subprocess.run(command, input=content, check=True)
 
 
-def numbered(
+def write_numbered(
     path: Path,
     first: int = 0,
     count: int = WHOLE,
@@ -60,7 +60,7 @@ def parts(folder: Path, suffix: str, *options: object, sound: str = "mp2", **how
     """The bytes of two files, one after another, each with sound and with timestamps that start at the same time."""
     content = b""
     for first in (0, HALF):
-        video = numbered(folder / f"pictures{first}.mkv", first, HALF, **how)
+        video = write_numbered(folder / f"pictures{first}.mkv", first, HALF, **how)
         part = folder / f"part{first}{suffix}"
         length = ("-t", HALF / FPS)
         ffmpeg(
@@ -75,13 +75,13 @@ def transport_streams(folder: Path, *seconds: float, options: tuple[object, ...]
     """Two transport streams without sound whose timestamps begin at these seconds."""
     streams = []
     for first, begin_s in zip((0, HALF), seconds, strict=True):
-        video = numbered(folder / f"ts{first}.mkv", first, HALF, **how)
+        video = write_numbered(folder / f"ts{first}.mkv", first, HALF, **how)
         streams.append(folder / f"ts{first}.ts")
         ffmpeg("-i", video, "-c", "copy", *options, "-muxdelay", 0, "-output_ts_offset", begin_s, streams[-1])
     return streams
 
 
-def joined(*streams: Path) -> bytes:
+def join_streams(*streams: Path) -> bytes:
     """Transport streams, one after another, with continuity counters that run on, as in one recording."""
     counters: dict[int, int] = {}
     content = bytearray()
@@ -98,7 +98,7 @@ def joined(*streams: Path) -> bytes:
 
 def late_picture(folder: Path, name: str) -> list[int]:
     encoder = "libx264" if name.endswith("ts") else "mpeg2video"
-    with_sound(numbered(folder / "v.mkv", encoder=encoder), folder / name, delay_s=1, options=("-muxdelay", 0))
+    with_sound(write_numbered(folder / "v.mkv", encoder=encoder), folder / name, delay_s=1, options=("-muxdelay", 0))
     return [0] * FPS + BOTH
 
 
@@ -110,7 +110,7 @@ def without_second_header(folder: Path, name: str) -> list[int]:
     return BOTH
 
 
-def concatenated(suffix: str, *options: object, **how: Any) -> Callable[[Path, str], list[int]]:
+def concatenate(suffix: str, *options: object, **how: Any) -> Callable[[Path, str], list[int]]:
     def write(folder: Path, name: str) -> list[int]:
         (folder / name).write_bytes(parts(folder, suffix, *options, **how))
         return BOTH
@@ -121,13 +121,13 @@ def concatenated(suffix: str, *options: object, **how: Any) -> Callable[[Path, s
 def hours_later(folder: Path, name: str) -> list[int]:
     """Timestamps that begin again with a later time."""
     streams = transport_streams(folder, 1, 30_000, options=WITHOUT_DTS, encoder="mpeg2video", num_b=0)
-    (folder / name).write_bytes(joined(*streams))
+    (folder / name).write_bytes(join_streams(*streams))
     return BOTH
 
 
 def gap(folder: Path, name: str) -> list[int]:
     streams = transport_streams(folder, 1, 1 + HALF / FPS + 12)
-    (folder / name).write_bytes(joined(*streams))
+    (folder / name).write_bytes(join_streams(*streams))
     return [*range(HALF), *[HALF - 1] * 12 * FPS, *range(HALF, WHOLE)]
 
 
@@ -136,16 +136,16 @@ def colours_change(folder: Path, name: str) -> list[int]:
     for first, begin_s, matrix in ((0, 1, "smpte170m"), (HALF, 1 + HALF / FPS, "bt709")):
         streams.append(folder / f"tags{first}.ts")
         tags = ("-color_primaries", matrix, "-color_trc", matrix, "-colorspace", matrix)
-        video = numbered(folder / f"tags{first}.mkv", first, HALF)
+        video = write_numbered(folder / f"tags{first}.mkv", first, HALF)
         ffmpeg("-i", video, "-c:v", "libx264", *tags, "-muxdelay", 0, "-output_ts_offset", begin_s, streams[-1])
-    (folder / name).write_bytes(joined(*streams))
+    (folder / name).write_bytes(join_streams(*streams))
     return BOTH
 
 
 def size_changes(folder: Path, name: str) -> list[int]:
     small = transport_streams(folder, 1, 1 + HALF / FPS)[0].rename(folder / "small.ts")
     large = transport_streams(folder, 1, 1 + HALF / FPS, size=(240, 240))[1]
-    (folder / name).write_bytes(joined(small, large))
+    (folder / name).write_bytes(join_streams(small, large))
     return BOTH
 
 
@@ -160,20 +160,20 @@ def edit(video: Path, *, begin_s: int = 0, end_s: int) -> None:
 
 
 def hidden_end(folder: Path, name: str) -> list[int]:
-    edit(numbered(folder / name, count=WHOLE + 40), end_s=WHOLE // FPS)
+    edit(write_numbered(folder / name, count=WHOLE + 40), end_s=WHOLE // FPS)
     return BOTH
 
 
 def hidden_head(folder: Path, name: str) -> list[int]:
     """A MOV in which every frame is a key frame."""
-    edit(numbered(folder / name, encoder="mjpeg"), begin_s=2, end_s=WHOLE // FPS)
+    edit(write_numbered(folder / name, encoder="mjpeg"), begin_s=2, end_s=WHOLE // FPS)
     return BOTH[2 * FPS :]
 
 
 def cut_frame(folder: Path, name: str) -> list[int]:
     """An MP4 whose edit list ends within a frame that its samples show for three seconds."""
     late = f"setts=ts=if(gte(N\\,{HALF})\\,TS+3/TB\\,TS)"
-    ffmpeg("-i", numbered(folder / "v.mp4", num_b=0), "-c", "copy", "-bsf:v", late, folder / name)
+    ffmpeg("-i", write_numbered(folder / "v.mp4", num_b=0), "-c", "copy", "-bsf:v", late, folder / name)
     edit(folder / name, end_s=HALF // FPS + 1)
     return [*range(HALF), *[HALF - 1] * FPS]
 
@@ -181,13 +181,13 @@ def cut_frame(folder: Path, name: str) -> list[int]:
 def cut_key_frame(folder: Path, name: str) -> list[int]:
     """A MOV whose edit list ends within a long frame, and no packet behind it is needed for decoding."""
     late = f"setts=ts=if(gte(N\\,{HALF})\\,TS+3/TB\\,TS)"
-    ffmpeg("-i", numbered(folder / "v.mov", encoder="mjpeg"), "-c", "copy", "-bsf:v", late, folder / name)
+    ffmpeg("-i", write_numbered(folder / "v.mov", encoder="mjpeg"), "-c", "copy", "-bsf:v", late, folder / name)
     edit(folder / name, end_s=HALF // FPS + 1)
     return [*range(HALF), *[HALF - 1] * FPS]
 
 
 def short_header(folder: Path, name: str) -> list[int]:
-    content = bytearray(numbered(folder / name).read_bytes())
+    content = bytearray(write_numbered(folder / name).read_bytes())
     box = content.index(b"mdhd")
     unit = struct.unpack(">I", content[box + 16 : box + 20])[0]
     content[box + 20 : box + 24] = struct.pack(">I", 3 * unit)
@@ -196,13 +196,13 @@ def short_header(folder: Path, name: str) -> list[int]:
 
 
 def decoding_order(folder: Path, name: str) -> list[int]:
-    ffmpeg("-i", numbered(folder / "b.mp4"), "-c", "copy", "-bsf:v", "h264_mp4toannexb", folder / name)
+    ffmpeg("-i", write_numbered(folder / "b.mp4"), "-c", "copy", "-bsf:v", "h264_mp4toannexb", folder / name)
     return BOTH
 
 
 def slow_clock(folder: Path, name: str) -> list[int]:
     """An AVI whose clock ticks every 0.068 s. Few output frames begin at such a time, and the second span does not."""
-    video = numbered(folder / name, count=250, encoder="mpeg4")
+    video = write_numbered(folder / name, count=250, encoder="mpeg4")
     content = bytearray(video.read_bytes())
     struct.pack_into("<II", content, content.index(b"strh") + 28, 17, 250)
     video.write_bytes(content)
@@ -212,7 +212,7 @@ def slow_clock(folder: Path, name: str) -> list[int]:
 
 def dropped_frames(folder: Path, name: str, *, num: int = 30) -> list[int]:
     """An AVI whose last frames have no bytes."""
-    content = numbered(folder / name, encoder="mpeg4").read_bytes()
+    content = write_numbered(folder / name, encoder="mpeg4").read_bytes()
     begin, end = content.index(b"movi") + 4, content.index(b"idx1")
     movie, index, position, number = b"", b"", begin, 0
     while position < end:
@@ -231,19 +231,19 @@ def dropped_frames(folder: Path, name: str, *, num: int = 30) -> list[int]:
 def short_end(folder: Path, name: str) -> list[int]:
     """The last frame begins early; it ends with the last output frame if time 0 is not on the grid of output frames."""
     early = f"setts=ts=if(gte(N\\,{WHOLE - 1})\\,TS-40\\,TS)"  # milliseconds
-    video = numbered(folder / "v.mkv", num_b=0)
+    video = write_numbered(folder / "v.mkv", num_b=0)
     ffmpeg("-i", video, "-c", "copy", "-bsf:v", early, "-output_ts_offset", 1.08, folder / name)
     return BOTH
 
 
 def thumbnail_first(folder: Path, name: str) -> list[int]:
-    still, video = numbered(folder / "still.mkv", 500, 1), numbered(folder / "v.mkv")
+    still, video = write_numbered(folder / "still.mkv", 500, 1), write_numbered(folder / "v.mkv")
     ffmpeg("-i", still, "-i", video, "-map", "0:v", "-map", "1:v", "-c", "copy", "-disposition", 0, folder / name)
     return BOTH
 
 
 def default_second(folder: Path, name: str) -> list[int]:
-    other, video = numbered(folder / "other.mkv", 500), numbered(folder / "v.mkv")
+    other, video = write_numbered(folder / "other.mkv", 500), write_numbered(folder / "v.mkv")
     tracks = ("-map", "0:v", "-map", "1:v", "-c", "copy", "-disposition:v:0", 0, "-disposition:v:1", "default")
     ffmpeg("-i", other, "-i", video, *tracks, folder / name)
     return BOTH
@@ -252,16 +252,16 @@ def default_second(folder: Path, name: str) -> list[int]:
 KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "late-ts.ts": (late_picture, ""),
     "late-ps.mpg": (late_picture, ""),
-    "cat.ts": (concatenated(".ts"), "start again, first at packet 70 (7.0"),
+    "cat.ts": (concatenate(".ts"), "start again, first at packet 70 (7.0"),
     "cat-without-dts.ts": (
-        concatenated(".ts", *WITHOUT_DTS, encoder="mpeg2video", num_b=0),
+        concatenate(".ts", *WITHOUT_DTS, encoder="mpeg2video", num_b=0),
         "start again, first at packet 70 (7.0",
     ),
     "hours-later.ts": (hours_later, "start again, first at packet 70 (7.00 s)"),
-    "cells.mpg": (concatenated(".mpg", "-f", "vob", encoder="mpeg2video"), "start again"),
+    "cells.mpg": (concatenate(".mpg", "-f", "vob", encoder="mpeg2video"), "start again"),
     "twice.flv": (without_second_header, "start again"),
-    "blobs.webm": (concatenated(".webm", "-live", "1", sound="libopus", encoder="libvpx"), "start again"),
-    "appended.mkv": (concatenated(".mkv", "-live", "1"), "start again"),
+    "blobs.webm": (concatenate(".webm", "-live", "1", sound="libopus", encoder="libvpx"), "start again"),
+    "appended.mkv": (concatenate(".mkv", "-live", "1"), "start again"),
     "gap.ts": (gap, "no frames for 12.1 s from 6.90 s"),
     "tags.ts": (colours_change, ""),
     "size.ts": (size_changes, "changes from 120x120 to 240x240 at 7.00 s"),

@@ -178,8 +178,8 @@ def processes(mark: str) -> Iterator[Process]:
                 continue
         except OSError:
             continue
-        if (found := running(int(folder.name))) is not None:
-            yield found
+        if (process := running(int(folder.name))) is not None:
+            yield process
 
 
 def running(pid: int) -> Process | None:
@@ -196,8 +196,8 @@ def running(pid: int) -> Process | None:
 def wait_until_none(find: Callable[[], Sequence[object]], *, seconds: float) -> None:
     """Waits until nothing is found any more; fails with what still is."""
     deadline_s = time.monotonic() + seconds
-    while found := find():
-        assert time.monotonic() < deadline_s, f"still there: {found}"
+    while remaining := find():
+        assert time.monotonic() < deadline_s, f"still there: {remaining}"
         time.sleep(0.05)
 
 

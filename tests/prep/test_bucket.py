@@ -165,8 +165,8 @@ def test_the_table_of_chunks_is_fetched_only_where_it_is_needed(data: str, chunk
     for command, num_requests in ((("status",), 0), (("plan", *LEN[:6]), 0), (("chunk", *LEN, "--workers", 1), 2)):
         faults.set()
         prep_here(*command, "--data", data)
-        found = [method for method, path in faults.seen().requests if path.endswith("/chunks.arrow")]
-        assert found == ["GET"] * num_requests, command  # of the schema by range: its size, and itself
+        methods = [method for method, path in faults.seen().requests if path.endswith("/chunks.arrow")]
+        assert methods == ["GET"] * num_requests, command  # of the schema by range: its size, and itself
     assert contents_of(data) == contents(chunks)
 
 

@@ -104,7 +104,7 @@ def test_gc_aborts_uploads_of_its_own_names_alone(data: str) -> None:
     lines = prep_here("gc", "--dry-run", "--data", data).stdout.splitlines()
     assert lines[0].startswith(f"to remove  {names[0]} (begun 20") and len(list(objects.open_uploads())) == 4
     assert prep_here("gc", "--data", data, "--json").summary["uploads"] == names[:1]
-    assert {one.key for one in objects.open_uploads()} == {*names[1:]}
+    assert {unfinished.key for unfinished in objects.open_uploads()} == {*names[1:]}
 
 
 def test_verify_asks_the_bucket_and_not_its_copy_of_before(data: str, faults: Faults, few_retries: None) -> None:

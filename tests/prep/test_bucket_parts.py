@@ -155,11 +155,11 @@ def test_a_command_that_takes_its_lock_while_a_part_registers_is_seen(
     with ExitStack() as stack:
         take_turn = PartRun._take_turn
 
-        def late(run: PartRun, doing: str) -> None:
+        def take_turn_late(run: PartRun, doing: str) -> None:
             stack.enter_context(column_lock(machine("b")))
             take_turn(run, doing)
 
-        monkeypatch.setattr(PartRun, "_take_turn", late)
+        monkeypatch.setattr(PartRun, "_take_turn", take_turn_late)
         with pytest.raises(UserError, match="another command is writing"):
             writing_part(machine("a"), Part(1, 2), column="video").__enter__()
     assert not any(locks_of(bucket).values())
@@ -235,12 +235,12 @@ def test_a_part_that_was_killed_on_another_machine_and_is_run_again_waits_until_
         alive = iter(range(10**6))
         server_time_s = leases.server_time_s
 
-        def renewed(objects: Objects) -> float:
+        def renew_elsewhere(objects: Objects) -> float:
             is_elsewhere(bucket, key, sign=next(alive))
             return server_time_s(objects)
 
         with monkeypatch.context() as patch:
-            patch.setattr(leases, "server_time_s", renewed)
+            patch.setattr(leases, "server_time_s", renew_elsewhere)
             with pytest.raises(UserError, match=r"part 1/2 is running already \(process 7 on node1\)"):
                 writing_part(machine("b"), Part(1, 2), column="video").__enter__()
         monkeypatch.setattr(leases, "EXPIRY_S", 2.0)

@@ -268,7 +268,7 @@ def test_a_setting_of_each_type_comes_back_from_its_flags_and_from_its_recipe(ch
     app, settings = App(), KindsSettings(**changed)
 
     @app.default
-    def given(settings: Annotated[KindsSettings, Parameter(name="*")] = KindsSettings()) -> KindsSettings:
+    def settings_given(settings: Annotated[KindsSettings, Parameter(name="*")] = KindsSettings()) -> KindsSettings:
         return settings
 
     assert app(setting_flags(settings), exit_on_error=False, result_action="return_value") == settings
@@ -384,7 +384,7 @@ PAIRS_COLUMN = replace(COLUMN, name="pairs", settings=PairsSettings, work=f"{__n
 def pairs(data: Path) -> dict[str, tuple[str, bytes]]:
     """Extension and content of each sample, by key."""
     samples = Variant.open(data, column="pairs").iterate()
-    members = {one["__key__"]: [item for item in one.items() if isinstance(item[1], bytes)] for one in samples}
+    members = {sample["__key__"]: [item for item in sample.items() if isinstance(item[1], bytes)] for sample in samples}
     return {key: member for key, (member,) in members.items()}
 
 

@@ -40,11 +40,11 @@ def test_no_file_outside_of_a_columns_folder_names_the_column() -> None:
     commands = {column.name: column.command for column in columns()}
     assert {name: commands[name] for name in COLUMNS} == {name: row.command for name, row in COLUMNS.items()}
     files = [path for folder in ("prep", "shards", "train") for path in (ROOT / folder).rglob("*.py")]
-    found = []
+    uses = []
     for path in files:
         if str(path.relative_to(ROOT)) in EXCEPTIONS:
             continue
-        own = {name for name in NAMES if path.is_relative_to(ROOT / "prep" / name)}
-        found += named_in(path, NAMES - own)
-    assert found == [], f"take the name, the command or the hint from shards/columns.py: {found}"
+        allowed = {name for name in NAMES if path.is_relative_to(ROOT / "prep" / name)}
+        uses += named_in(path, NAMES - allowed)
+    assert uses == [], f"take the name, the command or the hint from shards/columns.py: {uses}"
     assert named_in(ROOT / "prep/latents/recipe.py", frozenset({"latents"}))

@@ -29,7 +29,7 @@ from tests.prep.sets import ShardSet
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def plugin_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which the package is installed."""
     return example_installed(tmp_path_factory.mktemp("installed"))
 
@@ -47,7 +47,7 @@ def start(module: str, *arguments: object, **environment: str) -> "subprocess.Po
     )
 
 
-def stored(data: Path) -> dict[str, list[float]]:
+def stored_values_by_key(data: Path) -> dict[str, list[float]]:
     return {
         sample["__key__"]: np.frombuffer(sample["brightness.npy"][-4 * 60 :], np.float32).tolist()
         for sample in Variant.open(data, column="brightness").iterate()
@@ -67,11 +67,11 @@ def is_worker(process: Process) -> bool:
 
 def test_what_is_stored_is_what_the_chunks_show(shard_set: ShardSet) -> None:
     make_here(COLUMN, shard_set.data)
-    found = stored(shard_set.data)
-    wanted = {sample["__key__"]: brightness(sample["mp4"]) for sample in Variant.open(shard_set.data).iterate()}
-    assert list(found) == list(wanted)
-    for key, array in wanted.items():
-        np.testing.assert_array_equal(found[key][-len(array) :], array)
+    values_by_key = stored_values_by_key(shard_set.data)
+    expected = {sample["__key__"]: brightness(sample["mp4"]) for sample in Variant.open(shard_set.data).iterate()}
+    assert list(values_by_key) == list(expected)
+    for key, array in expected.items():
+        np.testing.assert_array_equal(values_by_key[key][-len(array) :], array)
 
 
 def test_a_sample_that_differs_from_its_row_is_found() -> None:
@@ -89,24 +89,24 @@ def half_written(data: Path) -> list[str]:
 
 
 def test_a_killed_run_is_finished_by_the_next_with_the_same_bytes(
-    installed: dict[str, str], tmp_path: Path, shard_set: ShardSet
+    plugin_environment: dict[str, str], tmp_path: Path, shard_set: ShardSet
 ) -> None:
     mark, data = secrets.token_hex(8), tmp_path / "killed"
     shutil.copytree(shard_set.data, data)
     flags = ("brightness", "--data", data, "--workers", 1, "--json")
-    killed = start("tests.prep.slow_brightness", *flags, "--engine", "processes", **{MARK: mark}, **installed)
+    killed = start("tests.prep.slow_brightness", *flags, "--engine", "processes", **{MARK: mark}, **plugin_environment)
     wait_until(lambda: half_written(data) or killed.poll() is not None, seconds=120)
     killed.send_signal(signal.SIGKILL)
     assert killed.communicate(timeout=60) and killed.returncode == -signal.SIGKILL, "it ended by itself"
     wait_until(lambda: not any(is_worker(process) for process in processes(mark)))
     assert not list(data.glob("brightness/*/commits/*.json"))
     assert current_variant(data, "brightness") is not None  # the first variant can be read while it grows
-    again = start("clipmill.prep.cli", *flags, **{MARK: mark}, **installed)
+    again = start("clipmill.prep.cli", *flags, **{MARK: mark}, **plugin_environment)
     stdout, stderr = again.communicate(timeout=240)
     assert again.returncode == 0, stderr
     summary = Ran(0, stdout, stderr).summary
     assert (summary["num_shards"], summary["num_shards_made"], summary["failures"]) == (2, 2, {})
     wait_until(lambda: not list(processes(mark)))  # and their temporary files come and go no more
-    whole = start("clipmill.prep.cli", "brightness", "--data", shard_set.data, "--workers", 1, **installed)
+    whole = start("clipmill.prep.cli", "brightness", "--data", shard_set.data, "--workers", 1, **plugin_environment)
     assert whole.wait(timeout=240) == 0
     assert contents(data / "brightness") == contents(shard_set.data / "brightness")

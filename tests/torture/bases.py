@@ -48,9 +48,9 @@ def video_latents(workspace: Workspace) -> tuple[object, ...]:
     """Return the arguments of `prep latents` with a VAE of videos: a segment per chunk, ending in the next chunk."""
 
     def save(folder: Path) -> None:
-        from tests.prep.latents.video_vaes import saved
+        from tests.prep.latents.video_vaes import save_model
 
-        saved("AutoencoderKLWan", folder / "vae")
+        save_model("AutoencoderKLWan", folder / "vae")
 
     vae = workspace.made("video-vae", save) / "vae"
     return ("latents", "--vae", vae, "--fps", 8, "--segment", "500ms", "--size", 32, "--num-gpus", 0)

@@ -57,11 +57,11 @@ def own_videos(folder: Path, videos: list[Video]) -> None:
 
 def own_videos_and_models(folder: Path, videos: list[Video]) -> None:
     """Write what `own_videos` does, and `models/` with a small random VAE of Wan and a small random umT5."""
-    from tests.prep.latents.video_vaes import saved
+    from tests.prep.latents.video_vaes import save_model
     from tests.prep.text.t5_models import saved_t5
 
     own_videos(folder, videos)
-    saved("AutoencoderKLWan", folder / "models" / "wan")
+    save_model("AutoencoderKLWan", folder / "models" / "wan")
     saved_t5(folder / "models" / "umt5")
     for path in (folder / "models").rglob("*.safetensors"):
         path.chmod(0o644)  # safetensors does not follow the umask

@@ -46,7 +46,7 @@ ORIGIN = {"step": "a", "read_speed": "b", "bitrate": "c", "clips": "d"}
 
 
 def line_of(load: Load, way: str) -> str:
-    [line] = [one for one in advice_text(load, ORIGIN).splitlines() if one.startswith(way)]
+    [line] = [text_line for text_line in advice_text(load, ORIGIN).splitlines() if text_line.startswith(way)]
     return line
 
 
@@ -154,7 +154,7 @@ def test_advice_on_a_set_in_words_and_as_json(prep: Prep, shard_set: ShardSet) -
     assert values["packets"]["headroom"] > whole["headroom"]
     given = prep("advise", "--data", shard_set.data, *STEP, "--read-speed", 50, "--bitrate", "8M", "--json").summary
     assert given["video_bytes_per_s"] == 1e6
-    sizes = [one["packets"]["bytes_per_clip"] for one in (given, values)]
+    sizes = [report["packets"]["bytes_per_clip"] for report in (given, values)]
     assert sizes[0] / sizes[1] == pytest.approx(1e6 / values["video_bytes_per_s"])
 
 
@@ -169,9 +169,9 @@ def test_step_time_and_batch_come_from_a_run(prep: Prep, shard_set: ShardSet, tm
     steps = [{"step": 1, "step_s": 60.0, "data_wait_s": 1.0}]
     steps += [{"step": number, "step_s": 0.5, "data_wait_s": 0.1} for number in range(2, 9)]
     run = write_run(tmp_path / "run", steps)
-    found = read_run_steps(run)
-    assert found.step_s == pytest.approx(0.4)
-    assert (found.num_steps, found.batch) == (7, 32)
+    run_steps = read_run_steps(run)
+    assert run_steps.step_s == pytest.approx(0.4)
+    assert (run_steps.num_steps, run_steps.batch) == (7, 32)
     values = prep("advise", "--data", shard_set.data, "--run", run, "--read-speed", 50, "--json").summary
     assert (values["batch"], values["step_s"]) == (32, pytest.approx(0.4))
     given = prep("advise", "--data", shard_set.data, "--run", run, "--read-speed", 50, "--batch", 7, "--json").summary
@@ -258,15 +258,20 @@ def test_a_wrong_figure_is_named(words: tuple[object, ...], named: str, prep: Pr
 
 
 def test_a_run_that_tells_nothing_is_refused(prep: Prep, made_set: Path, tmp_path: Path) -> None:
-    one = {"step": 1, "step_s": 1.0, "data_wait_s": 0.5}
+    step_line = {"step": 1, "step_s": 1.0, "data_wait_s": 0.5}
     nothing = {"step": 2, "step_s": float("nan"), "data_wait_s": 0.5}
     waiting = {"step": 3, "step_s": 1.0, "data_wait_s": 1.0}
     for number, (steps, named) in enumerate(
-        [([], "no steps"), ([one], "no steps"), ([one, nothing], "no steps"), ([one, waiting], "is 0 s")]
+        [
+            ([], "no steps"),
+            ([step_line], "no steps"),
+            ([step_line, nothing], "no steps"),
+            ([step_line, waiting], "is 0 s"),
+        ]
     ):
         run = write_run(tmp_path / str(number), steps)
         assert named in prep("advise", "--data", made_set, "--run", run, status=2).error
-    run = write_run(tmp_path / "no-batch", [one, one], settings="model: tiny\n")
+    run = write_run(tmp_path / "no-batch", [step_line, step_line], settings="model: tiny\n")
     assert "the batch size is unknown" in prep("advise", "--data", made_set, "--run", run, status=2).error
 
 

@@ -59,7 +59,7 @@ Reply = dict[str, Any] | int | bytes | None  # JSON; a status; bytes in place of
 Script = Callable[[Request, int], Reply]
 
 
-def described(request: Request, number: int) -> Reply:
+def describe_pictures(request: Request, number: int) -> Reply:
     """A caption that is a function of the pictures."""
     mean = np.mean([picture.mean() for picture in request.pictures])
     return completion(f"{len(request.pictures)} frames of brightness {mean:.0f}", request)
@@ -69,7 +69,7 @@ def described(request: Request, number: int) -> Reply:
 class Server:
     """A running server."""
 
-    script: Script = described
+    script: Script = describe_pictures
     seconds: float = 0.0
     log: list[Request] = field(default_factory=list)
     most_at_once: int = 0
@@ -87,7 +87,7 @@ class Server:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                request = _parsed(body, self.headers.get("Authorization", "").removeprefix("Bearer "))
+                request = _parse_request(body, self.headers.get("Authorization", "").removeprefix("Bearer "))
                 with lock:
                     server.log.append(request)
                     number = len(server.log) - 1
@@ -126,7 +126,7 @@ class Server:
         return http
 
 
-def _parsed(body: dict[str, Any], key: str) -> Request:
+def _parse_request(body: dict[str, Any], key: str) -> Request:
     (message,) = body["messages"]
     pictures = [
         cv2.imdecode(np.frombuffer(base64.b64decode(part["image_url"]["url"].partition(",")[2]), np.uint8), 1)
@@ -138,7 +138,7 @@ def _parsed(body: dict[str, Any], key: str) -> Request:
 
 
 @contextmanager
-def run_server(script: Script = described, *, seconds: float = 0.0) -> Iterator[Server]:
+def run_server(script: Script = describe_pictures, *, seconds: float = 0.0) -> Iterator[Server]:
     """A server for the block."""
     server = Server(script, seconds)
     http = server.begin()

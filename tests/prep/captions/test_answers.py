@@ -50,8 +50,8 @@ def test_an_answer_in_a_journal_is_used_whatever_its_server_counted_and_wrote(tm
     lone = {"text": "a \ud83d\udc36\ud83d", "model": "m\udfff", "finish_reason": "stop\ud800", "refusal": "\ud800"}
     write_lines(path, [*lines, {**WHOLE, **lone, "tokens_in": 1, "tokens_out": 1}])
     answers = read_answers(path)
-    found = [(answer.tokens_in, answer.tokens_out) for answer in answers.values()]
-    assert found == [(None, 1), (1, 2), (None, 1), (None, 1), (None, None), (None, 3), (1, 1)]
+    token_counts = [(answer.tokens_in, answer.tokens_out) for answer in answers.values()]
+    assert token_counts == [(None, 1), (1, 2), (None, 1), (None, 1), (None, None), (None, 3), (1, 1)]
     last = answers["a"]
     assert (last.text, last.model, last.finish_reason, last.refusal) == ("a \U0001f436", "m", "stop", None)
     assert all(answer.problem("m") is None for answer in answers.values())

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from clipmill.prep.captions.answers import without_key
-from tests.prep.captions.server import MODEL, Reply, Request, completion, described, run_server
-from tests.prep.captions.test_endpoint import NUM_CHUNKS, journaled, make, rows, variant_of
+from tests.prep.captions.server import MODEL, Reply, Request, completion, describe_pictures, run_server
+from tests.prep.captions.test_endpoint import NUM_CHUNKS, journal_answers, make, rows, variant_of
 from tests.prep.running import prep_here
 from tests.prep.sets import ShardSet
 
@@ -34,7 +34,7 @@ def test_a_key_changes_no_caption_and_no_name_of_a_model(
         settings = ("--model", "qwen-xl", "--endpoint", server.address, "--frames", 1, "--size", 64)
         prep_here("captions", *settings, "--data", data, "--engine", "processes", "--workers", 1)
     assert {row["caption_text"] for row in rows(data).values()} == {text}
-    assert {(answer.text, answer.model) for answer in journaled(data)} == {(text, "qwen-xl")}
+    assert {(answer.text, answer.model) for answer in journal_answers(data)} == {(text, "qwen-xl")}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_retry_works_on_the_variant_that_failed_with_the_flags_of_its_run(shard_
         failed = ran["variant"]
         assert ran["failures"] == {"answer_empty": NUM_CHUNKS} and variant_of(data).directory.name == first
         assert "prep retry --column captions" in ran["next"]
-        num_asked, server.script, server.seconds, server.most_at_once = len(server.log), described, 0.05, 0
+        num_asked, server.script, server.seconds, server.most_at_once = len(server.log), describe_pictures, 0.05, 0
         retry = ("retry", "--column", "captions", "--engine", "processes", "--data", data, "--json")
         spent = prep_here(*retry, "--max-tokens-total", ran["answers"]["tokens_in"] + 1, status=1)
         assert "took the" in spent.stderr + spent.stdout and len(server.log) == num_asked + 1

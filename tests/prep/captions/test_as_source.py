@@ -15,11 +15,11 @@ from tests.prep.sets import LEN, ShardSet, rerun
 
 
 def of_source(data: Path) -> dict[tuple[str, float], tuple[int, str]]:
-    found = read_captions(data).to_pylist()
+    captions = read_captions(data).to_pylist()
     return {
-        (one["video_id"], one["begin_s"]): (one["caption_id"], one["text"])
-        for one in found
-        if str(one["source"]).startswith("vlm@")
+        (row["video_id"], row["begin_s"]): (row["caption_id"], row["text"])
+        for row in captions
+        if str(row["source"]).startswith("vlm@")
     }
 
 
@@ -89,10 +89,10 @@ def test_a_changed_column_makes_its_source_stale_and_keeps_the_ids_of_what_has_n
 def test_where_and_the_page_of_chunks_know_the_captions(shard_set: ShardSet, tmp_path: Path) -> None:
     data, page = shard_set.data, tmp_path / "chunks.html"
 
-    def numbered(request: Request, number: int) -> dict[str, object]:
+    def answer_by_number(request: Request, number: int) -> dict[str, object]:
         return completion(f"<b>{'word ' * (number + 1)}</b> end", request)
 
-    with run_server(numbered) as server:
+    with run_server(answer_by_number) as server:
         make(data, server, "--in-flight", 1)
     texts = [row["caption_text"] for row in rows(data).values()]
     assert sorted(len(text.split()) for text in texts) == [3, 4, 5, 6, 7]

@@ -1,7 +1,7 @@
 """`prep captions --endpoint`: tokens and time, estimated and limited."""
 
 from tests.prep.captions.server import MODEL, Reply, Request, completion, run_server
-from tests.prep.captions.test_endpoint import NUM_CHUNKS, flags, journaled, make, rows
+from tests.prep.captions.test_endpoint import NUM_CHUNKS, flags, journal_answers, make, rows
 from tests.prep.running import prep_here
 from tests.prep.sets import ShardSet
 
@@ -11,7 +11,7 @@ def test_the_budget_ends_a_run_and_counts_the_answers_of_earlier_ones(shard_set:
     with run_server() as server:
         each = 0
         ran = make(data, server, "--in-flight", 1, "--max-tokens-total", 100, status=1)
-        each = journaled(data)[0].tokens
+        each = journal_answers(data)[0].tokens
         num_paid = -(-100 // each)
         assert len(server.log) == num_paid < NUM_CHUNKS
         assert "budget_spent" in ran.summary["failures"]
@@ -31,7 +31,7 @@ def test_a_plan_asks_only_on_request_and_the_run_keeps_what_it_got(shard_set: Sh
         assert not (data / "captions").exists()
         planned = prep_here(*plan, "--data", data, "--trial", 3, "--json").summary
         assert len(server.log) == 3 and planned["answers"]["num_answers"] == 3
-        tokens_in = sum(one.tokens for one in server.log) * NUM_CHUNKS / 3
+        tokens_in = sum(request.tokens for request in server.log) * NUM_CHUNKS / 3
         assert planned["estimate"]["tokens_in"] == round(tokens_in) and planned["estimate"]["answer_s"] > 0
         assert prep_here(*plan, "--data", data).stdout.count("\nanswer   2 frames of brightness ") == 3
         assert make(data, server).summary["num_chunks"] == NUM_CHUNKS and len(server.log) == NUM_CHUNKS

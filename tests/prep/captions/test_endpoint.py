@@ -17,7 +17,7 @@ from clipmill.prep.captions.asking import decode_pictures, frames_to_show
 from clipmill.prep.core.chunk_content import read_chunk
 from clipmill.prep.core.data_folder import column_lock
 from clipmill.shards.reader import Variant
-from tests.prep.captions.server import MODEL, Reply, Request, Server, completion, described, run_server
+from tests.prep.captions.server import MODEL, Reply, Request, Server, completion, describe_pictures, run_server
 from tests.prep.running import MARK, Ran, contents, prep_here, processes, start, wait_until
 from tests.prep.sets import ShardSet
 
@@ -44,7 +44,7 @@ def rows(data: Path) -> dict[str, dict[str, Any]]:
     return {row["key"]: row for of_shard in shards for row in of_shard}
 
 
-def journaled(data: Path) -> list[Answer]:
+def journal_answers(data: Path) -> list[Answer]:
     return [answer for folder in (data / "captions").glob("*/answers") for answer in answers_in(folder)]
 
 
@@ -58,18 +58,18 @@ def test_the_server_is_sent_the_frames_that_are_decoded_and_its_log_equals_the_c
     assert (server.log[0].prompt, body["model"], body["max_tokens"]) == ("What\nhappens?", MODEL, 99)
     assert body["temperature"] == 0 and "seed" not in body
     stored = rows(data)
-    assert sum(row["tokens_in"] for row in stored.values()) == sum(one.tokens for one in server.log)
+    assert sum(row["tokens_in"] for row in stored.values()) == sum(request.tokens for request in server.log)
     assert made["answers"]["tokens_out"] == sum(row["tokens_out"] for row in stored.values()) == 5 * NUM_CHUNKS
-    sent = [np.stack(one.pictures) for one in server.log]
+    sent = [np.stack(request.pictures) for request in server.log]
     for shard in Variant.open(data).shards():
         for row in range(shard.num_samples):
             pictures = decode_pictures(read_chunk(shard, row), count=2, size=64)
             frames = np.stack([picture[..., ::-1] for picture in pictures])
             assert frames.shape == (2, 48, 64, 3)
-            differences = [np.abs(one.astype(int) - frames).mean() for one in sent]
+            differences = [np.abs(picture.astype(int) - frames).mean() for picture in sent]
             nearest = int(np.argmin(differences))
             assert differences[nearest] < 3, "JPEG of quality 90 changes them by less"
-            (reply,) = (described(server.log[nearest], 0),)
+            (reply,) = (describe_pictures(server.log[nearest], 0),)
             assert isinstance(reply, dict)
             key = shard.index["key"][row].as_py()
             assert stored[key]["caption_text"] == reply["choices"][0]["message"]["content"]
@@ -121,7 +121,7 @@ def test_answers_that_are_no_captions_fail_by_name_and_are_asked_again_on_reques
         assert len(server.log) == NUM_CHUNKS + 1 and retried["num_chunks"] == 2
         assert prep_here(*retry).summary["num_chunks"] == NUM_CHUNKS
         assert len(server.log) == NUM_CHUNKS + 4, "a chunk that has a caption is not asked about again"
-    assert len(journaled(data)) == NUM_CHUNKS + 4
+    assert len(journal_answers(data)) == NUM_CHUNKS + 4
     assert "checked rows: OK" in prep_here("verify", "--deep", "--data", data).stdout
 
 
@@ -135,20 +135,22 @@ def test_faults_of_the_server_are_tried_again(shard_set: ShardSet) -> None:
         if number % 3:
             faulty.append(number)
             return FAULTS[len(faulty) % len(FAULTS)]
-        return described(request, number)
+        return describe_pictures(request, number)
 
     with run_server(sometimes) as server:
         made = make(shard_set.data, server, "--in-flight", 1, "--retries", 3).summary
     assert (made["num_chunks"], made["failures"]) == (NUM_CHUNKS, {})
-    assert len(faulty) > len(FAULTS) and len(server.log) - len(faulty) == NUM_CHUNKS == len(journaled(shard_set.data))
+    assert len(faulty) > len(FAULTS) and len(server.log) - len(faulty) == NUM_CHUNKS == len(
+        journal_answers(shard_set.data)
+    )
 
 
 def test_a_server_that_stays_away_fails_by_name_and_the_rerun_asks_only_for_the_rest(shard_set: ShardSet) -> None:
     data = shard_set.data
-    with run_server(lambda request, number: described(request, number) if number < 2 else 500) as server:
+    with run_server(lambda request, number: describe_pictures(request, number) if number < 2 else 500) as server:
         made = make(data, server, "--in-flight", 1, "--retries", 0, status=1).summary
         assert made["failures"] == {"endpoint_failed": 3} and made["num_chunks"] == 2
-        server.script = described
+        server.script = describe_pictures
         again = make(data, server).summary
         assert (again["num_chunks"], again["num_reused"]) == (NUM_CHUNKS, 2) and len(server.log) == 2 + 3 + 3
     with run_server(seconds=1) as server:
@@ -179,10 +181,10 @@ def test_a_server_that_stays_away_fails_by_name_and_the_rerun_asks_only_for_the_
 def test_spent_credit_and_a_proxy_without_patience_leave_no_chunk_behind(
     shard_set: ShardSet, status: int, failures: dict[str, int]
 ) -> None:
-    with run_server(lambda request, number: status if number else described(request, number)) as server:
+    with run_server(lambda request, number: status if number else describe_pictures(request, number)) as server:
         ran = make(shard_set.data, server, "--in-flight", 1, "--retries", 0, status=1)
         assert ran.summary["failures"] == failures
-        server.script = described
+        server.script = describe_pictures
         assert make(shard_set.data, server).summary["num_chunks"] == NUM_CHUNKS, "a plain rerun asks again"
 
 
@@ -225,14 +227,14 @@ def test_answers_on_their_way_are_kept_when_another_worker_is_refused(shard_set:
         if number:
             both_asked.set()
             time.sleep(0.5)
-            return described(request, number)
+            return describe_pictures(request, number)
         assert both_asked.wait(60)
         return 401
 
     with run_server(refuses_the_first) as server:
         ran = make(shard_set.data, server, "--in-flight", 2, workers=2, status=1)
     assert ran.summary["gave_up"].startswith("stopped: ") and "endpoint_refused" in ran.summary["failures"]
-    assert len(journaled(shard_set.data)) == len(server.log) - 1 >= 2
+    assert len(journal_answers(shard_set.data)) == len(server.log) - 1 >= 2
 
 
 def test_another_model_is_refused_and_a_dated_one_is_the_same(shard_set: ShardSet) -> None:
@@ -260,13 +262,13 @@ def test_a_killed_run_is_finished_by_the_next_with_the_same_bytes(shard_set: Sha
         server.seconds = 0.2
         engine = ("--engine", "processes", "--workers", 1, "--in-flight", 1)
         killed = start(*flags(data, server), *engine, **{MARK: mark})
-        wait_until(lambda: len(journaled(data)) >= 2 or killed.poll() is not None, seconds=120)
+        wait_until(lambda: len(journal_answers(data)) >= 2 or killed.poll() is not None, seconds=120)
         killed.send_signal(signal.SIGKILL)
         killed.communicate(timeout=60)
         assert killed.returncode == -signal.SIGKILL
-        wait_until(lambda: not [one for one in processes(mark) if is_worker(one.arguments)])
+        wait_until(lambda: not [process for process in processes(mark) if is_worker(process.arguments)])
         assert not list(data.glob("captions/*/commits/*.json"))
-        num_kept, num_asked = len(journaled(data)), len(server.log)
+        num_kept, num_asked = len(journal_answers(data)), len(server.log)
         assert num_asked - num_kept <= 1, "what was in flight"
         (journal,) = data.glob("captions/*/answers/000000.jsonl")
         with journal.open("ab") as file:
@@ -279,7 +281,7 @@ def test_a_killed_run_is_finished_by_the_next_with_the_same_bytes(shard_set: Sha
 
 def shards(data: Path) -> dict[str, str]:
     """The column without its journals, which have times."""
-    return {name: one for name, one in contents(data / "captions").items() if "/answers/" not in name}
+    return {name: digest for name, digest in contents(data / "captions").items() if "/answers/" not in name}
 
 
 def test_a_trial_beside_a_run_is_refused(shard_set: ShardSet) -> None:
@@ -291,7 +293,9 @@ def test_a_trial_beside_a_run_is_refused(shard_set: ShardSet) -> None:
 
 
 def test_requests_are_sent_at_once_up_to_the_limit_and_one_that_is_rejected_is_no_other(shard_set: ShardSet) -> None:
-    with run_server(lambda request, number: described(request, number) if number else 400, seconds=0.3) as server:
+    with run_server(
+        lambda request, number: describe_pictures(request, number) if number else 400, seconds=0.3
+    ) as server:
         made = make(shard_set.data, server, "--in-flight", 2, status=1).summary
     assert server.most_at_once == 2
     assert made["failures"] == {"request_invalid": 1} and made["num_chunks"] == NUM_CHUNKS - 1 == len(server.log) - 1

@@ -58,7 +58,7 @@ def test_captions_equal_those_that_transformers_generates(vlm: Path, shard_set: 
     for shard in Variant.open(shard_set.data).shards():
         for row in range(shard.num_samples):
             pictures = decode_pictures(read_chunk(shard, row), count=2, size=64)
-            content = [*({"type": "image", "image": one} for one in pictures), {"type": "text", "text": PROMPT}]
+            content = [*({"type": "image", "image": picture} for picture in pictures), {"type": "text", "text": PROMPT}]
             inputs = processor.apply_chat_template(
                 [{"role": "user", "content": content}],
                 tokenize=True,
@@ -66,14 +66,14 @@ def test_captions_equal_those_that_transformers_generates(vlm: Path, shard_set: 
                 return_dict=True,
                 return_tensors="pt",
             )
-            own = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+            answer_ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
             stored = captions.get(shard.index["key"][row].as_py())
-            is_ended = int(own[-1]) in model.generation_config.eos_token_id
+            is_ended = int(answer_ids[-1]) in model.generation_config.eos_token_id
             assert (stored is not None) == is_ended
             if stored is not None:
-                text = processor.decode(own[:-1], skip_special_tokens=True)
+                text = processor.decode(answer_ids[:-1], skip_special_tokens=True)
                 assert stored["caption_text"] == " ".join(text.split())
-                assert (stored["tokens_in"], stored["tokens_out"]) == (inputs["input_ids"].shape[1], len(own))
+                assert (stored["tokens_in"], stored["tokens_out"]) == (inputs["input_ids"].shape[1], len(answer_ids))
                 num_equal += 1
     assert num_equal == made["num_chunks"]
 
@@ -83,10 +83,10 @@ def test_a_batch_has_the_answers_of_its_chunks(vlm: Path) -> None:
     sizes = [(64, 48), (48, 64), (64, 64)]
     pictures = [[rng.integers(0, 256, (*size, 3), np.uint8) for _ in range(2)] for size in sizes]
     together = answers_of(vlm, pictures)
-    alone = [answer for one in pictures for answer in answers_of(vlm, [one])]
-    for one, other in zip(together, alone, strict=True):
-        assert isinstance(one, Answer) and isinstance(other, Answer)
-        assert (one.text, one.finish_reason, one.tokens_in, one.tokens_out) == (
+    alone = [answer for picture in pictures for answer in answers_of(vlm, [picture])]
+    for batched, other in zip(together, alone, strict=True):
+        assert isinstance(batched, Answer) and isinstance(other, Answer)
+        assert (batched.text, batched.finish_reason, batched.tokens_in, batched.tokens_out) == (
             other.text,
             other.finish_reason,
             other.tokens_in,
@@ -117,11 +117,11 @@ def test_samples_do_not_depend_on_what_was_made_before(vlm: Path, shard_set: Sha
     )
     assert variant in plan.stdout and "1 answer: " in plan.stdout
     make(tmp_path / "other", vlm, *sampling, status=None)
-    one, other = (
+    digests, other = (
         {name: digest for name, digest in contents(data / "captions").items() if "/answers/" not in name}
         for data in (shard_set.data, tmp_path / "other")
     )
-    assert one == other
+    assert digests == other
 
 
 def test_pictures_beyond_the_context_fail_by_name(tmp_path: Path, vlm: Path) -> None:

@@ -163,7 +163,7 @@ class Folder:
         return self.data / self.case.name
 
     @property
-    def current(self) -> str:
+    def current_name(self) -> str:
         """Name of the current variant of the column."""
         return str(current_variant(self.data, self.case.name))
 
@@ -200,7 +200,7 @@ class Folder:
         words = shlex.split(text.strip().splitlines()[-1].rpartition("prep ")[2])
         return prep_here(*words, "--engine", "processes", "--json").summary
 
-    def stored(self) -> dict[str, str]:
+    def digests(self) -> dict[str, str]:
         """Digests of the files of the column by path, without answers, which have times."""
         return {name: digest for name, digest in contents(self.column).items() if "/answers/" not in name}
 
@@ -223,7 +223,7 @@ class Folder:
         """Let one sample fail in the block: by its chunk, its source, or what the text tower makes of it."""
         if self.case.name == "text":
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Tower, "encode", _spoiled(Tower.encode))
+                patch.setattr(Tower, "encode", _spoil(Tower.encode))
                 yield
             return
         if self.case.name == "video":
@@ -239,15 +239,15 @@ class Folder:
             yield
 
 
-def _spoiled(encode: Any) -> Any:
+def _spoil(encode: Any) -> Any:
     """Return the method of a tower that makes no finite embedding of the texts of the video `short`."""
 
-    def spoiled(tower: Tower, texts: Sequence[str], *, batch: int) -> Any:
+    def encode_and_spoil(tower: Tower, texts: Sequence[str], *, batch: int) -> Any:
         encoded = encode(tower, texts, batch=batch)
         lost = [text == "all of it" for text in texts]
         return replace(encoded, rows=np.where(np.array(lost)[:, None], np.nan, encoded.rows).astype(np.float16))
 
-    return spoiled
+    return encode_and_spoil
 
 
 @contextmanager
@@ -270,7 +270,7 @@ def write_video(path: Path, *, num_frames: int, first_number: int = 0) -> None:
     )
 
 
-def copied(folder: Path, to: Path) -> Path:
+def copy_folder(folder: Path, to: Path) -> Path:
     """Copy a folder; shards and videos, which are never written in place, are links."""
 
     def copy(source: str, target: str) -> str:

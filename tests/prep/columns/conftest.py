@@ -15,7 +15,7 @@ from clipmill.prep.sources import probe_processes
 from clipmill.prep.text import tower
 from tests.plugins import example_installed, installed_here
 from tests.prep.captions.server import Server, run_server
-from tests.prep.columns.cases import CASES, Case, Folder, copied, with_tiers, write_video
+from tests.prep.columns.cases import CASES, Case, Folder, copy_folder, with_tiers, write_video
 from tests.prep.here import Here
 
 # They list columns and datasets when they are imported.
@@ -46,16 +46,16 @@ def commands_here(folder: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plugin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the plug-in is declared."""
     example_installed(folder := tmp_path_factory.mktemp("installed"))
     return folder
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _plugin(installed: Path) -> Iterator[None]:
-    """Other files must not see the plug-in; `made`, which is set up before, has it for itself."""
-    with commands_here(installed):
+def _plugin(plugin_folder: Path) -> Iterator[None]:
+    """Other files must not see the plug-in; `finished_folder`, which is set up before, has it for itself."""
+    with commands_here(plugin_folder):
         yield
 
 
@@ -74,13 +74,13 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory, server: Server, installed: Path) -> Path:
+def finished_folder(tmp_path_factory: pytest.TempPathFactory, server: Server, plugin_folder: Path) -> Path:
     """The folder with all columns."""
     root = tmp_path_factory.mktemp("columns") / "made"
     write_video(root / "videos" / "long.mp4", num_frames=150)
     write_video(root / "videos" / "short.mp4", num_frames=90, first_number=1000)
     folder = Folder(root, CASES[0], server)
-    with commands_here(installed):
+    with commands_here(plugin_folder):
         folder.read_manifest()
         for case in CASES:
             folder.of(case.name).make()
@@ -88,10 +88,10 @@ def made(tmp_path_factory: pytest.TempPathFactory, server: Server, installed: Pa
 
 
 @pytest.fixture
-def folder(made: Path, case: Case, server: Server, tmp_path: Path) -> Iterator[Folder]:
+def folder(finished_folder: Path, case: Case, server: Server, tmp_path: Path) -> Iterator[Folder]:
     """A copy of it, for the column of the test."""
     server.log.clear()
-    yield Folder(copied(made, tmp_path / "set"), case, server)
+    yield Folder(copy_folder(finished_folder, tmp_path / "set"), case, server)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -11,7 +11,7 @@ from clipmill.prep.core.recipe import KEPT, marked_fields
 from clipmill.prep.core.variants import stored_request
 from clipmill.shards.reader import Variant
 from tests.prep.columns.cases import CASES, ROWS, Case, Folder, with_tiers
-from tests.prep.latents.video_vaes import saved
+from tests.prep.latents.video_vaes import save_model
 
 VALUES: dict[type, object] = {int: 1000, float: 30.5, str: "1GB"}  # of flags, by their types
 SELECTING = [case for case in CASES if case.where]
@@ -20,10 +20,10 @@ SELECTING = [case for case in CASES if case.where]
 def test_status_verify_and_inspect_know_the_column(folder: Folder) -> None:
     case, spec = folder.case, folder.case.spec
     status = folder.status()
-    assert (status["current"], status["problems"], status["to_make"]) == (folder.current, [], {})
+    assert (status["current"], status["problems"], status["to_make"]) == (folder.current_name, [], {})
     (variant,) = status["variants"]
     assert (variant["num_samples"], variant["num_wanted"], variant["num_shards"]) == (*[case.num_samples] * 2, 2)
-    files = (path for path in (folder.column / folder.current).rglob("*") if path.is_file())
+    files = (path for path in (folder.column / folder.current_name).rglob("*") if path.is_file())
     assert variant["size_bytes"] == sum(path.stat().st_size for path in files)
     assert not spec.has_hours or variant["hours"] * 3600 == pytest.approx(8.0)
     counted = f"{case.num_samples} {spec.sample}s in 2 shards"
@@ -36,8 +36,8 @@ def test_status_verify_and_inspect_know_the_column(folder: Folder) -> None:
     assert counted in folder.prep("inspect", "--column", case.name).stdout
     shard = folder.variant.shards()[1]
     key = shard.index["key"][0].as_py()
-    one = folder.prep("inspect", key, "--column", case.name, "--json").summary
-    assert one["key"] == key and set(one["members"]) == {*shard.extensions}
+    sample = folder.prep("inspect", key, "--column", case.name, "--json").summary
+    assert sample["key"] == key and set(sample["members"]) == {*shard.extensions}
     unknown = folder.prep("inspect", f"{key[:-1]}9x", "--column", case.name, status=2)
     assert key in unknown.stderr
     assert "nothing to remove" in folder.prep("gc").stdout
@@ -65,11 +65,11 @@ def test_a_retry_repeats_every_flag_that_is_kept(folder: Folder, monkeypatch: py
     requests: list[Any] = []
     make_column = make.make_column
 
-    def noted(column: Any, settings: Any, request: Any) -> None:
+    def note_request(column: Any, settings: Any, request: Any) -> None:
         requests.append(request)
         make_column(column, settings, request)
 
-    monkeypatch.setattr(make, "make_column", noted)
+    monkeypatch.setattr(make, "make_column", note_request)
     assert folder.retry()["num_shards_made"] == 1
     folder.retry("--scratch-size", "2GB", "--in-flight", 7)
     changed = {"scratch_size": "2GB", "in_flight": 7}
@@ -82,13 +82,13 @@ def test_a_retry_repeats_every_flag_that_is_kept(folder: Folder, monkeypatch: py
 @pytest.mark.parametrize("case", with_tiers(case for case in CASES if case.other), ids=str)
 def test_a_retry_works_on_the_variant_that_failed_or_on_the_one_that_is_named(folder: Folder, case: Case) -> None:
     folder.read_manifest()
-    first = folder.current
+    first = folder.current_name
     with folder.broken_chunk():
         failed = folder.make(*case.other, status=1)
     assert failed["variant"] != first and failed["failures"] == {case.code: 1}
     retried = folder.retry()
     assert (retried["variant"], retried["num_shards_made"], retried["failures"]) == (failed["variant"], 1, {})
-    assert folder.current == failed["variant"]
+    assert folder.current_name == failed["variant"]
     assert folder.retry("--variant", first)["variant"] == first
     missing = folder.prep("retry", "--column", case.name, "--variant", "none", status=2).stderr
     assert first in missing and failed["variant"] in missing
@@ -96,7 +96,7 @@ def test_a_retry_works_on_the_variant_that_failed_or_on_the_one_that_is_named(fo
 
 @pytest.mark.parametrize("case", with_tiers(SELECTING), ids=str)
 def test_a_condition_selects_and_is_repeated_and_another_one_makes_the_rest(folder: Folder, case: Case) -> None:
-    whole, variant = folder.stored(), folder.current
+    whole, variant = folder.digests(), folder.current_name
     folder.forget_column()
     where = ("--where", case.where)
     planned = folder.plan(*where, "--json").summary
@@ -115,7 +115,7 @@ def test_a_condition_selects_and_is_repeated_and_another_one_makes_the_rest(fold
     assert "selection.json is damaged" in folder.prep("verify", "--column", case.name, status=1).stdout
     folder.server.log.clear()
     wider = folder.make()
-    assert (wider["variant"], wider["num_shards_made"]) == (variant, 1) and folder.stored() == whole
+    assert (wider["variant"], wider["num_shards_made"]) == (variant, 1) and folder.digests() == whole
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in ("video", "latents", "text")], ids=str)
@@ -126,7 +126,7 @@ def test_what_is_left_out_is_counted_by_plan_run_and_status(folder: Folder, case
         "text": case.flags,
     }[case.name]
     if case.name == "latents":
-        saved("AutoencoderKLWan", tmp_path / "vae")
+        save_model("AutoencoderKLWan", tmp_path / "vae")
     if case.name == "text":
         folder.read_manifest(*ROWS[:2])
     planned, made = folder.plan("--json", settings=settings).summary, folder.make(settings=settings)

@@ -58,14 +58,14 @@ OF_EVERY_COLUMN = ("tar", "byte", "commit")  # the others are losses of a shard,
     ids=str,
 )
 def test_what_is_lost_is_named_and_made_again_with_the_same_bytes(folder: Folder, case: Case, loss: str) -> None:
-    before, whole = folder.stored(), identities(folder.column)
+    before, whole = folder.digests(), identities(folder.column)
     LOSSES[loss](folder.variant.shards()[1])
-    assert folder.stored() != before
+    assert folder.digests() != before
     ran = folder.prep("verify", "--column", case.name, status=1)
     assert "000001" in ran.stdout and "to repair, run: prep " in ran.stderr
     made = folder.run_printed(ran.stderr)
     assert (made["num_shards_made"], made["failures"]) == (1, {})
-    assert folder.stored() == before and not folder.server.log, "answers are kept"
+    assert folder.digests() == before and not folder.server.log, "answers are kept"
     assert identities(folder.column).items() >= {(name, who) for name, who in whole.items() if "000000-" in name}
     if loss == "byte":
         num_copied = folder.variant.shards()[1].num_samples - 1 if case.is_of_chunks else 0  # a span is made at once
@@ -75,12 +75,12 @@ def test_what_is_lost_is_named_and_made_again_with_the_same_bytes(folder: Folder
 def test_a_failure_is_named_and_tried_again_on_request_alone(folder: Folder) -> None:
     case = folder.case
     folder.read_manifest()  # the sources are beside the data folder
-    before = folder.stored()
+    before = folder.digests()
     folder.forget_column()
     with folder.broken_chunk():
         assert folder.make(status=1)["failures"] == {case.code: 1}
         assert folder.variant.num_samples == case.num_samples - case.num_failed
-        (listed,) = (json.loads(line) for line in (folder.column / folder.current / "failures.jsonl").open())
+        (listed,) = (json.loads(line) for line in (folder.column / folder.current_name / "failures.jsonl").open())
         assert (listed["video_id"], listed["code"]) == ("short", case.code)
         status = folder.status()
         assert status["first_failures"][0]["message"] == listed["message"]
@@ -98,7 +98,7 @@ def test_a_failure_is_named_and_tried_again_on_request_alone(folder: Folder) -> 
         assert folder.retry("--max-failures", 1)["num_shards_made"] == 1
     mended = folder.make() if case.is_of_chunks else folder.retry()
     assert (mended["num_shards_made"], mended["failures"]) == (1, {})
-    assert folder.stored().items() >= before.items()  # the shard that lacks the sample stays until `prep gc`
+    assert folder.digests().items() >= before.items()  # the shard that lacks the sample stays until `prep gc`
 
 
 class Interrupted(Here):
@@ -112,7 +112,7 @@ class Interrupted(Here):
 
 
 def test_an_interrupted_run_is_finished_by_the_next(folder: Folder) -> None:
-    before = folder.stored()
+    before = folder.digests()
     folder.forget_column()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("clipmill.prep.engines.processes.ProcessEngine", lambda num_workers, gpus=None: Interrupted())
@@ -126,11 +126,11 @@ def test_an_interrupted_run_is_finished_by_the_next(folder: Folder) -> None:
         "no chunk is asked about twice"
     )
     assert folder.case.name != "text" or made["num_encoded"] == 2, "no text is embedded twice"
-    assert folder.stored() == before
+    assert folder.digests() == before
 
 
 def test_a_full_disk_and_a_read_only_folder_lose_nothing(folder: Folder) -> None:
-    before = folder.stored()
+    before = folder.digests()
     folder.forget_column()
     with failing("replace", errno.EACCES, of="recipe.json"):
         ran = folder.prep(folder.case.command, *folder.case.flags, "--engine", "processes", status=2)
@@ -139,18 +139,18 @@ def test_a_full_disk_and_a_read_only_folder_lose_nothing(folder: Folder) -> None
         made = folder.make(status=1)
     assert made["failures"].keys() == {"disk_full"} and made["num_shards"] == 1
     assert not list(folder.column.rglob(".tmp-*"))
-    assert folder.make()["num_shards_made"] == 1 and folder.stored() == before
+    assert folder.make()["num_shards_made"] == 1 and folder.digests() == before
 
 
 def test_parts_have_the_bytes_of_one_command(folder: Folder) -> None:
-    before = folder.stored()
+    before = folder.digests()
     folder.forget_column()
     first, last = (folder.make("--part", part) for part in ("2/2", "1/2"))
     assert not last["part"]["not_made"] and "--part" not in (last["next"] or "")
     if folder.case.name != "text":  # whose parts divide texts, and of these there are two
         assert len(first["part"]["not_made"]) == 1
         assert first["next"].startswith(f"prep {folder.case.command} ") and first["next"].endswith(" --part 1/2")
-    assert folder.stored() == before
+    assert folder.digests() == before
 
 
 def test_two_commands_at_once_are_refused_and_another_column_waits_for_nobody(folder: Folder) -> None:

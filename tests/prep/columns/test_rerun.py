@@ -6,7 +6,7 @@ import pytest
 
 from clipmill.prep.core.variants import stored_request
 from clipmill.shards.commits import commit_path
-from tests.prep.columns.cases import CASES, OF_CHUNKS, ROWS, Case, Folder, copied, with_tiers, write_video
+from tests.prep.columns.cases import CASES, OF_CHUNKS, ROWS, Case, Folder, copy_folder, with_tiers, write_video
 from tests.prep.running import identities
 
 WITH_OTHER = [case for case in CASES if case.other]
@@ -28,7 +28,7 @@ def test_a_rerun_touches_nothing(folder: Folder) -> None:
 
 
 def test_a_plan_counts_what_the_run_makes(folder: Folder) -> None:
-    before = folder.stored()
+    before = folder.digests()
     folder.forget_column()
     planned, num_samples = folder.plan("--json").summary, folder.case.num_samples
     assert (planned["shards"], planned[f"{folder.case.spec.sample}s"]) == ({"new": 2}, {"new": num_samples})
@@ -38,7 +38,7 @@ def test_a_plan_counts_what_the_run_makes(folder: Folder) -> None:
     assert (made["num_shards"], made["num_shards_made"], made["variant"]) == (2, 2, planned["variant"])
     (variant,) = folder.status()["variants"]
     assert variant["num_samples"] == variant["num_wanted"] == num_samples
-    assert folder.stored() == before
+    assert folder.digests() == before
 
 
 def test_only_the_samples_of_a_changed_video_are_made_again(folder: Folder) -> None:
@@ -62,15 +62,16 @@ def test_a_renamed_video_keeps_its_samples_with_the_bytes_of_a_new_run(folder: F
     folder.read_manifest(*rows)
     if folder.case.name != "video":
         assert folder.of("video").make()["num_encoded"] == 0
-    new = Folder(copied(folder.root, folder.root.with_name("new")), folder.case, folder.server)
+    new = Folder(copy_folder(folder.root, folder.root.with_name("new")), folder.case, folder.server)
     new.forget_column()
     assert folder.make()["num_encoded"] == 0 and not folder.server.log, "its answers have been paid for"
     assert new.make()["num_encoded"] > 0
-    for one in (folder, new):
-        one.prep("gc")
+    for member_folder in (folder, new):
+        member_folder.prep("gc")
     names = (".tar", ".index.arrow", ".idx", ".json", ".txt")
     of_rename, of_new = (
-        {name: digest for name, digest in one.stored().items() if name.endswith(names)} for one in (folder, new)
+        {name: digest for name, digest in data_folder.digests().items() if name.endswith(names)}
+        for data_folder in (folder, new)
     )
     assert of_rename == of_new and "OK" in folder.prep("verify", "--column", folder.case.name).stdout
     if folder.case.name == "captions":  # as if no shard had ever been made
@@ -84,16 +85,16 @@ def test_a_renamed_video_keeps_its_samples_with_the_bytes_of_a_new_run(folder: F
 
 @pytest.mark.parametrize("case", with_tiers(WITH_OTHER), ids=str)
 def test_another_setting_makes_another_variant_and_gc_drops_the_old_one(folder: Folder, case: Case) -> None:
-    old = folder.current
+    old = folder.current_name
     before = identities(folder.column / old)
     planned = folder.plan(*case.other).stdout
     assert f"setting  {case.difference.partition('→')[0]}" in planned and case.difference in planned
     made = folder.make(*case.other)
-    assert made["variant"] == folder.current != old
+    assert made["variant"] == folder.current_name != old
     assert (made["num_shards_made"], made["num_encoded"]) == (2, case.num_samples)
     assert identities(folder.column / old) == before
     assert [variant["is_current"] for variant in folder.status()["variants"]] == [True, False]
-    assert folder.make()["num_shards_made"] == 0 and folder.current == old, "the old settings again"
+    assert folder.make()["num_shards_made"] == 0 and folder.current_name == old, "the old settings again"
     folder.make(*case.other)
     (foreign := folder.column / "notes.txt").write_text("mine")
     assert f"{case.name}/{old}" in folder.prep("gc", "--dry-run").stdout and (folder.column / old).is_dir()
@@ -106,26 +107,26 @@ def test_another_setting_makes_another_variant_and_gc_drops_the_old_one(folder: 
 def test_re_encoded_chunks_make_a_column_of_chunks_stale_until_it_is_made_again(folder: Folder) -> None:
     if folder.case.name == "video":
         pytest.skip("the column that is encoded")
-    old_video, old = folder.of("video").current, folder.current
+    old_video, old = folder.of("video").current_name, folder.current_name
     folder.of("video").make("--crf", 40)
     if not folder.case.is_of_chunks:
         assert folder.status()["stale_because"] is None and folder.make()["num_shards_made"] == 0
         return
-    assert folder.current == old and old_video in folder.status()["stale_because"]
+    assert folder.current_name == old and old_video in folder.status()["stale_because"]
     line = folder.case.spec.command_line(stored_request(folder.variant), data_dir=folder.data)
     stale = [text for text in folder.prep("status").stdout.splitlines() if f"stale: made from {old_video}" in text]
     assert any(text.endswith(f": {line}") for text in stale), "the command lacks its settings"
     assert f"video: {old_video}" in folder.plan().stdout
     assert "stale" in folder.prep("gc", "--json").summary["kept_because"][folder.case.name]
-    assert folder.make()["num_encoded"] == 5 and folder.current != old
+    assert folder.make()["num_encoded"] == 5 and folder.current_name != old
     assert (folder.status()["stale_because"], folder.status()["to_make"]) == (None, {})
     folder.prep("gc")
-    assert [path.name for path in folder.column.iterdir()] == [folder.current]
+    assert [path.name for path in folder.column.iterdir()] == [folder.current_name]
 
 
 @pytest.mark.parametrize("case", with_tiers(OF_CHUNKS), ids=str)
 def test_a_column_follows_the_chunks_while_they_are_made(folder: Folder, case: Case) -> None:
-    before = folder.stored()
+    before = folder.digests()
     folder.forget_column()
     late = commit_path(folder.of("video").variant.directory, 1)
     aside = late.rename(late.with_name("aside"))
@@ -134,7 +135,7 @@ def test_a_column_follows_the_chunks_while_they_are_made(folder: Folder, case: C
     aside.rename(late)
     second = folder.make()
     assert (second["num_shards_made"], second["num_shards"]) == (1, 2)
-    assert folder.stored() == before
+    assert folder.digests() == before
 
 
 def test_a_video_that_leaves_takes_its_samples_along(folder: Folder) -> None:
@@ -150,21 +151,21 @@ def test_a_video_that_leaves_takes_its_samples_along(folder: Folder) -> None:
 
 @pytest.mark.parametrize("case", with_tiers(OF_CHUNKS), ids=str)
 def test_captions_and_records_of_chunks_cost_no_samples(folder: Folder, case: Case) -> None:
-    before = folder.stored()
+    before = folder.digests()
     folder.read_manifest("long,other words,0,1,train", *ROWS[1:])
     assert folder.of("video").make()["num_shards_made"] == 1
-    assert folder.make()["num_shards_made"] == 0 and folder.stored() == before
+    assert folder.make()["num_shards_made"] == 0 and folder.digests() == before
     record = commit_path(folder.of("video").variant.directory, 1)
     for damage in (b"{}", None):
         record.unlink()
         if damage is not None:
             record.write_bytes(damage)
-        assert folder.make()["num_shards_made"] == 0 and folder.stored() == before
+        assert folder.make()["num_shards_made"] == 0 and folder.digests() == before
 
 
 @pytest.mark.parametrize("case", CASES[:1], ids=str)
 def test_a_damaged_dataset_json_forgets_no_column(folder: Folder, case: Case) -> None:
-    current = {one.name: folder.of(one.name).current for one in CASES}
+    current = {other_case.name: folder.of(other_case.name).current_name for other_case in CASES}
     (folder.data / "dataset.json").write_text("{}")
     assert folder.make()["num_shards_made"] == 0
-    assert {one.name: folder.of(one.name).current for one in CASES} == current
+    assert {other_case.name: folder.of(other_case.name).current_name for other_case in CASES} == current

@@ -77,7 +77,7 @@ def test_the_help_fits_the_width_and_is_aligned(command: str) -> None:
             assert len(line) <= WIDTH and line == line.rstrip() and "`" not in line, line
         begins = [re.match(r"  \S.*?\s{2,}(?=\S)", line) for line in lines]
         more = [re.match(r" {5,}(?=\S)", line) for line in lines]
-        assert len({found.end() for found in (*begins, *more) if found}) == 1
+        assert len({match.end() for match in (*begins, *more) if match}) == 1
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ VIDEOS = ("first", "other")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two videos of 2 and 1.5 s in two splits, three captions, and chunks of 1 s."""
     folder = tmp_path_factory.mktemp("made")
     videos, data = folder / "videos", folder / "data"
@@ -37,9 +37,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def data(made: Path, tmp_path: Path) -> Path:
+def data(finished_data: Path, tmp_path: Path) -> Path:
     """A copy of the folder, for one test."""
-    return Path(shutil.copytree(made, tmp_path / "data"))
+    return Path(shutil.copytree(finished_data, tmp_path / "data"))
 
 
 def captions(data: Path, *arguments: object, status: int = 0) -> Ran:
@@ -70,10 +70,10 @@ def test_a_manifest_takes_captions_and_keeps_its_own(data: Path, tmp_path: Path)
 
 def test_captions_by_span_are_written_with_the_manifest(data: Path, tmp_path: Path) -> None:
     captions(data, of_chunks(data, tmp_path / "p.parquet"))
-    found = open_stored_captions(data)
-    found.verify()
-    assert found.texts.to_pylist() == read_captions(data)["text"].to_pylist()
-    assert len(found.texts) == 9 and "narrator@aaaaaaaa" in found.sources
+    captions_file = open_stored_captions(data)
+    captions_file.verify()
+    assert captions_file.texts.to_pylist() == read_captions(data)["text"].to_pylist()
+    assert len(captions_file.texts) == 9 and "narrator@aaaaaaaa" in captions_file.sources
 
 
 def test_a_table_of_another_machine_is_matched_by_file_name_with_a_note(data: Path, tmp_path: Path) -> None:
@@ -187,9 +187,9 @@ def test_captions_of_chunks_and_videos_that_are_gone_are_listed(data: Path, tmp_
 def test_captions_without_a_source_have_the_name_of_their_file(data: Path, tmp_path: Path) -> None:
     for source, header in (("own captions.csv", "video,text"), ("next.csv", "video,text,source")):
         (tmp_path / source).write_text(f"{header}\n" + "first,a" + "," * header.count(",source") + "\n")
-    said = captions(data, tmp_path / "own captions.csv", tmp_path / "next.csv").stdout
-    assert "own-captions: 1 caption (1 new)\n" in said and "next: 1 caption (1 new)\n" in said
-    assert "captions without a source have the source own-captions; --source gives another" in said
+    stdout = captions(data, tmp_path / "own captions.csv", tmp_path / "next.csv").stdout
+    assert "own-captions: 1 caption (1 new)\n" in stdout and "next: 1 caption (1 new)\n" in stdout
+    assert "captions without a source have the source own-captions; --source gives another" in stdout
     assert "next: 1 caption (0 new)" in captions(data, tmp_path / "next.csv").stdout
 
 

@@ -124,9 +124,9 @@ def test_heartbeats_are_read_for_a_small_share_of_the_time(tmp_path: Path, monke
 
     running = RunningChunks(tmp_path, shard_ids=range(100))
     with Heartbeat(tmp_path, 3, num_chunks=10) as beat, Heartbeat(tmp_path, 4, num_chunks=10) as other:
-        for one, num_done in ((beat, 2), (other, 5)):
-            one._written_s = 0.0
-            one.show(num_done)
+        for heartbeat, num_done in ((beat, 2), (other, 5)):
+            heartbeat._written_s = 0.0
+            heartbeat.show(num_done)
         monkeypatch.setattr(shard_result, "running_shards", slowly)
         monkeypatch.setattr(shard_result.time, "monotonic", lambda: now_s)
         running._next_s = now_s

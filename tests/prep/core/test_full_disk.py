@@ -42,7 +42,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., 
 
 
 @pytest.fixture(scope="module")
-def undisturbed(videos: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def undisturbed_files(videos: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     data = tmp_path_factory.mktemp("undisturbed")
     manifest(data, videos)
     assert chunk(data, *SETTINGS)["num_shards"] == 2
@@ -52,7 +52,7 @@ def undisturbed(videos: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_room(
-    disk: Path, videos: Path, undisturbed: dict[str, str]
+    disk: Path, videos: Path, undisturbed_files: dict[str, str]
 ) -> None:
     data = disk / "data"
     manifest(data, videos)
@@ -69,7 +69,7 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_when_there_is_room(
     subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
     summary = chunk(data, *SETTINGS)
     assert summary["num_encoded"] == 40 - 20 * len(committed.commits) and summary["failures"] == {}
-    assert contents(data) == undisturbed
+    assert contents(data) == undisturbed_files
 
 
 def next_step(data: Path) -> str:
@@ -77,7 +77,7 @@ def next_step(data: Path) -> str:
 
 
 def test_full_scratch_space_is_named_and_loses_nothing(
-    disk: Path, videos: Path, tmp_path: Path, undisturbed: dict[str, str]
+    disk: Path, videos: Path, tmp_path: Path, undisturbed_files: dict[str, str]
 ) -> None:
     data = tmp_path / "data"
     manifest(data, videos)
@@ -88,7 +88,7 @@ def test_full_scratch_space_is_named_and_loses_nothing(
     assert [path.name for path in disk.iterdir()] == ["ballast"]
     summary = chunk(data, *SETTINGS)
     assert summary["num_encoded"] == 40
-    assert contents(data) == undisturbed
+    assert contents(data) == undisturbed_files
 
 
 def test_a_read_only_data_folder_is_the_users_to_mend(disk: Path, videos: Path) -> None:

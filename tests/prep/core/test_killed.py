@@ -74,8 +74,8 @@ class Job:
 
     def ffmpegs(self) -> list[Process]:
         """Encoder passes, those at their gate included: each has made a gate."""
-        found = (running(int(path.name)) for path in self.gates.iterdir() if path.name.isdigit())
-        return [process for process in found if process is not None and "-progress" in process.arguments]
+        workers = (running(int(path.name)) for path in self.gates.iterdir() if path.name.isdigit())
+        return [process for process in workers if process is not None and "-progress" in process.arguments]
 
     def let_go(self, ffmpeg: Process) -> bool:
         """Lets an encoder pass its gate; False if it has not come there yet, or is past it."""
@@ -89,8 +89,8 @@ class Job:
     def workers(self) -> list[Process]:
         """Encoders and whatever may start one."""
         names = ("-progress", "ray::chunk", "multiprocessing.spawn")
-        found = processes(self.mark)
-        return [process for process in found if any(name in " ".join(process.arguments) for name in names)]
+        all_processes = processes(self.mark)
+        return [process for process in all_processes if any(name in " ".join(process.arguments) for name in names)]
 
     def agents(self) -> list[Path]:
         """Folders in /proc of what Ray's raylet has started: its agents overwrite the mark in their environment."""
@@ -99,12 +99,12 @@ class Job:
 
     def commits(self) -> list[Path]:
         """Commits of the other variant; one that is being written has a name with a dot before it."""
-        found = self.data.glob("video/*/commits/[!.]*.json")
-        return [path for path in found if path.parent.parent.name != self.first]
+        commit_paths = self.data.glob("video/*/commits/[!.]*.json")
+        return [path for path in commit_paths if path.parent.parent.name != self.first]
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`NUM_CHUNKS`: two shards of video a, two of video b."""
     root = tmp_path_factory.mktemp("killed")
     for number, name in enumerate("ab"):
@@ -117,25 +117,25 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(begun: Path) -> dict[str, str]:
+def undisturbed_files(begun_data: Path) -> dict[str, str]:
     """What the whole data folder holds when nothing disturbs the run."""
-    data = begun.with_name("undisturbed")
-    shutil.copytree(begun, data)
+    data = begun_data.with_name("undisturbed")
+    shutil.copytree(begun_data, data)
     assert chunk(data, *SECOND)["num_encoded"] == 56
     return contents(data)
 
 
 @pytest.fixture
-def job(begun: Path, tmp_path: Path) -> Iterator[Job]:
+def job(begun_data: Path, tmp_path: Path) -> Iterator[Job]:
     data, scratch, gates = tmp_path / "data", tmp_path / "scratch", tmp_path / "gates"
-    shutil.copytree(begun, data)
+    shutil.copytree(begun_data, data)
     scratch.mkdir()
     gates.mkdir()
     (gates / "ffmpeg").write_text(GATED.format(gates=gates, ffmpeg=find_ffmpeg().path))
     (gates / "ffmpeg").chmod(0o755)
     first = current_variant(data, "video")
     assert first is not None
-    job = Job(begun.parent / "videos", data, scratch, gates, secrets.token_hex(8), first)
+    job = Job(begun_data.parent / "videos", data, scratch, gates, secrets.token_hex(8), first)
     yield job
     for left in processes(job.mark):
         left.kill()
@@ -146,7 +146,7 @@ ENGINES = {"processes": "processes", "processes at all moments": "processes", "r
 
 @pytest.mark.parametrize("name", nightly_beyond(["processes"], ENGINES))
 def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_worker_but_not_each_of_its_workers(
-    name: str, job: Job, undisturbed: dict[str, str]
+    name: str, job: Job, undisturbed_files: dict[str, str]
 ) -> None:
     """In the next run, the workers of video a are killed every time, one of b's once."""
     engine = ENGINES[name]
@@ -193,7 +193,7 @@ def test_a_killed_run_leaves_no_process_and_a_task_of_the_next_outlives_its_work
     assert list(job.scratch.glob("clipmill-*")) == []
     assert current_variant(job.data, "video") == job.first
     assert chunk(job.data, *SECOND)["num_encoded"] == sum(map(NUM_CHUNKS.__getitem__, a))
-    assert contents(job.data) == undisturbed
+    assert contents(job.data) == undisturbed_files
     assert current_variant(job.data, "video") != job.first
 
 
@@ -230,7 +230,7 @@ def _has_gone(process: Process, job: Job) -> bool:
 
 
 def test_an_interrupted_run_says_that_nothing_is_lost_and_leaves_no_process(
-    job: Job, undisturbed: dict[str, str]
+    job: Job, undisturbed_files: dict[str, str]
 ) -> None:
     process = job.start("processes")
     wait_until(job.ffmpegs)
@@ -239,4 +239,4 @@ def test_an_interrupted_run_says_that_nothing_is_lost_and_leaves_no_process(
     assert ran.status == 130 and "finished work is kept; this run has finished " in ran.stderr
     wait_until_none(job.workers, seconds=40)
     chunk(job.data, *SECOND)
-    assert contents(job.data) == undisturbed
+    assert contents(job.data) == undisturbed_files

@@ -126,7 +126,7 @@ def test_a_killed_manifest_leaves_no_temporary_file(
     assert kill_at_each(tmp_path / "none", tmp_path / "work", *arguments, expected=done, step=step) > 10
 
 
-def left(data: Path, target: str) -> Path:
+def leave_file(data: Path, target: str) -> Path:
     """A temporary file of a killed command, which was to become `target`."""
     path = temporary_path(data / target)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,10 +140,10 @@ def test_a_rerun_removes_what_the_killed_run_left(prep: Prep, shard_set: ShardSe
     for folder in ("", "layout", "manifest", variant.relative_to(data), variant.relative_to(data) / "commits"):
         names = {"": ("dataset.json", "probes.parquet")}.get(str(folder), ("layout.parquet",))
         for name in names:
-            left(data, f"{folder}/{name}")
+            leave_file(data, f"{folder}/{name}")
     (variant / ".tmp-running").mkdir()
     (variant / ".tmp-running" / "000000.json").write_text("{}")
-    left(data, f"video/.tmp-0123456789ab-{variant.name}/recipe.json")
+    leave_file(data, f"video/.tmp-0123456789ab-{variant.name}/recipe.json")
     temporary_path(variant).mkdir()
     rerun(prep, shard_set, *LEN)
     assert set(data.rglob("*")) - before == {data / ".lock"} - before
@@ -163,8 +163,8 @@ def test_a_command_leaves_alone_what_others_may_be_writing(shard_set: ShardSet) 
         recipe.parent.mkdir(parents=True)
         recipe.write_text("{}")
     for column in COLUMNS:
-        made = {name: [left(data, target) for target in targets] for name, targets in places.items()}
-        strays = [left(data, "notes.txt"), data / ".tmp-mine", data / "video" / ".tmp-mine"]
+        made = {name: [leave_file(data, target) for target in targets] for name, targets in places.items()}
+        strays = [leave_file(data, "notes.txt"), data / ".tmp-mine", data / "video" / ".tmp-mine"]
         for stray in strays:
             stray.write_text("mine")
         with writing(data, column=column):

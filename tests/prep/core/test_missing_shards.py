@@ -51,7 +51,7 @@ def run(
     return execute(replace(job, make=make, lag_limit_s=lag_limit_s), Here())
 
 
-def listed(data: Path, summary: Summary) -> list[dict[str, Any]]:
+def listed_failures(data: Path, summary: Summary) -> list[dict[str, Any]]:
     path = data / "video" / summary.variant / "failures.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -70,7 +70,7 @@ def test_a_worker_that_wrote_elsewhere_is_not_believed(
     summary = run(data, astray, monkeypatch)
     assert (summary.num_shards, summary.num_shards_made, summary.num_chunks, summary.num_encoded) == (2, 2, 3, 3)
     assert summary.failures_by_code() == {FailureCode.SHARD_MISSING: 2} and summary.num_failed_videos == 2
-    assert [failure["code"] for failure in listed(data, summary)] == ["shard_missing"] * 2
+    assert [failure["code"] for failure in listed_failures(data, summary)] == ["shard_missing"] * 2
     assert "no commit for this plan" in summary.failures[0].message and str(data) in summary.failures[0].message
     summary = run(data, make_shard, monkeypatch)
     assert (summary.num_shards_made, summary.num_chunks, summary.failures) == (1, 5, [])
@@ -90,10 +90,10 @@ def test_a_commit_without_its_tar_is_a_missing_shard(data: Path, monkeypatch: py
 def test_a_shard_that_was_given_up_is_a_failure_of_all_of_its_videos(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(task: ShardTask) -> ShardResult:
+    def lose_shard(task: ShardTask) -> ShardResult:
         return stop_result(task, FailureCode.OUT_OF_MEMORY, "gone") if task.shard_id == 0 else make_shard(task)
 
-    summary = run(data, lost, monkeypatch)
+    summary = run(data, lose_shard, monkeypatch)
     assert summary.failures_by_code() == {FailureCode.OUT_OF_MEMORY: 2} and summary.num_failed_videos == 2
     assert summary.gave_up is None
 
@@ -117,7 +117,7 @@ def test_no_budget_covers_a_run_that_ended_early(prep: Prep, data: Path, monkeyp
 
 
 def test_a_worker_makes_no_folder_of_a_variant(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unmounted(task: ShardTask) -> ShardResult:
+    def unmount_and_make(task: ShardTask) -> ShardResult:
         moved = task.variant_dir.rename(task.variant_dir.with_name("moved"))
         try:
             return make_shard(task)
@@ -125,7 +125,7 @@ def test_a_worker_makes_no_folder_of_a_variant(data: Path, monkeypatch: pytest.M
             assert not task.variant_dir.exists(), "a worker made it"
             moved.rename(task.variant_dir)
 
-    summary = run(data, unmounted, monkeypatch)
+    summary = run(data, unmount_and_make, monkeypatch)
     assert summary.failures_by_code() == {FailureCode.IO_ERROR: 5}
     assert all("the variant folder does not exist" in failure.message for failure in summary.failures)
 
@@ -163,13 +163,13 @@ def test_a_commit_that_becomes_visible_late_is_awaited(
     thread.start()
     write = sys.stderr.write
 
-    def told(text: str) -> int:
+    def note_message(text: str) -> int:
         if "waiting up to" in text:  # not a line of progress, which a busy machine writes before
             appearing.set()
         return write(text)
 
-    monkeypatch.setattr(sys.stderr, "write", told)
+    monkeypatch.setattr(sys.stderr, "write", note_message)
     summary = run(data, lagging, monkeypatch, lag_limit_s=60)
     thread.join()
     assert (summary.num_shards, summary.num_chunks, summary.failures) == (3, 5, [])
-    assert summary.num_shards_made == 1 and len(listed(data, summary)) == 0
+    assert summary.num_shards_made == 1 and len(listed_failures(data, summary)) == 0

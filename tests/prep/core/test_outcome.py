@@ -61,10 +61,10 @@ def test_the_outcome_of_a_shard(
     state: ShardState, commit: str, problem: str | None, result: str, why: str | None
 ) -> None:
     shard = ShardPlan(4, "train", state, "", "planned", range(3), 3)
-    found = why_missing(
+    reason = why_missing(
         shard, variant_dir=Path("data"), commit=COMMITS[commit], problem=problem, result=RESULTS[result]
     )
-    assert (None if found is None else found.message) == why
+    assert (None if reason is None else reason.message) == why
 
 
 @pytest.mark.parametrize("state", [state for state in ShardState if state != ShardState.ORPHANED])
@@ -82,7 +82,7 @@ def test_a_shard_of_another_part_counts_as_it_lies_there(
     state: ShardState, commit: str, problem: str | None, is_made: bool
 ) -> None:
     shard = ShardPlan(4, "train", state, "", "planned", range(3), 3)
-    found = why_missing(
+    reason = why_missing(
         shard,
         variant_dir=Path("data"),
         commit=COMMITS[commit],
@@ -90,13 +90,13 @@ def test_a_shard_of_another_part_counts_as_it_lies_there(
         result=None,
         other_part=Part(2, 3),
     )
-    assert found == (None if is_made else Stop(FailureCode.SHARD_MISSING, "part 2/3 has not made it"))
+    assert reason == (None if is_made else Stop(FailureCode.SHARD_MISSING, "part 2/3 has not made it"))
 
 
 def test_why_the_run_ended_is_said() -> None:
     shard = ShardPlan(4, "train", ShardState.NEW, "", "planned", range(3), 3)
-    found = why_missing(shard, variant_dir=Path("data"), commit=None, problem=None, result=None, gave_up="disk full")
-    assert found == Stop(FailureCode.SHARD_MISSING, "not attempted: disk full")
+    reason = why_missing(shard, variant_dir=Path("data"), commit=None, problem=None, result=None, gave_up="disk full")
+    assert reason == Stop(FailureCode.SHARD_MISSING, "not attempted: disk full")
 
 
 SURE, DOUBTFUL = MachineFault("why"), MachineFault("why", is_doubtful=True)

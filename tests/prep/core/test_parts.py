@@ -35,7 +35,7 @@ HERE = ("--engine", "processes", "--workers", 1, "--json")
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five videos, one file that is none, and a finished variant in three shards."""
     root = tmp_path_factory.mktemp("parts")
     for number in range(5):
@@ -51,16 +51,16 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def data(begun: Path, tmp_path: Path) -> Path:
-    shutil.copytree(begun, tmp_path / "data")
+def data(begun_data: Path, tmp_path: Path) -> Path:
+    shutil.copytree(begun_data, tmp_path / "data")
     return tmp_path / "data"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(begun: Path) -> dict[str, str]:
+def undisturbed_files(begun_data: Path) -> dict[str, str]:
     """What the data folder holds after one command."""
-    folder = begun.with_name("undisturbed")
-    shutil.copytree(begun, folder)
+    folder = begun_data.with_name("undisturbed")
+    shutil.copytree(begun_data, folder)
     chunk(folder, *SLOW, status=1)
     return contents(folder)
 
@@ -85,7 +85,7 @@ def start_part(forks: Forks) -> Iterator[Start]:
         yield start
 
 
-def ended(process: "subprocess.Popen[str]") -> Ran:
+def end_of(process: "subprocess.Popen[str]") -> Ran:
     stdout, stderr = process.communicate(timeout=120)
     return Ran(process.returncode, stdout, stderr)
 
@@ -121,7 +121,7 @@ def test_every_shard_belongs_to_exactly_one_part(count: int) -> None:
 
 
 def test_parts_at_once_that_are_killed_and_run_again_leave_the_bytes_of_one_command(
-    start_part: Start, data: Path, undisturbed: dict[str, str]
+    start_part: Start, data: Path, undisturbed_files: dict[str, str]
 ) -> None:
     quick = current_variant(data, "video")
     processes = {part: start_part(data, part) for part in ("1/3", "2/3", "3/3")}
@@ -129,7 +129,7 @@ def test_parts_at_once_that_are_killed_and_run_again_leave_the_bytes_of_one_comm
     wait_until(lambda: "h264" in locks.holder_of(lock_of(data, "2/3")) or killed.poll() is not None)
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL, "it ended by itself"
-    rans = {part: ended(process) for part, process in processes.items()}
+    rans = {part: end_of(process) for part, process in processes.items()}
     lasts = [part for part, ran in rans.items() if ran.summary["part"]["is_last"]]
     assert len(lasts) == 1, "one of those that ended was the last"
     (last,) = lasts
@@ -141,14 +141,14 @@ def test_parts_at_once_that_are_killed_and_run_again_leave_the_bytes_of_one_comm
     variant = rans[last].summary["variant"]
     listed = (data / "video" / variant / "failures.jsonl").read_text()
     assert "part 2/3 has not made it" in listed
-    again = ended(start_part(data, "2/3"))
+    again = end_of(start_part(data, "2/3"))
     assert again.summary["part"] == {"part": "2/3", "is_last": True, "num_running": 0, "not_made": {}}
     assert current_variant(data, "video") == variant
-    assert contents(data) == undisturbed
+    assert contents(data) == undisturbed_files
 
 
 def test_gc_keeps_what_parts_have_begun_and_a_command_without_part_finishes_it(
-    data: Path, undisturbed: dict[str, str]
+    data: Path, undisturbed_files: dict[str, str]
 ) -> None:
     first = prep_here("chunk", "--data", data, *HERE, "--part", "1/2", *SLOW, status=1).summary
     assert (first["num_shards_made"], first["part"]["not_made"]) == (2, {"2/2": 1})
@@ -163,9 +163,9 @@ def test_gc_keeps_what_parts_have_begun_and_a_command_without_part_finishes_it(
     assert kept.endswith(f"; to complete it, run: prep retry --data {data}") and last == "nothing to remove"
     rest = chunk(data, *SLOW)  # a file that is no video has failed the first part
     assert (rest["num_shards_made"], rest["num_shards"]) == (1, 3)
-    assert contents(data) == undisturbed
+    assert contents(data) == undisturbed_files
     none = prep_here("chunk", "--data", data, *HERE, "--part", "7/7", *SLOW)  # of three shards
-    assert none.summary["num_shards_made"] == 0 and contents(data) == undisturbed
+    assert none.summary["num_shards_made"] == 0 and contents(data) == undisturbed_files
 
 
 def test_other_parts_wait_for_the_first_and_probe_nothing_again(
@@ -214,10 +214,10 @@ def test_a_part_that_runs_already_is_refused(data: Path) -> None:
 
 
 def test_parts_exclude_commands_without_part_other_settings_and_other_code(
-    begun: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    begun_data: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(data, "1/2", makes="a") as run:
-        for command in (("chunk", *HERE, *QUICK), ("gc",), ("manifest", "folder", begun.parent / "videos")):
+        for command in (("chunk", *HERE, *QUICK), ("gc",), ("manifest", "folder", begun_data.parent / "videos")):
             assert "another command is writing" in prep_here(*command, "--data", data, status=2).error
         other = running(data, "2/2", makes="b")
         with pytest.raises(UserError, match="part 2/2 would make b, but part 1/2, which is running, makes a"), other:
@@ -316,7 +316,7 @@ def test_locks_obey_the_umask_so_that_a_group_shares_a_data_folder(tmp_path: Pat
         with writing(tmp_path):
             pass
         with writing_part(tmp_path, Part(1, 2), column="scores"):
-            found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+            modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     finally:
         os.umask(before)
-    assert found == dict.fromkeys((".lock", ".scores.lock", ".scores.parts.lock", ".scores.part-1-of-2.lock"), mode)
+    assert modes == dict.fromkeys((".lock", ".scores.lock", ".scores.parts.lock", ".scores.part-1-of-2.lock"), mode)

@@ -39,25 +39,25 @@ def test_a_failure_that_may_pass_is_tried_again(code: FailureCode) -> None:
 
 
 def test_every_committed_shard_is_planned_once() -> None:
-    for wanted, stored, held in product(range(4), repeat=3):
-        shards = [WantedShard(number, "train", "f", 3) for number in range(wanted)]
+    for num_wanted, stored, held in product(range(4), repeat=3):
+        shards = [WantedShard(number, "train", "f", 3) for number in range(num_wanted)]
         commits = {number: commit(number, fingerprint="g") for number in range(1, 1 + stored)}
-        found = plan_shards(
+        plan = plan_shards(
             shards,
             StoredShards(commits, problems={}),
             what_changed="its captions",
             orphaned_because="gone",
             held=HeldShards(frozenset(range(1, 1 + held)), "unknown"),
         )
-        states = {shard.shard_id: shard.state for shard in found}
-        assert states.keys() == set(range(wanted)) | commits.keys()
+        states = {shard.shard_id: shard.state for shard in plan}
+        assert states.keys() == set(range(num_wanted)) | commits.keys()
         for number, found_state in states.items():
             if number not in commits:
                 assert found_state == ShardState.NEW
             elif 1 <= number <= held:
                 assert found_state == ShardState.CURRENT
             else:
-                assert found_state == (ShardState.CHANGED if number < wanted else ShardState.ORPHANED)
+                assert found_state == (ShardState.CHANGED if number < num_wanted else ShardState.ORPHANED)
 
 
 def test_holders_are_found_by_any_of_their_chunks() -> None:

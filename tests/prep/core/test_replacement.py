@@ -33,7 +33,7 @@ def num_samples(data: Path, variant: str | None, *, column: str = "video") -> in
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]) -> Path:
+def finished_folder(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]) -> Path:
     """Three videos of two chunks each and a truncated one, and their chunks with scores: `made/videos`, `made/data`."""
     root = tmp_path_factory.mktemp("replaced")
     for number, name in enumerate("abc"):
@@ -47,20 +47,20 @@ def made(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Pa
 
 
 @pytest.fixture
-def root(made: Path, tmp_path: Path) -> Iterator[Path]:
+def root(finished_folder: Path, tmp_path: Path) -> Iterator[Path]:
     """A copy of the data folder beside the videos, which a test may move."""
-    shutil.copytree(made / "data", tmp_path / "data")
+    shutil.copytree(finished_folder / "data", tmp_path / "data")
     yield tmp_path
     for path in tmp_path.glob("*.mp4"):
-        path.rename(made / "videos" / path.name)
+        path.rename(finished_folder / "videos" / path.name)
 
 
 def test_a_variant_that_lacks_samples_for_a_while_does_not_take_the_place_of_a_complete_one(
-    made: Path, root: Path
+    finished_folder: Path, root: Path
 ) -> None:
     data = root / "data"
     first = current_variant(data, "video")
-    (made / "videos" / "b.mp4").rename(root / "b.mp4")
+    (finished_folder / "videos" / "b.mp4").rename(root / "b.mp4")
     ran = run(data, *OTHER, status=1)
     other = variants(data)[1]
     assert variants(data) == (first, other) and other is not None and other != first
@@ -85,7 +85,7 @@ def test_a_variant_that_lacks_samples_for_a_while_does_not_take_the_place_of_a_c
     assert first in list_variants(data, "video") and current_variant(data, "video") == first
     run(data, *OTHER, status=1)
 
-    (root / "b.mp4").rename(made / "videos" / "b.mp4")
+    (root / "b.mp4").rename(finished_folder / "videos" / "b.mp4")
     retried = prep_here("retry", "--data", data, "--engine", "processes", status=1)  # the truncated video is still so
     assert variants(data) == (other, None) and num_samples(data, other) == NUM_CHUNKS
     assert "stays the current" not in retried.stdout
@@ -106,9 +106,9 @@ def test_a_source_that_is_damaged_for_good_blocks_no_variant(root: Path) -> None
     assert first not in list_variants(data, "video")
 
 
-def test_the_first_variant_is_current_although_it_is_incomplete(made: Path, tmp_path: Path) -> None:
+def test_the_first_variant_is_current_although_it_is_incomplete(finished_folder: Path, tmp_path: Path) -> None:
     (videos := tmp_path / "videos").mkdir()
-    for path in (made / "videos").iterdir():
+    for path in (finished_folder / "videos").iterdir():
         shutil.copyfile(path, videos / path.name)
     manifest(data := tmp_path / "data", videos)
     prep_here("plan", *LEN, "--data", data)
@@ -126,44 +126,44 @@ def test_the_first_variant_is_current_although_it_is_incomplete(made: Path, tmp_
     assert other != first and num_samples(data, other) == NUM_CHUNKS - 2
 
 
-def test_gc_keeps_a_variant_with_samples_that_the_current_one_has_lost(made: Path, root: Path) -> None:
+def test_gc_keeps_a_variant_with_samples_that_the_current_one_has_lost(finished_folder: Path, root: Path) -> None:
     data = root / "data"
     first = current_variant(data, "video")
     run(data, *OTHER, status=1)
     other = current_variant(data, "video")
-    (made / "videos" / "b.mp4").rename(root / "b.mp4")
+    (finished_folder / "videos" / "b.mp4").rename(root / "b.mp4")
     for tar in (data / "video" / str(other)).glob("*.tar"):
         tar.unlink()
     run(data, *OTHER, status=1)
     assert current_variant(data, "video") == other and num_samples(data, other) == NUM_CHUNKS - 2
-    said = prep_here("gc", "--data", data).stdout
-    assert f"video/{first}: it has samples that the current variant lacks (1 x source_missing)" in said
+    stdout = prep_here("gc", "--data", data).stdout
+    assert f"video/{first}: it has samples that the current variant lacks (1 x source_missing)" in stdout
     assert first in list_variants(data, "video")
-    (root / "b.mp4").rename(made / "videos" / "b.mp4")
+    (root / "b.mp4").rename(finished_folder / "videos" / "b.mp4")
     prep_here("retry", "--data", data, "--engine", "processes", status=1)
     prep_here("gc", "--data", data)
     assert list_variants(data, "video") == [other]
 
 
-def test_undetected_shots_of_a_source_that_is_away_block_a_variant(made: Path, root: Path) -> None:
+def test_undetected_shots_of_a_source_that_is_away_block_a_variant(finished_folder: Path, root: Path) -> None:
     data = root / "data"
     first = current_variant(data, "video")
-    (made / "videos" / "b.mp4").rename(root / "b.mp4")
+    (finished_folder / "videos" / "b.mp4").rename(root / "b.mp4")
     run(data, *LEN, "--cut", "shots", status=1)
     assert current_variant(data, "video") == first
-    (root / "b.mp4").rename(made / "videos" / "b.mp4")
+    (root / "b.mp4").rename(finished_folder / "videos" / "b.mp4")
     prep_here("retry", "--data", data, "--engine", "processes", status=1)
     assert current_variant(data, "video") != first
 
 
 @pytest.mark.usefixtures("few_retries")
 def test_refused_credentials_do_not_replace_a_complete_variant(
-    made: Path, tmp_path: Path, bucket: str, faults: Faults
+    finished_folder: Path, tmp_path: Path, bucket: str, faults: Faults
 ) -> None:
     remote._open_bucket.cache_clear()
     objects = open_objects(bucket)
     for name in "abc":
-        objects.write(f"videos/{name}.mp4", (made / "videos" / f"{name}.mp4").read_bytes())
+        objects.write(f"videos/{name}.mp4", (finished_folder / "videos" / f"{name}.mp4").read_bytes())
     prep_here("manifest", "folder", f"{bucket}/videos", "--data", data := tmp_path / "data")
     run(data, *LEN)
     first = current_variant(data, "video")

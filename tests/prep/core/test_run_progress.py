@@ -20,8 +20,8 @@ def test_an_interruption_counts_the_shards_that_are_kept_and_the_chunks_that_are
 
 
 def test_a_stopped_run_with_finished_shards_alone_loses_nothing() -> None:
-    said = r"^finished work is kept; this run has finished 1 of 3 shards \(12 chunks\); run the same command again"
-    with pytest.raises(Stopped, match=said), _progress() as progress:
+    pattern = r"^finished work is kept; this run has finished 1 of 3 shards \(12 chunks\); run the same command again"
+    with pytest.raises(Stopped, match=pattern), _progress() as progress:
         progress.finish_shard(12)
         progress.show(12, 12.0, has_begun=True)
         raise Stopped("finished work is kept")

@@ -46,9 +46,9 @@ def test_a_record_that_cannot_be_read_is_named_and_kept(
     kept = path.rename(tmp_path / "kept")
     path.mkdir()  # what reads it gets an error, also where this user may read everything
     ran = chunk_again(prep, shard_set.data, status=status)
-    said = ran.stdout + ran.stderr
-    assert f"{path}" in said and "folder in place of this file; remove it or move it away" in said
-    assert "Traceback" not in said
+    output = ran.stdout + ran.stderr
+    assert f"{path}" in output and "folder in place of this file; remove it or move it away" in output
+    assert "Traceback" not in output
     path.rmdir()
     shutil.move(kept, path)
     prep("verify", "--data", shard_set.data)
@@ -74,5 +74,5 @@ def test_a_pipe_in_the_place_of_a_record_is_named_and_not_waited_for(
     path = next(shard_set.data.glob(record))
     path.unlink()
     os.mkfifo(path)
-    said = prep("status", "--data", shard_set.data, status=2 if path.name == "manifest.json" else 1).stderr
-    assert str(path) in said and "not a regular file" in said and "Traceback" not in said
+    stderr = prep("status", "--data", shard_set.data, status=2 if path.name == "manifest.json" else 1).stderr
+    assert str(path) in stderr and "not a regular file" in stderr and "Traceback" not in stderr

@@ -53,28 +53,28 @@ def test_failures_that_can_pass_fail_every_run(tmp_path: Path) -> None:
     (tmp_path / "commits").mkdir()
     write_commit(tmp_path, Commit("video", 0, "train", "ab", None, tuple(failures)))
 
-    def unchanged(state: ShardState, read_again: tuple[str, ...] = ()) -> set[str]:
+    def unchanged_codes(state: ShardState, read_again: tuple[str, ...] = ()) -> set[str]:
         plan = [ShardPlan(0, "train", state, "", "ab", range(0), 1)]
-        found = unchanged_failures(failures, failures, variant_dir=tmp_path, shards=plan, read_again=read_again)
-        return {failure.code for failure in found}
+        same_failures = unchanged_failures(failures, failures, variant_dir=tmp_path, shards=plan, read_again=read_again)
+        return {failure.code for failure in same_failures}
 
-    current = unchanged(ShardState.CURRENT)
+    current = unchanged_codes(ShardState.CURRENT)
     assert {"source_truncated", "decode_errors", "source_missing"} <= current
     assert not current & {"timeout", "disk_full", "worker_lost", "endpoint_refused", "budget_spent"}
-    assert current - unchanged(ShardState.CHANGED) == {"source_missing", "source_unreadable"}
-    assert not unchanged(ShardState.RETRY)
-    assert unchanged(ShardState.CURRENT, ("v0",)) == current - {str(next(iter(FailureCode)))}
+    assert current - unchanged_codes(ShardState.CHANGED) == {"source_missing", "source_unreadable"}
+    assert not unchanged_codes(ShardState.RETRY)
+    assert unchanged_codes(ShardState.CURRENT, ("v0",)) == current - {str(next(iter(FailureCode)))}
 
 
 def test_status_has_no_next_training_while_a_plan_has_work(videos: Path, tmp_path: Path) -> None:
     data, table = tmp_path / "data", tmp_path / "captions.csv"
 
-    def following() -> str:
+    def next_command() -> str:
         return prep_here("status", "--data", data).stdout.splitlines()[-1].removeprefix("next      ")
 
     def run(status: int = 0) -> None:
         prep_here("chunk", "--data", data, *LEN, status=status)
-        assert following().startswith("train ")
+        assert next_command().startswith("train ")
         assert "nothing to do" in prep_here("plan", "--data", data, *LEN[:-4]).stdout
 
     table.write_text("video,text\nwhole,first\n")
@@ -82,13 +82,13 @@ def test_status_has_no_next_training_while_a_plan_has_work(videos: Path, tmp_pat
     run(1)
     table.write_text("video,text\nwhole,second\n")
     manifest(data, videos, "--captions", table)
-    assert following().startswith("prep chunk ")
+    assert next_command().startswith("prep chunk ")
     run()
     whole = (videos / "whole.mp4").read_bytes()
     (videos / "cut.mp4").write_bytes(whole)  # repaired
-    assert following().startswith("prep chunk ")
+    assert next_command().startswith("prep chunk ")
     run()
     (videos / "cut.mp4").unlink()
     manifest(data, videos, "--captions", table)
-    assert following().startswith("prep chunk ")
+    assert next_command().startswith("prep chunk ")
     run()

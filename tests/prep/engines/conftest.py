@@ -21,7 +21,7 @@ _open, _heads = ExitStack(), list[Any]()  # the shared cluster, once a test has 
 
 
 @contextmanager
-def marked() -> Iterator[str]:
+def mark_processes() -> Iterator[str]:
     """A mark in the environment of the cluster's processes, which are to see a dead node soon."""
     mark = secrets.token_hex(8)
     with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ def cluster_of(head: dict[str, Any], *, shutdown_at_exit: bool = True) -> Iterat
     import_ray()
     from ray.cluster_utils import Cluster
 
-    with marked() as mark:
+    with mark_processes() as mark:
         cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=shutdown_at_exit)
     yield cluster
     cluster.shutdown()
@@ -54,7 +54,7 @@ def cluster_of(head: dict[str, Any], *, shutdown_at_exit: bool = True) -> Iterat
 @pytest.fixture
 def mark() -> Iterator[str]:
     """The mark of the nodes that a test adds, or of a Ray of its own."""
-    with marked() as mark:
+    with mark_processes() as mark:
         yield mark
 
 

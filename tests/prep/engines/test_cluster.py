@@ -64,14 +64,14 @@ def listening_sockets(driver: int) -> list[Listening]:
                 address = ipaddress.ip_address(b"".join(words))
                 mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
                 addresses[f"socket:[{inode}]"] = str(mapped or address), int(port, 16)
-    found = []
+    sockets = []
     for pid in family:
         with suppress(OSError):  # it has ended
             program = Path("/proc", str(pid), "cmdline").read_text().partition("\0")[0]
             for descriptor in Path("/proc", str(pid), "fd").iterdir():
                 if (address_of := addresses.get(str(descriptor.readlink()))) is not None:
-                    found.append(Listening(*address_of, program))
-    return found
+                    sockets.append(Listening(*address_of, program))
+    return sockets
 
 
 def test_a_run_outlives_one_of_two_nodes(

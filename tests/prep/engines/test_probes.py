@@ -61,8 +61,8 @@ def test_probes_of_workers_are_those_of_one_process(
 
     for folder, check in (("there", None), ("refused", forget_the_server)):
         (tmp_path / folder).mkdir()
-        found = probe_sources(tmp_path / folder, paths, num_workers=2, run=on_workers(check))
-        assert found.equals(here), found.to_pylist()
+        probes = probe_sources(tmp_path / folder, paths, num_workers=2, run=on_workers(check))
+        assert probes.equals(here), probes.to_pylist()
     web.close()
 
 

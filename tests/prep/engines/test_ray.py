@@ -87,7 +87,9 @@ def name(task: Task) -> str:
 
 def run(engine: RayEngine, tasks: list[Task], *, notices: list[str] | None = None) -> dict[int, Outcome[Task, Place]]:
     told = notices if notices is not None else []
-    outcomes = [one for one in engine.run(work, tasks, name=name, notify=told.append) if isinstance(one, Outcome)]
+    outcomes = [
+        outcome for outcome in engine.run(work, tasks, name=name, notify=told.append) if isinstance(outcome, Outcome)
+    ]
     assert sorted(outcome.task.number for outcome in outcomes) == [task.number for task in tasks]
     return {outcome.task.number: outcome for outcome in outcomes}
 
@@ -105,7 +107,7 @@ def test_tasks_are_listed_by_their_names(listing: Any, tmp_path: Path) -> None:
         return names <= listed
 
     wait_until(are_listed)
-    assert {one for one in listed if one.startswith("numbered ")} >= names
+    assert {task_name for task_name in listed if task_name.startswith("numbered ")} >= names
 
 
 @pytest.mark.nightly
@@ -240,15 +242,15 @@ def nodes_of_probes(driver: int) -> set[int]:
     """The raylets below which a source is waited for; none if the driver itself waits for one."""
     parents = {pid: parent for pid, parent, _ in running_processes()}
     raylets = {pid for pid in parents if (ray := running(pid)) and Path(ray.arguments[0]).name == "raylet"}
-    found = set()
+    node_ids = set()
     for reader in filter(waits_for_lease, parents):
         line = [reader]
         while line[-1] in parents:
             line.append(parents[line[-1]])
         if driver in line:
             return set()
-        found |= raylets.intersection(line[:4])
-    return found
+        node_ids |= raylets.intersection(line[:4])
+    return node_ids
 
 
 def test_a_cluster_of_another_version_is_refused(cluster: Any) -> None:

@@ -68,17 +68,17 @@ def write(data: Path, kind: str, **recipe: Any) -> Written:
     return written
 
 
-def wanted(data: Path) -> list[tuple[str, torch.Tensor, str]]:
+def expected_segments(data: Path) -> list[tuple[str, torch.Tensor, str]]:
     """Name, stored latents and caption of every segment: the caption of a second is that which spans it."""
-    found = []
+    segments_by_name = []
     for name, start, second, caption in (
         ("long", 0, 0, "a dog runs"),
         ("long", 0, 1, "a cat"),
         ("short", 0, 0, "the end"),
     ):
         latents = values(Chunk(name, start, 6))[second]
-        found.append((f"{name}_{start:09d}-{second:02d}", torch.from_numpy(latents), caption))
-    return found
+        segments_by_name.append((f"{name}_{start:09d}-{second:02d}", torch.from_numpy(latents), caption))
+    return segments_by_name
 
 
 def sequence_of(data: Path, caption: str) -> torch.Tensor:
@@ -107,19 +107,19 @@ def test_musubi_tuner_finds_segments_and_texts_by_their_names(
     ran = prep_here("export", "musubi", cache, "--data", texts)
     assert "exported  3 segments" in ran.stdout and "left out  5: segments without a caption" in ran.stdout
     assert ("that has a sequence" in ran.stdout) == (short == "wan")
-    found = {}
+    files_by_item = {}
     for file in cache.glob(f"*_{short}.safetensors"):
         tokens = file.name.split("_")
         width, height = map(int, tokens[-2].split("x"))
         position, num_frames = map(int, tokens[-3].split("-")[:2])
         assert (width, height, position, num_frames) == (32, 32, 0, 9)
-        found["_".join(tokens[:-3])] = file
-    assert sorted(found) == sorted(name for name, *_ in wanted(texts))
-    for name, latents, caption in wanted(texts):
-        with safe_open(found[name], framework="pt") as opened:
+        files_by_item["_".join(tokens[:-3])] = file
+    assert sorted(files_by_item) == sorted(name for name, *_ in expected_segments(texts))
+    for name, latents, caption in expected_segments(texts):
+        with safe_open(files_by_item[name], framework="pt") as opened:
             metadata = {"architecture": full, "width": "32", "height": "32", "frame_count": "9"}
             assert opened.metadata() == {**metadata, "format_version": "1.0.1"}
-        [(key, tensor)] = load_file(found[name]).items()
+        [(key, tensor)] = load_file(files_by_item[name]).items()
         assert key == "latents_3x4x4_float16"
         assert torch.equal(tensor, latents if short == "wan" else (latents.float() / SCALE).half())
         te = cache / f"{name}_{short}_te.safetensors"
@@ -158,7 +158,7 @@ def test_finetrainers_samples_and_normalises_to_what_is_stored(
     prep_here("export", "finetrainers", tmp_path / "out", "--data", texts)
     folder = tmp_path / "out" / "finetrainers-precomputed-data"
     assert len([*folder.iterdir()]) == 6
-    for number, (_, latents, caption) in enumerate(wanted(texts)):
+    for number, (_, latents, caption) in enumerate(expected_segments(texts)):
         item = torch.load(folder / f"latent-{number}.pt", weights_only=True)
         is_cog = kind == "AutoencoderKLCogVideoX"
         parameters = item["latents"].float()
@@ -179,20 +179,20 @@ def test_finetrainers_samples_and_normalises_to_what_is_stored(
         assert padded.shape == (1, 20, 16) and not padded[0, len(sequence) :].any()
         assert torch.equal(padded[0, : len(sequence)], sequence.bfloat16())
         assert list(condition) == ([] if mask is None else [mask])
-        assert all(one.shape == (1, 20) and int(one.sum()) == len(sequence) for one in condition.values())
+        assert all(mask.shape == (1, 20) and int(mask.sum()) == len(sequence) for mask in condition.values())
 
 
 def items(folder: Path) -> list[dict[str, Any]]:
     """The items of a cache of diffusion-pipe."""
-    found = []
+    contents = []
     with closing(sqlite3.connect(folder / "metadata.db")) as database:
         assert not database.execute("SELECT value FROM fingerprint").fetchall(), "the trainer enters its own"
         for shard, number in database.execute("SELECT shard, shard_index FROM items").fetchall():
             offset, size = database.execute(f"SELECT offset, size FROM shard_{shard}").fetchall()[number]
             content = (folder / f"shard_{shard}.bin").read_bytes()[offset : offset + size]
             assert len(content) == size
-            found.append(torch.load(BytesIO(content), weights_only=True))
-    return found
+            contents.append(torch.load(BytesIO(content), weights_only=True))
+    return contents
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_diffusion_pipe_pairs_latents_with_their_captions(
     state = json.loads((grouped / "state.json").read_bytes())
     with pa.ipc.open_stream(grouped / state["_data_files"][0]["filename"]) as stream:
         listed = stream.read_all().to_pylist()
-    segments = wanted(texts)
-    assert [(one["image_spec"], one["caption"]) for one in listed] == [
+    segments = expected_segments(texts)
+    assert [(item["image_spec"], item["caption"]) for item in listed] == [
         ([None, f"{name}.mp4"], [caption]) for name, _, caption in segments
     ]
     shuffled = [2, 0, 1]  # three by the seed of (1.0, 32, 32, 9), as the library `datasets` 5.2.0 shuffles them
@@ -311,15 +311,15 @@ def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
     write(texts, "AutoencoderKLWan")
     (tmp_path / "mine").mkdir()
 
-    def told(folder: str, *flags: str) -> str:
+    def refusal_of(folder: str, *flags: str) -> str:
         return prep_here("export", "musubi", tmp_path / folder, "--data", texts, *flags, status=2).error
 
-    assert "was not written by prep export" in told("mine")
+    assert "was not written by prep export" in refusal_of("mine")
     (tmp_path / "mine" / "clipmill.json").write_text('{"files": {"a": ["b"]}}')
-    assert "was not written by prep export" in told("mine")
-    assert "no latents of split 'val'" in told("out", "--split", "val")
+    assert "was not written by prep export" in refusal_of("mine")
+    assert "no latents of split 'val'" in refusal_of("out", "--split", "val")
     write(texts, "AutoencoderKLWan", latent_frames=None)
-    assert "latents of single frames" in told("out")
+    assert "latents of single frames" in refusal_of("out")
     for recipe, flags, words in (
         ({"size": 40}, (), "multiples of 16 pixels"),
         ({"kind": "AutoencoderKLLTXVideo", "factor": 32}, (), "give --model with the name of the file"),

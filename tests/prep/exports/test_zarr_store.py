@@ -33,7 +33,7 @@ SPLITS = {"a": "train", "b": "train", "c": "train", "d": "train", "e": "val"}
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Written:
+def written_data(tmp_path: Path) -> Written:
     return write_all(tmp_path / "data", SHARDS, CAPTIONS, without=WITHOUT, splits=SPLITS)
 
 
@@ -42,7 +42,7 @@ def open_store(store_dir: Path) -> Any:
     return zarr.open_group(store_dir, mode="r")
 
 
-def wanted(written: Written) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def expected_arrays(written: Written) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The arrays, from what was written."""
     chunks = {"a": ("a_000000000", "a_000015000"), "b": ("b_000000000",), "c": ("c_000000000", "c_000015000")}
     frames, of_video = [], []
@@ -60,11 +60,11 @@ def wanted(written: Written) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_the_store_has_the_documents_arrays_with_the_values_of_the_columns(
-    written: Written, tmp_path: Path, chunk: int
+    written_data: Written, tmp_path: Path, chunk: int
 ) -> None:
     store_dir = tmp_path / "segments.zarr"
-    ran = prep_here("export", "zarr", store_dir, "--data", written.data_dir, "--chunk", chunk, "--level", 3)
-    frames, text, of_video = wanted(written)
+    ran = prep_here("export", "zarr", store_dir, "--data", written_data.data_dir, "--chunk", chunk, "--level", 3)
+    frames, text, of_video = expected_arrays(written_data)
     store = open_store(store_dir)
     assert set(store.array_keys()) == {"base_frames", "clip_emb", "segment_to_video"}
     assert np.array_equal(store["base_frames"][:].view(np.uint16), frames)
@@ -78,18 +78,18 @@ def test_the_store_has_the_documents_arrays_with_the_values_of_the_columns(
     assert "left out  1: ends of chunks" in ran.stdout
 
 
-def test_compressed_latents_give_the_same_store(written: Written, tmp_path: Path) -> None:
-    frames = wanted(written)[0]
+def test_compressed_latents_give_the_same_store(written_data: Written, tmp_path: Path) -> None:
+    frames = expected_arrays(written_data)[0]
     other = write_all(tmp_path / "packed", [], CAPTIONS, without=WITHOUT, splits=SPLITS)
     write_latents(other, SHARDS, is_compressed=True)
     prep_here("export", "zarr", tmp_path / "packed.zarr", "--data", other.data_dir)
-    found = open_store(tmp_path / "packed.zarr")["base_frames"][:]
-    assert np.array_equal(found.view(np.uint16), frames)
+    frames_read = open_store(tmp_path / "packed.zarr")["base_frames"][:]
+    assert np.array_equal(frames_read.view(np.uint16), frames)
 
 
-def test_a_rerun_does_nothing_until_flags_or_columns_change(written: Written, tmp_path: Path) -> None:
+def test_a_rerun_does_nothing_until_flags_or_columns_change(written_data: Written, tmp_path: Path) -> None:
     store_dir = tmp_path / "out" / "segments.zarr"
-    line = ("export", "zarr", store_dir, "--data", written.data_dir)
+    line = ("export", "zarr", store_dir, "--data", written_data.data_dir)
     assert prep_here(*line, "--json").summary["num_written"] == 10
     inode = store_dir.stat().st_ino
     assert "nothing to do" in prep_here(*line).stdout and store_dir.stat().st_ino == inode
@@ -98,21 +98,21 @@ def test_a_rerun_does_nothing_until_flags_or_columns_change(written: Written, tm
     assert [path.name for path in store_dir.parent.iterdir()] == [store_dir.name]
 
 
-def test_a_lost_chunk_of_a_store_does_not_read_as_latents_of_zeros(written: Written, tmp_path: Path) -> None:
-    prep_here("export", "zarr", tmp_path / "segments.zarr", "--data", written.data_dir)
+def test_a_lost_chunk_of_a_store_does_not_read_as_latents_of_zeros(written_data: Written, tmp_path: Path) -> None:
+    prep_here("export", "zarr", tmp_path / "segments.zarr", "--data", written_data.data_dir)
     (tmp_path / "segments.zarr" / "base_frames" / "1.0.0.0.0").unlink()
     frames = open_store(tmp_path / "segments.zarr")["base_frames"]
     assert np.isnan(frames[1]).all() and np.isfinite(frames[0]).all()
 
 
 @pytest.mark.parametrize("lost", ["base_frames/1.0.0.0.0", "clip_emb/0.0", "segment_to_video/0", "clip_emb/.zarray"])
-def test_a_rerun_replaces_a_store_that_has_lost_a_file(written: Written, tmp_path: Path, lost: str) -> None:
+def test_a_rerun_replaces_a_store_that_has_lost_a_file(written_data: Written, tmp_path: Path, lost: str) -> None:
     store_dir = tmp_path / "segments.zarr"
-    line = ("export", "zarr", store_dir, "--data", written.data_dir)
+    line = ("export", "zarr", store_dir, "--data", written_data.data_dir)
     prep_here(*line)
     (store_dir / lost).unlink()
     assert prep_here(*line, "--json").summary["num_written"] == 10
-    assert np.array_equal(open_store(store_dir)["base_frames"][:].view(np.uint16), wanted(written)[0])
+    assert np.array_equal(open_store(store_dir)["base_frames"][:].view(np.uint16), expected_arrays(written_data)[0])
     assert (store_dir / lost).exists() and "nothing to do" in prep_here(*line).stdout
 
 
@@ -143,15 +143,15 @@ def test_a_store_of_one_video_is_complete(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_run_left_is_removed_and_a_failed_one_leaves_the_old_store(
-    written: Written, tmp_path: Path
+    written_data: Written, tmp_path: Path
 ) -> None:
     store_dir = tmp_path / "segments.zarr"
     left = tmp_path / ".tmp-0123456789ab-segments.zarr"
     left.mkdir()
-    line = ("export", "zarr", store_dir, "--data", written.data_dir)
+    line = ("export", "zarr", store_dir, "--data", written_data.data_dir)
     prep_here(*line)
     assert not left.exists()
-    tar = next(written.latents_dir.glob("000001-*.tar"))
+    tar = next(written_data.latents_dir.glob("000001-*.tar"))
     content = bytearray(tar.read_bytes())
     content[1600] ^= 1
     tar.write_bytes(content)
@@ -165,10 +165,10 @@ def test_what_a_killed_run_left_is_removed_and_a_failed_one_leaves_the_old_store
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-def test_a_folder_of_someone_else_is_not_replaced(written: Written, tmp_path: Path) -> None:
+def test_a_folder_of_someone_else_is_not_replaced(written_data: Written, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
-    ran = prep_here("export", "zarr", tmp_path / "mine", "--data", written.data_dir, status=2)
+    ran = prep_here("export", "zarr", tmp_path / "mine", "--data", written_data.data_dir, status=2)
     assert "was not written by prep export zarr" in ran.error
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
@@ -182,8 +182,8 @@ def test_a_folder_of_someone_else_is_not_replaced(written: Written, tmp_path: Pa
         (("--split", "tset"), "no latents of split 'tset'"),
     ],
 )
-def test_bad_requests_are_refused(written: Written, tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
-    ran = prep_here("export", "zarr", tmp_path / "out", "--data", written.data_dir, *flags, status=2)
+def test_bad_requests_are_refused(written_data: Written, tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+    ran = prep_here("export", "zarr", tmp_path / "out", "--data", written_data.data_dir, *flags, status=2)
     assert message in ran.error and not (tmp_path / "out").exists()
 
 

@@ -63,15 +63,15 @@ def test_without_a_network_a_model_is_looked_for_in_the_cache_alone(
 def test_what_is_no_vae_is_refused_before_any_work(prep: Prep, shard_set: ShardSet, copy: Path) -> None:
     config = json.loads((copy / "config.json").read_bytes())
 
-    def told(**changed: object) -> str:
+    def refusal_of(**changed: object) -> str:
         (copy / "config.json").write_text(json.dumps({**config, **changed}))
         return error(prep, shard_set, "--vae", copy)
 
-    assert "describes UNet2DModel, not a VAE that prep latents knows" in told(_class_name="UNet2DModel")
-    assert "expects 4 input channels, but videos have 3" in told(in_channels=4)
-    assert "is damaged" in told(scaling_factor="much")
-    assert "is damaged: its scaling_factor is 0" in told(scaling_factor=0)
-    assert "its shift_factor nan" in told(shift_factor=math.nan)
+    assert "describes UNet2DModel, not a VAE that prep latents knows" in refusal_of(_class_name="UNet2DModel")
+    assert "expects 4 input channels, but videos have 3" in refusal_of(in_channels=4)
+    assert "is damaged" in refusal_of(scaling_factor="much")
+    assert "is damaged: its scaling_factor is 0" in refusal_of(scaling_factor=0)
+    assert "its shift_factor nan" in refusal_of(shift_factor=math.nan)
     (copy / "config.json").write_text("{")
     assert "is damaged" in error(prep, shard_set, "--vae", copy)
     (copy / "config.json").write_text(json.dumps(config))

@@ -19,7 +19,7 @@ from tests.prep.running import contents
 from tests.prep.sets import ShardSet
 
 
-def stored(shard_set: ShardSet) -> dict[str, np.ndarray]:
+def stored_latents(shard_set: ShardSet) -> dict[str, np.ndarray]:
     """Every sample by its key."""
     latents = Variant.open(shard_set.data, column="latents")
     return {
@@ -33,7 +33,7 @@ def plain_loop(shard_set: ShardSet, model: Any, *, random: bool = False) -> dict
     rows: dict[str, list[int]] = {}
     for shard in Variant.open(shard_set.data, column="latents").shards():
         rows |= dict(zip(shard.index["key"].to_pylist(), shard.index["crops"].to_pylist(), strict=True))
-    found = {}
+    latents_by_key = {}
     for sample in video.iterate():
         with av.open(BytesIO(sample["mp4"]), "r") as container:
             frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
@@ -46,24 +46,27 @@ def plain_loop(shard_set: ShardSet, model: Any, *, random: bool = False) -> dict
             small = functional.interpolate(picture, size=(64, 64), mode="bilinear", antialias=True)
             with torch.no_grad():
                 latents.append(model.encode(small.float() / 127.5 - 1).latent_dist.mean[0].numpy())
-        found[sample["__key__"]] = np.stack(latents) * np.float32(model.config.scaling_factor)
-    return found
+        latents_by_key[sample["__key__"]] = np.stack(latents) * np.float32(model.config.scaling_factor)
+    return latents_by_key
 
 
 @pytest.mark.parametrize("crop", [pytest.param("centre", marks=pytest.mark.nightly), "random", "exact"])
 def test_latents_are_those_of_a_plain_loop_over_diffusers(shard_set: ShardSet, checkpoint: Path, crop: str) -> None:
     make(shard_set.data, vae=str(checkpoint), crop=crop, batch=7)
-    found, wanted = stored(shard_set), plain_loop(shard_set, autoencoder_kl().from_pretrained(checkpoint).eval())
-    assert list(found) == list(wanted)
-    for key, latents in found.items():
-        assert latents.dtype == np.float16 and latents.shape == wanted[key].shape
-        np.testing.assert_allclose(latents.astype(np.float32), wanted[key], rtol=2e-3, atol=2e-4)
+    latents_by_key, expected = (
+        stored_latents(shard_set),
+        plain_loop(shard_set, autoencoder_kl().from_pretrained(checkpoint).eval()),
+    )
+    assert list(latents_by_key) == list(expected)
+    for key, latents in latents_by_key.items():
+        assert latents.dtype == np.float16 and latents.shape == expected[key].shape
+        np.testing.assert_allclose(latents.astype(np.float32), expected[key], rtol=2e-3, atol=2e-4)
 
 
 def test_rows_of_the_index_describe_the_arrays(shard_set: ShardSet) -> None:
     make(shard_set.data)
     video, latents = (Variant.open(shard_set.data, column=column) for column in ("video", "latents"))
-    arrays = stored(shard_set)
+    arrays = stored_latents(shard_set)
     assert [shard.split for shard in video.shards()] == [shard.split for shard in latents.shards()]
     for chunks, shard in zip(video.shards(), latents.shards(), strict=True):
         assert shard.shard_id == chunks.shard_id
@@ -81,19 +84,19 @@ def test_rows_of_the_index_describe_the_arrays(shard_set: ShardSet) -> None:
 
 def test_batch_and_threads_change_rounding_only(shard_set: ShardSet) -> None:
     make(shard_set.data, batch=1, num_threads=1)
-    one = stored(shard_set)
+    again = stored_latents(shard_set)
     shard_set.data.joinpath("latents").rename(shard_set.data / ".before")
     make(shard_set.data, batch=64, num_threads=3)
-    for key, latents in stored(shard_set).items():
-        np.testing.assert_allclose(latents.astype(np.float32), one[key].astype(np.float32), rtol=2e-3, atol=2e-3)
+    for key, latents in stored_latents(shard_set).items():
+        np.testing.assert_allclose(latents.astype(np.float32), again[key].astype(np.float32), rtol=2e-3, atol=2e-3)
 
 
 def test_bfloat16_is_stored_by_its_bits(shard_set: ShardSet) -> None:
     make(shard_set.data, dtype="bfloat16")
-    bits = stored(shard_set)
+    bits = stored_latents(shard_set)
     shard_set.data.joinpath("latents").rename(shard_set.data / ".brain")
     make(shard_set.data)
-    for key, half in stored(shard_set).items():
+    for key, half in stored_latents(shard_set).items():
         assert bits[key].dtype == np.uint16
         brain = torch.from_numpy(bits[key].view(np.int16)).view(torch.bfloat16).float().numpy()
         np.testing.assert_allclose(brain, half.astype(np.float32), rtol=2**-7, atol=1e-3)
@@ -102,9 +105,9 @@ def test_bfloat16_is_stored_by_its_bits(shard_set: ShardSet) -> None:
 def test_samples_are_seeded_and_of_the_posteriors_width(shard_set: ShardSet, checkpoint: Path) -> None:
     vae = str(checkpoint)
     make(shard_set.data, vae=vae)
-    mean = stored(shard_set)
+    mean = stored_latents(shard_set)
     make(shard_set.data, vae=vae, posterior="sample")
-    sample, before = stored(shard_set), contents(shard_set.data / "latents")
+    sample, before = stored_latents(shard_set), contents(shard_set.data / "latents")
     tar = next((shard_set.data / "latents").glob("*sample*/*.tar"))
     tar.unlink()
     make(shard_set.data, vae=vae, posterior="sample", batch=16)
@@ -116,7 +119,7 @@ def test_samples_are_seeded_and_of_the_posteriors_width(shard_set: ShardSet, che
     spread = float((sample[key].astype(np.float32) - mean[key].astype(np.float32)).std())
     assert spread == pytest.approx(width, rel=0.2)
     make(shard_set.data, vae=vae, posterior="sample", seed=1)
-    assert not np.array_equal(stored(shard_set)[key], sample[key])
+    assert not np.array_equal(stored_latents(shard_set)[key], sample[key])
 
 
 def test_any_webdataset_reader_zips_the_columns_by_key(shard_set: ShardSet) -> None:

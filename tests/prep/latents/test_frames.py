@@ -50,10 +50,10 @@ def test_skipping_frames_that_nobody_wants_changes_no_pixel(
         everything = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     facts = read_chunk(content, fps=Fraction(30))
     stored = ChunkContent(content, 60, Fraction(30), facts.packet_frame, facts.packet_flags)
-    for wanted in ([0], [59], [3, 4, 31], frames_on_screen(60, chunk_fps=Fraction(30), fps=Fraction(4))):
-        found = [frame.to_ndarray(format="rgb24") for frame in stored.frames(wanted)]
-        assert len(found) == len(wanted)
-        assert all(np.array_equal(frame, everything[number]) for frame, number in zip(found, wanted, strict=True))
+    for numbers in ([0], [59], [3, 4, 31], frames_on_screen(60, chunk_fps=Fraction(30), fps=Fraction(4))):
+        pictures = [frame.to_ndarray(format="rgb24") for frame in stored.frames(numbers)]
+        assert len(pictures) == len(numbers)
+        assert all(np.array_equal(frame, everything[number]) for frame, number in zip(pictures, numbers, strict=True))
     with pytest.raises(SourceFailure) as caught:
         list(stored.frames([59, 60]))
     assert caught.value.code == FailureCode.FRAMES_DIFFER and "frame 60" in caught.value.message

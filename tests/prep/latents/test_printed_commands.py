@@ -7,7 +7,7 @@ import pytest
 
 from clipmill.prep.core.column import recipe_differences
 from clipmill.shards.reader import Variant
-from tests.prep.latents.video_vaes import saved
+from tests.prep.latents.video_vaes import save_model
 from tests.prep.running import prep_here
 from tests.prep.sets import ShardSet, flip
 
@@ -15,7 +15,7 @@ from tests.prep.sets import ShardSet, flip
 def test_the_next_command_finds_the_folder_and_equal_statistics_are_no_change(
     shard_set: ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vae, elsewhere = saved("AutoencoderKLWan", tmp_path / "my models" / "vae's"), tmp_path / "work"
+    vae, elsewhere = save_model("AutoencoderKLWan", tmp_path / "my models" / "vae's"), tmp_path / "work"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     flags = ("--size", 32, "--fps", 8, "--segment", "1s", "--data", shard_set.data)

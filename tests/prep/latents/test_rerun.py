@@ -28,7 +28,7 @@ def test_compressed_latents_are_the_same_files_smaller_and_are_made_again_where_
     make(shard_set.data, compression="zstd")
     packed = Variant.open(shard_set.data, column="latents")
     assert packed.directory != plain.directory and packed.recipe["compression"] == "zstd"
-    samples = [{sample["__key__"]: sample for sample in one.iterate()} for one in (plain, packed)]
+    samples = [{sample["__key__"]: sample for sample in variant.iterate()} for variant in (plain, packed)]
     assert samples[0].keys() == samples[1].keys()
     for key, sample in samples[0].items():
         array, content = sample["latents.npy"], samples[1][key]["latents.npy.zst"]
@@ -43,14 +43,14 @@ def test_compressed_latents_are_the_same_files_smaller_and_are_made_again_where_
     prep("verify", "--deep", "--data", shard_set.data)
 
 
-@pytest.mark.parametrize(("change", "found"), [("cut", "cannot be decompressed"), ("shape", "in the index")])
-def test_what_a_compressed_member_holds_is_compared_with_its_index_row(change: str, found: str) -> None:
+@pytest.mark.parametrize(("change", "message"), [("cut", "cannot be decompressed"), ("shape", "in the index")])
+def test_what_a_compressed_member_holds_is_compared_with_its_index_row(change: str, message: str) -> None:
     array = np.zeros((4, 2, 8, 8), np.float16)
     payload = compress_frame(npy_bytes(array if change == "cut" else array.reshape(4, 2, 4, 16)))
     row = {"num_frames": 4, "channels": 2, "height": 8, "width": 8, "dtype": "float16", "source_frames": []}
     member = payload[:-5] if change == "cut" else payload
-    [(_, said)] = check_latents(row, {"latents.npy.zst": member}, "train").differences
-    assert found in said
+    [(_, difference)] = check_latents(row, {"latents.npy.zst": member}, "train").differences
+    assert message in difference
 
 
 def test_each_setting_that_changes_bytes_makes_another_variant() -> None:

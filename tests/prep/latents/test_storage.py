@@ -11,12 +11,12 @@ def test_both_types_are_rounded_as_torch_rounds() -> None:
     rng = np.random.default_rng(0)
     values = rng.standard_normal(100_000, dtype=np.float32) * np.float32(10.0) ** rng.integers(-6, 4, 100_000)
     values = np.concatenate([values, np.array([0.0, -0.0, 1.00390625, 1.01171875, 65504.0])]).astype(np.float32)
-    wanted = torch.from_numpy(values)
+    expected = torch.from_numpy(values)
     half = as_stored(values, dtype="float16")
-    assert half.dtype == np.float16 and np.array_equal(half, wanted.half().numpy())
+    assert half.dtype == np.float16 and np.array_equal(half, expected.half().numpy())
     brain = as_stored(values, dtype="bfloat16")
     assert brain.dtype == np.uint16
-    assert np.array_equal(brain.view(np.int16), wanted.bfloat16().view(torch.int16).numpy())
+    assert np.array_equal(brain.view(np.int16), expected.bfloat16().view(torch.int16).numpy())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -21,8 +21,8 @@ from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.shards.commits import commit_path
 from clipmill.shards.reader import Variant
 from tests.prep.latents.conftest import make, plan, recipe, video
-from tests.prep.latents.test_column import stored
-from tests.prep.latents.video_vaes import NAMES, load_vae, saved
+from tests.prep.latents.test_column import stored_latents
+from tests.prep.latents.video_vaes import NAMES, load_vae, save_model
 from tests.prep.running import Ran, chunk, contents, manifest
 from tests.prep.sets import ShardSet
 from tests.tiers import nightly_beyond
@@ -36,7 +36,7 @@ NEXT = {"long_000000000": "long_000002000", "long_000002000": "long_000004000", 
 
 @pytest.fixture(scope="module")
 def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved("AutoencoderKLWan", tmp_path_factory.mktemp("vae") / "random-wan")
+    return save_model("AutoencoderKLWan", tmp_path_factory.mktemp("vae") / "random-wan")
 
 
 def segments(shard_set: ShardSet, *, repeat: bool = False) -> dict[str, list[np.ndarray]]:
@@ -45,20 +45,20 @@ def segments(shard_set: ShardSet, *, repeat: bool = False) -> dict[str, list[np.
     for sample in Variant.open(shard_set.data).iterate():
         with av.open(BytesIO(sample["mp4"]), "r") as container:
             frames[sample["__key__"]] = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    found = {}
+    segments_by_key = {}
     for key, shown in frames.items():
         moments = [shown[int(moment * 30 / 8)] for moment in range(-(-len(shown) * 8 // 30))]
         if key in NEXT:
             moments.append(frames[NEXT[key]][0])
         elif repeat:
             moments += [moments[-1]] * (-(len(moments) - 1) % 8)
-        found[key] = [np.stack(moments[begin : begin + 9]) for begin in range(0, len(moments) - 8, 8)]
-    return found
+        segments_by_key[key] = [np.stack(moments[begin : begin + 9]) for begin in range(0, len(moments) - 8, 8)]
+    return segments_by_key
 
 
 @pytest.mark.parametrize("name", nightly_beyond(EVERY_DAY, NAMES))
 def test_segments_are_bit_for_bit_those_of_diffusers(shard_set: ShardSet, name: str, tmp_path: Path) -> None:
-    folder = saved(name, tmp_path / "vae")
+    folder = save_model(name, tmp_path / "vae")
     make(shard_set.data, vae=str(folder), batch=9, **SETTINGS)
     latents, model = Variant.open(shard_set.data, column="latents"), load_vae(folder, name)
     rows = {row["key"]: row for shard in latents.shards() for row in shard.index.to_pylist()}
@@ -69,22 +69,28 @@ def test_segments_are_bit_for_bit_those_of_diffusers(shard_set: ShardSet, name: 
         shape, frames = (4, -1, 1, 1), latents.recipe["latent_frames"]
         mean = torch.as_tensor(statistics.latents_mean).view(shape)[:, :frames]
         scale = scale / torch.as_tensor(statistics.latents_std).view(shape)[:, :frames]
-    found, wanted = stored(shard_set), segments(shard_set)
-    assert list(found) == [key for key, its in wanted.items() if its]
-    for key, array in found.items():
+    latents_by_key, expected = stored_latents(shard_set), segments(shard_set)
+    assert list(latents_by_key) == [key for key, its in expected.items() if its]
+    for key, array in latents_by_key.items():
         row = rows[key]
-        assert array.shape == (len(wanted[key]), 4, row["num_frames"] // len(wanted[key]), row["height"], row["width"])
+        assert array.shape == (
+            len(expected[key]),
+            4,
+            row["num_frames"] // len(expected[key]),
+            row["height"],
+            row["width"],
+        )
         assert row["source_frames"] == [9] * len(array)
         assert row["num_frames"] * row["fps_den"] / row["fps_num"] == len(array), "seconds"
         left, top, width, height = row["crops"][:4]
-        for one, frames in zip(array, wanted[key], strict=True):
+        for segment, frames in zip(array, expected[key], strict=True):
             squares = np.ascontiguousarray(frames[:, top : top + height, left : left + width])
             small = functional.interpolate(
                 torch.from_numpy(squares).permute(0, 3, 1, 2), size=(32, 32), mode="bilinear", antialias=True
             )
             with torch.inference_mode():
                 encoded = model.encode((small.float() / 127.5 - 1).transpose(0, 1)[None]).latent_dist.mode()[0]
-            assert np.array_equal(one, ((encoded - mean) * scale).half().numpy())
+            assert np.array_equal(segment, ((encoded - mean) * scale).half().numpy())
     stored_values = latents.recipe
     assert (stored_values["segment"], stored_values["tail"], stored_values["latent_frames"]) == (
         "9f",
@@ -95,9 +101,9 @@ def test_segments_are_bit_for_bit_those_of_diffusers(shard_set: ShardSet, name: 
 
 def test_the_end_of_a_video_is_dropped_or_repeated(shard_set: ShardSet, wan: Path) -> None:
     make(shard_set.data, vae=str(wan), **SETTINGS)
-    dropped = {key: len(array) for key, array in stored(shard_set).items()}
+    dropped = {key: len(array) for key, array in stored_latents(shard_set).items()}
     make(shard_set.data, vae=str(wan), tail="repeat", **SETTINGS)
-    repeated = {key: len(array) for key, array in stored(shard_set).items()}
+    repeated = {key: len(array) for key, array in stored_latents(shard_set).items()}
     assert dropped == {key: len(its) for key, its in segments(shard_set).items() if its}
     assert repeated == {key: len(its) for key, its in segments(shard_set, repeat=True).items()}
     assert sum(repeated.values()) > sum(dropped.values())
@@ -126,11 +132,11 @@ def test_the_end_of_a_video_is_dropped_or_repeated(shard_set: ShardSet, wan: Pat
 def test_segments_share_the_frame_on_their_border(
     shown: int, has_next: bool, tail: str, lengths: tuple[int, ...], has_border: bool
 ) -> None:
-    found = video_segments(list(range(shown)), segment_frames=9, has_next=has_next, tail=tail)
-    assert (found.lengths, found.has_border) == (lengths, has_border)
-    assert len(found.frames) + found.has_border + found.num_repeated == 9 * len(lengths)
+    segments_found = video_segments(list(range(shown)), segment_frames=9, has_next=has_next, tail=tail)
+    assert (segments_found.lengths, segments_found.has_border) == (lengths, has_border)
+    assert len(segments_found.frames) + segments_found.has_border + segments_found.num_repeated == 9 * len(lengths)
     for number, begin in enumerate(range(0, 9 * len(lengths), 9)):
-        assert found.frames[begin : begin + 8] == list(range(8 * number, min(8 * number + 8, shown)))
+        assert segments_found.frames[begin : begin + 8] == list(range(8 * number, min(8 * number + 8, shown)))
 
 
 def test_what_is_made_again_has_the_same_bytes(shard_set: ShardSet, wan: Path, tmp_path: Path) -> None:
@@ -158,18 +164,18 @@ def test_a_worker_on_a_cluster_reserves_the_memory_that_its_segments_take(shard_
     plans = [
         plan(shard_set.data, vae=vae, **{**RECIPE, **size}) for vae, size in ((str(wan), {}), ("tiny", {"size": 64}))
     ]
-    there = "10.0.0.1:6379"
-    one, two = (
-        worker_memory_gb(plans[0], LatentsRequest(address=there, batch=batch), on_cpu=True) for batch in (9, 18)
+    address = "10.0.0.1:6379"
+    small_gb, two = (
+        worker_memory_gb(plans[0], LatentsRequest(address=address, batch=batch), on_cpu=True) for batch in (9, 18)
     )
     trial = run_trial(plans[0])
     assert trial is not None and trial.segment_bytes is not None
-    assert one <= 1.2 * trial.segment_bytes / 1e9 and two == pytest.approx(2 * one, rel=0.2)
-    constant = worker_memory_gb(plans[1], LatentsRequest(address=there), on_cpu=True)
+    assert small_gb <= 1.2 * trial.segment_bytes / 1e9 and two == pytest.approx(2 * small_gb, rel=0.2)
+    constant = worker_memory_gb(plans[1], LatentsRequest(address=address), on_cpu=True)
     for request, on_cpu in (
-        (LatentsRequest(address=there), False),
+        (LatentsRequest(address=address), False),
         (LatentsRequest(), True),
-        (LatentsRequest(address=there, execution=Execution(task_memory=2.0)), True),
+        (LatentsRequest(address=address, execution=Execution(task_memory=2.0)), True),
     ):
         assert worker_memory_gb(plans[0], request, on_cpu=on_cpu) == constant
 
@@ -181,7 +187,7 @@ def test_a_video_in_two_shards_has_the_latents_that_it_has_in_one(
     settings: dict[str, Any] = {"vae": str(wan), "fps": "8", "segment": "500ms", "size": 32}
     video_file = FrameNumberVideo(num_frames=330, fps=Fraction(30), width=64, height=48)
     video_file.write(tmp_path / "videos" / "long.mp4")
-    found = []
+    arrays = []
     for num_shards in (2, 1):
         if num_shards == 1:
             monkeypatch.setattr("clipmill.prep.video.spans.MIN_SHARDS", 1)
@@ -198,23 +204,23 @@ def test_a_video_in_two_shards_has_the_latents_that_it_has_in_one(
         make(data, **settings)
         latents = Variant.open(data, column="latents")
         assert len(latents.shards()) == num_shards
-        found.append({sample["__key__"]: sample["latents.npy"] for sample in latents.iterate()})
-    assert len(found[0]) == 21 and found[0] == found[1]
+        arrays.append({sample["__key__"]: sample["latents.npy"] for sample in latents.iterate()})
+    assert len(arrays[0]) == 21 and arrays[0] == arrays[1]
 
 
 def test_lengths_that_the_vae_cannot_take_are_refused_with_the_nearest(
     prep: Prep, shard_set: ShardSet, wan: Path
 ) -> None:
-    def told(*flags: object) -> str:
+    def refusal_of(*flags: object) -> str:
         ran = prep("latents", "--vae", wan, "--data", shard_set.data, "--size", 32, *flags, status=2)
         return ran.stderr
 
-    message = told("--segment", "60f", "--fps", "16")
+    message = refusal_of("--segment", "60f", "--fps", "16")
     assert "AutoencoderKLWan encodes segments of 4k + 1 frames; --segment 60f at 16 fps has 60 frames" in message
     assert "use --segment 57f (3.5s) or --segment 61f (3.75s); a chunk of 15 s holds 4 or 4 of them" in message
-    assert "has 4 frames" in told("--segment", "1s", "--fps", "3")
-    assert "--segment 5f" in told("--segment", "1f")
-    assert "or 81f for frames" in told("--segment", "0f")
+    assert "has 4 frames" in refusal_of("--segment", "1s", "--fps", "3")
+    assert "--segment 5f" in refusal_of("--segment", "1f")
+    assert "or 81f for frames" in refusal_of("--segment", "0f")
     recipe(video(shard_set.data), vae=str(wan), segment="5s", fps="16", size=32)
 
 
@@ -250,7 +256,7 @@ def test_a_plan_says_how_many_segments_fit_and_what_is_left_out(prep: Prep, shar
 
 
 def test_what_a_class_does_not_do_is_refused(shard_set: ShardSet, wan: Path, tmp_path: Path) -> None:
-    cosmos = saved("AutoencoderKLCosmos", tmp_path / "cosmos")
+    cosmos = save_model("AutoencoderKLCosmos", tmp_path / "cosmos")
     chunks = video(shard_set.data)
     for settings, words in (
         ({"posterior": "sample"}, "no posterior to sample"),

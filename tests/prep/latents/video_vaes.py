@@ -50,8 +50,8 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "resolution": 64,
         "num_layers": 1,
         # Of each channel and latent frame.
-        "latents_mean": [0.01 * one for one in range(12)],
-        "latents_std": [1 + 0.1 * one for one in range(12)],
+        "latents_mean": [0.01 * index for index in range(12)],
+        "latents_std": [1 + 0.1 * index for index in range(12)],
     },
 }
 NAMES = [*_CONFIGS]
@@ -62,7 +62,7 @@ def load_vae(folder: Path, name: str) -> Any:
     return _class(name).from_pretrained(folder).eval()
 
 
-def saved(name: str, folder: Path) -> Path:
+def save_model(name: str, folder: Path) -> Path:
     """Save a model of a class to a folder."""
     torch.manual_seed(0)
     model = _class(name)(**_CONFIGS[name])

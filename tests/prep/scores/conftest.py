@@ -46,7 +46,7 @@ def texture(seed: int, *, width: int = 1024, height: int = HEIGHT, blur: float =
     return np.repeat(smooth.astype(np.uint8)[..., None], 3, axis=2)
 
 
-def panned(frames: range, *, seed: int = 0, blur: float = 3) -> list[Picture]:
+def pan_pictures(frames: range, *, seed: int = 0, blur: float = 3) -> list[Picture]:
     """A camera that pans over a texture."""
     wide = texture(seed, blur=blur)
     return [wide[:, PIXELS_PER_FRAME * frame : PIXELS_PER_FRAME * frame + WIDTH] for frame in frames]
@@ -72,8 +72,8 @@ def _shots() -> list[Picture]:
     ]
 
 
-def _letterboxed() -> list[Picture]:
-    pictures = [picture.copy() for picture in panned(range(60), seed=2)]
+def _letterbox_pictures() -> list[Picture]:
+    pictures = [picture.copy() for picture in pan_pictures(range(60), seed=2)]
     for picture in pictures:
         picture[:18], picture[-18:] = 0, 0
     return pictures
@@ -82,16 +82,16 @@ def _letterboxed() -> list[Picture]:
 def _clips() -> dict[str, list[Picture]]:
     black = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
     grey = np.full((HEIGHT, WIDTH, 3), 128, np.uint8)
-    moving = panned(range(60), seed=3)
+    moving = pan_pictures(range(60), seed=3)
     return {
-        "pan": panned(range(121)),  # and a chunk of one frame
-        "blurred": panned(range(60), blur=8),
+        "pan": pan_pictures(range(121)),  # and a chunk of one frame
+        "blurred": pan_pictures(range(60), blur=8),
         "object": _object(),
         "shots": _shots(),  # and a chunk of three frames
-        "dark": [black] * 45 + panned(range(75), seed=4),
+        "dark": [black] * 45 + pan_pictures(range(75), seed=4),
         "allblack": [black] * 30,
         "frozen": [*moving, *([moving[-1]] * 60)],
-        "letterbox": _letterboxed(),
+        "letterbox": _letterbox_pictures(),
         "grey": [grey] * 60,
     }
 
@@ -143,7 +143,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, pictures in _clips().items():
         write_clip(videos / f"{name}.mp4", pictures)
     for name, sound in sounds().items():
-        write_clip(videos / f"{name}.mp4", panned(range(30)), sound=sound[:RATE_HZ] if name == "tone" else sound)
+        write_clip(videos / f"{name}.mp4", pan_pictures(range(30)), sound=sound[:RATE_HZ] if name == "tone" else sound)
     manifest(data, videos)
     chunk(data, *LEN)
     make(data)
@@ -151,6 +151,6 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def scored(clips: Path) -> dict[str, dict[str, Any]]:
+def scores_by_key(clips: Path) -> dict[str, dict[str, Any]]:
     """The scores of the clips' chunks by key."""
     return rows_of(clips)

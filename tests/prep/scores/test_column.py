@@ -39,7 +39,7 @@ def scored_set(made_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture
-def scored(scored_set: Path, tmp_path: Path) -> ShardSet:
+def scored_copy(scored_set: Path, tmp_path: Path) -> ShardSet:
     """A copy of it that a test may damage."""
     shutil.copytree(scored_set, tmp_path / "scored")
     return ShardSet(tmp_path / "scored")
@@ -49,8 +49,8 @@ def folder_of(data: Path) -> Path:
     return Variant.open(data, column="scores").directory
 
 
-def test_samples_are_those_of_video_and_members_hold_the_values_of_the_index(scored: ShardSet) -> None:
-    video, scores = (Variant.open(scored.data, column=column) for column in ("video", "scores"))
+def test_samples_are_those_of_video_and_members_hold_the_values_of_the_index(scored_copy: ShardSet) -> None:
+    video, scores = (Variant.open(scored_copy.data, column=column) for column in ("video", "scores"))
     assert [shard.split for shard in video.shards()] == [shard.split for shard in scores.shards()]
     for chunks, shard in zip(video.shards(), scores.shards(), strict=True):
         assert shard.shard_id == chunks.shard_id and shard.extensions == (EXTENSION,)
@@ -61,7 +61,7 @@ def test_samples_are_those_of_video_and_members_hold_the_values_of_the_index(sco
             typed = pa.Table.from_pylist([{**stated, "phash": row["phash"]}], pa.schema(SCORES_FIELDS)).to_pylist()[0]
             assert typed == {field.name: row[field.name] for field in SCORES_FIELDS}
     assert scores.recipe["video"] == video.directory.name and scores.directory.name.startswith("cut27-")
-    assert open_scores(scored.data).table.num_rows == 5
+    assert open_scores(scored_copy.data).table.num_rows == 5
 
 
 def test_a_chunk_that_failed_has_a_row_of_unknown_values(shard_set: ShardSet) -> None:
@@ -74,33 +74,33 @@ def test_a_chunk_that_failed_has_a_row_of_unknown_values(shard_set: ShardSet) ->
 
 
 @pytest.mark.parametrize("damage", ["removed", "flipped", "of other commits"])
-def test_a_merged_table_that_is_not_whole_is_written_again(prep: Prep, scored: ShardSet, damage: str) -> None:
-    path = folder_of(scored.data) / CHUNKS_FILE
+def test_a_merged_table_that_is_not_whole_is_written_again(prep: Prep, scored_copy: ShardSet, damage: str) -> None:
+    path = folder_of(scored_copy.data) / CHUNKS_FILE
     whole = path.read_bytes()
     if damage == "removed":
         path.unlink()
     elif damage == "flipped":
         flip(path, whole.index(b"long") + 1)
-        assert CHUNKS_FILE in prep("verify", "--data", scored.data, status=1).stdout
+        assert CHUNKS_FILE in prep("verify", "--data", scored_copy.data, status=1).stdout
     else:
         write_merged_table(path, open_merged_table(path), commits=TableCommits(SCHEMA.empty_table()), metadata={})
-    assert not has_score_table(Variant(folder_of(scored.data)))
+    assert not has_score_table(Variant(folder_of(scored_copy.data)))
     what = {"removed": "missing", "flipped": "damaged", "of other commits": "stale"}[damage]
-    verified = prep("verify", "--column", "scores", "--data", scored.data, status=1)
-    assert f"{path} is {what}" in verified.stdout and f"prep scores --data {scored.data}" in verified.stderr
-    status = prep("status", "--data", scored.data).stdout
-    assert f"{path} is {what}" in status and f"next      prep scores --data {scored.data}" in status
-    plan = prep("plan", "scores", "--data", scored.data).stdout
+    verified = prep("verify", "--column", "scores", "--data", scored_copy.data, status=1)
+    assert f"{path} is {what}" in verified.stdout and f"prep scores --data {scored_copy.data}" in verified.stderr
+    status = prep("status", "--data", scored_copy.data).stdout
+    assert f"{path} is {what}" in status and f"next      prep scores --data {scored_copy.data}" in status
+    plan = prep("plan", "scores", "--data", scored_copy.data).stdout
     assert f"table    {path} is {what}" in plan and "nothing to do" not in plan
-    said = prep("scores", "--data", scored.data, *PROCESSES).stdout.splitlines()
-    assert "table    chunks.arrow: written" in said
+    lines = prep("scores", "--data", scored_copy.data, *PROCESSES).stdout.splitlines()
+    assert "table    chunks.arrow: written" in lines
     assert path.read_bytes() == whole
-    assert "chunks.arrow" not in prep("status", "--data", scored.data).stdout
-    prep("verify", "--column", "scores", "--data", scored.data)
+    assert "chunks.arrow" not in prep("status", "--data", scored_copy.data).stdout
+    prep("verify", "--column", "scores", "--data", scored_copy.data)
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("change", "difference"),
     [
         ({"motion": 0.5}, "motion: "),
         ({"brightness": 2.0}, "brightness: "),
@@ -109,14 +109,14 @@ def test_a_merged_table_that_is_not_whole_is_written_again(prep: Prep, scored: S
         ({"phash": 7}, "phash: "),
     ],
 )
-def test_verify_deep_compares_rows_with_members(scored_set: Path, change: dict[str, object], found: str) -> None:
+def test_verify_deep_compares_rows_with_members(scored_set: Path, change: dict[str, object], difference: str) -> None:
     key, row = next(iter(rows_of(scored_set).items()))
     shard, number = Variant.open(scored_set, column="scores").find(key)
     members = {EXTENSION: shard.read(number, EXTENSION)}
     assert not check_scores(row, members, "train").differences
     differences = check_scores({**row, **change}, members, "train").differences
     assert differences and all(code == DeepCode.JSON_DIFFERS for code, _ in differences)
-    assert any(message.startswith(found) for _, message in differences)
+    assert any(message.startswith(difference) for _, message in differences)
     [(_, broken)] = check_scores(row, {EXTENSION: b"{"}, "train").differences
     assert "cannot be read" in broken
 
@@ -125,8 +125,8 @@ def test_workers_with_other_libraries_are_refused() -> None:
     libraries = installed_libraries()
     assert version_mismatch(libraries) is None
     assert "the plan requires opencv 1" in str(version_mismatch("opencv 1"))
-    one, other = (resolve(COLUMN, WORK, ScoresSettings(cut_threshold=value), video="v") for value in (27.0, 28.0))
-    assert one.fingerprint != other.fingerprint and libraries in one.values.values()
+    first, other = (resolve(COLUMN, WORK, ScoresSettings(cut_threshold=value), video="v") for value in (27.0, 28.0))
+    assert first.fingerprint != other.fingerprint and libraries in first.values.values()
 
 
 def test_a_duplicate_says_of_which_chunk_it_is_one(tmp_path: Path) -> None:

@@ -62,9 +62,9 @@ def test_cuts_are_those_of_scenedetect_on_the_whole_file(clips: Path, tmp_path: 
     chunk = chunk_of(clips, f"{clip}_000000000")
     (tmp_path / "chunk.mp4").write_bytes(chunk.mp4)
     plain = [begin.frame_num for begin, _ in detect(str(tmp_path / "chunk.mp4"), ContentDetector(), backend="pyav")[1:]]
-    found = [round(time_s * FPS) for time_s in score_chunk(chunk, cut_threshold=27.0)["cut_times_s"]]
+    cut_frames = [round(time_s * FPS) for time_s in score_chunk(chunk, cut_threshold=27.0)["cut_times_s"]]
     # The library alone leaves out cuts in the first half second of a file.
-    assert [frame for frame in found if frame >= MIN_SHOT_FRAMES] == plain
+    assert [frame for frame in cut_frames if frame >= MIN_SHOT_FRAMES] == plain
 
 
 def test_a_threshold_below_all_differences_cuts_often_and_still_ends(clips: Path) -> None:
@@ -186,8 +186,8 @@ def test_sharpness_is_the_variance_of_the_laplacian() -> None:
 
 def test_speech_that_ends_is_speech_until_then() -> None:
     sound = np.concatenate([voice(2), np.zeros(2 * 48_000)])[::3]
-    found = is_speech((sound * 32767).astype(np.int16))
-    assert RATE_HZ == 16_000 and found.mean() == pytest.approx(0.5, abs=0.1)
+    is_spoken = is_speech((sound * 32767).astype(np.int16))
+    assert RATE_HZ == 16_000 and is_spoken.mean() == pytest.approx(0.5, abs=0.1)
     assert len(is_speech(np.zeros(100, np.int16))) == 0
 
 

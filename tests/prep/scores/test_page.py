@@ -15,9 +15,9 @@ from tests.prep.running import Ran
 Prep = Callable[..., Ran]
 
 
-def page_of(prep: Prep, data: Path, path: Path, *arguments: object, said: str = "15 chunks") -> str:
+def page_of(prep: Prep, data: Path, path: Path, *arguments: object, message: str = "15 chunks") -> str:
     ran = prep("inspect", "--column", "scores", "--html", path, "--data", data, *arguments)
-    assert ran.stdout == f"{path}: {said}\n"
+    assert ran.stdout == f"{path}: {message}\n"
     return path.read_text()
 
 
@@ -36,7 +36,7 @@ def test_the_page_shows_every_score_with_pictures_and_the_cuts(prep: Prep, clips
 
 def test_the_page_shows_what_an_expression_keeps_and_drops(prep: Prep, clips: Path, tmp_path: Path) -> None:
     where = ("--where", "cuts == 0 and black < 0.1 and duration_s > 1")
-    page = page_of(prep, clips, tmp_path / "page.html", *where, said="--where keeps 6 of 15 chunks")
+    page = page_of(prep, clips, tmp_path / "page.html", *where, message="--where keeps 6 of 15 chunks")
     assert "cuts == 0 and black &lt; 0.1 and duration_s &gt; 1" in page
     assert "keeps 6 of 15 chunks (40.0 %), and drops 9" in page
     selected = page.split("<h2>Selection</h2>")[1].split("</section>")[0]
@@ -44,7 +44,7 @@ def test_the_page_shows_what_an_expression_keeps_and_drops(prep: Prep, clips: Pa
     assert (kept.count("<article>"), dropped.count("<article>")) == (6, 9)
     assert "shots_000000000" in dropped and "grey_000000000" in kept
     nothing = "--where keeps 0 of 15 chunks; see the distributions on the page for values that occur"
-    none = page_of(prep, clips, tmp_path / "none.html", "--where", "motion > 1000", said=nothing)
+    none = page_of(prep, clips, tmp_path / "none.html", "--where", "motion > 1000", message=nothing)
     assert "keeps 0 of 15 chunks (0.0 %), and drops 15" in none
 
 
@@ -99,9 +99,9 @@ def test_landmarks_are_chunks_at_the_quartiles() -> None:
 
 def test_histograms_hold_all_values_and_end_before_a_long_tail() -> None:
     values = np.concatenate([np.linspace(0, 1, 1000), [50.0]])
-    found = histogram(values, is_kept=values > 0.5)
-    assert found.end < 2 and found.is_cut and found.counts.sum() == 1001
-    assert found.kept is not None and found.kept.sum() == (values > 0.5).sum()
+    html = histogram(values, is_kept=values > 0.5)
+    assert html.end < 2 and html.is_cut and html.counts.sum() == 1001
+    assert html.kept is not None and html.kept.sum() == (values > 0.5).sum()
     for outliers in ([9000.0], [7000.0, 8000.0, 9000.0]):
         few = histogram(np.array([*np.linspace(100, 300, 32), *outliers]))
         assert few.end < 1100 and few.is_cut and (few.counts > 0).sum() > 5 and few.counts[-1] <= 5

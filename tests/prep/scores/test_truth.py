@@ -15,9 +15,9 @@ FIRST = "_000000000"
 
 
 @pytest.fixture
-def of(scored: Scored) -> Any:
+def of(scores_by_key: Scored) -> Any:
     """The scores of the first chunk of a clip."""
-    return lambda name: scored[f"{name}{FIRST}"]
+    return lambda name: scores_by_key[f"{name}{FIRST}"]
 
 
 def test_a_pan_is_motion_of_the_camera(of: Any) -> None:
@@ -79,22 +79,22 @@ def test_speech_is_neither_silence_nor_tones_nor_noise(of: Any) -> None:
     assert of("pan")["speech"] is None, "the clip has no audio"
 
 
-def test_chunks_of_one_and_of_three_frames_have_the_scores_that_can_be_known(scored: Scored) -> None:
-    one, three = scored["pan_000004000"], scored["shots_000004000"]
-    assert {name for name, value in one.items() if value is None} == {
+def test_chunks_of_one_and_of_three_frames_have_the_scores_that_can_be_known(scores_by_key: Scored) -> None:
+    pan_scores, three = scores_by_key["pan_000004000"], scores_by_key["shots_000004000"]
+    assert {name for name, value in pan_scores.items() if value is None} == {
         *("motion", "camera_motion", "object_motion", "frozen", "speech")
     }
-    assert (one["cuts"], one["black"], one["letterbox"]) == (0, 0, 0) and one["phash"]
+    assert (pan_scores["cuts"], pan_scores["black"], pan_scores["letterbox"]) == (0, 0, 0) and pan_scores["phash"]
     assert three["motion"] < 0.001 and (three["frozen"], three["cuts"]) == (1, 0)
 
 
-def test_no_value_is_nan_and_shares_are_shares(scored: Scored, clips: Path) -> None:
+def test_no_value_is_nan_and_shares_are_shares(scores_by_key: Scored, clips: Path) -> None:
     floats = [field.name for field in SCORES_FIELDS if str(field.type) == "float"]
     shares = ("brightness", "black", "frozen", "letterbox", "speech")
-    for row in scored.values():
+    for row in scores_by_key.values():
         known = {name: row[name] for name in floats if row[name] is not None}
         assert all(np.isfinite(value) and value >= 0 for value in known.values()), row
         assert all(known.get(name, 0) <= 1 for name in shares), row
     table = open_scores(clips).table
-    assert table.num_rows == len(scored)
-    assert sorted(table["phash"].to_pylist()) == sorted(row["phash"] for row in scored.values())
+    assert table.num_rows == len(scores_by_key)
+    assert sorted(table["phash"].to_pylist()) == sorted(row["phash"] for row in scores_by_key.values())

@@ -103,17 +103,17 @@ def test_a_source_whose_reader_is_killed_is_read_again_alone_and_fails_when_it_i
     with lease(paths[0]):
         reading = threading.Thread(target=read)
         reading.start()
-        for one in signals:
-            end_waiting(one, lambda: readers(os.getpid()))
+        for signal_number in signals:
+            end_waiting(signal_number, lambda: readers(os.getpid()))
     reading.join(timeout=60)
     assert isinstance(outcomes[1], SourceFacts) and isinstance(outcomes[2], SourceFacts)
     assert list(outcomes)[-1] == 0, "it is read again when the others are done"
-    found = outcomes[0]
+    outcome = outcomes[0]
     if code is None:
-        assert isinstance(found, SourceFacts)
+        assert isinstance(outcome, SourceFacts)
     else:
-        assert isinstance(found, SourceFailure) and found.code == code and not found.is_lasting
-        assert f"signal {signals[-1]}" in found.message
+        assert isinstance(outcome, SourceFailure) and outcome.code == code and not outcome.is_lasting
+        assert f"signal {signals[-1]}" in outcome.message
 
 
 def test_a_killed_reader_does_not_change_the_shards_of_videos(leasable: Path, write_video: Callable[..., Path]) -> None:
@@ -139,14 +139,14 @@ def test_a_killed_detector_does_not_change_the_chunks_of_a_video(leasable: Path)
     path = write_scenes(leasable / "videos/video.mp4", [40, 50])
     manifest(leasable / "data", path.parent)
     plan = make_plan(leasable / "data", RECIPE)
-    found: list[Planned] = []
+    plans: list[Planned] = []
     with lease(path):
-        detecting = threading.Thread(target=lambda: found.append(with_shots(plan, ProcessEngine(num_workers=1))))
+        detecting = threading.Thread(target=lambda: plans.append(with_shots(plan, ProcessEngine(num_workers=1))))
         detecting.start()
         for _ in range(MAX_TRIES):  # as often as an engine tries a task beside the others
-            end_waiting(signal.SIGKILL, lambda: [int(one.pid or 0) for one in multiprocessing.active_children()])
+            end_waiting(signal.SIGKILL, lambda: [int(child.pid or 0) for child in multiprocessing.active_children()])
     detecting.join(timeout=60)
-    assert found[0].plan.num_chunks == 2 and not found[0].plan.unusable
+    assert plans[0].plan.num_chunks == 2 and not plans[0].plan.unusable
 
 
 def end_waiting(by: signal.Signals, among: Callable[[], Iterable[int]]) -> None:

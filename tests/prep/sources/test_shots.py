@@ -73,7 +73,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    "found",
+    "shot_detector",
     [
         detector(),
         pytest.param(detector(min_scene=1), marks=pytest.mark.nightly),
@@ -82,9 +82,11 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ],
     ids=str,
 )
-def test_cuts_are_those_of_scenedetect_run_plainly_on_the_same_frames(found: Detector, film: tuple[Path, Path]) -> None:
-    cuts = cuts_of(film[0], num_frames=NUM_FRAMES, detector=found)
-    scenes = scenedetect.detect(str(film[1]), found.open())
+def test_cuts_are_those_of_scenedetect_run_plainly_on_the_same_frames(
+    shot_detector: Detector, film: tuple[Path, Path]
+) -> None:
+    cuts = cuts_of(film[0], num_frames=NUM_FRAMES, detector=shot_detector)
+    scenes = scenedetect.detect(str(film[1]), shot_detector.open())
     assert scenes[-1][1].frame_num == NUM_FRAMES
     assert len(cuts) >= 3 and cuts == [begin.frame_num for begin, _ in scenes[1:]]
 
@@ -131,9 +133,9 @@ def test_every_frame_a_cut_never_a_cut_and_a_single_frame(tmp_path: Path) -> Non
     assert len(cuts_of(noise, num_frames=60, detector=detector(threshold=5, min_scene=1))) > 50
     still = write_scenes(tmp_path / "still.mp4", [60])
     assert cuts_of(still, num_frames=60, detector=detector()) == []
-    one = write_scenes(tmp_path / "one.mp4", [1])
-    assert cuts_of(one, num_frames=1, detector=detector("adaptive")) == []
-    assert cuts_of(one, num_frames=5, detector=detector("adaptive")) == []
+    scene_path = write_scenes(tmp_path / "one.mp4", [1])
+    assert cuts_of(scene_path, num_frames=1, detector=detector("adaptive")) == []
+    assert cuts_of(scene_path, num_frames=5, detector=detector("adaptive")) == []
 
 
 def test_damaged_frames_are_left_to_the_encoder_and_what_has_none_fails(tmp_path: Path) -> None:

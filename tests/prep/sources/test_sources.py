@@ -49,7 +49,7 @@ SIZED = {
 def failures(data: Path) -> dict[str, str]:
     """Code of each source that failed, by its name."""
     listed = (Variant.open(data).directory / "failures.jsonl").read_text().splitlines()
-    return {one["video_id"]: one["code"] for one in map(json.loads, listed)}
+    return {row["video_id"]: row["code"] for row in map(json.loads, listed)}
 
 
 def test_a_mount_that_does_not_answer_costs_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,14 +113,14 @@ def test_failures_of_older_rules_are_looked_into_again_and_good_sources_are_not(
     rows[1] |= {"code": "source_truncated", "message": "its header promises 18.60 s, the packets end at 11.30 s"}
     older = pa.Table.from_pylist(rows, schema=sources.PROBES.remove_metadata())
     write_table_file(tmp_path / sources.PROBES_FILE, older)
-    found = probe_sources(tmp_path, paths, num_workers=2, on_progress=lambda done, total: told.append(total))
-    assert found["code"].to_pylist() == [None, None] and told == [1]
+    probes = probe_sources(tmp_path, paths, num_workers=2, on_progress=lambda done, total: told.append(total))
+    assert probes["code"].to_pylist() == [None, None] and told == [1]
     probe_sources(tmp_path, paths, num_workers=2, on_progress=lambda done, total: told.append(total))
     assert told == [1]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def whole_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Four seconds in each container of SIZED."""
     folder = tmp_path_factory.mktemp("whole")
     base = Source("base.mp4", Fraction(30), 120, options={"gop": 15}).write(folder)
@@ -131,21 +131,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", SIZED)
 def test_wherever_a_file_is_cut_its_frames_are_all_there_or_it_is_named(
-    name: str, whole: dict[str, Path], tmp_path: Path
+    name: str, whole_files: dict[str, Path], tmp_path: Path
 ) -> None:
-    facts = probe(whole[name])
+    facts = probe(whole_files[name])
     assert abs(facts.end_s - 4) < 0.05
-    content, generator = whole[name].read_bytes(), random.Random(name)
+    content, generator = whole_files[name].read_bytes(), random.Random(name)
     at_random = [generator.randrange(1, len(content)) for _ in range(14)]
     for cut in (len(content) - 1, len(content) * 9 // 10, *at_random):
-        path = tmp_path / f"{cut}{whole[name].suffix}"
+        path = tmp_path / f"{cut}{whole_files[name].suffix}"
         path.write_bytes(content[:cut])
         try:
-            found = probe(path)
+            probed = probe(path)
         except SourceFailure as failure:
             assert failure.message
         else:
-            assert found.end_s == facts.end_s, f"cut at {cut} of {len(content)}"
+            assert probed.end_s == facts.end_s, f"cut at {cut} of {len(content)}"
 
 
 def test_raw_frames_can_be_given_times_as_the_message_says(tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_times_that_no_video_has_are_refused(tmp_path: Path) -> None:
     assert caught.value.code == FailureCode.BAD_TIMESTAMPS
 
 
-def test_timestamps_that_jump_by_hours_are_refused(whole: dict[str, Path], tmp_path: Path) -> None:
-    content = bytearray(whole["flash.flv"].read_bytes())
+def test_timestamps_that_jump_by_hours_are_refused(whole_files: dict[str, Path], tmp_path: Path) -> None:
+    content = bytearray(whole_files["flash.flv"].read_bytes())
     position, num_tags = 13, 0
     while num_tags < 60:
         position, num_tags = position + 15 + int.from_bytes(content[position + 1 : position + 4], "big"), num_tags + 1

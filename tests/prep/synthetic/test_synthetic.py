@@ -133,7 +133,7 @@ def test_scenes_tile_a_video_without_gaps() -> None:
         scenes = plan_scenes(duration_s=60.0, seed=3, split="train", number=number)
         assert scenes[0].begin_s == 0.0
         assert scenes[-1].end_s == 60.0
-        assert all(one.end_s == two.begin_s for one, two in pairwise(scenes))
+        assert all(first.end_s == two.begin_s for first, two in pairwise(scenes))
         assert all(3.0 <= scene.end_s - scene.begin_s <= 9.0 for scene in scenes)
 
 
@@ -155,7 +155,7 @@ def test_a_shape_has_its_colour_and_moves_as_described(colour: str) -> None:
         cb = frame[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2)[0].repeat(2, axis=0).repeat(2, axis=1)
         centres.append(np.nonzero(inside & (cb == COLOURS[colour][1]))[1].mean())
     assert centres[0] - centres[-1] > WIDTH * 0.6
-    assert all(one > two for one, two in pairwise(centres))
+    assert all(first > two for first, two in pairwise(centres))
 
 
 def test_the_same_settings_make_the_same_bytes_and_more_videos_change_none(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Encoding(Here):
     def run(
         self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
     ) -> Iterator[Outcome[T, R] | None]:
-        def given() -> Iterator[T]:
+        def note_tasks() -> Iterator[T]:
             for number, task in enumerate(tasks):
                 if number == self.max_blocks:
                     raise KeyboardInterrupt
@@ -71,7 +71,7 @@ class Encoding(Here):
                 self.texts.extend(task.texts)
                 yield task
 
-        return super().run(function, given(), check=check)
+        return super().run(function, note_tasks(), check=check)
 
 
 def plan_of(data: Path, clip: str = "tiny") -> TextPlan:
@@ -94,12 +94,12 @@ def samples(variant_dir: Path) -> dict[str, dict[str, Any]]:
 
 def embedding_of_captions(variant_dir: Path) -> dict[int, np.ndarray]:
     """The stored row of every caption, by caption id."""
-    found = {}
+    samples_by_key = {}
     for sample in samples(variant_dir).values():
         told = sample["json"]
         for caption_id, row in zip(told["caption_id"], told["caption_row"], strict=True):
-            found[caption_id] = sample["text.npy"][row]
-    return found
+            samples_by_key[caption_id] = sample["text.npy"][row]
+    return samples_by_key
 
 
 def texts_of_captions(data: Path) -> dict[int, str]:

@@ -10,12 +10,12 @@ from clipmill.prep.text.captions import DIGESTS, DigestSet, digests_of, position
 def test_a_set_keeps_each_digest_once_in_order() -> None:
     digests = np.frombuffer(np.random.default_rng(0).bytes(16 * 30_000), DIGESTS).copy()
     digests[::7] = np.frombuffer(bytes(16) + bytes([255]) * 14 + bytes(2), DIGESTS)[np.arange(len(digests[::7])) % 2]
-    found = DigestSet()
-    found._MAX_WAITING = 5000
+    digest_set = DigestSet()
+    digest_set._MAX_WAITING = 5000
     for begin in range(0, len(digests), 1700):
-        found.add(digests[begin : begin + 1700])
-    found.add(digests[:4000])
-    assert np.array_equal(found.pop_sorted(), np.unique(digests))
+        digest_set.add(digests[begin : begin + 1700])
+    digest_set.add(digests[:4000])
+    assert np.array_equal(digest_set.pop_sorted(), np.unique(digests))
 
 
 def test_places_are_those_of_equal_digests_alone() -> None:

@@ -66,11 +66,11 @@ def test_every_distinct_text_is_encoded_once(data: Path) -> None:
 def test_a_video_stores_each_of_its_texts_once_and_every_caption_has_its_row(data: Path) -> None:
     encode(data)
     texts = texts_of_captions(data)
-    found = samples(variant(data))
-    assert list(found) == ["long", "short", "other"]  # a video without captions has no sample
+    samples_read = samples(variant(data))
+    assert list(samples_read) == ["long", "short", "other"]  # a video without captions has no sample
     row_of: dict[str, np.ndarray] = {}
     ids = []
-    for key, sample in found.items():
+    for key, sample in samples_read.items():
         told = sample["json"]
         assert told["texts"] == list(dict.fromkeys(CAPTIONS[key]))
         assert sample["text.npy"].shape == (len(told["texts"]), 256) and sample["text.npy"].dtype == np.float16
@@ -85,11 +85,11 @@ def test_a_video_stores_each_of_its_texts_once_and_every_caption_has_its_row(dat
 
 def test_the_index_says_what_the_samples_say(data: Path) -> None:
     encode(data)
-    found = samples(variant(data))
+    samples_read = samples(variant(data))
     opened = Variant.open(data, column="text")
     for shard in opened.shards():
         for number, row in enumerate(shard.index.to_pylist()):
-            told = found[row["key"]]["json"]
+            told = samples_read[row["key"]]["json"]
             assert row["text_digest"] == [text_digest(text) for text in told["texts"]]
             assert (row["caption_id"], row["caption_row"]) == (told["caption_id"], told["caption_row"])
             assert (row["video_id"], row["num_rows"], row["width"]) == (row["key"], len(told["texts"]), 256)
@@ -235,8 +235,8 @@ def test_captions_over_many_row_groups_and_shards_find_their_rows(data: Path, mo
     summary = encode(data, engine=engine)
     assert sorted(engine.texts) == sorted({text for texts in captions.values() for text in texts})
     assert summary.num_shards > 3
-    found = samples(variant(data))
-    assert list(found) == [name for name, texts in captions.items() if texts]
+    samples_read = samples(variant(data))
+    assert list(samples_read) == [name for name, texts in captions.items() if texts]
     stored, texts = embedding_of_captions(variant(data)), texts_of_captions(data)
     assert stored.keys() == texts.keys()
     row_of: dict[str, np.ndarray] = {}

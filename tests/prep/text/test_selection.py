@@ -30,7 +30,7 @@ def encode(data: Path, where: str | None, engine: Encoding) -> Summary:
     return run_text(plan, TowerUse(plan.recipe, batch=8, device="cpu"), engine)
 
 
-def stored(data: Path) -> dict[str, list[str]]:
+def stored_texts(data: Path) -> dict[str, list[str]]:
     folder = data / "text" / str(current_variant(data, "text"))
     return {key: sample["json"]["texts"] for key, sample in samples(folder).items()}
 
@@ -40,7 +40,7 @@ def test_only_the_selected_captions_are_encoded(data: Path) -> None:
     where = "words >= 2 and 'dog' in text"
     encode(data, where, engine)
     # The other captions of a video are left out, and so is the video that has no other.
-    assert stored(data) == {"long": ["a dog runs"], "other": ["a dog runs"]}
+    assert stored_texts(data) == {"long": ["a dog runs"], "other": ["a dog runs"]}
     assert sorted(engine.texts) == ["a dog runs"]
     variant = Variant.open(data, column="text")
     assert pending_text(data, variant).to_make == {}
@@ -52,7 +52,7 @@ def test_only_the_selected_captions_are_encoded(data: Path) -> None:
     # Another condition keeps the variant, and encodes the new texts alone.
     engine = Encoding()
     encode(data, "split == 'train' and words >= 1", engine)
-    assert stored(data) == {"long": ["a dog runs", "a cat"], "short": ["a cat", "the end"]}
+    assert stored_texts(data) == {"long": ["a dog runs", "a cat"], "short": ["a cat", "the end"]}
     assert sorted(engine.texts) == ["a cat", "the end"]
     engine = Encoding()
     encode(data, None, engine)

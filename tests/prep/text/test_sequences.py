@@ -49,8 +49,8 @@ def by_transformers(model: Path, text: str) -> np.ndarray:
     tokenizer, encoder = opened_by_transformers(model)
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=20).input_ids
     with torch.no_grad():
-        found: np.ndarray = encoder(input_ids=ids).last_hidden_state[0].numpy()
-    return found
+        states: np.ndarray = encoder(input_ids=ids).last_hidden_state[0].numpy()
+    return states
 
 
 def test_sequences_are_those_of_transformers_and_made_once(data: Path, model: Path) -> None:
@@ -63,19 +63,19 @@ def test_sequences_are_those_of_transformers_and_made_once(data: Path, model: Pa
     assert variant.recipe["encoder"] == f"t5:{model.name}" and variant.recipe["max_tokens"] == 20
     stored = samples(variant.directory)
     rows = {row["key"]: row for shard in variant.shards() for row in shard.index.to_pylist()}
-    wanted = {text: by_transformers(model, text) for text in set(texts.values())}
+    expected = {text: by_transformers(model, text) for text in set(texts.values())}
     for key, sample in stored.items():
         told, array = sample["json"], sample["text.npy"]
         assert array.dtype == np.float16 and rows[key]["row_tokens"] == told["row_tokens"]
         for text, sequence in zip(told["texts"], np.split(array, np.cumsum(told["row_tokens"])[:-1]), strict=True):
-            assert len(sequence) == len(wanted[text]) <= 20
-            np.testing.assert_allclose(sequence.astype(np.float32), wanted[text], rtol=2e-3, atol=1e-3)
+            assert len(sequence) == len(expected[text]) <= 20
+            np.testing.assert_allclose(sequence.astype(np.float32), expected[text], rtol=2e-3, atol=1e-3)
     engine = Encoding()
     assert encode(data, model, engine).num_shards_made == 0
     assert not engine.texts
     next(variant.directory.glob("*.tar")).unlink()
     encode(data, model, engine)
-    assert contents(data / "text") == before and len(engine.texts) < len(wanted), "texts of other shards are copied"
+    assert contents(data / "text") == before and len(engine.texts) < len(expected), "texts of other shards are copied"
 
 
 def test_readers_pad_and_give_masks(data: Path, model: Path, prep: Prep, tmp_path: Path) -> None:
@@ -85,14 +85,14 @@ def test_readers_pad_and_give_masks(data: Path, model: Path, prep: Prep, tmp_pat
     write_latents(Written(data), chunks)
     texts = texts_of_captions(data)
     with open_latents(data, split="train", segment="1s", batch=4, captions="embedding", shuffle=False) as opened:
-        found = list(opened)
-    for batch in found:
+        batches = list(opened)
+    for batch in batches:
         mask, text = batch["text_mask"], batch["text"]
         assert mask.dtype == torch.bool and text.shape == (*mask.shape, 16) and int(mask.sum(1).max()) == mask.shape[1]
         assert not text[~mask].any() and "num_tokens" not in batch
-        for number, row, own in zip(batch["caption_id"].tolist(), text, mask, strict=True):
+        for number, row, is_token in zip(batch["caption_id"].tolist(), text, mask, strict=True):
             expected = by_transformers(model, texts[number])
-            np.testing.assert_allclose(row[own].float().numpy(), expected, rtol=2e-3, atol=1e-3)
+            np.testing.assert_allclose(row[is_token].float().numpy(), expected, rtol=2e-3, atol=1e-3)
     flags = ("--shards", data, "--input", "latents", "--text-tower", "frozen", "--segment", "1s", "--model", "tiny")
     assert train("dual-encoder", *flags, "--num-frames", 4, "--steps", 1, "--batch", 2, "--out", tmp_path / "run") == 2
 
@@ -103,8 +103,8 @@ def test_a_sample_is_compared_with_its_lengths(data: Path, model: Path) -> None:
     row = shard.index.to_pylist()[0]
     members = {name: shard.read(0, name) for name in ("text.npy", "json")}
     assert not check_text(row, members, "train").differences
-    [(_, said), *_] = check_text({**row, "row_tokens": [*row["row_tokens"][1:], 99]}, members, "train").differences
-    assert "in the index" in said
+    [(_, message), *_] = check_text({**row, "row_tokens": [*row["row_tokens"][1:], 99]}, members, "train").differences
+    assert "in the index" in message
 
 
 @pytest.mark.parametrize(

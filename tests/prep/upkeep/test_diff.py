@@ -7,7 +7,7 @@ import pytest
 
 from clipmill.shards.dataset import current_variant
 from tests.prep.latents.conftest import make
-from tests.prep.latents.test_column import stored
+from tests.prep.latents.test_column import stored_latents
 from tests.prep.running import Ran
 from tests.prep.sets import ShardSet
 
@@ -19,12 +19,12 @@ def test_two_variants_of_latents(prep: Prep, shard_set: ShardSet) -> None:
     for dtype in ("float16", "bfloat16"):
         make(shard_set.data, dtype=dtype, num_threads=1)
         names.append(current_variant(shard_set.data, "latents"))
-        arrays.append(stored(shard_set))
+        arrays.append(stored_latents(shard_set))
     text = prep("diff", *names, "--data", shard_set.data).stdout
     assert "setting   dtype: float16 → bfloat16" in text
     assert "samples   5 samples and 5; both have 5" in text
     values = prep("diff", *names, "--data", shard_set.data, "--json").summary
-    half = np.concatenate([one.astype(np.float64) for one in arrays[0].values()])
+    half = np.concatenate([latents.astype(np.float64) for latents in arrays[0].values()])
     bits = np.concatenate([*arrays[1].values()]).astype(np.uint32) << np.uint32(16)
     difference = np.abs(half - bits.view(np.float32))
     assert values["values"]["largest"] == difference.max() > 0

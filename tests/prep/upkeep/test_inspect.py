@@ -119,13 +119,13 @@ def test_the_page_shows_frames_of_every_chunk_and_needs_nothing_else(
     path = tmp_path / "sheet.html"
     assert "5 chunks" in prep("inspect", "--html", path, "--data", shard_set.data).stdout
     text = path.read_text()
-    found = _Page(text)
-    assert found.tags.isdisjoint({"link", "iframe"}) and "url(" not in text and not re.search("https?://", text)
-    clips = [base64.b64decode(address.removeprefix("data:video/mp4;base64,")) for address in found.addresses]
+    page = _Page(text)
+    assert page.tags.isdisjoint({"link", "iframe"}) and "url(" not in text and not re.search("https?://", text)
+    clips = [base64.b64decode(address.removeprefix("data:video/mp4;base64,")) for address in page.addresses]
     assert clips == [sample["mp4"] for sample in Variant(shard_set.variant).iterate()]
-    assert len(found.images) == 5 * 4
+    assert len(page.images) == 5 * 4
     numbers = []
-    for image in found.images:
+    for image in page.images:
         with av.open(BytesIO(image), "r", format="jpeg_pipe") as container:
             numbers.append(read_frame_number(next(container.decode(video=0)).to_ndarray(format="gray")))
     long, short = evenly_within(range(60), at_most=4), evenly_within(range(30), at_most=4)
@@ -142,8 +142,8 @@ def test_a_damaged_chunk_is_a_card_with_the_reason_and_damaged_shards_are_told(
     content = shard_set.tar(0).read_bytes()
     shard_set.tar(0).write_bytes(content[: len(content) // 3])
     (shard_set.variant / "commits/000001.json").write_text("{}")
-    said = prep("inspect", "--html", tmp_path / "sheet.html", "--data", shard_set.data).stdout
-    assert "2 shards missing or damaged, " in said
+    stdout = prep("inspect", "--html", tmp_path / "sheet.html", "--data", shard_set.data).stdout
+    assert "2 shards missing or damaged, " in stdout
     assert "cannot be shown" in (tmp_path / "sheet.html").read_text()
 
 

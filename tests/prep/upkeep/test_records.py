@@ -47,11 +47,11 @@ def test_a_damaged_record_is_named_and_repaired_by_the_next_run(
         path.unlink()
     else:
         path.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
-    found = prep("verify", "--data", shard_set.data, status=0 if damage == "gone" and name in HARMLESS_LOSSES else 1)
+    report = prep("verify", "--data", shard_set.data, status=0 if damage == "gone" and name in HARMLESS_LOSSES else 1)
     if damage != "gone" or name not in HARMLESS_LOSSES:
-        assert str(path) in found.stdout
-        assert "prep chunk" in found.stderr or "prep plan" in found.stderr
-        assert name != "layout" or "prep chunk --len 2s" in found.stderr
+        assert str(path) in report.stdout
+        assert "prep chunk" in report.stderr or "prep plan" in report.stderr
+        assert name != "layout" or "prep chunk --len 2s" in report.stderr
     if name == "recipe":
         for command in (["status"], ["plan", *LEN]):
             assert str(path) in prep(*command, "--data", shard_set.data, status=2).error
@@ -98,15 +98,15 @@ def test_a_damaged_layout_names_the_commands_of_its_variants(
 def test_folders_in_place_of_files_are_all_named_with_what_to_do(prep: Prep, shard_set: ShardSet) -> None:
     paths = {name: record(shard_set) for name, record in RECORDS.items()}
     paths |= {"index": shard_set.index(1), "table": shard_set.variant / "chunks.arrow"}
-    found: list[Path] = []
+    opened: list[Path] = []
     # Contents tell which lists there should be, and dataset.json which variant to verify: these last.
     for names in (paths.keys() - {"contents", "dataset"}, {"contents"}, {"dataset"}):
         for path in map(paths.__getitem__, names):
             path.unlink()
             path.mkdir()
-            found.append(path)
+            opened.append(path)
         ran = prep("verify", "--data", shard_set.data, status=1)
-        named = {path for path in found for line in ran.stdout.splitlines() if f"{path}" in line and "move it" in line}
+        named = {path for path in opened for line in ran.stdout.splitlines() if f"{path}" in line and "move it" in line}
         assert named >= set(map(paths.__getitem__, names))
         assert "to repair, remove or move away the folders that are in place of files, then run: " in ran.stderr
 

@@ -126,8 +126,8 @@ def test_a_command_that_was_killed_is_not_in_progress(prep: Prep, shard_set: Sha
         lock.write_text(f"process {os.getpid()} on {os.uname().nodename}\n")
         assert "in progress" in prep("status", "--data", shard_set.data).stdout
         lock.write_text(f"process {killed.pid} on {os.uname().nodename}\n")
-        said = prep("status", "--data", shard_set.data).stdout
-    assert "in progress" not in said and f"next      prep chunk --len {LEN[1]}" in said
+        stdout = prep("status", "--data", shard_set.data).stdout
+    assert "in progress" not in stdout and f"next      prep chunk --len {LEN[1]}" in stdout
 
 
 def test_parts_that_have_stopped_are_not_in_progress_though_heartbeats_are_left(
@@ -139,22 +139,22 @@ def test_parts_that_have_stopped_are_not_in_progress_though_heartbeats_are_left(
     killed.wait()
     lock = shard_set.data / ".video.part-1-of-2.lock"
 
-    def said(holder: str, *, silent_s: float = 0.0) -> str:
+    def status_with(holder: str, *, silent_s: float = 0.0) -> str:
         lock.write_text(holder)
         touched_s = time.time() - silent_s
         os.utime(lock, (touched_s, touched_s))
         return prep("status", "--data", shard_set.data).stdout
 
     with Heartbeat(shard_set.variant, 0, num_chunks=3):
-        assert "in progress" in said(f"process {os.getpid()} on {os.uname().nodename}\nh264\n")
-        assert "in progress" in said("process 7 on another-node\nh264\n")
+        assert "in progress" in status_with(f"process {os.getpid()} on {os.uname().nodename}\nh264\n")
+        assert "in progress" in status_with("process 7 on another-node\nh264\n")
         with lock.open("rb") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
-            assert "in progress" in said("process 7 on another-node\nh264\n", silent_s=10)
+            assert "in progress" in status_with("process 7 on another-node\nh264\n", silent_s=10)
         for stopped in (
-            said("process 7 on another-node\nh264\n", silent_s=10),
-            said(f"process {killed.pid} on {os.uname().nodename}\nh264\n"),
-            said(""),
+            status_with("process 7 on another-node\nh264\n", silent_s=10),
+            status_with(f"process {killed.pid} on {os.uname().nodename}\nh264\n"),
+            status_with(""),
         ):
             assert "in progress" not in stopped and "shards to make: 1 missing" in stopped
             assert f"next      prep chunk --len {LEN[1]}" in stopped
@@ -198,22 +198,22 @@ def test_captions_with_times_after_the_end_of_their_video_are_counted(
     ends = [4.0 if row["path"].endswith("long.mp4") else row["end_s"] for row in table.to_pylist()]
     column = table.schema.get_field_index("end_s")
     write_table_file(path, table.set_column(column, table.schema.field("end_s"), pa.array(ends)))
-    said = "3\n          1 begins after the end of the video"
-    assert said in (text := prep("status", "--data", shard_set.data).stdout) and "more than a second" not in text
+    expected = "3\n          1 begins after the end of the video"
+    assert expected in (text := prep("status", "--data", shard_set.data).stdout) and "more than a second" not in text
     ends = [
         1.9 if row["path"].endswith("short.mp4") else end_s for row, end_s in zip(table.to_pylist(), ends, strict=True)
     ]
     write_table_file(path, table.set_column(column, table.schema.field("end_s"), pa.array(ends)))
-    said += ": not used in training\n          1 ends more than a second after the end of the video: used up to it"
+    expected += ": not used in training\n          1 ends more than a second after the end of the video: used up to it"
     text = prep("status", "--data", shard_set.data).stdout
-    assert said in text
+    assert expected in text
     named = [line.strip() for line in text.splitlines() if "_after_end: " in line]
     assert [line.partition(" s, of a video of ")[0].split(": ")[1] for line in named] == [
         "begins_after_end",
         "ends_after_end",
     ]
     first = prep("status", "--data", shard_set.data, "--json").summary["videos"]["first_captions_beyond"]
-    assert [f"{one['name']}: {one['code']}: {one['message']}" for one in first] == named
+    assert [f"{row['name']}: {row['code']}: {row['message']}" for row in first] == named
     assert "of a video of 4 s: " in named[0] and "of a video of 1.9 s: " in named[1]
     (shard_set.data / "manifest" / SPANS_FILE).write_bytes(b"x")
     assert "after the end" not in prep("status", "--data", shard_set.data, status=2).stdout
@@ -291,5 +291,5 @@ def test_stale_stands_under_the_variant_that_is(tmp_path: Path) -> None:
 def test_shards_that_no_run_came_to_are_told_with_the_command_that_makes_them(prep: Prep, shard_set: ShardSet) -> None:
     (shard_set.variant / "contents.json").unlink()  # as if a run had been killed before its first end
     commit_path(shard_set.variant, 1).unlink()
-    said = prep("status", "--data", shard_set.data).stdout
-    assert "shards to make: 1 missing" in said and f"next      prep chunk --len {LEN[1]}" in said
+    stdout = prep("status", "--data", shard_set.data).stdout
+    assert "shards to make: 1 missing" in stdout and f"next      prep chunk --len {LEN[1]}" in stdout

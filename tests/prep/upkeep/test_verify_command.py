@@ -95,12 +95,12 @@ def test_a_named_variant_is_verified_instead_of_the_current_one(prep: Prep, shar
 def rewrite(shard_set: ShardSet, change: Callable[[Sample], Sample]) -> None:
     """Publishes shard 0 anew with every sample changed, as a faulty program would: all checksums fit."""
     (shard, _) = Variant(shard_set.variant).shards()
-    own = [field.name for field in VIDEO_FIELDS]
+    names = [field.name for field in VIDEO_FIELDS]
     commit = shard_set.commits[0]
     with ShardWriter(shard_set.variant, shard_id=0, extensions=shard.extensions, fields=VIDEO_FIELDS) as writer:
         for number in range(shard.num_samples):
             members = {extension: shard.read(number, extension) for extension in shard.extensions}
-            fields = {name: shard.index[name][number].as_py() for name in own}
+            fields = {name: shard.index[name][number].as_py() for name in names}
             writer.add(change(Sample(shard.index["key"][number].as_py(), members, fields)))
         files = writer.publish(hashlib.sha256(b"changed").hexdigest())
     write_commit(shard_set.variant, replace(commit, files=files))

@@ -121,20 +121,20 @@ def test_each_bad_source_is_named_and_all_others_are_made(
     summary = chunk(data, "--len", "1s", status=1)
     variant = Variant.open(data)
     listed = [json.loads(line) for line in (variant.directory / "failures.jsonl").read_text().splitlines()]
-    assert {one["video_id"]: one["code"] for one in listed} == EXPECTED
-    (cut,) = (one["message"] for one in listed if one["video_id"] == "cut-slow")
+    assert {row["video_id"]: row["code"] for row in listed} == EXPECTED
+    (cut,) = (row["message"] for row in listed if row["video_id"] == "cut-slow")
     assert cut.endswith("truncated: its index (box moov) is missing")
-    assert all(one["message"] for one in listed) and summary["num_failed_videos"] == len(EXPECTED)
+    assert all(row["message"] for row in listed) and summary["num_failed_videos"] == len(EXPECTED)
     probes = pq.read_table(data / "probes.parquet").to_pylist()
     in_probes = {Path(row["path"]).stem: row["code"] for row in probes if row["code"]}
-    in_commits = {one.video_id: one.code for commit in variant.commits.values() for one in commit.failures}
+    in_commits = {failure.video_id: failure.code for commit in variant.commits.values() for failure in commit.failures}
     assert in_probes | in_commits == EXPECTED and set(in_commits) == {"damaged", "half-frame"}
-    assert not [one for one in listed if "0x" in one["message"]], "an address of memory differs from run to run"
+    assert not [row for row in listed if "0x" in row["message"]], "an address of memory differs from run to run"
 
     chunks = {sample["__key__"]: sample for sample in variant.iterate()}
-    wanted = {f"whole_{second * 1000:09d}": second * 30 for second in (0, 1, 2)} | {"one_000000000": 77}
-    wanted |= {f"{safe_video_id(name)}_000000000": 100 * number for number, name in enumerate(STRANGE_NAMES)}
-    assert {key: frame_numbers(sample["mp4"])[0] for key, sample in chunks.items()} == wanted
+    expected = {f"whole_{second * 1000:09d}": second * 30 for second in (0, 1, 2)} | {"one_000000000": 77}
+    expected |= {f"{safe_video_id(name)}_000000000": 100 * number for number, name in enumerate(STRANGE_NAMES)}
+    assert {key: frame_numbers(sample["mp4"])[0] for key, sample in chunks.items()} == expected
     assert frame_numbers(chunks["one_000000000"]["mp4"]) == [77]
     ids = {json.loads(sample["json"])["source_id"] for sample in chunks.values()}
     assert ids == {*STRANGE_NAMES, "whole", "one"}

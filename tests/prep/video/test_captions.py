@@ -47,14 +47,17 @@ def test_the_row_groups_of_a_video_hold_all_of_its_captions(
     groups = caption_groups(table, pa.array(order))
     everything = range(pq.ParquetFile(table).num_row_groups)
     rows = pq.read_table(table).to_pylist()
-    for wanted in ([0], [3, 4, 5], [15], [], list(range(16))):
-        needed = groups.of(np.array(wanted, np.int64))
-        video_ids = [order[row] for row in wanted]
-        found = captions_of(table, video_ids, row_groups=needed)
-        assert found == captions_of(table, video_ids, row_groups=everything)
+    for needed_rows in ([0], [3, 4, 5], [15], [], list(range(16))):
+        needed = groups.of(np.array(needed_rows, np.int64))
+        video_ids = [order[row] for row in needed_rows]
+        captions_by_video = captions_of(table, video_ids, row_groups=needed)
+        assert captions_by_video == captions_of(table, video_ids, row_groups=everything)
         mine = [(row["caption_id"], row["text"]) for row in rows if row["video_id"] in video_ids]
-        assert sorted((one.caption_id, one.text) for of in found.values() for one in of) == mine
-        assert all(of == sorted(of, key=lambda one: (one.begin_s, one.caption_id)) for of in found.values())
+        assert sorted((caption.caption_id, caption.text) for of in captions_by_video.values() for caption in of) == mine
+        assert all(
+            of == sorted(of, key=lambda caption: (caption.begin_s, caption.caption_id))
+            for of in captions_by_video.values()
+        )
         holding = {row["caption_id"] // 8 for row in rows if row["video_id"] in video_ids}
         assert set(needed) == holding and list(needed) == sorted(needed)
 

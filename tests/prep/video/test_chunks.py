@@ -51,12 +51,12 @@ def data(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Pa
 
 
 def test_keys_times_and_tails(data: Path) -> None:
-    found = samples(data)
-    other = next(key for key in found if key.startswith("val_a_b_c-")).partition("_0")[0]
-    assert sorted(found) == sorted(
+    samples_read = samples(data)
+    other = next(key for key in samples_read if key.startswith("val_a_b_c-")).partition("_0")[0]
+    assert sorted(samples_read) == sorted(
         [f"long_{ms:09d}" for ms in (0, 2000, 4000)] + ["short_000000000", f"{other}_000000000", f"{other}_000002000"]
     )
-    for key, sample in found.items():
+    for key, sample in samples_read.items():
         description = sample["json"]
         assert description["key"] == key and description["fps"] == [30, 1]
         assert description["video_id"] == key.rpartition("_")[0]
@@ -65,28 +65,30 @@ def test_keys_times_and_tails(data: Path) -> None:
         assert end[0] / end[1] - begin[0] / begin[1] == description["num_frames"] / 30
         assert description["num_source_frames"] == description["num_frames"] == len(frame_numbers(sample["mp4"]))
         assert description["is_tail"] == (description["num_frames"] != 60)
-    tail = found["long_000004000"]["json"]
+    tail = samples_read["long_000004000"]["json"]
     assert (tail["begin_s"], tail["end_s"], tail["num_frames"]) == ([4, 1], [5, 1], 30)
-    assert found["short_000000000"]["json"]["end_s"] == [3, 2]
-    assert frame_numbers(found[f"{other}_000002000"]["mp4"]) == list(range(1060, 1120))
-    assert found[f"{other}_000002000"]["json"]["source_id"] == "val/a.b c"
-    assert {sample["json"]["split"] for key, sample in found.items() if key.startswith("val")} == {"val"}
+    assert samples_read["short_000000000"]["json"]["end_s"] == [3, 2]
+    assert frame_numbers(samples_read[f"{other}_000002000"]["mp4"]) == list(range(1060, 1120))
+    assert samples_read[f"{other}_000002000"]["json"]["source_id"] == "val/a.b c"
+    assert {sample["json"]["split"] for key, sample in samples_read.items() if key.startswith("val")} == {"val"}
     assert {shard.split for shard in Variant.open(data).shards()} == {"train", "val"}
 
 
 def test_captions_are_with_every_chunk_that_they_touch(data: Path) -> None:
-    found = samples(data)
-    texts = {key: [caption["text"] for caption in sample["json"]["captions"]] for key, sample in found.items()}
+    samples_read = samples(data)
+    texts = {key: [caption["text"] for caption in sample["json"]["captions"]] for key, sample in samples_read.items()}
     crossing, moment, border, always = (line.split(",")[1] for line in CAPTIONS.splitlines()[1:5])
     assert texts["long_000000000"] == [always, border, crossing]
     assert texts["long_000002000"] == [always, crossing, moment]
     assert texts["long_000004000"] == [always, crossing]
     assert texts["short_000000000"] == ["two words, é, 視"]
-    for key, sample in found.items():
+    for key, sample in samples_read.items():
         assert sample["txt"].decode().split("\n") == (texts[key] or [""])
-    [always_on] = [caption for caption in found["long_000004000"]["json"]["captions"] if caption["text"] == always]
+    [always_on] = [
+        caption for caption in samples_read["long_000004000"]["json"]["captions"] if caption["text"] == always
+    ]
     assert always_on["end_s"] is None and always_on["begin_s"] == 0
-    ids = {c["text"]: c["caption_id"] for sample in found.values() for c in sample["json"]["captions"]}
+    ids = {c["text"]: c["caption_id"] for sample in samples_read.values() for c in sample["json"]["captions"]}
     assert sorted(ids.values()) == list(range(5))
 
 
@@ -100,13 +102,13 @@ def test_captions_are_with_every_chunk_that_they_touch(data: Path) -> None:
 def test_tails_are_dropped_or_merged(
     tail: str, frames: dict[str, list[int]], tmp_path: Path, data: Path, write_video: Callable[..., Path]
 ) -> None:
-    own = tmp_path / "data"
-    manifest(own, data.parent / "videos")
-    summary = chunk(own, "--len", "2s", "--tail", tail, *QUICK)
-    found: dict[str, list[int]] = {}
-    for key, sample in sorted(samples(own).items()):
-        found.setdefault(key.split("_")[0], []).append(len(frame_numbers(sample["mp4"])))
-    assert found == frames
+    other_data = tmp_path / "data"
+    manifest(other_data, data.parent / "videos")
+    summary = chunk(other_data, "--len", "2s", "--tail", tail, *QUICK)
+    frames_by_key: dict[str, list[int]] = {}
+    for key, sample in sorted(samples(other_data).items()):
+        frames_by_key.setdefault(key.split("_")[0], []).append(len(frame_numbers(sample["mp4"])))
+    assert frames_by_key == frames
     assert tail == "drop" or not {"num_left_out", "left_out_s"} & summary.keys()
 
 
@@ -144,7 +146,7 @@ def test_audio_is_kept_on_request_and_dropped_otherwise(tmp_path: Path, write_vi
         planned = prep_here("plan", *settings).stdout
         ran = prep_here("chunk", *settings, "--engine", "processes", "--workers", 2)
         again = prep_here("chunk", *settings, "--engine", "processes")
-        assert [dropped in said for said in (planned, ran.stderr, again.stderr)] == [*[audio == "drop"] * 2, False]
+        assert [dropped in text for text in (planned, ran.stderr, again.stderr)] == [*[audio == "drop"] * 2, False]
         assert "2 usable (1 with audio)" in prep_here("status", "--data", tmp_path / "data").stdout
         for key, sample in samples(tmp_path / "data").items():
             assert len(frame_numbers(sample["mp4"])) == 60
@@ -169,8 +171,8 @@ def test_videos_that_end_in_a_very_short_chunk_are_named_by_the_plan(tmp_path: P
         video.write(tmp_path / "videos" / f"{name}.mp4")
     manifest(data := tmp_path / "data", tmp_path / "videos")
     flags = ("plan", "--data", data, "--len", "2s", "--preset", "ultrafast", "--short-side", 32)
-    said = prep_here(*flags).stdout
-    assert "tails    1 video with a last chunk shorter than 1 s: lecture 0.1 s\n" in said
+    stdout = prep_here(*flags).stdout
+    assert "tails    1 video with a last chunk shorter than 1 s: lecture 0.1 s\n" in stdout
     assert prep_here(*flags, "--json").summary["first_short_tails_s"] == {"lecture": pytest.approx(0.1, abs=0.04)}
     for tail in ("merge", "drop"):
         assert "tails " not in prep_here(*flags, "--tail", tail).stdout

@@ -48,7 +48,7 @@ class Chunk:
     content: bytes
     row: dict[str, Any]
 
-    def needed(self, frame: int) -> list[int]:
+    def needed_packets(self, frame: int) -> list[int]:
         """Rows of the packet table that decoding `frame` takes: its key, references in between, itself."""
         table = self.row
         target = table["packet_frame"].index(frame)
@@ -113,11 +113,11 @@ def test_a_frame_decodes_from_its_packets_alone(codec: str, gop: str, make_chunk
             assert references == {30: [0, 16, 29], 15: [0, 14]}[len(numbers)]
         if gop == "star":
             assert [row["packet_frame"][key] for key in keys] == list(range(0, len(numbers), 16))
-            assert max(len(chunk_.needed(frame)) for frame in range(len(numbers))) <= 3
+            assert max(len(chunk_.needed_packets(frame)) for frame in range(len(numbers))) <= 3
             references = [row["packet_frame"][n] for n, f in enumerate(row["packet_flags"]) if f & PACKET_REFERENCE]
             assert len(references) <= 2 * len(keys), "a b-frame is a reference"
         for frame in {0, len(numbers) - 1, *choose.sample(range(len(numbers)), 6)}:
-            picture = chunk_.decode(chunk_.needed(frame))[frame]
+            picture = chunk_.decode(chunk_.needed_packets(frame))[frame]
             assert np.array_equal(picture, sequential[frame].to_ndarray()), frame
 
 

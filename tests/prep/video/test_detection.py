@@ -41,7 +41,7 @@ def test_a_lasting_failure_is_stored_and_tried_again_on_request_only(tmp_path: P
     recipe = resolve(Recipe(len="2s", cut="shots"), ffmpeg_version="9.0")
     task = ShotTask(str(text), source_fingerprint(text), 60, recipe.settings.shot_detector)
     key = detector_key(recipe)
-    found = detect_shots(
+    shots_found = detect_shots(
         tmp_path,
         [task],
         shots=SHOTS.empty_table(),
@@ -50,7 +50,7 @@ def test_a_lasting_failure_is_stored_and_tried_again_on_request_only(tmp_path: P
         engine=Here(),
         check=lambda: None,
     )
-    assert found.shots.equals(read_shots(tmp_path))
+    assert shots_found.shots.equals(read_shots(tmp_path))
     facts = {"path": str(text), "size_bytes": 1, "mtime_ns": 1, "fingerprint": task.fingerprint, "end_s": 2.0}
     probes = pa.Table.from_pylist([facts], schema=PROBES)
     for retry_failed, num_undetected in ((False, 0), (True, 1)):
@@ -91,12 +91,12 @@ def test_a_killed_detection_goes_on_with_what_was_found(tmp_path: Path) -> None:
 
 def test_workers_find_the_same_shots_and_their_chunks_have_the_same_bytes(tmp_path: Path) -> None:
     write_scenes(tmp_path / "videos" / "video.mp4", [40, 50, 45])
-    found = []
+    shots_found = []
     for name in ("processes", "here"):
         data = tmp_path / name
         manifest(data, tmp_path / "videos")
         if name == "processes":
             with_shots(make_plan(data, RECIPE), ProcessEngine(num_workers=1))
         assert run_here(data)["num_searched"] == (name == "here")
-        found.append(contents(data))
-    assert found[0] == found[1]
+        shots_found.append(contents(data))
+    assert shots_found[0] == shots_found[1]

@@ -94,10 +94,10 @@ def test_an_estimate_is_scaled_by_what_the_trials_cost() -> None:
     trials = [
         EncodeTrial(row, core_s=factor * per_s, size_bytes=factor * bytes_per_s) for row, factor in ((0, 2), (1, 4))
     ]
-    found = estimate(work, trials, settings=SETTINGS)
-    assert found.core_hours == pytest.approx(3 * plain.core_hours) and found.num_trials == 2
-    assert found.core_hours_range == pytest.approx((2 * plain.core_hours, 4 * plain.core_hours))
-    assert found.size_bytes_range == pytest.approx((2 * plain.size_bytes, 4 * plain.size_bytes))
+    estimate_s = estimate(work, trials, settings=SETTINGS)
+    assert estimate_s.core_hours == pytest.approx(3 * plain.core_hours) and estimate_s.num_trials == 2
+    assert estimate_s.core_hours_range == pytest.approx((2 * plain.core_hours, 4 * plain.core_hours))
+    assert estimate_s.size_bytes_range == pytest.approx((2 * plain.size_bytes, 4 * plain.size_bytes))
     assert (plain.core_hours_range, plain.size_bytes_range) == (None, None)
     # Bytes that follow from a bitrate are not changed by trials.
     known = estimate(work, trials, settings=replace(SETTINGS, crf=None, bitrate="8k"))

@@ -67,9 +67,9 @@ def test_a_program_that_is_killed_or_slow_once_is_asked_again(
     monkeypatch.setenv("CLIPMILL_FFMPEG", str(program))
     if "sleep" in first:
         monkeypatch.setattr(ffmpeg, "_ANSWER_LIMIT_S", 5.0)
-    found = find_ffmpeg()
-    assert found == Ffmpeg(path=str(program), version=real.version) and (tmp_path / "asked").exists()
-    require_encoder(found, "h264")
+    found_program = find_ffmpeg()
+    assert found_program == Ffmpeg(path=str(program), version=real.version) and (tmp_path / "asked").exists()
+    require_encoder(found_program, "h264")
 
 
 @pytest.mark.parametrize("killed_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])

@@ -61,7 +61,7 @@ JOINED_LATE = """
 
 
 @pytest.mark.parametrize(
-    ("return_code", "said", "code", "message"),
+    ("return_code", "stderr", "code", "message"),
     [
         (183, CUT_MPEG, FailureCode.DECODE_ERRORS, "mpeg: corrupt input packet in stream 0"),
         (183, CUT_WMV, FailureCode.DECODE_ERRORS, "wmv2: Error at MB: 59"),
@@ -97,10 +97,10 @@ JOINED_LATE = """
     ],
 )
 def test_the_line_that_states_the_cause_is_told_and_nothing_that_differs_from_run_to_run(
-    return_code: int, said: str, code: FailureCode | None, message: str
+    return_code: int, stderr: str, code: FailureCode | None, message: str
 ) -> None:
-    said = said.strip()
-    outcome = Outcome(return_code=return_code, stderr_head=said, stderr_tail=said, timed_out=False, cpu_s=0.0)
+    stderr = stderr.strip()
+    outcome = Outcome(return_code=return_code, stderr_head=stderr, stderr_tail=stderr, timed_out=False, cpu_s=0.0)
     if code is None:
         return require_success(outcome, limit_s=60)
     with pytest.raises(SourceFailure) as caught:

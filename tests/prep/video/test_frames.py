@@ -17,7 +17,7 @@ from clipmill.prep.video.encode import Span, span_arguments
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.span_task import read_chunk
 from clipmill.shards.reader import Variant
-from tests.prep.irregular import numbered
+from tests.prep.irregular import write_numbered
 from tests.prep.numbered import Source, due_frames, frame_numbers
 from tests.prep.running import chunk, manifest
 
@@ -84,11 +84,11 @@ def further_chunks(tmp_path_factory: pytest.TempPathFactory) -> Chunks:
 
 
 def chunks_by_source(data: Path) -> Chunks:
-    found = defaultdict(list)
+    frames_by_name = defaultdict(list)
     for sample in Variant.open(data).iterate():
         description = json.loads(sample["json"])
-        found[description["source_id"]].append((description, sample["mp4"]))
-    return {name: sorted(mine, key=lambda chunk: chunk[0]["key"]) for name, mine in found.items()}
+        frames_by_name[description["source_id"]].append((description, sample["mp4"]))
+    return {name: sorted(mine, key=lambda chunk: chunk[0]["key"]) for name, mine in frames_by_name.items()}
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
@@ -152,7 +152,7 @@ def test_other_output_rates_and_a_video_that_begins_after_its_sound(tmp_path: Pa
 
 def test_frames_without_a_frame_rate_are_shown_to_the_last_one(tmp_path: Path) -> None:
     """Before ffmpeg 8, the filter setpts takes the frame rate away; later versions can be told to."""
-    path = numbered(tmp_path / "a.mkv", count=40)
+    path = write_numbered(tmp_path / "a.mkv", count=40)
     recipe = resolve(Recipe(len="2s", fps="10", preset="veryfast"), ffmpeg_version="9.0")
     span, program = Span(0, 0, (20, 20), False), find_ffmpeg().path
     plain = span_arguments(path, source=probe(path), span=span, recipe=recipe, program=program)

@@ -24,7 +24,7 @@ from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.interface import open_clips
 from clipmill.train.data.outcomes import SampleFailed
 from tests.prep.captions.server import MODEL, run_server
-from tests.prep.irregular import edit, ffmpeg, numbered, with_sound
+from tests.prep.irregular import edit, ffmpeg, with_sound, write_numbered
 from tests.prep.running import manifest, prep_here
 
 SECONDS, FPS = 6, 30
@@ -47,7 +47,7 @@ def with_edit(path: Path) -> None:
 
 
 def with_early_sound(path: Path) -> None:
-    with_sound(numbered(path.with_suffix(".mkv")), path, delay_s=0.35, codec="aac")
+    with_sound(write_numbered(path.with_suffix(".mkv")), path, delay_s=0.35, codec="aac")
     path.with_suffix(".mkv").unlink()
 
 
@@ -276,15 +276,17 @@ def test_sources_in_a_bucket_are_read_by_range(index_folder: Path, tmp_path: Pat
     for name in names:
         objects.write(f"videos/{name}", index_folder / "videos" / name)
     prep_here("index", f"{bucket}/videos", "--data", tmp_path / "data", "--len", "2s", "--workers", 1)
-    here, there = (ChunkSet(data, split="train", rule="packets") for data in (index_folder / "data", tmp_path / "data"))
+    here, other_set = (
+        ChunkSet(data, split="train", rule="packets") for data in (index_folder / "data", tmp_path / "data")
+    )
     for name in names:
-        chunk, same = chunks_of(there, Path(name).stem)[1], chunks_of(here, Path(name).stem)[1]
+        chunk, same = chunks_of(other_set, Path(name).stem)[1], chunks_of(here, Path(name).stem)[1]
         frames = {5, 33}
-        read, expected = there.read(chunk, frames), here.read(same, frames)
+        read, expected = other_set.read(chunk, frames), here.read(same, frames)
         assert read.packets == expected.packets and read.size_bytes < (index_folder / "videos" / name).stat().st_size
     objects.delete("videos/vp9.webm")
     with pytest.raises(SampleFailed, match=r"vp9\.webm"):
-        there.read(chunk, frames)
+        other_set.read(chunk, frames)
 
 
 def test_a_source_without_key_frames_is_refused_where_a_chunk_would_need_minutes(tmp_path: Path) -> None:

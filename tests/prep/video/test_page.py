@@ -46,10 +46,10 @@ class _Page(HTMLParser):
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attrs}
-        self.keys += [found["id"]] if tag == "article" else []
-        self.clips += [unquote(found["src"])] if tag == "video" else []
-        self.links += [unquote(found["href"])] if tag == "a" else []
+        attributes = {name: value or "" for name, value in attrs}
+        self.keys += [attributes["id"]] if tag == "article" else []
+        self.clips += [unquote(attributes["src"])] if tag == "video" else []
+        self.links += [unquote(attributes["href"])] if tag == "a" else []
 
 
 @pytest.fixture
@@ -71,13 +71,13 @@ def chunks_of(splits: dict[str, int]) -> Chunks:
 @pytest.mark.usefixtures("beside")
 def test_clips_beside_the_page_are_copies_that_a_rerun_keeps(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
     page = tmp_path / "my chunks.html"
-    said = prep("inspect", "--html", page, "--data", shard_set.data).stdout
+    stdout = prep("inspect", "--html", page, "--data", shard_set.data).stdout
     folder = tmp_path / "my chunks.files"
-    assert "5 chunks" in said and str(folder) in said and page.as_uri() in said
-    found = _Page(page)
+    assert "5 chunks" in stdout and str(folder) in stdout and page.as_uri() in stdout
+    page_read = _Page(page)
     stored = {sample["__key__"]: sample["mp4"] for sample in Variant(shard_set.variant).iterate()}
-    assert [(tmp_path / clip).read_bytes() for clip in found.clips] == [stored[key] for key in found.keys]
-    assert found.keys == KEYS and {clip.split("/")[0] for clip in found.clips} == {folder.name}
+    assert [(tmp_path / clip).read_bytes() for clip in page_read.clips] == [stored[key] for key in page_read.keys]
+    assert page_read.keys == KEYS and {clip.split("/")[0] for clip in page_read.clips} == {folder.name}
     (folder / "notes.txt").write_text("mine")
     before = identities(folder)
     values = prep("inspect", "--html", page, "--data", shard_set.data, "--json").summary
@@ -168,8 +168,8 @@ def test_what_is_missing_or_damaged_is_a_named_hole(prep: Prep, shard_set: Shard
     shard_set.index(1).write_bytes(b"no index")
     (shard_set.variant / "chunks.arrow").write_bytes(b"no table")
     (shard_set.data / "manifest" / "manifest.json").unlink()
-    said = prep("inspect", "--html", page, "--data", shard_set.data).stdout
-    assert "3 chunks" in said and "1 shard missing or damaged, 1 chunk cannot be shown: run prep verify" in said
+    stdout = prep("inspect", "--html", page, "--data", shard_set.data).stdout
+    assert "3 chunks" in stdout and "1 shard missing or damaged, 1 chunk cannot be shown: run prep verify" in stdout
     assert "Not shown: no manifest" in page.read_text()
     shard_set.index(0).write_bytes(b"no index")
     assert "no readable shards" in prep("inspect", "--html", page, "--data", shard_set.data, status=2).error
@@ -249,9 +249,9 @@ def test_any_text_of_a_chunk_is_shown_as_text() -> None:
     assert long[:1001] not in text and "(5,000 characters)" in text and "مرحبا" in text and len(text) < 30_000
 
 
-def histogram_html(found: Histogram, *, title: str, unit: str = "") -> str:
+def histogram_html(bars: Histogram, *, title: str, unit: str = "") -> str:
     template = load_template(Path(templates.__file__).with_name("histogram.html.j2"))
-    return str(template.module.histogram(found, title, unit))  # type: ignore[attr-defined]
+    return str(template.module.histogram(bars, title, unit))  # type: ignore[attr-defined]
 
 
 def test_every_bar_of_a_histogram_has_a_text() -> None:

@@ -74,7 +74,7 @@ def plan(names: str = "ab", **changes: Any) -> Plan:
     return Plan(**{**given, **changes}, stored=stored)
 
 
-def committed(plan_: Plan, *failures: Failure) -> dict[int, Commit]:
+def commits_of(plan_: Plan, *failures: Failure) -> dict[int, Commit]:
     return {
         shard.shard_id: Commit("video", shard.shard_id, shard.split, shard.plan_fingerprint, None, failures)
         for shard in plan_.shards
@@ -86,7 +86,7 @@ def states(plan_: Plan) -> list[ShardState]:
 
 
 FIRST = plan()  # each video has a span of 20 chunks and one of 10: shards (a0), (a1), (b0), (b1)
-DONE: dict[str, Any] = {"layout": FIRST.layout, "commits": committed(FIRST)}
+DONE: dict[str, Any] = {"layout": FIRST.layout, "commits": commits_of(FIRST)}
 
 
 def test_a_first_plan_is_all_new_and_a_second_has_no_work() -> None:
@@ -164,7 +164,7 @@ def test_damage_and_failures() -> None:
         ("decode_errors", frozenset({"decode_errors"}), ShardState.RETRY),
         ("decode_errors", frozenset({"frames_differ"}), ShardState.CURRENT),
     ):
-        commits = committed(FIRST, Failure("a", None, code, "because"))
+        commits = commits_of(FIRST, Failure("a", None, code, "because"))
         again = plan(layout=FIRST.layout, commits=commits, retry_codes=codes)
         assert set(states(again)) == {state}, code
         assert all((code in shard.reason) == (state == ShardState.RETRY) for shard in again.shards)

@@ -40,7 +40,7 @@ def test_the_name_of_the_layout_is_explained_where_it_is_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("one_way", "other"),
     [
         ({"bitrate": "800k"}, {"bitrate": "0.8M"}),
         ({"bitrate": "2M"}, {"bitrate": "2000k"}),
@@ -57,8 +57,8 @@ def test_the_name_of_the_layout_is_explained_where_it_is_shown() -> None:
         ({"codec": "vp9"}, {"recipe": "small", "codec": "vp9", "gop": "closed", "crf": 33, "keyint": 30}),
     ],
 )
-def test_two_ways_to_say_the_same_are_one_variant(one: dict[str, Any], other: dict[str, Any]) -> None:
-    first, second = (resolve(Recipe(**settings), ffmpeg_version="9.0") for settings in (one, other))
+def test_two_ways_to_say_the_same_are_one_variant(one_way: dict[str, Any], other: dict[str, Any]) -> None:
+    first, second = (resolve(Recipe(**settings), ffmpeg_version="9.0") for settings in (one_way, other))
     assert first == second and first.fingerprint == second.fingerprint and first.variant == second.variant
 
 

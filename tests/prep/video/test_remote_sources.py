@@ -54,7 +54,7 @@ def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def local(videos: Path, captions: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def local_shards(videos: Path, captions: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The shards of the local files."""
     data = tmp_path_factory.mktemp("local")
     prep_here("manifest", "folder", videos, "--captions", captions, "--data", data)
@@ -62,7 +62,7 @@ def local(videos: Path, captions: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def uploaded(videos: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+def uploaded_videos(videos: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """Address of the videos in a bucket; copies go to a folder of their own."""
     for path in videos.rglob("*.m*"):
         open_objects(bucket).write(f"videos/{path.relative_to(videos)}", path)
@@ -80,8 +80,8 @@ def web(videos: Path) -> Iterator[HttpFolder]:
 
 def shards(data: Path, summary: dict[str, object]) -> dict[str, str]:
     """Checksums of tars and indexes; the failures have the paths of their sources."""
-    found = contents(variant_folder(data, summary))
-    return {name: checksum for name, checksum in found.items() if name.endswith((".tar", ".arrow"))}
+    digests = contents(variant_folder(data, summary))
+    return {name: checksum for name, checksum in digests.items() if name.endswith((".tar", ".arrow"))}
 
 
 def failures(data: Path, summary: dict[str, object]) -> dict[str, str]:
@@ -90,48 +90,48 @@ def failures(data: Path, summary: dict[str, object]) -> dict[str, str]:
 
 
 def test_shards_of_a_bucket_are_those_of_the_local_files(
-    tmp_path: Path, captions: Path, uploaded: str, local: dict[str, str], faults: Faults
+    tmp_path: Path, captions: Path, uploaded_videos: str, local_shards: dict[str, str], faults: Faults
 ) -> None:
     data = tmp_path / "data"
-    open_objects(uploaded).write("captions.csv", captions)
-    prep_here("manifest", "folder", uploaded, "--captions", f"{uploaded}/captions.csv", "--data", data)
+    open_objects(uploaded_videos).write("captions.csv", captions)
+    prep_here("manifest", "folder", uploaded_videos, "--captions", f"{uploaded_videos}/captions.csv", "--data", data)
     prep("plan", *LEN, "--data", data)  # a process of its own, which keeps no copy of its trial encodes
     wait_until(lambda: not list((tmp_path / "scratch").iterdir()))
     faults.set()
     summary = chunk(data, *LEN, status=1)
-    assert shards(data, summary) == local and summary["num_chunks"] > 40
+    assert shards(data, summary) == local_shards and summary["num_chunks"] > 40
     whole = [path for method, path in faults.seen().requests if method == "GET" and path.endswith("long.mp4")]
     assert len(whole) == 1, "all shards of this video use one copy"
     wait_until(lambda: not list((tmp_path / "scratch").iterdir()))
     assert chunk(data, *LEN)["num_encoded"] == 0
     status = prep_here("status", "--data", data).stdout
-    assert f"{uploaded}/text.mp4" in status and "source_unreadable" in status
-    assert f"folder: {uploaded}/long.mp4" in prep_here("inspect", "long_000000000", "--data", data).stdout
+    assert f"{uploaded_videos}/text.mp4" in status and "source_unreadable" in status
+    assert f"folder: {uploaded_videos}/long.mp4" in prep_here("inspect", "long_000000000", "--data", data).stdout
     assert prep_here("retry", "--only", "source_unreadable", "--data", data, "--engine", "processes", status=1)
 
 
 def test_videos_and_data_folder_in_one_bucket(
-    tmp_path: Path, captions: Path, uploaded: str, local: dict[str, str]
+    tmp_path: Path, captions: Path, uploaded_videos: str, local_shards: dict[str, str]
 ) -> None:
-    bucket = uploaded.removesuffix("/videos")
+    bucket = uploaded_videos.removesuffix("/videos")
     assert "is both the data folder" in prep_here("manifest", "folder", bucket, "--data", bucket, status=2).error
     data = f"{bucket}/data"
-    prep_here("manifest", "folder", uploaded, "--captions", captions, "--data", data)
+    prep_here("manifest", "folder", uploaded_videos, "--captions", captions, "--data", data)
     prep_here("chunk", *LEN, "--data", data, "--engine", "processes", "--workers", 2, status=1)
     open_objects(f"{data}/video").write("not-mine.mp4", b"x")
-    found = {
+    keys = {
         info.key.partition("/")[2]: info.key
         for info in open_objects(f"{data}/video").list()
         if info.key.endswith((".tar", ".arrow"))
     }
-    assert found.keys() == local.keys()
-    for name, key in found.items():
-        assert hashlib.sha256(open_objects(f"{data}/video").read(key)).hexdigest() == local[name]
+    assert keys.keys() == local_shards.keys()
+    for name, key in keys.items():
+        assert hashlib.sha256(open_objects(f"{data}/video").read(key)).hexdigest() == local_shards[name]
     again = prep_here("manifest", "folder", bucket, "--captions", captions, "--data", data, "--yes", "--json")
     assert again.summary["num_videos"] == 3, "the data folder is skipped"
 
 
-def test_a_table_of_urls_on_a_web_server(tmp_path: Path, web: HttpFolder, local: dict[str, str]) -> None:
+def test_a_table_of_urls_on_a_web_server(tmp_path: Path, web: HttpFolder, local_shards: dict[str, str]) -> None:
     table, data = tmp_path / "videos.csv", tmp_path / "data"
     with table.open("w", newline="") as file:
         rows = csv.writer(file)
@@ -141,18 +141,18 @@ def test_a_table_of_urls_on_a_web_server(tmp_path: Path, web: HttpFolder, local:
         rows.writerow(["text.mp4", "", "", ""])
     web.num_failures["/long.mp4"] = 1
     prep_here("manifest", "folder", web.address, "--captions", table, "--data", data)
-    assert shards(data, chunk(data, *LEN, status=1)) == local
+    assert shards(data, chunk(data, *LEN, status=1)) == local_shards
 
 
 def test_faults_of_the_network_change_nothing(
-    tmp_path: Path, captions: Path, uploaded: str, local: dict[str, str], faults: Faults
+    tmp_path: Path, captions: Path, uploaded_videos: str, local_shards: dict[str, str], faults: Faults
 ) -> None:
     data = tmp_path / "data"
     error = Fault("error", every=5, method="GET", path="/videos/")
     cut = Fault("cut", every=4, method="GET", path="/videos/")
     faults.set(error, cut, latency_s=0.01)
-    prep_here("manifest", "folder", uploaded, "--captions", captions, "--data", data)
-    assert shards(data, chunk(data, *LEN, status=1)) == local
+    prep_here("manifest", "folder", uploaded_videos, "--captions", captions, "--data", data)
+    assert shards(data, chunk(data, *LEN, status=1)) == local_shards
     assert faults.seen().num_faults
 
 
@@ -167,12 +167,12 @@ def test_sources_that_vanish_or_change_after_the_plan_have_failed(tmp_path: Path
     objects.write("replaced.mp4", (videos / "val" / "short.mkv").read_bytes()[::-1])
     planned.variant_dir.mkdir(parents=True)
     job = chunk_job(planned)
-    found = {}
+    copies = {}
     for shard in job.shards:
         for failure in make_shard(job.task(shard)).failures:
-            found[failure.video_id] = failure.code
+            copies[failure.video_id] = failure.code
             assert failure.message.startswith(f"{bucket}/{failure.video_id}.mp4: ")
-    assert found == {"gone": "source_missing", "grown": "source_changed", "replaced": "source_changed"}
+    assert copies == {"gone": "source_missing", "grown": "source_changed", "replaced": "source_changed"}
 
 
 def test_a_limit_that_a_source_exceeds_is_a_failure_until_it_is_raised(
@@ -204,8 +204,8 @@ def test_sources_that_a_server_refuses_are_not_blamed_and_are_tried_again(
     assert "credentials" in hint
 
     faults.set(Fault("error", method="GET", path=r"a\.mkv", status=403, code="AccessDenied"))  # listed, and not read
-    said = prep_here(*command, status=1).stdout
-    assert "1 x access_refused: the server refuses access" in said and "not a readable video" not in said
+    stdout = prep_here(*command, status=1).stdout
+    assert "1 x access_refused: the server refuses access" in stdout and "not a readable video" not in stdout
     faults.set()
     assert chunk(data, *LEN)["num_encoded"] == 5, "without being asked for"
 
@@ -236,10 +236,10 @@ def test_a_bucket_that_refuses_everything_ends_a_run_at_once(
 
 
 def test_a_kill_leaves_no_copy_for_long_and_loses_nothing(
-    tmp_path: Path, captions: Path, uploaded: str, local: dict[str, str]
+    tmp_path: Path, captions: Path, uploaded_videos: str, local_shards: dict[str, str]
 ) -> None:
     data, scratch = tmp_path / "data", tmp_path / "scratch"
-    prep_here("manifest", "folder", uploaded, "--captions", captions, "--data", data)
+    prep_here("manifest", "folder", uploaded_videos, "--captions", captions, "--data", data)
     mark = f"remote-{os.getpid()}"
     running = start("chunk", *LEN, "--data", data, "--engine", "processes", "--workers", 2, CLIPMILL_TEST_MARK=mark)
     wait_until(lambda: any(process.is_ffmpeg for process in processes(mark)))
@@ -247,7 +247,7 @@ def test_a_kill_leaves_no_copy_for_long_and_loses_nothing(
     running.kill()
     running.communicate()
     wait_until(lambda: not list(processes(mark)) and not list(scratch.glob("sources-*")))
-    assert shards(data, chunk(data, *LEN, status=1)) == local
+    assert shards(data, chunk(data, *LEN, status=1)) == local_shards
     wait_until(lambda: not list(scratch.iterdir()))
 
 

@@ -73,30 +73,34 @@ def root(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Pa
 
 
 @pytest.fixture
-def made(root: Path) -> Iterator[Set]:
+def finished_set(root: Path) -> Iterator[Set]:
     """The set as it was made, under the path that it was made under."""
     shutil.rmtree(root)
     shutil.copytree(root.with_name("pristine"), root)
     yield Set(root)
 
 
-def test_only_an_added_video_is_made(made: Set, write_video: Callable[..., Path]) -> None:
-    before, old = made.of_shards(0, 1, 2, 3), made.payloads()
-    write_video(made.videos / "_first.mp4", seconds=3)
-    made.manifest()
-    status = prep_here("status", "--data", made.data).stdout
+def test_only_an_added_video_is_made(finished_set: Set, write_video: Callable[..., Path]) -> None:
+    before, old = finished_set.of_shards(0, 1, 2, 3), finished_set.payloads()
+    write_video(finished_set.videos / "_first.mp4", seconds=3)
+    finished_set.manifest()
+    status = prep_here("status", "--data", finished_set.data).stdout
     assert "1 not probed yet" in status and status.splitlines()[-1].startswith("next      prep chunk --len 500ms ")
-    plan = json.loads(prep_here("plan", "--data", made.data, *SETTINGS, "--json").stdout)
+    plan = json.loads(prep_here("plan", "--data", finished_set.data, *SETTINGS, "--json").stdout)
     assert plan["shards"] == {"current": 4, "new": 1}
-    assert made.chunk() == (6, 0)
-    assert prep_here("status", "--data", made.data).stdout.splitlines()[-1].startswith("next      train quickstart ")
-    assert made.of_shards(0, 1, 2, 3) == before
-    assert {key: payload for key, payload in made.payloads().items() if key in old} == old
-    assert len(made.payloads()) == 64
+    assert finished_set.chunk() == (6, 0)
+    assert (
+        prep_here("status", "--data", finished_set.data)
+        .stdout.splitlines()[-1]
+        .startswith("next      train quickstart ")
+    )
+    assert finished_set.of_shards(0, 1, 2, 3) == before
+    assert {key: payload for key, payload in finished_set.payloads().items() if key in old} == old
+    assert len(finished_set.payloads()) == 64
 
 
-def test_other_settings_make_another_variant_and_plan_names_them(made: Set) -> None:
-    old = made.folder
+def test_other_settings_make_another_variant_and_plan_names_them(finished_set: Set) -> None:
+    old = finished_set.folder
     before = identities(old)
     for flag, value, difference in (
         ("--crf", "30", "crf: 24 → 30"),
@@ -104,89 +108,95 @@ def test_other_settings_make_another_variant_and_plan_names_them(made: Set) -> N
         ("--gop", "intra", "gop: comb → intra"),
         ("--bitrate", "300k", "bitrate: not set → 300k"),
     ):
-        told = prep_here("plan", "--data", made.data, *SETTINGS, flag, value, "--explain", "b_000003500").stdout
+        told = prep_here("plan", "--data", finished_set.data, *SETTINGS, flag, value, "--explain", "b_000003500").stdout
         assert f"setting  {difference}" in told.splitlines(), told
         assert told.count("new: not committed yet") == 2
-    flags = ("--data", made.data, "--engine", "processes", "--workers", 2, *SETTINGS)
+    flags = ("--data", finished_set.data, "--engine", "processes", "--workers", 2, *SETTINGS)
     ran = prep_here("chunk", *flags, "--gop", "intra")
     assert "58 chunks encoded, 0 copied" in ran.stdout
-    said = [line for line in messages(ran.stderr) if line]
-    assert said[0] == "setting  gop: comb → intra" and said[-3].endswith(
+    lines = [line for line in messages(ran.stderr) if line]
+    assert lines[0] == "setting  gop: comb → intra" and lines[-3].endswith(
         ": 58 chunks of 3 videos to encode, 29 s of video"
     )
-    assert "prep plan --len 500ms" in said[-2] and "--gop intra" in said[-2] and " estimates time and disk" in said[-2]
-    assert f"{old.name} is kept until `prep gc`; to use its settings: prep chunk --len 500ms" in said[-1]
-    assert current_variant(made.data, "video") != old.name
-    assert made.variant.recipe["gop"] == "intra"
+    assert (
+        "prep plan --len 500ms" in lines[-2] and "--gop intra" in lines[-2] and " estimates time and disk" in lines[-2]
+    )
+    assert f"{old.name} is kept until `prep gc`; to use its settings: prep chunk --len 500ms" in lines[-1]
+    assert current_variant(finished_set.data, "video") != old.name
+    assert finished_set.variant.recipe["gop"] == "intra"
     assert identities(old) == before
     # The old settings again: the old variant is the current one once more, and nothing is encoded.
     ran = prep_here("chunk", *flags)
     assert (
         "nothing to encode" in ran.stdout and f"variant  {old.name} is complete, and becomes the current" in ran.stderr
     )
-    assert current_variant(made.data, "video") == old.name
+    assert current_variant(finished_set.data, "video") == old.name
     assert "setting" not in prep_here("chunk", *flags).stderr
 
 
-def test_new_captions_are_written_without_encoding(made: Set) -> None:
-    others, old = made.of_shards(0, 1, 2), made.payloads()
-    made.captions.write_text(CAPTIONS.replace("first words", "other words"))
-    made.manifest()
-    assert made.chunk() == (0, 14)
-    texts = {sample["__key__"]: sample["txt"].decode() for sample in made.variant.iterate()}
+def test_new_captions_are_written_without_encoding(finished_set: Set) -> None:
+    others, old = finished_set.of_shards(0, 1, 2), finished_set.payloads()
+    finished_set.captions.write_text(CAPTIONS.replace("first words", "other words"))
+    finished_set.manifest()
+    assert finished_set.chunk() == (0, 14)
+    texts = {sample["__key__"]: sample["txt"].decode() for sample in finished_set.variant.iterate()}
     assert texts["c_000000000"] == "other words" and texts["c_000004500"] == "last words" and texts["a_000000000"] == ""
-    assert made.payloads() == old
-    assert made.of_shards(0, 1, 2) == others
+    assert finished_set.payloads() == old
+    assert finished_set.of_shards(0, 1, 2) == others
 
 
 def test_a_plan_says_in_words_what_happens_to_the_chunks(
-    made: Set, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    finished_set: Set, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plan() -> list[str]:
-        said = prep_here("plan", "--data", made.data, *SETTINGS).stdout
-        assert "None" not in said
-        lines = said.splitlines()
+        stdout = prep_here("plan", "--data", finished_set.data, *SETTINGS).stdout
+        assert "None" not in stdout
+        lines = stdout.splitlines()
         if lines[-1] != "nothing to do":
-            assert lines[-1].startswith("next     prep chunk --len 500ms ") and f"--data {made.data}" in lines[-1]
+            assert (
+                lines[-1].startswith("next     prep chunk --len 500ms ") and f"--data {finished_set.data}" in lines[-1]
+            )
         return lines
 
     assert plan()[1:] == ["kept     58 chunks in 4 shards", "nothing to do"]
-    table = made.variant.directory / "chunks.arrow"
+    table = finished_set.variant.directory / "chunks.arrow"
     content = table.read_bytes()
     table.write_bytes(content[:-9])
     kept, derived, again = plan()[1:]
     assert kept == "kept     58 chunks in 4 shards" and f"{table} is damaged" in derived
-    assert again.replace("next     ", "next      ") in prep_here("status", "--data", made.data).stdout
+    assert again.replace("next     ", "next      ") in prep_here("status", "--data", finished_set.data).stdout
     table.write_bytes(content)
-    made.captions.write_text(CAPTIONS.replace("first words", "other words"))
-    made.manifest()
+    finished_set.captions.write_text(CAPTIONS.replace("first words", "other words"))
+    finished_set.manifest()
     assert plan()[1:3] == ["kept     44 chunks in 3 shards", "to do    14 chunks copied into 1 shard: captions changed"]
-    made.captions.write_text(CAPTIONS)
-    (made.videos / "c.mp4").rename(made.videos.parent / "c.mp4")
-    made.manifest()
+    finished_set.captions.write_text(CAPTIONS)
+    (finished_set.videos / "c.mp4").rename(finished_set.videos.parent / "c.mp4")
+    finished_set.manifest()
     assert plan()[2] == "to do    4 chunks copied into 1 shard: 1 video removed"
-    (made.videos.parent / "c.mp4").rename(made.videos / "c.mp4")
-    made.manifest()
-    made.tar(2).unlink()
+    (finished_set.videos.parent / "c.mp4").rename(finished_set.videos / "c.mp4")
+    finished_set.manifest()
+    finished_set.tar(2).unlink()
     lines = plan()
     assert "to do    at most 20 chunks encoded into 1 shard: files are missing" in lines
     assert "to do    14 chunks copied into 1 shard: captions changed" in lines, "a video that returns has new captions"
     assert {line[:8] for line in lines} >= {"shard 00", "estimate", "disk    "}
-    made.chunk()
-    write_video(made.videos / "b.mp4", seconds=12, first_number=5000)
+    finished_set.chunk()
+    write_video(finished_set.videos / "b.mp4", seconds=12, first_number=5000)
     assert plan()[2] == "to do    24 chunks encoded and 10 copied into 2 shards: 1 video changed"
     with monkeypatch.context() as patch:  # with trials, which give the range of sizes
         patch.setattr("clipmill.prep.video.plan_report.run_trials", run_trials)
-        values = json.loads(prep_here("plan", "--data", made.data, *SETTINGS, "--json").stdout)
+        values = json.loads(prep_here("plan", "--data", finished_set.data, *SETTINGS, "--json").stdout)
     assert [work["num_copied"] for work in values["work"]] == [0, 10]
     assert values["estimate"]["video_hours"] * 3600 == pytest.approx(12)
-    replaced = [commit.size_bytes for shard_id, commit in made.variant.commits.items() if shard_id in (2, 3)]
+    replaced = [commit.size_bytes for shard_id, commit in finished_set.variant.commits.items() if shard_id in (2, 3)]
     disk = values["disk"]
     assert disk["fits"] and disk["freed_by_gc_bytes"] == sum(replaced)
-    assert prep_here("plan", "--data", made.data, *SETTINGS, "--crf", 30, "--json").summary["disk"]["freed_by_gc_bytes"]
-    before = identities(made.folder)
-    made.chunk()
-    files = [path for path in made.folder.glob("00*") if path.name not in before]
+    assert prep_here("plan", "--data", finished_set.data, *SETTINGS, "--crf", 30, "--json").summary["disk"][
+        "freed_by_gc_bytes"
+    ]
+    before = identities(finished_set.folder)
+    finished_set.chunk()
+    files = [path for path in finished_set.folder.glob("00*") if path.name not in before]
     low, high = disk["added_bytes_range"]
     assert len(files) == 6 and low < sum(path.stat().st_size for path in files) < high, "copies are written too"
 
@@ -200,16 +210,20 @@ def test_a_plan_says_in_words_what_happens_to_the_chunks(
     ids=["byte of b", "byte of c"],
 )
 def test_the_span_of_a_damaged_chunk_is_encoded_and_the_other_spans_of_its_shard_are_copied(
-    lose: Callable[[Set], object], shard_id: int, made_again: tuple[int, int], made: Set
+    lose: Callable[[Set], object], shard_id: int, made_again: tuple[int, int], finished_set: Set
 ) -> None:
     others = [other for other in range(4) if other != shard_id]
-    before, untouched = contents(made.data), made.of_shards(*others)
-    lose(made)
-    assert contents(made.data) != before
-    assert made.chunk() == made_again
-    assert contents(made.data) == before
-    assert made.of_shards(*others) == untouched
-    assert [problem for commit in made.variant.commits.values() for problem in verify_shard(made.folder, commit)] == []
+    before, untouched = contents(finished_set.data), finished_set.of_shards(*others)
+    lose(finished_set)
+    assert contents(finished_set.data) != before
+    assert finished_set.chunk() == made_again
+    assert contents(finished_set.data) == before
+    assert finished_set.of_shards(*others) == untouched
+    assert [
+        problem
+        for commit in finished_set.variant.commits.values()
+        for problem in verify_shard(finished_set.folder, commit)
+    ] == []
 
 
 def flip_payload(made: Set, key: str) -> None:
@@ -222,65 +236,71 @@ def flip_payload(made: Set, key: str) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_committed_chunks_outlive_their_source(made: Set) -> None:
-    before = contents(made.folder)
-    source, kept = made.videos / "b.mp4", made.videos.parent / "kept.mp4"
+def test_committed_chunks_outlive_their_source(finished_set: Set) -> None:
+    before = contents(finished_set.folder)
+    source, kept = finished_set.videos / "b.mp4", finished_set.videos.parent / "kept.mp4"
     source.rename(kept)
-    assert made.chunk() == (0, 0)
-    assert contents(made.folder) == before
+    assert finished_set.chunk() == (0, 0)
+    assert contents(finished_set.folder) == before
     # A lost shard cannot be made without its source; that is told, and every intact chunk stays, the three
     # of the damaged span too.
-    made.tar(2).unlink()
-    flip_payload(made, "b_000011000")
-    summary = chunk(made.data, *SETTINGS, status=1)
+    finished_set.tar(2).unlink()
+    flip_payload(finished_set, "b_000011000")
+    summary = chunk(finished_set.data, *SETTINGS, status=1)
     assert summary["failures"] == {"source_missing": 2} and summary["num_reused"] == 13
-    listed = [json.loads(line) for line in (made.folder / "failures.jsonl").read_text().splitlines()]
-    assert [(one["video_id"], one["key"]) for one in listed] == [("b", "b_000000000"), ("b", "b_000010000")]
-    assert sorted(key for key in made.payloads() if key[0] == "b") == ["b_000010000", "b_000010500", "b_000011500"]
-    plan = prep_here("plan", "--data", made.data, *SETTINGS).stdout
+    listed = [json.loads(line) for line in (finished_set.folder / "failures.jsonl").read_text().splitlines()]
+    assert [(row["video_id"], row["key"]) for row in listed] == [("b", "b_000000000"), ("b", "b_000010000")]
+    assert sorted(key for key in finished_set.payloads() if key[0] == "b") == [
+        "b_000010000",
+        "b_000010500",
+        "b_000011500",
+    ]
+    plan = prep_here("plan", "--data", finished_set.data, *SETTINGS).stdout
     assert "kept     37 chunks in 4 shards; 21 failed, see prep status\n" in plan
     # While the source is away nothing is tried; when it is back, the same command makes what failed.
-    assert chunk(made.data, *SETTINGS)["num_shards_made"] == 0
+    assert chunk(finished_set.data, *SETTINGS)["num_shards_made"] == 0
     kept.rename(source)
-    again = chunk(made.data, *SETTINGS)
+    again = chunk(finished_set.data, *SETTINGS)
     assert (again["num_encoded"], again["num_reused"]) == (24, 10)
-    assert contents(made.folder).items() >= before.items()  # the shard without b stays until `prep gc`
-    assert made.payloads().keys() >= {"b_000000000", "b_000011500"}
+    assert contents(finished_set.folder).items() >= before.items()  # the shard without b stays until `prep gc`
+    assert finished_set.payloads().keys() >= {"b_000000000", "b_000011500"}
 
 
-def test_videos_that_return_find_their_chunks_until_gc(made: Set, write_video: Callable[..., Path]) -> None:
-    old, wrong = made.payloads(), made.videos.parent / "wrong"
+def test_videos_that_return_find_their_chunks_until_gc(finished_set: Set, write_video: Callable[..., Path]) -> None:
+    old, wrong = finished_set.payloads(), finished_set.videos.parent / "wrong"
     write_video(wrong / "z.mp4", seconds=2, first_number=9000)
-    manifest(made.data, wrong)
-    assert made.chunk() == (4, 0)
-    made.manifest()
-    plan = prep_here("plan", "--data", made.data, *SETTINGS).stdout
+    manifest(finished_set.data, wrong)
+    assert finished_set.chunk() == (4, 0)
+    finished_set.manifest()
+    plan = prep_here("plan", "--data", finished_set.data, *SETTINGS).stdout
     assert "to do    58 chunks copied into 4 shards: videos that returned, were renamed or moved" in plan, plan
     # Single bytes of a tar and an index that no commit names: what they hit is encoded, and never copied.
-    (tar,), (index,) = made.folder.glob("000003-*.tar"), made.folder.glob("000000-*.index.arrow")
+    (tar,), (index,) = finished_set.folder.glob("000003-*.tar"), finished_set.folder.glob("000000-*.index.arrow")
     for path, content in ((tar, old["c_000002000"][1000:1100]), (index, b"a_000001500")):  # payload; key, unprotected
         data = bytearray(path.read_bytes())
         data[data.index(content)] ^= 1
         path.write_bytes(data)
-    assert made.chunk() == (10, 48)
-    assert made.payloads() == old and prep_here("verify", "--data", made.data, "--deep").status == 0
-    (made.videos / "c.mp4").rename(made.videos.parent / "c.mp4")
-    made.manifest()
-    made.chunk()
-    prep_here("gc", "--data", made.data)
-    (made.videos.parent / "c.mp4").rename(made.videos / "c.mp4")
-    made.manifest()
-    assert made.chunk() == (10, 4) and made.payloads() == old
+    assert finished_set.chunk() == (10, 48)
+    assert finished_set.payloads() == old and prep_here("verify", "--data", finished_set.data, "--deep").status == 0
+    (finished_set.videos / "c.mp4").rename(finished_set.videos.parent / "c.mp4")
+    finished_set.manifest()
+    finished_set.chunk()
+    prep_here("gc", "--data", finished_set.data)
+    (finished_set.videos.parent / "c.mp4").rename(finished_set.videos / "c.mp4")
+    finished_set.manifest()
+    assert finished_set.chunk() == (10, 4) and finished_set.payloads() == old
 
 
-def test_a_video_that_changes_its_split_is_in_one_shard_only(made: Set) -> None:
-    made.captions.write_text("video,text,split\na,words,train\nc,words,val\n")
-    made.manifest()
-    plan = prep_here("plan", "--data", made.data, *SETTINGS).stdout
+def test_a_video_that_changes_its_split_is_in_one_shard_only(finished_set: Set) -> None:
+    finished_set.captions.write_text("video,text,split\na,words,train\nc,words,val\n")
+    finished_set.manifest()
+    plan = prep_here("plan", "--data", finished_set.data, *SETTINGS).stdout
     assert "video removed or moved to another split" in plan
     assert ": the split of the videos has changed" in plan
-    assert made.chunk() == (0, 38), "nothing is encoded: a has other captions, c is in another split, b in its shard"
-    shards = {shard.shard_id: shard for shard in made.variant.shards()}
+    assert finished_set.chunk() == (0, 38), (
+        "nothing is encoded: a has other captions, c is in another split, b in its shard"
+    )
+    shards = {shard.shard_id: shard for shard in finished_set.variant.shards()}
     assert {shard_id: shard.split for shard_id, shard in shards.items()} == dict.fromkeys(range(4), "train") | {
         4: "val"
     }

@@ -80,10 +80,10 @@ def test_scratch_of_a_killed_worker_goes_and_that_of_a_living_one_stays(place: P
         assert killed_folder.is_dir() and living_folder.is_dir()
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-        with scratch_folder() as own:
-            (own / "bytes").write_bytes(b"1")
+        with scratch_folder() as folder:
+            (folder / "bytes").write_bytes(b"1")
             assert not killed_folder.exists() and living_folder.is_dir()
-            assert living_folder.parent == own.parent == root_of(place)
+            assert living_folder.parent == folder.parent == root_of(place)
             assert root_of(place).stat().st_mode & 0o777 == 0o700
     assert list(place.iterdir()) == [foreign]
 

@@ -50,7 +50,7 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def finished_shots(tmp_path_factory: pytest.TempPathFactory) -> Made:
     videos, data = tmp_path_factory.mktemp("videos"), tmp_path_factory.mktemp("made") / "data"
     for name, (scenes, options) in VIDEOS.items():
         write_scenes(videos / f"{name}.mp4", scenes, **options)
@@ -60,22 +60,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.fixture(scope="module")
-def chunks(made: Made) -> Chunks:
-    found = defaultdict(list)
-    for sample in Variant.open(made.data).iterate():
+def chunks(finished_shots: Made) -> Chunks:
+    chunks_by_video = defaultdict(list)
+    for sample in Variant.open(finished_shots.data).iterate():
         description = json.loads(sample["json"])
         numbers = []
         if description["source_id"] != "noise":
             with av.open(BytesIO(sample["mp4"]), "r") as container:
                 numbers = [scene_number(frame.to_ndarray(format="gray")) for frame in container.decode(video=0)]
             assert len(numbers) == description["num_frames"]
-        found[description["source_id"]].append((description, numbers))
-    return {name: sorted(mine, key=lambda chunk: chunk[0]["key"]) for name, mine in found.items()}
+        chunks_by_video[description["source_id"]].append((description, numbers))
+    return {name: sorted(mine, key=lambda chunk: chunk[0]["key"]) for name, mine in chunks_by_video.items()}
 
 
 def places(chunks: Chunks, name: str) -> list[tuple[int, int]]:
     """(first frame, number of frames) of each chunk of a source."""
-    return [(int(Fraction(*said["begin_s"]) * 30), said["num_frames"]) for said, _ in chunks[name]]
+    return [(int(Fraction(*record["begin_s"]) * 30), record["num_frames"]) for record, _ in chunks[name]]
 
 
 def test_chunks_end_where_scenes_end(chunks: Chunks) -> None:
@@ -108,69 +108,73 @@ def test_a_chunk_of_a_crooked_source_shows_one_scene_and_every_frame_once(name: 
         shown += numbers
     assert shown == sorted(shown) and shown[-1] == sum(scenes) - 1
     assert [numbers[0] for _, numbers in chunks[name]] == borders[:-1]
-    starts = [said["key"].rpartition("_")[2] for said, _ in chunks[name]]
-    begins = [Fraction(*said["begin_s"]) for said, _ in chunks[name]]
+    starts = [record["key"].rpartition("_")[2] for record, _ in chunks[name]]
+    begins = [Fraction(*record["begin_s"]) for record, _ in chunks[name]]
     assert starts == [f"{round(begin_s * 1000):09d}" for begin_s in begins] and len(set(starts)) == len(starts)
 
 
 def test_a_detector_that_sees_cuts_everywhere_gives_chunks_of_lawful_length(chunks: Chunks) -> None:
-    found = places(chunks, "noise")
-    assert sum(frames for _, frames in found) == 100
-    assert all(MIN_FRAMES <= frames <= MAX_FRAMES for _, frames in found)
-    assert [first for first, _ in found] == [sum(frames for _, frames in found[:n]) for n in range(len(found))]
+    places_found = places(chunks, "noise")
+    assert sum(frames for _, frames in places_found) == 100
+    assert all(MIN_FRAMES <= frames <= MAX_FRAMES for _, frames in places_found)
+    assert [first for first, _ in places_found] == [
+        sum(frames for _, frames in places_found[:n]) for n in range(len(places_found))
+    ]
 
 
-def test_training_reads_each_chunk_by_its_packets(made: Made, chunks: Chunks) -> None:
+def test_training_reads_each_chunk_by_its_packets(finished_shots: Made, chunks: Chunks) -> None:
     """And knows where shots were left out: a clip never reaches over such a gap."""
-    read = ChunkSet(made.data, split="train", rule="packets")
+    read = ChunkSet(finished_shots.data, split="train", rule="packets")
     starts = [read.key(row) for row in range(len(read.table))]
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
 
     def add(frame: int, picture: av.VideoFrame) -> None:
-        found[frame] = scene_number(picture.to_ndarray(format="gray"))
+        counts[frame] = scene_number(picture.to_ndarray(format="gray"))
 
     for name in ("plain", "ntsc", "still"):
-        for said, numbers in chunks[name]:
-            found.clear()
-            wanted = range(0, len(numbers), 7)
-            read.decoder.decode_each(read.read(starts.index(said["key"]), wanted), add)
-            assert found == {frame: numbers[frame] for frame in wanted}
+        for record, numbers in chunks[name]:
+            counts.clear()
+            expected = range(0, len(numbers), 7)
+            read.decoder.decode_each(read.read(starts.index(record["key"]), expected), add)
+            assert counts == {frame: numbers[frame] for frame in expected}
     of_plain = np.array([start.startswith("plain") for start in starts])
     assert read.table.gaps[of_plain].tolist() == [True, False, True, False, False, False, False]
 
 
-def test_what_is_left_out_is_said_by_run_and_plan_and_the_shards_are_whole(made: Made) -> None:
+def test_what_is_left_out_is_said_by_run_and_plan_and_the_shards_are_whole(finished_shots: Made) -> None:
     left_out = [20, 18, 25, 1]
-    plan = prep_here("plan", "--data", made.data, *SETTINGS, *QUICK, "--json").summary
-    for said in (made.summary, plan):
-        assert said["num_left_out"] == len(left_out) and said["left_out_s"] == pytest.approx(sum(left_out) / 30)
-    text = prep_here("plan", "--data", made.data, *SETTINGS, *QUICK).stdout
+    plan = prep_here("plan", "--data", finished_shots.data, *SETTINGS, *QUICK, "--json").summary
+    for report in (finished_shots.summary, plan):
+        assert report["num_left_out"] == len(left_out) and report["left_out_s"] == pytest.approx(sum(left_out) / 30)
+    text = prep_here("plan", "--data", finished_shots.data, *SETTINGS, *QUICK).stdout
     assert "left out 4 shots, 2.1 s: shorter than --min-len" in text and "nothing to do" in text
     assert "         in one, plain\n" in text
-    assert left_out_lines({**made.summary, "left_out_s": 1 / 30}, cut="shots")[0].startswith("4 shots, 33 ms: ")
-    told = prep_here("plan", "--data", made.data, *SETTINGS, *QUICK, "--explain", "plain").stdout.splitlines()
+    assert left_out_lines({**finished_shots.summary, "left_out_s": 1 / 30}, cut="shots")[0].startswith(
+        "4 shots, 33 ms: "
+    )
+    told = prep_here("plan", "--data", finished_shots.data, *SETTINGS, *QUICK, "--explain", "plain").stdout.splitlines()
     assert told[-3:] == [
         f"left out {begin / 30:.3f} to {end / 30:.3f} s: shorter than --min-len"
         for begin, end in ((0, 20), (125, 143), (397, 422))
     ]
-    assert made.summary["num_searched"] == len(VIDEOS) + 1
-    assert prep_here("verify", "--deep", "--data", made.data).stdout.rstrip().endswith("OK")
-    status = prep_here("status", "--data", made.data, "--json").summary
+    assert finished_shots.summary["num_searched"] == len(VIDEOS) + 1
+    assert prep_here("verify", "--deep", "--data", finished_shots.data).stdout.rstrip().endswith("OK")
+    status = prep_here("status", "--data", finished_shots.data, "--json").summary
     (variant,) = status["columns"]["video"]["variants"]
-    assert variant["num_wanted"] == variant["num_samples"] == made.summary["num_chunks"]
+    assert variant["num_wanted"] == variant["num_samples"] == finished_shots.summary["num_chunks"]
 
 
-def test_again_with_nothing_changed_nothing_is_done(made: Made) -> None:
-    before = identities(made.data)
-    summary = chunk(made.data, *SETTINGS, *QUICK)
+def test_again_with_nothing_changed_nothing_is_done(finished_shots: Made) -> None:
+    before = identities(finished_shots.data)
+    summary = chunk(finished_shots.data, *SETTINGS, *QUICK)
     assert (summary["num_searched"], summary["num_encoded"], summary["num_shards_made"]) == (0, 0, 0)
-    assert identities(made.data) == before
+    assert identities(finished_shots.data) == before
 
 
 def test_a_plan_before_the_detection_says_what_it_does_not_know_and_searches_nothing(
-    made: Made, tmp_path: Path
+    finished_shots: Made, tmp_path: Path
 ) -> None:
-    data = made.copy(tmp_path).data
+    data = finished_shots.copy(tmp_path).data
     before = identities(data)
     ran = prep_here("plan", "--data", data, *SETTINGS, *QUICK, "--threshold", "50")
     assert "unknown  6 videos" in ran.stdout and "nothing to do" not in ran.stdout
@@ -180,17 +184,17 @@ def test_a_plan_before_the_detection_says_what_it_does_not_know_and_searches_not
     assert told.rstrip().endswith("unknown  shots not detected yet")
     assert identities(data) == before
     summary = run_here(data, "--threshold", "50")
-    assert summary["variant"] != made.summary["variant"] and summary["num_searched"] == 6
+    assert summary["variant"] != finished_shots.summary["variant"] and summary["num_searched"] == 6
     assert len(read_shots(data)) == 12, "the first variant still needs its own"
     # The flags that status and verify print make the same variants.
-    for name in (made.summary["variant"], summary["variant"]):
+    for name in (finished_shots.summary["variant"], summary["variant"]):
         flags = column.COLUMN.flags(Variant(data / "video" / name).recipe)
         assert prep_here("plan", "--data", data, *flags, "--json").summary["variant"] == name
 
 
 @pytest.mark.parametrize("lost", ["layout", "shots.parquet", "half of shots.parquet"])
-def test_a_lost_record_is_made_again_and_nothing_is_encoded(lost: str, made: Made, tmp_path: Path) -> None:
-    data = made.copy(tmp_path).data
+def test_a_lost_record_is_made_again_and_nothing_is_encoded(lost: str, finished_shots: Made, tmp_path: Path) -> None:
+    data = finished_shots.copy(tmp_path).data
     before = contents(data)
     path = data / lost.removeprefix("half of ")
     if path.is_dir():
@@ -215,9 +219,9 @@ def test_a_lost_record_is_made_again_and_nothing_is_encoded(lost: str, made: Mad
     assert contents(data) == before
 
 
-def test_a_replaced_source_is_searched_and_encoded_again_and_no_other(made: Made, tmp_path: Path) -> None:
-    data, videos = made.copy(tmp_path).data, tmp_path / "videos"
-    shutil.copytree(made.videos, videos)
+def test_a_replaced_source_is_searched_and_encoded_again_and_no_other(finished_shots: Made, tmp_path: Path) -> None:
+    data, videos = finished_shots.copy(tmp_path).data, tmp_path / "videos"
+    shutil.copytree(finished_shots.videos, videos)
     manifest(data, videos)
     assert run_here(data)["num_searched"] == 0, "shots belong to content, not to paths"
     write_scenes(videos / "still.mp4", [60, 50])
@@ -227,9 +231,9 @@ def test_a_replaced_source_is_searched_and_encoded_again_and_no_other(made: Made
     assert len(read_shots(data)) == 7, "what is known of the old content stays, because it may return"
 
 
-def test_other_cuts_of_the_same_source_change_its_shard_and_no_other_span(made: Made, tmp_path: Path) -> None:
+def test_other_cuts_of_the_same_source_change_its_shard_and_no_other_span(finished_shots: Made, tmp_path: Path) -> None:
     """As another version of a decoder may find them, once the stored ones are lost."""
-    data = made.copy(tmp_path).data
+    data = finished_shots.copy(tmp_path).data
     rows = read_shots(data).to_pylist()
     (still,) = [row for row in rows if row["num_frames"] == 130]
     still["cuts"] = [71]

@@ -10,7 +10,7 @@ import numpy as np
 from clipmill.prep.sources.probe import probe
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
 from clipmill.train.tasks.caption.video_windows import window_clips
-from tests.prep.irregular import ffmpeg, joined
+from tests.prep.irregular import ffmpeg, join_streams
 from tests.prep.running import chunk, manifest, prep_here
 from tests.prep.video.test_frames import chunks_by_source
 
@@ -49,7 +49,7 @@ def test_a_part_of_another_shape_keeps_its_shape(tmp_path: Path) -> None:
             streams[-1],
         )
     (tmp_path / "videos").mkdir()
-    (tmp_path / "videos/shape.ts").write_bytes(joined(*streams))
+    (tmp_path / "videos/shape.ts").write_bytes(join_streams(*streams))
     manifest(tmp_path / "data", tmp_path / "videos")
     chunk(tmp_path / "data", "--len", "2s", "--fps", 10)
     first, second = chunk_pictures(tmp_path / "data")
@@ -78,7 +78,7 @@ def test_a_shape_changes_with_its_frame(tmp_path: Path) -> None:
         encode = ("-c:v", "mpeg2video", "-g", 5, "-muxdelay", 0, "-output_ts_offset", begin_s)
         ffmpeg(*source, *encode, streams[-1])
     (tmp_path / "videos").mkdir()
-    (tmp_path / "videos/shape.ts").write_bytes(joined(*streams))
+    (tmp_path / "videos/shape.ts").write_bytes(join_streams(*streams))
     manifest(tmp_path / "data", tmp_path / "videos")
     chunk(tmp_path / "data", "--len", "2s", "--fps", 10)
     _, second = chunk_pictures(tmp_path / "data")

@@ -77,10 +77,10 @@ def copies(root: Path) -> set[int]:
 
 def test_a_copy_is_fetched_once_and_shared_by_processes(root: Path, urls: list[str], faults: Faults) -> None:
     with other_worker(10 * SIZE) as worker, StagedSources(limit_bytes=10 * SIZE) as sources:
-        there = ask(worker, urls[1])
+        second_path = ask(worker, urls[1])
         faults.set()
         here = sources.path_of(urls[1])
-        assert here == there and here.read_bytes() == b"\1" * SIZE
+        assert here == second_path and here.read_bytes() == b"\1" * SIZE
         assert sources.path_of(urls[1]) == here
         assert faults.seen().methods() == {"HEAD": 1}, "asked whether it has changed, and not fetched again"
         assert root.stat().st_mode & 0o777 == 0o700
@@ -88,18 +88,18 @@ def test_a_copy_is_fetched_once_and_shared_by_processes(root: Path, urls: list[s
 
 def test_waiting_for_the_fetch_of_another_worker(root: Path, urls: list[str], faults: Faults) -> None:
     faults.set(Fault("delay", method="GET", delay_s=1.0))
-    found: list[Path] = []
+    paths_opened: list[Path] = []
 
     def fetch() -> None:
         with StagedSources(limit_bytes=10 * SIZE) as sources:
-            found.append(sources.path_of(urls[1]))
+            paths_opened.append(sources.path_of(urls[1]))
 
     threads = [threading.Thread(target=fetch) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(found)) == 1 and faults.seen().methods()["GET"] == 1
+    assert len(set(paths_opened)) == 1 and faults.seen().methods()["GET"] == 1
 
 
 def test_unused_copies_make_room_the_oldest_first(root: Path, urls: list[str]) -> None:

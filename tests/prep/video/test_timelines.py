@@ -18,7 +18,7 @@ from clipmill.shards.timeline.model import frame_times
 from clipmill.shards.timeline.reading import times_in_display_order
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
 from clipmill.train.tasks.caption.video_windows import window_clips
-from tests.prep.irregular import FPS, KINDS, WITH_SOUND, ffmpeg, joined, parts
+from tests.prep.irregular import FPS, KINDS, WITH_SOUND, ffmpeg, join_streams, parts
 from tests.prep.numbered import frame_numbers
 from tests.prep.running import chunk, manifest, prep_here
 from tests.prep.video.test_frames import chunks_by_source
@@ -137,7 +137,7 @@ def test_a_copy_is_made_where_key_frames_go_back(tmp_path: Path) -> None:
     for stream, begin_s in zip(streams, (1, 1.35, 1), strict=True):
         ffmpeg(*pictures, "-preset", "ultrafast", "-muxdelay", 0, "-output_ts_offset", begin_s, stream)
     source, copy = tmp_path / "joined.ts", tmp_path / "copy.nut"
-    source.write_bytes(joined(*streams))
+    source.write_bytes(join_streams(*streams))
     timeline = write_continuous(source, copy, with_sound=False)
     times_s = frame_times(copy, timeline, begin=Fraction(0), end=timeline.end)
     begins_s = np.array([0, 0.35, 0.85])[:, None] + np.arange(5) / FPS

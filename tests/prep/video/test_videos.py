@@ -28,8 +28,8 @@ def videos() -> Videos:
 
 @pytest.mark.parametrize("rows", [[], [5], [0, 3, 4, 9], [9, 0, 4, 4, 8, 1], list(range(10))])
 def test_videos_are_read_in_the_order_asked_for(videos: Videos, rows: list[int]) -> None:
-    found = videos.take(np.array(rows, np.int64), "path", "video_id")
-    assert found.to_pylist() == [{"path": f"/{row}.mp4", "video_id": f"v{row}"} for row in rows]
+    taken = videos.take(np.array(rows, np.int64), "path", "video_id")
+    assert taken.to_pylist() == [{"path": f"/{row}.mp4", "video_id": f"v{row}"} for row in rows]
 
 
 def test_ids_and_splits_are_those_of_all_videos(videos: Videos) -> None:

@@ -28,7 +28,7 @@ from clipmill.train.inference import LoadedModel
 from clipmill.train.tasks.dual_encoder import evaluation
 from clipmill.train.tasks.dual_encoder.protocols import Embeddings, embed_all
 from tests.gpu.test_columns import LATENTS, TEXT, column, make_latents, make_text
-from tests.prep.latents.video_vaes import saved
+from tests.prep.latents.video_vaes import save_model
 from tests.prep.text.t5_models import saved_t5
 from tests.simulated_gpu.inside.steps import LOCAL_RANK, run
 from tests.simulated_gpu.journal import Journal
@@ -196,7 +196,7 @@ def test_columns_are_those_of_a_cpu(kind: str, clips_dir: Path, tmp_path: Path, 
     of_vae: dict[str, Any] = {"size": 32, "batch": 4, "precision": "float32"}
     recipe = TextSettings(clip="tiny")
     if kind == "videos and T5":
-        vae = saved("AutoencoderKLWan", tmp_path / "vae")
+        vae = save_model("AutoencoderKLWan", tmp_path / "vae")
         of_vae |= {"vae": str(vae), "fps": "8", "segment": "9f", "posterior": "sample"}
         of_vae["precision"] = "bfloat16"
         recipe = TextSettings(encoder=f"t5:{saved_t5(tmp_path / 't5')}", max_tokens=8, precision="bfloat16")
