@@ -51,20 +51,6 @@ OTHER_TIMES: Mapping[str, Sequence[str]] = {
 }
 
 
-def superfluous_columns(names: Collection[str]) -> set[str]:
-    """Return the columns that are not needed.
-
-    A column is not needed in three cases: the same time is given in a preferred unit; it is the frame rate, but no time
-    is in frames; it is a duration without a start, which is the duration of the video.
-    """
-    unneeded: set[str] = set()
-    for edge in _EDGES:
-        given = [name for unit in ("s", *_UNITS) if (name := f"{edge}_{unit}") in names]
-        is_alone = edge == "duration" and not any(name.startswith("begin_") for name in names)
-        unneeded.update(given if is_alone else given[1:])
-    return unneeded if any(f"{edge}_frame" in set(names) - unneeded for edge in _EDGES) else {*unneeded, "fps"}
-
-
 def require_known_times(ignored: Sequence[str], *, columns: Collection[str], path: Path) -> None:
     """Raise UserError if an ignored column seems to contain the times that the known columns lack.
 
@@ -211,7 +197,17 @@ def columns_of(header: Sequence[str]) -> dict[str, str]:
         for cell, match in labels.items()
         if match is not None
     }
-    return {cell: name for cell, name in columns.items() if name not in superfluous_columns(set(columns.values()))}
+    # A column is not needed in three cases: the same time is given in a preferred unit; it is the frame rate, but no
+    # time is in frames; it is a duration without a start, which is the duration of the video.
+    known_names = set(columns.values())
+    unneeded: set[str] = set()
+    for edge in _EDGES:
+        given = [name for unit in ("s", *_UNITS) if (name := f"{edge}_{unit}") in known_names]
+        is_alone = edge == "duration" and not any(name.startswith("begin_") for name in known_names)
+        unneeded.update(given if is_alone else given[1:])
+    if known_names.isdisjoint({f"{edge}_frame" for edge in _EDGES} - unneeded):
+        unneeded.add("fps")
+    return {cell: name for cell, name in columns.items() if name not in unneeded}
 
 
 def _strip_name(cell: str) -> str:

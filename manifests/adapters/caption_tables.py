@@ -136,11 +136,6 @@ def texts_of(value: object) -> tuple[str | None, ...]:
     return tuple(texts)
 
 
-def is_in_brackets(text: str | None) -> bool:
-    """Return True if a caption may be a list of items without quotation marks: [one, two]."""
-    return text is not None and text.startswith("[") and _IN_BRACKETS.fullmatch(text.strip()) is not None
-
-
 def _parse_list(cell: str) -> list[Any]:
     try:
         items = json.loads(cell)
@@ -256,7 +251,9 @@ def read_caption_rows(
     """
     is_noted = False
     for row in map(caption_row, _named_rows(path, note=note, required=required)):
-        if not is_noted and (text := next(filter(is_in_brackets, row.texts), None)) is not None:
+        # A text in brackets may be a list of items without quotation marks: [one, two].
+        bracketed = (text for text in row.texts if text is not None and text.startswith("["))
+        if not is_noted and (text := next((text for text in bracketed if _IN_BRACKETS.fullmatch(text.strip())), None)):
             is_noted = True
             note(f"{path.name}: read {on_one_line(text, max_chars=60)} as one caption: lists have quotation marks")
         yield row

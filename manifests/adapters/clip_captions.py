@@ -194,21 +194,15 @@ def read_vatex(
         builder.begin_annotations(path)
         split = split_in_file_name(path.name)
         for row, entry in enumerate(array_items(path)):
-            _add_vatex_video(builder, videos, entry, path=path, row=row, split=split)
+            texts = entry.get("enCap", []) if isinstance(entry, dict) else None
+            if not isinstance(entry, dict) or not isinstance(texts, list):
+                detail = "expected an object with a list enCap"
+                builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
+                continue
+            video = videos.number(entry.get("videoID"), split=split, file=path, row=row, num_captions=len(texts))
+            if video is None:
+                continue
+            origin = Origin(path, VATEX_SOURCE, row)
+            for text in texts:
+                builder.add_caption(video, text, origin)
     return builder.build()
-
-
-def _add_vatex_video(
-    builder: ReadingBuilder, videos: WantedVideos, entry: object, *, path: Path, row: int, split: str
-) -> None:
-    texts = entry.get("enCap", []) if isinstance(entry, dict) else None
-    if not isinstance(entry, dict) or not isinstance(texts, list):
-        detail = "expected an object with a list enCap"
-        builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
-        return
-    video = videos.number(entry.get("videoID"), split=split, file=path, row=row, num_captions=len(texts))
-    if video is None:
-        return
-    origin = Origin(path, VATEX_SOURCE, row)
-    for text in texts:
-        builder.add_caption(video, text, origin)

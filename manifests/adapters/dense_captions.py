@@ -116,7 +116,27 @@ def read_didemo(
             continue
         split = split_in_file_name(path.name)
         for row, entry in enumerate(array_items(path)):
-            _add_moments(builder, videos, entry, path=path, row=row, split=split, listed=lists.get(split))
+            listed = lists.get(split)
+            name = entry.get("video") if isinstance(entry, dict) else None
+            if not isinstance(entry, dict) or not isinstance(name, str):
+                detail = f"not an object with a video: {quote_value(entry)}"
+                builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
+                continue
+            if listed is not None and name not in listed:
+                continue
+            source_id = name.rpartition(".")[0] or name
+            video = videos.number(source_id, split=split, file=path, row=row, file_names=(name, source_id))
+            if video is None:
+                continue
+            try:
+                begin_s, end_s = moment_of(entry.get("times"), num_segments=entry.get("num_segments", _MAX_SEGMENTS))
+            except ValueError as error:
+                builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=name, detail=str(error))
+                continue
+            if listed is not None:
+                builder.use_row(listed[name])
+            origin = Origin(path, SOURCE, row, field="description")
+            builder.add_caption(video, entry.get("description"), origin, begin_s=begin_s, end_s=end_s)
     return builder.build()
 
 
@@ -128,46 +148,15 @@ def moment_of(times: object, *, num_segments: object = _MAX_SEGMENTS) -> tuple[f
     """
     if not isinstance(num_segments, int) or not 1 <= num_segments <= _MAX_SEGMENTS:
         raise ValueError(f"num_segments is {quote_value(num_segments)}, not a number from 1 to {_MAX_SEGMENTS}")
-    if not isinstance(times, list) or not times or not all(_is_interval(pair, num_segments) for pair in times):
+    are_intervals = isinstance(times, list) and all(
+        isinstance(pair, list)
+        and len(pair) == 2
+        and all(type(number) is int for number in pair)
+        and 0 <= pair[0] <= pair[1] < num_segments
+        for pair in times
+    )
+    if not isinstance(times, list) or not times or not are_intervals:
         raise ValueError(f"times are {quote_value(times)}, not pairs of segments from 0 to {num_segments - 1}")
     # If elements are equally frequent, most_common returns the first one in the list.
     ((first, last), _) = Counter((first, last) for first, last in times).most_common(1)[0]
     return first * SEGMENT_S, (last + 1) * SEGMENT_S
-
-
-def _is_interval(pair: Any, num_segments: int) -> bool:
-    if not isinstance(pair, list) or len(pair) != 2 or not all(type(number) is int for number in pair):
-        return False
-    return bool(0 <= pair[0] <= pair[1] < num_segments)
-
-
-def _add_moments(
-    builder: ReadingBuilder,
-    videos: WantedVideos,
-    entry: object,
-    *,
-    path: Path,
-    row: int,
-    split: str,
-    listed: dict[str, Path] | None,
-) -> None:
-    name = entry.get("video") if isinstance(entry, dict) else None
-    if not isinstance(entry, dict) or not isinstance(name, str):
-        detail = f"not an object with a video: {quote_value(entry)}"
-        builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
-        return
-    if listed is not None and name not in listed:
-        return
-    source_id = name.rpartition(".")[0] or name
-    video = videos.number(source_id, split=split, file=path, row=row, file_names=(name, source_id))
-    if video is None:
-        return
-    try:
-        begin_s, end_s = moment_of(entry.get("times"), num_segments=entry.get("num_segments", _MAX_SEGMENTS))
-    except ValueError as error:
-        builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=name, detail=str(error))
-        return
-    if listed is not None:
-        builder.use_row(listed[name])
-    origin = Origin(path, SOURCE, row, field="description")
-    builder.add_caption(video, entry.get("description"), origin, begin_s=begin_s, end_s=end_s)

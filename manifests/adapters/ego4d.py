@@ -136,7 +136,17 @@ def _splits(path: Path) -> dict[str, str]:
 
 def _add_narrations(builder: ReadingBuilder, videos: WantedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
     # The file is read twice: alpha is known only at its end, and keeping all narrations in memory would cost more.
-    alpha_s = _mean_beta_s(path)
+    # Alpha is the mean of beta over all videos of the file.
+    beta_of_video: dict[str, float | None] = {}
+    for source_id, entry in _videos(path):
+        if source_id not in beta_of_video:
+            beta_of_video[source_id] = _mean_gap_s(_passes(entry))
+    if not beta_of_video:
+        raise UserError(
+            f"{path} contains no narrations", hint="give Ego4D's all_narrations_redacted.json or narration.json"
+        )
+    betas = [beta_s for beta_s in beta_of_video.values() if beta_s is not None]
+    alpha_s = float(np.mean(betas)) if betas else 0.0
     seen: set[str] = set()
     for source_id, entry in _videos(path):
         if source_id in seen:
@@ -167,20 +177,6 @@ def _add_narrations(builder: ReadingBuilder, videos: WantedVideos, *, path: Path
                     begin_s=np.maximum(times_s[kept] - half_s, 0.0),
                     end_s=times_s[kept] + half_s,
                 )
-
-
-def _mean_beta_s(path: Path) -> float:
-    """Return alpha, the mean of beta over all videos of the file, in seconds."""
-    beta_of_video: dict[str, float | None] = {}
-    for source_id, entry in _videos(path):
-        if source_id not in beta_of_video:
-            beta_of_video[source_id] = _mean_gap_s(_passes(entry))
-    if not beta_of_video:
-        raise UserError(
-            f"{path} contains no narrations", hint="give Ego4D's all_narrations_redacted.json or narration.json"
-        )
-    betas = [beta_s for beta_s in beta_of_video.values() if beta_s is not None]
-    return float(np.mean(betas)) if betas else 0.0
 
 
 def _videos(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

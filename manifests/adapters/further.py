@@ -74,15 +74,7 @@ def read_caption_tables(
         UserError: A table cannot be read or lacks a column, two tables have the same content, or tables of different
             models have the same source.
     """
-    _require_different(tables)
-    reader = _Reader(_Videos(videos), dataset=dataset, limits=limits or Limits(np.full(len(videos), inf)))
-    for path in tables:
-        reader.add(open_caption_table(path, note=reader.note, source=source))
-    return reader.result()
-
-
-def _require_different(tables: Sequence[Path]) -> None:
-    """Raise UserError if two tables have the same content, because every caption would count twice."""
+    # If two tables had the same content, every caption would count twice.
     paths_of_size: dict[int, list[Path]] = {}
     for path in tables:
         with reading(path):
@@ -100,6 +92,10 @@ def _require_different(tables: Sequence[Path]) -> None:
                     hint="give each table once",
                 )
             first[digest] = path
+    reader = _Reader(_Videos(videos), dataset=dataset, limits=limits or Limits(np.full(len(videos), inf)))
+    for path in tables:
+        reader.add(open_caption_table(path, note=reader.note, source=source))
+    return reader.result()
 
 
 class _Videos:

@@ -145,7 +145,21 @@ def _add_plain_list(builder: ReadingBuilder, clips: WantedVideos, *, lookup: Vid
     for row, line in enumerate(line.strip() for line in text_lines(path)):
         if not line:
             continue
-        readings = _readings(line, lookup=lookup, is_pretraining=is_pretraining)
+        # Possible splits of the line into path and label, the most likely first.
+        pairs = []
+        if line.startswith('"'):
+            pairs.append(line[1:].partition('"')[::2])
+        # A label may contain spaces if a comma precedes it, and rarely contains a comma.
+        pairs += [line.rpartition(separator)[::2] for separator in (",", " ", "\t") if separator in line]
+        if (numbers := _NUMBERS_LAST.fullmatch(line)) is not None:
+            pairs.append((numbers["name"], numbers["numbers"]))
+        pairs += [line.partition(",")[::2]] if line.count(",") > 1 else []
+        stripped = [(name.strip().strip('"'), label.strip(" ,\t").strip('"')) for name, label in pairs]
+        readings = [
+            _read(_without_placeholder(name, lookup), label, is_pretraining=is_pretraining)
+            for name, label in stripped
+            if name and label
+        ]
         if not readings:
             detail = f"expected `path label` or `path,label`, found {line:.80}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
@@ -165,24 +179,6 @@ def _add_plain_list(builder: ReadingBuilder, clips: WantedVideos, *, lookup: Vid
             builder.use_row(path)
         else:
             _add_class(builder, video, reading.label, path=path, row=row, begin_s=0.0, end_s=inf)
-
-
-def _readings(line: str, *, lookup: VideoLookup, is_pretraining: bool) -> list[_Line]:
-    """Return the possible splits of a line into path and label, the most likely first."""
-    pairs = []
-    if line.startswith('"'):
-        pairs.append(line[1:].partition('"')[::2])
-    # A label may contain spaces if a comma precedes it, and rarely contains a comma.
-    pairs += [line.rpartition(separator)[::2] for separator in (",", " ", "\t") if separator in line]
-    if (numbers := _NUMBERS_LAST.fullmatch(line)) is not None:
-        pairs.append((numbers["name"], numbers["numbers"]))
-    pairs += [line.partition(",")[::2]] if line.count(",") > 1 else []
-    stripped = [(name.strip().strip('"'), label.strip(" ,\t").strip('"')) for name, label in pairs]
-    return [
-        _read(_without_placeholder(name, lookup), label, is_pretraining=is_pretraining)
-        for name, label in stripped
-        if name and label
-    ]
 
 
 def _without_placeholder(name: str, lookup: VideoLookup) -> str:
@@ -245,7 +241,29 @@ def read_something_something(
         builder.begin_annotations(path)
         split = split_in_file_name(path.name)
         for row, entry in enumerate(_template_entries(path)):
-            _add_template(builder, clips, entry, path=path, row=row, split=split, classes=classes)
+            if not isinstance(entry, dict):
+                builder.reject(
+                    Reason.MALFORMED_ROW, file=str(path), row=row, detail=f"not an object: {quote_value(entry)}"
+                )
+                continue
+            is_labelled = "label" in entry or "template" in entry
+            video = clips.number(entry.get("id"), split=split, file=path, row=row, num_captions=int(is_labelled))
+            if video is None:
+                continue
+            if not is_labelled:
+                builder.use_row(path)
+                continue
+            template = entry.get("template")
+            name = template.translate(_WITHOUT_BRACKETS).strip() if isinstance(template, str) else ""
+            if not name or not is_encodable(name) or (classes is not None and name not in classes):
+                detail = f"template {quote_value(template)} is not " + (
+                    "a class" if classes is None else "a class of the labels file"
+                )
+                builder.reject(Reason.BAD_LABEL, file=str(path), row=row, source_id=entry["id"], detail=detail)
+                continue
+            source = CLASS_SOURCE if path.suffix.lower() == ".csv" else TEMPLATE_SOURCE
+            labels = {"label_class": name}
+            builder.add_caption(video, entry.get("label"), Origin(path, source, row), labels=labels)
     return builder.build()
 
 
@@ -257,36 +275,3 @@ def _template_entries(path: Path) -> Iterator[Any]:
         if line.strip():
             source_id, _, name = line.strip().partition(";")
             yield {"id": source_id, "label": name, "template": name}
-
-
-def _add_template(
-    builder: ReadingBuilder,
-    clips: WantedVideos,
-    entry: object,
-    *,
-    path: Path,
-    row: int,
-    split: str,
-    classes: set[str] | None,
-) -> None:
-    if not isinstance(entry, dict):
-        builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=f"not an object: {quote_value(entry)}")
-        return
-    is_labelled = "label" in entry or "template" in entry
-    video = clips.number(entry.get("id"), split=split, file=path, row=row, num_captions=int(is_labelled))
-    if video is None:
-        return
-    if not is_labelled:
-        builder.use_row(path)
-        return
-    template = entry.get("template")
-    name = template.translate(_WITHOUT_BRACKETS).strip() if isinstance(template, str) else ""
-    if not name or not is_encodable(name) or (classes is not None and name not in classes):
-        detail = f"template {quote_value(template)} is not " + (
-            "a class" if classes is None else "a class of the labels file"
-        )
-        builder.reject(Reason.BAD_LABEL, file=str(path), row=row, source_id=entry["id"], detail=detail)
-        return
-    source = CLASS_SOURCE if path.suffix.lower() == ".csv" else TEMPLATE_SOURCE
-    labels = {"label_class": name}
-    builder.add_caption(video, entry.get("label"), Origin(path, source, row), labels=labels)

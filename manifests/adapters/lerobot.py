@@ -186,7 +186,18 @@ def _add_file(
     if video is None:
         builder.lose_captions(source_id, file=origin_file, num_captions=len(episodes), why=why, row=episodes[0].row)
         return
-    overlaps = _find_overlaps(info, episodes, camera=camera)
+    # Episodes that overlap another one by more than half a frame, with the name of the other. Usually the later episode
+    # is rejected. If one is held out and the other is for training, the training episode is rejected, because training
+    # would use held-out frames.
+    overlaps: dict[int, str] = {}
+    last: _Episode | None = None
+    for episode in sorted(episodes, key=lambda episode: episode.spans[camera].begin_s):
+        if last is None or episode.spans[camera].begin_s >= last.spans[camera].end_s - 0.5 / info.fps:
+            last = episode
+        elif (last.split or TRAIN) == TRAIN != (episode.split or TRAIN):
+            overlaps[last.index], last = episode.name, episode
+        else:
+            overlaps[episode.index] = last.name
     for episode in episodes:
         if episode.index in overlaps:
             detail = f"{episode.name} overlaps {overlaps[episode.index]} in {file}"
@@ -206,24 +217,6 @@ def _add_file(
                 view=info.views[camera],
                 labels=episode.labels,
             )
-
-
-def _find_overlaps(info: _Dataset, episodes: Sequence[_Episode], *, camera: str) -> dict[int, str]:
-    """Return the episodes of a file that overlap another episode by more than half a frame, with the name of the other.
-
-    Usually the later episode is returned. If one is held out and the other is for training, the training episode is
-    returned, because training would use held-out frames.
-    """
-    overlaps: dict[int, str] = {}
-    last: _Episode | None = None
-    for episode in sorted(episodes, key=lambda episode: episode.spans[camera].begin_s):
-        if last is None or episode.spans[camera].begin_s >= last.spans[camera].end_s - 0.5 / info.fps:
-            last = episode
-        elif (last.split or TRAIN) == TRAIN != (episode.split or TRAIN):
-            overlaps[last.index], last = episode.name, episode
-        else:
-            overlaps[episode.index] = last.name
-    return overlaps
 
 
 def _open_dataset(directory: Place, notes: list[str]) -> _Dataset:

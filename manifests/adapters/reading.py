@@ -320,25 +320,6 @@ class ReadingBuilder:
             self.reject(reason, file=file, row=row, source_id=source_id, detail=f"{why}; captions lost: {num_lost}")
         self._gather_bulk()
         videos = pa.table(self._videos, schema=_VIDEO_FIELDS)
-        return Reading(
-            videos=videos,
-            captions=self._caption_table(videos),
-            rejected=self._rejected.table(),
-            num_captions_lost=sum(num_lost for num_lost, _ in self._lost.values()),
-            num_rows_used={escape_unencodable(str(file)): count for file, count in self._num_rows_used.items()},
-            example_file=self._example_file,
-            notes=tuple(self._notes),
-        )
-
-    def _source_code(self, source: str) -> int:
-        return self._sources.setdefault(source, len(self._sources))
-
-    def _gather_bulk(self) -> None:
-        if self._bulk:
-            self._captions.chunks.append(pa.concat_batches(self._bulk))
-            self._bulk, self._num_bulk_rows = [], 0
-
-    def _caption_table(self, videos: pa.Table) -> pa.Table:
         rows = self._captions.table()
         sources = pa.array(list(self._sources), pa.string())
         columns = {
@@ -362,7 +343,24 @@ class ReadingBuilder:
         for name, kind in self._labels.items():
             columns[name] = rows[name]
             schema = schema.append(pa.field(name, kind))
-        return pa.table(columns, schema=schema)
+        captions = pa.table(columns, schema=schema)
+        return Reading(
+            videos=videos,
+            captions=captions,
+            rejected=self._rejected.table(),
+            num_captions_lost=sum(num_lost for num_lost, _ in self._lost.values()),
+            num_rows_used={escape_unencodable(str(file)): count for file, count in self._num_rows_used.items()},
+            example_file=self._example_file,
+            notes=tuple(self._notes),
+        )
+
+    def _source_code(self, source: str) -> int:
+        return self._sources.setdefault(source, len(self._sources))
+
+    def _gather_bulk(self) -> None:
+        if self._bulk:
+            self._captions.chunks.append(pa.concat_batches(self._bulk))
+            self._bulk, self._num_bulk_rows = [], 0
 
 
 def is_encodable(text: str) -> bool:

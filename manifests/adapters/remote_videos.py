@@ -32,7 +32,13 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
         UserError: The URL is not supported; the bucket does not exist or refuses the credentials; the server cannot
             list its files; or there is no object with a video extension.
     """
-    require_listable(folder)
+    split_url(folder)
+    if is_web(folder):
+        raise UserError(
+            f"the files in {folder} cannot be listed: it is on a web server, not in a bucket",
+            hint="use `prep manifest folder` with --captions and a table whose column `video` has their names or URLs, "
+            "or copy them to a bucket",
+        )
     objects = open_objects(folder)
     files: list[VideoFile] = []
     others: list[VideoFile] = []
@@ -71,17 +77,6 @@ def scan_bucket(folder: str, *, skip: str | None = None, beside: frozenset[str] 
     if not files:
         raise no_videos(folder, [], omitted=omitted)
     return Scan(sorted(files, key=file_order), faults, sorted(others, key=file_order), omitted=omitted)
-
-
-def require_listable(folder: str) -> None:
-    """Raise UserError unless the files below a URL can be listed."""
-    split_url(folder)
-    if is_web(folder):
-        raise UserError(
-            f"the files in {folder} cannot be listed: it is on a web server, not in a bucket",
-            hint="use `prep manifest folder` with --captions and a table whose column `video` has their names or URLs, "
-            "or copy them to a bucket",
-        )
 
 
 def normal_url(name: str, *, base: str | None) -> str:

@@ -406,7 +406,18 @@ class _Reader:
             kind = ASR if _suffix(file) == _ASR_SUFFIX else SUBTITLES
             source = f"{kind}-{language}" if language else kind
             for cue in cues:
-                self._add_cue(video, cue, source=source, file=file.path)
+                if cue.fault is not None:
+                    reason, detail = cue.fault
+                    source_id = self._builder.source_id_of(video)
+                    self._builder.reject(
+                        reason, file=str(file.path), row=cue.number, source_id=source_id, detail=detail
+                    )
+                    continue
+                origin = Origin(file.path, source, cue.number)
+                if self._builder.add_caption(
+                    video, cue.text, origin, begin_s=cue.begin_s, end_s=cue.end_s, likelihood=cue.likelihood
+                ):
+                    self._builder.use_row(self._directory)
 
     def note(self) -> None:
         """Add the notes to the builder, each with the number of files and the first few names."""
@@ -431,18 +442,6 @@ class _Reader:
         if guessed is not None and cues is not None:
             self._notes[f"not UTF-8, read as {guessed}"].append(path)
         return cues
-
-    def _add_cue(self, video: int, cue: Cue, *, source: str, file: Place) -> None:
-        if cue.fault is not None:
-            reason, detail = cue.fault
-            source_id = self._builder.source_id_of(video)
-            self._builder.reject(reason, file=str(file), row=cue.number, source_id=source_id, detail=detail)
-            return
-        origin = Origin(file, source, cue.number)
-        if self._builder.add_caption(
-            video, cue.text, origin, begin_s=cue.begin_s, end_s=cue.end_s, likelihood=cue.likelihood
-        ):
-            self._builder.use_row(self._directory)
 
 
 def _suffix(file: VideoFile) -> str:

@@ -101,29 +101,6 @@ def _head(path: Path, *, encoding: str) -> tuple[str, str | None]:
     return (first, None) if named is None else (next(lines, ""), named[1])
 
 
-def _require_columns(header_line: str, separator: str, *, is_named: bool, required: Sequence[str], path: Path) -> None:
-    """Raise UserError if a header lacks a required column.
-
-    Args:
-        is_named: True if a line above the header names the separator.
-    """
-    names = columns_of(header_cells(header_line, separator=separator))
-    if lacking := missing_columns(names.values(), required):
-        header = on_one_line(header_line.strip())
-        content = f"its first line is: {header}" if header else "the file is empty"
-        if is_named:
-            below = f"the next line is: {header}" if header else "there is nothing below it"
-            content = f"its first line says that {_SEPARATORS[separator]} separate the columns, but {below}"
-        raise UserError(
-            f"{path} has no column for {' and '.join(lacking)}; {content}",
-            hint="remove the first line if it is wrong; the next line must name the columns: video,text or "
-            "video,begin_s,end_s,text"
-            if is_named
-            else "the first line must name the columns, separated by commas, semicolons or tabs: video,text or "
-            "video,begin_s,end_s,text; docs/datasets.md lists the other names that are recognized",
-        )
-
-
 def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
     """Return the separator with which the header has the most required columns, then the most known columns."""
 
@@ -147,7 +124,22 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
     encoding = note_encoding(path, note=note)
     header_line, named = _head(path, encoding=encoding)
     separator = named or _best_separator(header_line, required=required)
-    _require_columns(header_line, separator, is_named=named is not None, required=required, path=path)
+    is_named = named is not None
+    names = columns_of(header_cells(header_line, separator=separator))
+    if lacking := missing_columns(names.values(), required):
+        first_line = on_one_line(header_line.strip())
+        content = f"its first line is: {first_line}" if first_line else "the file is empty"
+        if is_named:
+            below = f"the next line is: {first_line}" if first_line else "there is nothing below it"
+            content = f"its first line says that {_SEPARATORS[separator]} separate the columns, but {below}"
+        raise UserError(
+            f"{path} has no column for {' and '.join(lacking)}; {content}",
+            hint="remove the first line if it is wrong; the next line must name the columns: video,text or "
+            "video,begin_s,end_s,text"
+            if is_named
+            else "the first line must name the columns, separated by commas, semicolons or tabs: video,text or "
+            "video,begin_s,end_s,text; docs/datasets.md lists the other names that are recognized",
+        )
     if separator != ",":
         note(f"{path.name}: cells separated by {_SEPARATORS[separator]}")
     rows = csv_rows(text_lines(path, encoding=encoding), path=path, separator=separator)
