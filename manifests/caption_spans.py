@@ -221,22 +221,17 @@ def write_caption_spans(
             os.posix_fallocate(file.fileno(), 0, max(count, 1) * np.dtype(kind).itemsize)
             return np.frombuffer(mmap.mmap(file.fileno(), 0), kind, count=count)
 
-    texts_sha256 = _write_texts(texts, captions, metadata=metadata or {})
-    columns, facts = _read_columns(captions, video_ids, new_array=new_array)
-    content = json.dumps({**facts, "texts_sha256": texts_sha256}).encode()
-    _write_spans(spans, columns, num_videos=len(video_ids), metadata={**(metadata or {}), _METADATA_KEY: content})
-
-
-def _write_texts(sink: Any, captions: pa.Table | pq.ParquetFile, *, metadata: dict[bytes, bytes]) -> str:
-    """Write the texts and return their digest."""
-    schema = pa.schema([pa.field("text", pa.string(), nullable=False)], metadata=metadata)
+    schema = pa.schema([pa.field("text", pa.string(), nullable=False)], metadata=metadata or {})
     digest = TextDigest()
-    with pa.ipc.new_file(sink, schema) as writer:
+    with pa.ipc.new_file(texts, schema) as writer:
         for block in caption_blocks(captions, ["text"], num_rows=_TEXTS):
             for batch in block.combine_chunks().to_batches(max_chunksize=_TEXTS):
                 digest.add(batch["text"])
                 writer.write_batch(pa.record_batch([batch["text"]], schema=schema))
-    return digest.hexdigest()
+    texts_sha256 = digest.hexdigest()
+    columns, facts = _read_columns(captions, video_ids, new_array=new_array)
+    content = json.dumps({**facts, "texts_sha256": texts_sha256}).encode()
+    _write_spans(spans, columns, num_videos=len(video_ids), metadata={**(metadata or {}), _METADATA_KEY: content})
 
 
 def _write_spans(sink: Any, columns: dict[str, NDArray[Any]], *, num_videos: int, metadata: dict[bytes, bytes]) -> None:

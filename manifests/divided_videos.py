@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from clipmill.manifests.caption_spans import SpanBlock, StoredCaptions, open_stored_captions
+from clipmill.manifests.caption_spans import SpanBlock, open_stored_captions
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_manifest, read_videos
 
@@ -131,10 +131,6 @@ def read_divided_videos(data_dir: Path) -> DividedVideos | None:
     of_videos = read_videos(data_dir, columns=["split"])["split"].combine_chunks().dictionary_encode()
     further = read_manifest(data_dir).get(FURTHER_KEY, {})
     divides = np.array([source not in further for source in stored.sources])
-    return _divide(stored, of_videos, divides)
-
-
-def _divide(stored: StoredCaptions, of_videos: pa.DictionaryArray, divides: NDArray[np.bool_]) -> DividedVideos:
     names = {*stored.splits, *of_videos.dictionary.to_pylist()}
     splits = sorted(names, key=lambda name: (_HELD_OUT.index(name) if name in _HELD_OUT else -1, name))
     of_video = np.array([splits.index(name) for name in of_videos.dictionary.to_pylist()], np.int8)

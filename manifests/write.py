@@ -338,7 +338,17 @@ def write_further_captions(
     old = _sound_manifest(data_dir)
     before = _counts(old.captions_path)
     for source, record in records.items():
-        _require_free(source, str(record["kind"]), before=before, further=old.further)
+        kind = str(record["kind"])
+        if source in old.further and old.further[source]["kind"] != kind:
+            raise UserError(
+                f"the source {source!r} has captions of another kind ({old.further[source]['kind']}, not {kind})",
+                hint="give the new captions another name with --source",
+            )
+        if source in before and source not in old.further:
+            raise UserError(
+                f"a dataset in the manifest has {count_noun(before[source], 'caption')} with the source {source!r}",
+                hint="give the new captions another name with --source",
+            )
     versions: dict[tuple[str, str], str] = {}
     for source, record in records.items():
         other = versions.setdefault((source_name(source), str(record["kind"])), source)
@@ -433,19 +443,6 @@ def _publish(
         ),
     )
     return ids
-
-
-def _require_free(source: str, kind: str, *, before: Mapping[str, int], further: Mapping[str, Any]) -> None:
-    if source in further and further[source]["kind"] != kind:
-        raise UserError(
-            f"the source {source!r} has captions of another kind ({further[source]['kind']}, not {kind})",
-            hint="give the new captions another name with --source",
-        )
-    if source in before and source not in further:
-        raise UserError(
-            f"a dataset in the manifest has {count_noun(before[source], 'caption')} with the source {source!r}",
-            hint="give the new captions another name with --source",
-        )
 
 
 def _counts(captions_path: Path | None) -> dict[str, int]:

@@ -80,7 +80,18 @@ def publish_score_table(variant: Variant) -> Path:
     Raises:
         UserError: An index is damaged, or holds a NaN.
     """
-    return write_score_table(variant, _order_rows(_read_rows(variant), data_dir=variant.directory.parent.parent))
+    rows = _read_rows(variant)
+    coded = rows["video_id"].dictionary_encode().combine_chunks()
+    ids = coded.dictionary
+    number = pc.index_in(ids, value_set=read_videos(variant.directory.parent.parent)["video_id"].combine_chunks())
+    by_number = pc.sort_indices(pa.table({"number": number, "id": ids}), [("number", "ascending"), ("id", "ascending")])
+    rank = np.empty(len(ids), np.int32)
+    rank[by_number.to_numpy()] = np.arange(len(ids), dtype=np.int32)
+    codes = rank[coded.indices.to_numpy()]
+    order = pa.array(np.lexsort((rows["start_ms"].to_numpy(), codes)))
+    video_id = pa.DictionaryArray.from_arrays(pa.array(codes).take(order), ids.take(by_number))
+    ordered = rows.drop_columns("video_id").take(order).combine_chunks()
+    return write_score_table(variant, ordered.add_column(0, "video_id", video_id))
 
 
 def write_score_table(variant: Variant, rows: pa.Table) -> Path:
@@ -188,21 +199,6 @@ def _read_rows(variant: Variant) -> pa.Table:
     chunks = {"video_id": video_ids, "start_ms": starts_ms}
     nulls = {field.name: pa.nulls(len(failed_keys), field.type) for field in _ROWS if field.name not in chunks}
     return pa.concat_tables([*tables, pa.table({**chunks, **nulls}, schema=_ROWS)])
-
-
-def _order_rows(rows: pa.Table, *, data_dir: Path) -> pa.Table:
-    """Order rows by video and start, in one chunk; videos that are not in the manifest come last."""
-    coded = rows["video_id"].dictionary_encode().combine_chunks()
-    ids = coded.dictionary
-    number = pc.index_in(ids, value_set=read_videos(data_dir)["video_id"].combine_chunks())
-    by_number = pc.sort_indices(pa.table({"number": number, "id": ids}), [("number", "ascending"), ("id", "ascending")])
-    rank = np.empty(len(ids), np.int32)
-    rank[by_number.to_numpy()] = np.arange(len(ids), dtype=np.int32)
-    codes = rank[coded.indices.to_numpy()]
-    order = pa.array(np.lexsort((rows["start_ms"].to_numpy(), codes)))
-    video_id = pa.DictionaryArray.from_arrays(pa.array(codes).take(order), ids.take(by_number))
-    ordered = rows.drop_columns("video_id").take(order).combine_chunks()
-    return ordered.add_column(0, "video_id", video_id)
 
 
 MAX_DISTANCE = 4

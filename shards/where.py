@@ -104,40 +104,10 @@ def _database(process: int) -> "duckdb.DuckDBPyConnection":
     )
 
 
-def parse_conditions(
-    text: str,
-    *,
-    fields: Mapping[str, Kind],
-    flag: str,
-    labels: Collection[str] = (),
-    known_labels: Callable[[], str] = lambda: f"{LABEL_PREFIX}NAME",
-) -> list[Condition]:
-    """Parse an expression, and split it at its outermost `and` into conditions.
-
-    Args:
-        fields: Allowed names, with the kind of their values.
-        flag: Flag whose value is `text`, for messages.
-        labels: Names among `fields` that are labels. Labels are strings unless they are compared with values of a
-            different kind.
-        known_labels: Function that returns the names of existing labels, for messages.
-
-    Raises:
-        UserError: The text is not a condition; the message has the position, and suggests a name for an unknown name.
-    """
-    if len(text) > MAX_CHARS:
-        raise UserError(
-            f"{flag} is too long, with {len(text):,} characters", hint=f"use at most {MAX_CHARS:,}", flags=(flag,)
-        )
-    if not text:
-        raise UserError(f"{flag} is empty", hint=EXAMPLE, flags=(flag,))
-    with connect() as database:
-        return _Parser(database, text, fields=fields, flag=flag, labels=labels, known_labels=known_labels).conditions()
-
-
-def expression_error(text: str, problem: str, *, flag: str, hint: str | None = None) -> UserError:
+def expression_error(text: str, problem: str, *, hint: str | None = None) -> UserError:
     """Return the error for an expression that cannot be parsed or evaluated."""
     excerpt = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} ..."
-    return UserError(f"{flag} '{excerpt}': {problem.partition(chr(10))[0]}", hint=hint or EXAMPLE, flags=(flag,))
+    return UserError(f"{_FLAG} '{excerpt}': {problem.partition(chr(10))[0]}", hint=hint or EXAMPLE, flags=(_FLAG,))
 
 
 class _Parser:
@@ -149,11 +119,10 @@ class _Parser:
         text: str,
         *,
         fields: Mapping[str, Kind],
-        flag: str,
         labels: Collection[str],
         known_labels: Callable[[], str],
     ) -> None:
-        self._database, self._text, self._fields, self._flag = database, text, fields, flag
+        self._database, self._text, self._fields = database, text, fields
         self._labels, self._known_labels = frozenset(labels), known_labels
         self._plain: _Node = {}
         self._parse("0")
@@ -310,7 +279,7 @@ class _Parser:
             if number >= len(self._text):
                 number, problem = len(self._text), "the expression ends too early"
             problem = f"character {number + 1}: {problem}"
-        raise expression_error(self._text, problem, flag=self._flag, hint=hint)
+        raise expression_error(self._text, problem, hint=hint)
 
 
 def _conditions_and_comparisons(root: _Node) -> tuple[list[_Node], list[list[_Node]]]:
@@ -455,7 +424,7 @@ class Where:
             try:
                 selected = database.execute(query).fetchnumpy()["selected"]
             except duckdb.Error as error:
-                raise expression_error(self.text, str(error), flag=_FLAG) from error
+                raise expression_error(self.text, str(error)) from error
         return np.asarray(selected, bool)
 
     def by_level(self, *, labels_of: Level = "caption") -> "tuple[Where | None, Where | None]":
@@ -524,7 +493,15 @@ def parse_where(text: str, *, data_dir: Path | None = None) -> Where:
         with open_captions(data_dir) as file:
             return ", ".join(label_names(file.schema_arrow)) or "none"
 
-    return Where(text, tuple(parse_conditions(text, fields=kinds, flag=_FLAG, labels=labels, known_labels=list_labels)))
+    if len(text) > MAX_CHARS:
+        raise UserError(
+            f"{_FLAG} is too long, with {len(text):,} characters", hint=f"use at most {MAX_CHARS:,}", flags=(_FLAG,)
+        )
+    if not text:
+        raise UserError(f"{_FLAG} is empty", hint=EXAMPLE, flags=(_FLAG,))
+    with connect() as database:
+        parser = _Parser(database, text, fields=kinds, labels=labels, known_labels=list_labels)
+        return Where(text, tuple(parser.conditions()))
 
 
 def label_names(schema: pa.Schema) -> list[str]:

@@ -51,7 +51,7 @@ MAY_START_PROGRAMS = {
     *("train/tasks/caption/java.py", "train/doctor/accelerator.py"),
 }
 # They accept plain containers, or a plain array, only; elsewhere a pickle from outside would be a program from outside.
-MAY_UNPICKLE = {"manifests/adapters/plain_pickle.py", "train/tasks/dual_encoder/egocentric.py"}
+MAY_UNPICKLE = {"manifests/adapters/ego4d.py", "train/tasks/dual_encoder/egocentric.py"}
 
 
 def python_files(repository: Path, package: str) -> list[Path]:

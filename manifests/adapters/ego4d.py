@@ -27,6 +27,7 @@ Each distinct clip of `egomcq.json` (clipmill.manifests.adapters.egomcq) becomes
 source `egomcq`. A text file lists videos to omit.
 """
 
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
@@ -41,13 +42,13 @@ from clipmill.manifests.adapters.annotations import (
     TRAIN,
     VAL,
     Reason,
+    open_annotations,
     read_csv,
     split_in_file_name,
     text_lines,
 )
 from clipmill.manifests.adapters.egomcq import EGOMCQ, Clip, clip_of, has_questions, read_questions
 from clipmill.manifests.adapters.json_stream import object_items
-from clipmill.manifests.adapters.plain_pickle import load_plain_pickle
 from clipmill.manifests.adapters.reading import (
     Origin,
     Reading,
@@ -341,3 +342,64 @@ def leave_out(builder: ReadingBuilder, videos: WantedVideos, *, path: Path) -> N
         raise UserError(f"{path} lists no videos to omit", hint="write one video ID per line")
     videos.leave_out(names, why=f"listed in {path.name}")
     builder.note(f"{count_noun(len(names), 'video')} to omit, listed in {path.name}")
+
+
+# Old pickle protocols encode an empty set as a call of the class `set`.
+_PLAIN = {
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("__builtin__", "set"): set,
+    ("__builtin__", "frozenset"): frozenset,
+}
+
+
+def load_plain_pickle(path: Path) -> Any:
+    """Load a pickle of lists, tuples, dicts, sets, strings, bytes, numbers, booleans and None.
+
+    Raises:
+        UserError: The file cannot be read, is not a pickle, or references a class or function.
+    """
+    try:
+        with open_annotations(path, "rb") as file:
+            return _PlainUnpickler(file).load()
+    except _NotPlain as error:
+        raise UserError(
+            f"{path} is rejected, because it references {error}: loading it could execute code",
+            hint="save it again with lists, tuples, strings and numbers only",
+        ) from error
+    except MemoryError as error:
+        raise UserError(
+            f"{path} requires more memory than is available",
+            hint="it may be damaged: copy it again from its origin",
+        ) from error
+    # A damaged pickle may raise exceptions other than UnpicklingError (see Python's documentation of pickle.load).
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        TypeError,
+        IndexError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        why = str(error) or type(error).__name__
+        raise UserError(
+            f"{path} is not a complete pickle: {why}", hint="it may be damaged: copy it again from its origin"
+        ) from error
+
+
+class _NotPlain(Exception):
+    """The pickle references something other than a plain container."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _PLAIN[module, name]
+        except KeyError:
+            raise _NotPlain(f"{module}.{name}") from None
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise _NotPlain(f"the external object {pid!r:.40}")

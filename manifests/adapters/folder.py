@@ -28,7 +28,6 @@ import pyarrow as pa
 from clipmill.manifests.adapters.annotations import Reason, Unusable, find_split, split_of_folders
 from clipmill.manifests.adapters.caption_tables import CLASS_SOURCE, CaptionRow, label_columns, read_caption_rows
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
-from clipmill.manifests.adapters.remote_videos import distinct_names, named_videos, normal_url
 from clipmill.manifests.adapters.subtitles import SUFFIXES, add_files_beside, note_unread
 from clipmill.manifests.adapters.video_files import (
     Ambiguous,
@@ -37,6 +36,9 @@ from clipmill.manifests.adapters.video_files import (
     VideoFile,
     VideoLookup,
     compose_unicode,
+    distinct_names,
+    named_videos,
+    normal_url,
 )
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, quote_value

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clipmill.manifests.adapters.annotations import Reason, interval_fault, stat_kind
-from clipmill.manifests.adapters.remote_videos import scan_bucket
 from clipmill.manifests.adapters.video_files import (
     Ambiguous,
     NearestName,
@@ -25,6 +24,7 @@ from clipmill.manifests.adapters.video_files import (
     VideoFile,
     VideoLookup,
     compose_unicode,
+    scan_bucket,
     scan_videos,
 )
 from clipmill.manifests.errors import UserError

@@ -441,18 +441,16 @@ class WorkingCopy:
             if lease.replaced != before:  # another command has written since the listing
                 self.sync()
             if unless is not None:
-                self._exclude(unless)
+                if held := held_leases(self.objects, unless):
+                    key, record = min(held.items())
+                    holder = f"{record.get('holder')} since {record.get('since')}, with {key}"
+                    raise LeaseHeld(
+                        f"another command is writing to {self.address} ({holder})", hint="wait until it finishes"
+                    )
+                now = {info.key: info for info in self.objects.list(recursive=False) if unless.fullmatch(info.key)}
+                if now != {key: info for key, info in (self._listed or {}).items() if unless.fullmatch(key)}:
+                    self.sync()
             yield
-
-    def _exclude(self, locks: re.Pattern[str]) -> None:
-        """Raise LeaseHeld if other commands hold some locks; synchronize if they have changed since the listing."""
-        if held := held_leases(self.objects, locks):
-            key, record = min(held.items())
-            holder = f"{record.get('holder')} since {record.get('since')}, with {key}"
-            raise LeaseHeld(f"another command is writing to {self.address} ({holder})", hint="wait until it finishes")
-        now = {info.key: info for info in self.objects.list(recursive=False) if locks.fullmatch(info.key)}
-        if now != {key: info for key, info in (self._listed or {}).items() if locks.fullmatch(key)}:
-            self.sync()
 
     def lock_names(self) -> list[str]:
         return [key for key in self._listed or () if is_lock(key) and "/" not in key]

@@ -169,7 +169,7 @@ def _select(
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    from clipmill.manifests.caption_identity import is_duplicate, is_unlikely
+    from clipmill.manifests.previous import is_duplicate, is_unlikely
 
     num_dropped, kept = {}, table
     if min_likelihood is not None:

@@ -203,10 +203,6 @@ class ColumnSpec:
         kinds = marked_fields(self.request_type, KEPT)
         return {name: kind(stored[name]) for name, kind in kinds.items() if name in stored}
 
-    def command_of(self, stored: Stored) -> str:
-        """Return the name of the command that makes a stored variant; settings may name another one than the column."""
-        return getattr(self.stored_settings(stored), "command", self.command)
-
     def flags(self, stored: Stored) -> list[str]:
         """Return the flags of `prep NAME` that reproduce a stored recipe.
 
@@ -225,7 +221,12 @@ class ColumnSpec:
             UserError: The recipe was written with another version of the recipe schema.
         """
         engine = [word for name in ENGINE_FLAGS if name in stored for word in (f"--{name}", stored[name])]
-        arguments = ["prep", self.command_of(stored), *self.flags(stored), *engine]
+        arguments = [
+            "prep",
+            getattr(self.stored_settings(stored), "command", self.command),
+            *self.flags(stored),
+            *engine,
+        ]
         return shlex.join([*arguments, *data_flags(data_dir)])
 
 

@@ -415,16 +415,13 @@ def is_speech(samples: NDArray[np.int16]) -> NDArray[np.bool_]:
     is_voiced = np.array([detector.is_speech(window.tobytes(), RATE_HZ) for window in windows], bool)
     power = (windows.astype(np.float64) ** 2).mean(axis=1) / 2.0**30
     loudness_db = 10 * np.log10(np.maximum(power, 10 ** (_FLOOR_DB / 10)))
-    return is_voiced & (_variation(loudness_db) >= _MIN_VARIATION_DB)
-
-
-def _variation(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the standard deviation of the values around each value."""
-    count = np.arange(len(values))
-    begin, end = np.maximum(count - _AROUND, 0), np.minimum(count + _AROUND + 1, len(values))
-    sums, squares = (np.concatenate([[0.0], np.cumsum(terms)]) for terms in (values, values**2))
+    # The standard deviation of the loudness around each value.
+    count = np.arange(len(loudness_db))
+    begin, end = np.maximum(count - _AROUND, 0), np.minimum(count + _AROUND + 1, len(loudness_db))
+    sums, squares = (np.concatenate([[0.0], np.cumsum(terms)]) for terms in (loudness_db, loudness_db**2))
     mean = (sums[end] - sums[begin]) / (end - begin)
-    return np.sqrt(np.maximum((squares[end] - squares[begin]) / (end - begin) - mean**2, 0.0))
+    deviation_db = np.sqrt(np.maximum((squares[end] - squares[begin]) / (end - begin) - mean**2, 0.0))
+    return is_voiced & (deviation_db >= _MIN_VARIATION_DB)
 
 
 def decode_audio(content: bytes) -> NDArray[np.int16] | None:

@@ -32,12 +32,19 @@ from clipmill.prep.core.tables import write_layout
 from clipmill.prep.core.variants import make_variant, write_selection
 from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
 from clipmill.prep.engines.admission import worker_ticket
-from clipmill.prep.text.bank import Bank, BlockResult, TowerUse, blocks_of, copy_embeddings, encode_block
+from clipmill.prep.text.bank import (
+    Bank,
+    BlockResult,
+    TowerUse,
+    blocks_of,
+    copy_embeddings,
+    encode_block,
+)
 from clipmill.prep.text.captions import CaptionReader, DigestSet, digests_of, owners_of
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.plan import TextPlan, text_layout_path
 from clipmill.prep.text.recipe import BANK_FOLDER, MEMBER, TEXT, local_weights
-from clipmill.prep.text.tokens import texts_with_all
+from clipmill.prep.text.tower import texts_with_all
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import begin_variant
 from clipmill.shards.format import TEXT_FIELDS

@@ -18,7 +18,7 @@ from clipmill.manifests.publish import parse_json
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.request import model_folder
 from clipmill.prep.text.recipe import T5, TextSettings, file_sha256, safetensors_shapes, text_recipe
-from clipmill.prep.text.tokens import Encoded
+from clipmill.prep.text.tower import Encoded
 
 _LENGTH_STEP = 8  # texts are padded to the next multiple of this number of tokens
 _CLASSES = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}

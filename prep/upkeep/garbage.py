@@ -106,17 +106,6 @@ class Needed:
     names: Collection[str] = ()
     younger_than_s: float = 0.0
 
-    def require_known(self, data_dir: Path) -> None:
-        """Raise a UserError if there is no variant of one of the names."""
-        known = {name for column in columns() for name in list_variants(data_dir, column.name)}
-        for name in self.names:
-            if name not in known:
-                raise UserError(
-                    f"--keep {name}: there is no such variant in {data_dir}",
-                    hint="prep status shows the variants of a data folder",
-                    flags=("--keep",),
-                )
-
     def reason_to_keep(self, column: str, variant: str, *, changed_s: float) -> str | None:
         """Return the reason why a variant is kept, or None.
 
@@ -153,7 +142,14 @@ def find_garbage(data_dir: Path, needed: Needed) -> Garbage:
     Raises:
         UserError: A record is unreadable or of another version, or no variant has one of the names to keep.
     """
-    needed.require_known(data_dir)
+    known = {name for column in columns() for name in list_variants(data_dir, column.name)}
+    for name in needed.names:
+        if name not in known:
+            raise UserError(
+                f"--keep {name}: there is no such variant in {data_dir}",
+                hint="prep status shows the variants of a data folder",
+                flags=("--keep",),
+            )
     garbage = Garbage([], [], {})
     garbage.items.extend(Item(data_dir / mark.name, 0, _ENDED) for mark in needed.readers.ended)
     _find_temporaries(data_dir, garbage)

@@ -65,6 +65,7 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
     for caption in captions[:_MAX_CAPTIONS]:
         end = "the end" if caption["end_s"] is None else clock(caption["end_s"], decimals=3)
         caption_lines.append(f"  {clock(caption['begin_s'], decimals=3)} to {end}  {caption['text']}")
+    size_bytes = row["mp4_size"] if "mp4_size" in row else sum(row["packet_size"])  # of the packets in the source file
     lines = [
         f"key       {key}",
         f"tar       {shard.tar_path} ({shard.split})",
@@ -76,7 +77,7 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
         f"frames    {row['num_frames']} at {row['fps_num'] / row['fps_den']:g} fps,"
         f" from {count_noun(description['num_source_frames'], 'distinct source frame')}",
         f"video     {row['codec']} {row['width']}x{row['height']},"
-        f" {_size_of(row) * 8 / (end_s - begin_s) / 1000:.0f} kbit/s",
+        f" {size_bytes * 8 / (end_s - begin_s) / 1000:.0f} kbit/s",
         f"GOP       {gop}",
         f"source    {description['source_id']} of {description['dataset']}: {path or 'no longer in the manifest'}",
         f"captions  {len(captions)}",
@@ -94,11 +95,6 @@ def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
         **description,
     }
     return Report("\n".join(lines), values)
-
-
-def _size_of(row: dict[str, Any]) -> int:
-    """Return the size of a chunk in bytes: the size of its file, or of its packets in the source file."""
-    return int(row["mp4_size"] if "mp4_size" in row else sum(row["packet_size"]))
 
 
 def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:

@@ -252,6 +252,9 @@ def _index_chunk(
     frame[by_order] = np.arange(len(packets))
     frame_time = np.where(source.is_usable[in_order], source.time[in_order], _NEVER)
     frame_time = np.minimum.accumulate(frame_time[::-1])[::-1]
+    # Crop, orientation and pixel aspect of the timeline; the times of frames are in the index.
+    known = Timeline.from_json(plan.source.timeline)
+    shape = Timeline(shape=known.shape, aspects=known.aspects).to_json()
     facts = SourceFacts(
         num_frames=num_frames,
         codec=source.codec,
@@ -267,7 +270,7 @@ def _index_chunk(
         source_bytes=plan.source.size_bytes,
         time_rate=source.rate,
         frame_time=frame_time.tolist(),
-        timeline=_shape_json(plan.source.timeline),
+        timeline=shape,
     )
     content = {
         "source_fingerprint": plan.source.fingerprint,
@@ -275,12 +278,6 @@ def _index_chunk(
         "packets_crc32": zlib.crc32(source.crc32[packets].tobytes()),
     }
     return SourceChunk(facts, len(shown), json.dumps(content, separators=(",", ":")).encode())
-
-
-def _shape_json(timeline_json: str) -> str:
-    """Return crop, orientation and pixel aspect of a timeline as JSON; the times of frames are in the index."""
-    known = Timeline.from_json(timeline_json)
-    return Timeline(shape=known.shape, aspects=known.aspects).to_json()
 
 
 def _check_recovery(path: Path, source: _Source) -> None:

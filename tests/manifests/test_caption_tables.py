@@ -11,8 +11,8 @@ import pytest
 
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.adapters.further import FurtherReading
-from clipmill.manifests.caption_identity import is_duplicate, is_unlikely
 from clipmill.manifests.errors import UserError
+from clipmill.manifests.previous import is_duplicate, is_unlikely
 from clipmill.manifests.store import read_rejected_rows
 from clipmill.manifests.write import FURTHER
 from tests.manifests.conftest import VideoMaker

@@ -368,16 +368,13 @@ def _make_clip(chunk: ChunkContent, entry: dict[str, Any], *, plan: ClipPlan, fo
     content, is_preview = chunk.mp4, plan.is_preview or not chunk.mp4
     if plan.is_embedded and content:
         return Clip(data_uri(content, "video/mp4"), len(content), is_preview=False)
-    # This name is safe in any file system and address.
-    name = f"{safe_video_id(entry['key'])}-{entry[f'{_member(entry)}_crc32']:08x}{'-preview' if is_preview else ''}.mp4"
+    # This name is safe in any file system and address. It has the checksum of the member that contains the frames, or
+    # describes where they are.
+    crc32 = entry["mp4_crc32" if "mp4_crc32" in entry else f"{SOURCE_MEMBER}_crc32"]
+    name = f"{safe_video_id(entry['key'])}-{crc32:08x}{'-preview' if is_preview else ''}.mp4"
     size_bytes = folder.has(name, size_bytes=None if is_preview else len(content))
     if not size_bytes:
         clip = preview(chunk) if is_preview else content
         folder.write(name, clip)
         size_bytes = len(clip)
     return Clip(name, size_bytes, is_preview=is_preview)
-
-
-def _member(entry: dict[str, Any]) -> str:
-    """Return the member of an index row that contains the frames, or describes where they are."""
-    return "mp4" if "mp4_crc32" in entry else SOURCE_MEMBER

@@ -166,7 +166,12 @@ def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
             continue
         index = shard.index
         part = index.select(["video_id", "start_ms", "num_frames", "fps_num", "fps_den"])
-        part = part.append_column("size", _sizes(index))
+        # The size of a chunk is the size of its file, or of its packets in the source file.
+        if "mp4_size" in index.column_names:
+            sizes = index["mp4_size"]
+        else:
+            sizes = pa.array([sum(packets) for packets in index["packet_size"].to_pylist()], pa.uint64())
+        part = part.append_column("size", sizes)
         part = part.append_column("shard", pa.array(np.full(index.num_rows, shard.shard_id, np.int32)))
         part = part.append_column("row", pa.array(np.arange(index.num_rows, dtype=np.int32)))
         parts.append(part.replace_schema_metadata())
@@ -176,13 +181,6 @@ def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
     rows = pa.concat_tables(parts)
     coded = rows["video_id"].combine_chunks().dictionary_encode()
     return _in_order(coded.dictionary, coded.indices.to_numpy(), rows)
-
-
-def _sizes(index: pa.Table) -> pa.Array:
-    """Return the size of each chunk in bytes: the size of its file, or of its packets in the source file."""
-    if "mp4_size" in index.column_names:
-        return index["mp4_size"]
-    return pa.array([sum(sizes) for sizes in index["packet_size"].to_pylist()], pa.uint64())
 
 
 def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:

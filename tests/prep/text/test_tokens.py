@@ -6,7 +6,7 @@ from copy import copy
 import pytest
 from open_clip import SimpleTokenizer
 
-from clipmill.prep.text.tokens import merge_pairs, tokens_of
+from clipmill.prep.text.tower import merge_pairs, tokens_of
 
 CONTEXT = 77
 
