@@ -11,7 +11,7 @@ a caption is `<name>@<8 hexadecimal digits>`. Captions with the same name and ot
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,21 @@ def write_caption_table(
             columns = ["caption_id", "video_id", "source", *sorted(uncertain)]
             for table in kept_batches(old_path, keep, columns=columns):
                 optional |= _optional_columns(table)
-    schema = _stored_schema(old_path if change.keep_labels else None, captions.schema, optional=optional)
+    # The output has CAPTIONS, the optional columns that have values, and all labels, without dictionaries.
+    labelled_path = old_path if change.keep_labels else None
+    labels = {field.name: field for field in captions.schema if field.name.startswith(LABEL_PREFIX)}
+    labels = {name: field.with_type(_plain_type(field.type)) for name, field in labels.items()}
+    if labelled_path is not None:
+        for field in pq.read_schema(labelled_path):
+            if field.name.startswith(LABEL_PREFIX) and labels.setdefault(field.name, field).type != field.type:
+                raise UserError(
+                    f"column {field.name} has type {field.type} in this manifest, but {labels[field.name].type} in the "
+                    "new dataset",
+                    hint="use a separate data folder for the new dataset (--data)",
+                )
+    fields = [field.with_type(_plain_type(field.type)) for field in CAPTIONS]
+    fields += [field for field in OPTIONAL_CAPTIONS if field.name in optional]
+    schema = pa.schema(fields + [labels[name].with_nullable(True) for name in sorted(labels)])
     with (
         publish_atomically(path) as temporary,
         pq.ParquetWriter(
@@ -136,27 +150,6 @@ def _optional_columns(captions: pa.Table) -> set[str]:
     """Return the names in OPTIONAL_CAPTIONS for which at least one caption has a value."""
     names = set(OPTIONAL_CAPTIONS.names).intersection(captions.column_names)
     return {name for name in names if captions[name].null_count < captions.num_rows}
-
-
-def _stored_schema(old_path: Path | None, new: pa.Schema, *, optional: Collection[str]) -> pa.Schema:
-    """Return the schema of the output file: CAPTIONS, the columns `optional` and all labels, without dictionaries.
-
-    Args:
-        old_path: Previous table, if its labels are kept.
-    """
-    labels = {field.name: field for field in new if field.name.startswith(LABEL_PREFIX)}
-    labels = {name: field.with_type(_plain_type(field.type)) for name, field in labels.items()}
-    if old_path is not None:
-        for field in pq.read_schema(old_path):
-            if field.name.startswith(LABEL_PREFIX) and labels.setdefault(field.name, field).type != field.type:
-                raise UserError(
-                    f"column {field.name} has type {field.type} in this manifest, but {labels[field.name].type} in the "
-                    "new dataset",
-                    hint="use a separate data folder for the new dataset (--data)",
-                )
-    fields = [field.with_type(_plain_type(field.type)) for field in CAPTIONS]
-    fields += [field for field in OPTIONAL_CAPTIONS if field.name in optional]
-    return pa.schema(fields + [labels[name].with_nullable(True) for name in sorted(labels)])
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
@@ -236,7 +229,16 @@ def captions_sha256(
     digests = [hashlib.sha256(b"").hexdigest()] * num_videos
     columns = captions.drop_columns(["video_id"])
     optional_names = [name for name in OPTIONAL_CAPTIONS.names if name in columns.column_names]
-    for first, last in _windows(bounds):
+    # Ranges of videos with about _ROWS_AT_ONCE captions each; the first video of a range has captions.
+    windows: list[tuple[int, int]] = []
+    first = 0
+    while first < num_videos and bounds[first] < bounds[-1]:
+        first = int(np.searchsorted(bounds, bounds[first], side="right")) - 1
+        last = int(np.searchsorted(bounds, bounds[first] + _ROWS_AT_ONCE, side="right")) - 1
+        last = min(max(last, first + 1), num_videos)
+        windows.append((first, last))
+        first = last
+    for first, last in windows:
         rows = order[bounds[first] : bounds[last]]
         part = take_rows(columns, rows).combine_chunks()
         optional = [_optional_streams(name, part[name].chunk(0)) for name in optional_names]
@@ -276,19 +278,6 @@ class TextDigest:
     def hexdigest(self) -> str:
         """Return the digest of all texts added so far."""
         return hashlib.sha256(self._lengths.digest() + self._bytes.digest()).hexdigest()
-
-
-def _windows(bounds: np.ndarray) -> list[tuple[int, int]]:
-    """Divide the videos into ranges of about _ROWS_AT_ONCE captions each; the first video of a range has captions."""
-    windows = []
-    first, num_videos = 0, len(bounds) - 1
-    while first < num_videos and bounds[first] < bounds[-1]:
-        first = int(np.searchsorted(bounds, bounds[first], side="right")) - 1
-        last = int(np.searchsorted(bounds, bounds[first] + _ROWS_AT_ONCE, side="right")) - 1
-        last = min(max(last, first + 1), num_videos)
-        windows.append((first, last))
-        first = last
-    return windows
 
 
 @dataclass(frozen=True)

@@ -182,8 +182,4 @@ def import_object(path: str) -> Any:
 
 def import_late(path: str) -> Callable[..., Any]:
     """Return a function that calls the function at `package.module:NAME`; the first call imports it."""
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        return import_object(path)(*arguments, **named)
-
-    return call
+    return lambda *arguments, **named: import_object(path)(*arguments, **named)

@@ -397,17 +397,6 @@ class FrameNumberVideo:
                 set_rotation(temporary, degrees=self.rotation_degrees, width=width, height=height)
 
 
-def frame_times_s(
-    num_frames: int, *, fps: Fraction, start_offset_s: float = 0.0, variable_rate: bool = False
-) -> np.ndarray:
-    """Return the presentation time of each frame in the file, float64[num_frames].
-
-    Subtract the first value to obtain the times shown by a player.
-    """
-    ticks = frame_ticks(num_frames, fps=fps, start_offset_s=start_offset_s, variable_rate=variable_rate)
-    return np.array([float(tick / (fps * TICKS_PER_FRAME)) for tick in ticks])
-
-
 def frame_ticks(num_frames: int, *, fps: Fraction, start_offset_s: float, variable_rate: bool) -> list[int]:
     """Return the presentation timestamp of each frame in units of 1 / (TICKS_PER_FRAME x fps) seconds."""
     durations = VARIABLE_DURATIONS if variable_rate else (TICKS_PER_FRAME,)

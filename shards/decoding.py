@@ -58,7 +58,19 @@ class PacketDecoder:
         """
         import av
 
-        context = self._context(codec, extradata, is_strict)
+        context = self._contexts.pop((codec, extradata, is_strict), None)
+        if context is None:
+            new = av.CodecContext.create(_DECODERS.get(codec, codec), "r")
+            if not isinstance(new, av.VideoCodecContext):
+                raise ValueError(f"{codec} is not a video codec")
+            context = new
+            context.thread_count = 1  # the loader's threads already use all cores
+            if is_strict:
+                context.options = {"err_detect": "explode"}  # report errors, do not conceal them
+            context.extradata = extradata or None
+            if len(self._contexts) == _MAX_CONTEXTS:
+                self._contexts.popitem(last=False)
+        self._contexts[codec, extradata, is_strict] = context
         last = -1
         try:
             for frame_number, content in chain(packets, [RESTART]):
@@ -80,24 +92,6 @@ class PacketDecoder:
             # The state of the context after a broken packet must not affect the next chunk.
             del self._contexts[codec, extradata, is_strict]
             raise
-
-    def _context(self, codec: str, extradata: bytes, is_strict: bool) -> "VideoCodecContext":
-        import av
-
-        context = self._contexts.pop((codec, extradata, is_strict), None)
-        if context is None:
-            new = av.CodecContext.create(_DECODERS.get(codec, codec), "r")
-            if not isinstance(new, av.VideoCodecContext):
-                raise ValueError(f"{codec} is not a video codec")
-            context = new
-            context.thread_count = 1  # the loader's threads already use all cores
-            if is_strict:
-                context.options = {"err_detect": "explode"}  # report errors, do not conceal them
-            context.extradata = extradata or None
-            if len(self._contexts) == _MAX_CONTEXTS:
-                self._contexts.popitem(last=False)
-        self._contexts[codec, extradata, is_strict] = context
-        return context
 
 
 RESTART = (0, memoryview(b""))  # marker between two packets: reset the decoder

@@ -229,12 +229,9 @@ def leave_mark(directory: Path) -> object | None:
 def _write_mark(mark: _Mark) -> bool:
     """Write a mark and return True; if this fails, print a line and return False."""
     marks = mark.marks
-
-    def report_wait() -> None:
-        sys.stderr.write(f"waiting for prep gc, which removes variants in {marks.address}\n")
-
+    waiting = f"waiting for prep gc, which removes variants in {marks.address}\n"
     try:
-        with marks.hold(is_shared=True, on_wait=report_wait):
+        with marks.hold(is_shared=True, on_wait=lambda: sys.stderr.write(waiting)):
             marks.write(mark.name, mark.content)
     except (OSError, UserError) as error:
         _folders.update({folder: None for folder, known in _folders.items() if known is marks})
@@ -422,10 +419,6 @@ def _read_facts(run: str) -> bytes:
 @contextmanager
 def exclude_new_readers(data_dir: Path) -> Iterator[Readers]:
     """Yield the readers of a data folder, and block new readers until the block ends."""
-
-    def report_wait() -> None:
-        sys.stderr.write(f"waiting for a reader that is opening {data_dir}\n")
-
-    marks = _marks_of(data_dir)
-    with marks.hold(is_shared=False, on_wait=report_wait):
+    marks, waiting = _marks_of(data_dir), f"waiting for a reader that is opening {data_dir}\n"
+    with marks.hold(is_shared=False, on_wait=lambda: sys.stderr.write(waiting)):
         yield replace(read_readers(data_dir), now_s=marks.now_s())

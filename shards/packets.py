@@ -187,7 +187,19 @@ class PacketTables:
         number_of = {stream: number for number, stream in enumerate(self._streams)}
         numbers = bytes(number_of[stream] for stream in streams) if len(number_of) < 256 else None
         self._stream: Sequence[int] | None = numbers or [number_of[stream] for stream in streams]
-        closed = _closed_rows(first, flags=values[3], frame=values[2])
+        # `PacketTable.has_closed_gops` for all chunks at once, which is far faster than one call per chunk.
+        flags, frame = values[3], values[2]
+        has_packets = first[1:] > first[:-1]
+        row_begins = first[:-1][has_packets]
+        packet_begins = np.union1d(np.flatnonzero(flags & PACKET_KEY), row_begins)
+        packet_begins = packet_begins[(packet_begins >= first[0]) & (packet_begins < first[-1])]
+        closed = np.zeros(len(has_packets), np.bool_)
+        if len(row_begins):
+            begins_with_key = flags[packet_begins] & PACKET_KEY != 0
+            is_closed = begins_with_key & (
+                np.minimum.reduceat(frame[: first[-1]], packet_begins) == frame[packet_begins]
+            )
+            closed[has_packets] = np.logical_and.reduceat(is_closed, np.searchsorted(packet_begins, row_begins))
         self._has_closed_gops: bytes | None = None if closed.all() else closed.tobytes()
         if len(self._streams) == 1:
             self._stream = None
@@ -222,24 +234,6 @@ class PacketTables:
     def _values(self, column: int, begin: int, count: int) -> NDArray[Any]:
         kind = _KINDS[column]
         return np.frombuffer(self._content, kind, count, self._begins[column] + begin * kind.itemsize)
-
-
-def _closed_rows(first: NDArray[np.int32], *, flags: NDArray[np.uint8], frame: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return `PacketTable.has_closed_gops` for all chunks at once, which is far faster than one call per chunk.
-
-    Args:
-        first: First packet of each chunk, followed by the number of packets; [chunks + 1].
-    """
-    has_packets = first[1:] > first[:-1]
-    row_begins = first[:-1][has_packets]
-    begins = np.union1d(np.flatnonzero(flags & PACKET_KEY), row_begins)
-    begins = begins[(begins >= first[0]) & (begins < first[-1])]
-    closed = np.zeros(len(has_packets), np.bool_)
-    if len(row_begins):
-        begins_with_key = flags[begins] & PACKET_KEY != 0
-        is_closed = begins_with_key & (np.minimum.reduceat(frame[: first[-1]], begins) == frame[begins])
-        closed[has_packets] = np.logical_and.reduceat(is_closed, np.searchsorted(begins, row_begins))
-    return closed
 
 
 @lru_cache(maxsize=1024)

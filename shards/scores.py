@@ -80,7 +80,27 @@ def publish_score_table(variant: Variant) -> Path:
     Raises:
         UserError: An index is damaged, or holds a NaN.
     """
-    rows = _read_rows(variant)
+    # The rows of all indexes, and rows of nulls for the chunks that failed.
+    tables = [_ROWS.empty_table()]
+    for shard in variant.shards():
+        try:
+            table = shard.index.select(_ROWS.names).cast(_ROWS)
+        except (Damaged, OSError, KeyError, pa.ArrowException) as error:
+            hint = how_to_repair()
+            raise UserError(f"{shard.index_path}: {error}", hint=hint) from error
+        for field in _ROWS:
+            if pa.types.is_floating(field.type) and pc.any(pc.is_nan(table[field.name])).as_py():
+                raise UserError(
+                    f"{shard.index_path}: {field.name} is NaN for some chunks",
+                    hint=f"remove {shard.index_path} and run prep {command_for(SCORES)}, which rebuilds that shard",
+                )
+        tables.append(table)
+    failed_keys = {failure.key for commit in variant.commits.values() for failure in commit.failures if failure.key}
+    video_ids, starts_ms = zip(*map(split_key, sorted(failed_keys)), strict=True) if failed_keys else ((), ())
+    chunks = {"video_id": video_ids, "start_ms": starts_ms}
+    nulls = {field.name: pa.nulls(len(failed_keys), field.type) for field in _ROWS if field.name not in chunks}
+    rows = pa.concat_tables([*tables, pa.table({**chunks, **nulls}, schema=_ROWS)])
+    # Rows are ordered by video and start, in one chunk; videos that are not in the manifest come last.
     coded = rows["video_id"].dictionary_encode().combine_chunks()
     ids = coded.dictionary
     number = pc.index_in(ids, value_set=read_videos(variant.directory.parent.parent)["video_id"].combine_chunks())
@@ -146,11 +166,6 @@ def require_current_chunks(variant: Variant, data_dir: Path) -> None:
         )
 
 
-def has_score_table(variant: Variant) -> bool:
-    """Return True if the table of a variant is intact and was built from its current commits."""
-    return score_table_problem(variant) is None
-
-
 def score_table_problem(variant: Variant) -> str | None:
     """Return the reason why the table of a variant is unusable (missing, stale or damaged); None if it is usable."""
     path = variant.directory / CHUNKS_FILE
@@ -176,29 +191,6 @@ def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa
         raise
     except (DamagedTable, OSError) as error:
         raise UserError(str(error), hint=hint) from error
-
-
-def _read_rows(variant: Variant) -> pa.Table:
-    """Read the rows of all indexes, and add rows of nulls for the chunks that failed."""
-    tables = [_ROWS.empty_table()]
-    for shard in variant.shards():
-        try:
-            table = shard.index.select(_ROWS.names).cast(_ROWS)
-        except (Damaged, OSError, KeyError, pa.ArrowException) as error:
-            hint = how_to_repair()
-            raise UserError(f"{shard.index_path}: {error}", hint=hint) from error
-        for field in _ROWS:
-            if pa.types.is_floating(field.type) and pc.any(pc.is_nan(table[field.name])).as_py():
-                raise UserError(
-                    f"{shard.index_path}: {field.name} is NaN for some chunks",
-                    hint=f"remove {shard.index_path} and run prep {command_for(SCORES)}, which rebuilds that shard",
-                )
-        tables.append(table)
-    failed_keys = {failure.key for commit in variant.commits.values() for failure in commit.failures if failure.key}
-    video_ids, starts_ms = zip(*map(split_key, sorted(failed_keys)), strict=True) if failed_keys else ((), ())
-    chunks = {"video_id": video_ids, "start_ms": starts_ms}
-    nulls = {field.name: pa.nulls(len(failed_keys), field.type) for field in _ROWS if field.name not in chunks}
-    return pa.concat_tables([*tables, pa.table({**chunks, **nulls}, schema=_ROWS)])
 
 
 MAX_DISTANCE = 4

@@ -42,7 +42,7 @@ _LIGHT = (
     *(
         "clipmill.prep.latents.run",
         "clipmill.prep.latents.run",
-        "clipmill.prep.text.run",
+        "clipmill.prep.text.work",
         "clipmill.prep.text.tower",
         "clipmill.prep.text.plan",
     ),

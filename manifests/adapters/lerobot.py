@@ -405,19 +405,7 @@ def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
             place |= {"chunk_index": chunk, "file_index": file}
         spans[camera] = _Span(_fill(info.video_path, video_key=camera, **place), begin_s, end_s)
     place |= {name: _to_whole(values.get(f"data/{name}")) or 0 for name in ("chunk_index", "file_index")}
-    return _Episode(
-        row=row,
-        index=index,
-        split=next((split for episodes, split in info.splits if index in episodes), None),
-        tasks=list(dict.fromkeys(task.strip() for task in tasks if task.strip())),
-        data_file=_fill(info.data_path, **place),
-        spans=spans,
-        labels=_labels(info, values),
-    )
-
-
-def _labels(info: _Dataset, values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the columns of an episode that are neither positions nor statistics, and whether the robot succeeded."""
+    # Labels: columns that are neither positions nor statistics, and whether the robot succeeded.
     labels: dict[str, object] = {}
     for name in info.successes:
         value = values.get(f"stats/{name}/max")
@@ -434,7 +422,15 @@ def _labels(info: _Dataset, values: Mapping[str, Any]) -> dict[str, str]:
             text = str(value).lower() if isinstance(value, bool) else str(value).strip()
         if text and isinstance(value, str | int | float):
             texts[LABEL_PREFIX + re.sub(r"\W+", "_", name)] = escape_unencodable(text)
-    return texts
+    return _Episode(
+        row=row,
+        index=index,
+        split=next((split for episodes, split in info.splits if index in episodes), None),
+        tasks=list(dict.fromkeys(task.strip() for task in tasks if task.strip())),
+        data_file=_fill(info.data_path, **place),
+        spans=spans,
+        labels=texts,
+    )
 
 
 def _tasks_by_time(

@@ -220,17 +220,6 @@ class ObjectCache:
                     if is_held:
                         path.unlink(missing_ok=True)
         # Downloads first: a download that becomes a copy during the scan is then seen as both, and counted once.
-        downloads = self._downloads()
-        copies = self._copies()
-        used_bytes = sum(state.st_size for state in copies.values())
-        used_bytes += sum(size for target, size in downloads if self._files / target not in copies)
-        used_bytes -= evict(copies, excess_bytes=used_bytes + size_bytes - self.limit_bytes)
-        if used_bytes + size_bytes > self.limit_bytes:
-            room = f"room for {max(0, self.limit_bytes - used_bytes):,} of {self.limit_bytes:,}; the rest is in use"
-            raise NoRoom(f"{name} has {size_bytes:,} bytes, but the cache {self.folder} has {room}", hint=_HINT)
-
-    def _downloads(self) -> list[tuple[str, int]]:
-        """Return names and sizes of the copies that are being downloaded."""
         downloads = []
         for path in self._locks.glob("room-*"):
             if (descriptor := try_lock(path)) is not None:  # its maker has ended
@@ -239,7 +228,13 @@ class ObjectCache:
             elif path.exists():
                 _, size, _, target = path.name.split("-", 3)
                 downloads.append((target, int(size)))
-        return downloads
+        copies = self._copies()
+        used_bytes = sum(state.st_size for state in copies.values())
+        used_bytes += sum(size for target, size in downloads if self._files / target not in copies)
+        used_bytes -= evict(copies, excess_bytes=used_bytes + size_bytes - self.limit_bytes)
+        if used_bytes + size_bytes > self.limit_bytes:
+            room = f"room for {max(0, self.limit_bytes - used_bytes):,} of {self.limit_bytes:,}; the rest is in use"
+            raise NoRoom(f"{name} has {size_bytes:,} bytes, but the cache {self.folder} has {room}", hint=_HINT)
 
     def _lock_of(self, name: str) -> Path:
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=2).digest()) % _NUM_LOCKS

@@ -211,9 +211,7 @@ class Changes:
         """Write an object and return its etag."""
         import obstore
 
-        def put_once() -> Any:
-            return obstore.put(self._store, key, content, mode=mode, chunk_size=PART_BYTES, max_concurrency=4)
-
+        put_once = partial(obstore.put, self._store, key, content, mode=mode, chunk_size=PART_BYTES, max_concurrency=4)
         num_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
         num_parts = 1 if mode != "overwrite" else -(-num_bytes // PART_BYTES)
         for attempt in range(MAX_ATTEMPTS):

@@ -22,7 +22,6 @@ from clipmill.manifests.publish import parse_json
 from clipmill.prep.captions.answers import KEY_VARIABLE, Answer, without_key
 from clipmill.prep.captions.asking import Questions, jpeg_address
 from clipmill.prep.captions.recipe import CaptionsSettings
-from clipmill.prep.core.chunk_content import ChunkContent
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.shard_result import Stop
 
@@ -85,7 +84,19 @@ class Endpoint:
     async def _answer_some(self, questions: Questions, client: "AsyncOpenAI", free: asyncio.Semaphore) -> None:
         while (row := next(questions.rows, None)) is not None and not self._has_to_stop(questions):
             try:
-                request = self._request(questions, row, await asyncio.to_thread(questions.read, row))
+                settings, chunk = self._settings, await asyncio.to_thread(questions.read, row)
+                addresses = map(jpeg_address, questions.pictures(chunk))
+                pictures = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
+                content = [*pictures, {"type": "text", "text": settings.prompt}]
+                sampling = {"top_p": settings.top_p, "seed": None if settings.seed is None else questions.seed(row)}
+                body = {
+                    "model": settings.model,
+                    "messages": [{"role": "user", "content": content}],
+                    "max_tokens": settings.max_tokens,
+                    "temperature": settings.temperature,
+                    **{name: value for name, value in sampling.items() if value is not None},
+                }
+                request = json.dumps(body).encode()
             except SourceFailure as failure:
                 questions.keep(row, failure)
                 continue
@@ -106,26 +117,6 @@ class Endpoint:
     def _has_to_stop(self, questions: Questions) -> bool:
         self._stop = self._stop or questions.stop()
         return self._stop is not None
-
-    def _request(self, questions: Questions, row: int, chunk: ChunkContent) -> bytes:
-        """Return the body of the request about a row, given its chunk.
-
-        Raises:
-            SourceFailure: Its pictures cannot be decoded.
-        """
-        settings = self._settings
-        addresses = map(jpeg_address, questions.pictures(chunk))
-        pictures = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
-        content = [*pictures, {"type": "text", "text": settings.prompt}]
-        sampling = {"top_p": settings.top_p, "seed": None if settings.seed is None else questions.seed(row)}
-        body = {
-            "model": settings.model,
-            "messages": [{"role": "user", "content": content}],
-            "max_tokens": settings.max_tokens,
-            "temperature": settings.temperature,
-            **{name: value for name, value in sampling.items() if value is not None},
-        }
-        return json.dumps(body).encode()
 
     async def _ask(self, client: "AsyncOpenAI", request: bytes) -> Answer:
         """Ask about the pictures of a chunk.

@@ -100,8 +100,22 @@ def read_chunk(video: CommittedShard, row: int) -> ChunkContent:
     Raises:
         SourceFailure: chunk_damaged, if its bytes differ from those committed.
     """
-    if SOURCE_MEMBER in video.extensions:
-        return _read_source_chunk(video, row)
+    if SOURCE_MEMBER in video.extensions:  # packets are read from the source file when frames are decoded
+        source = video.packet_tables.source(row)
+        assert source is not None, "an index of another kind"
+        start_ms, fields = video.index["start_ms"][row].as_py(), content_fields(video.index, row)
+        fps = fields["fps"]
+        moments_us = [
+            start_ms * 1000 + (2 * number + 1) * US_PER_S / (2 * fps) for number in range(fields["num_frames"])
+        ]
+        shown = [source.frame_at(*moment.as_integer_ratio()) for moment in moments_us]
+        # The table of packets in frames of the nominal rate: a source frame is where it is shown first.
+        flags_of = dict(zip(fields["packet_frame"], fields["packet_flags"], strict=True))
+        firsts = {frame: number for number, frame in reversed(list(enumerate(shown)))}
+        numbers = sorted(firsts.values())
+        flags = [flags_of[shown[number]] for number in numbers]
+        fields |= {"packet_frame": numbers, "packet_flags": flags}
+        return SourceContent(b"", **fields, video=video, row=row, source=source, shown=shown)
     try:
         content = video.read(row, "mp4")
     except (Damaged, OSError) as error:
@@ -115,23 +129,6 @@ def content_fields(index: pa.Table, row: int) -> dict[str, Any]:
     """Return the attributes of a `ChunkContent` that are values of the index row."""
     fields = {name: index[name][row].as_py() for name in ("num_frames", "packet_frame", "packet_flags")}
     return {**fields, "fps": frame_rate(index, row)}
-
-
-def _read_source_chunk(video: CommittedShard, row: int) -> ChunkContent:
-    """Return the content of a chunk whose packets are in its source file; packets are read when frames are decoded."""
-    source = video.packet_tables.source(row)
-    assert source is not None, "an index of another kind"
-    start_ms, fields = video.index["start_ms"][row].as_py(), content_fields(video.index, row)
-    fps = fields["fps"]
-    moments_us = [start_ms * 1000 + (2 * number + 1) * US_PER_S / (2 * fps) for number in range(fields["num_frames"])]
-    shown = [source.frame_at(*moment.as_integer_ratio()) for moment in moments_us]
-    # The table of packets in frames of the nominal rate: a source frame is where it is shown first.
-    flags_of = dict(zip(fields["packet_frame"], fields["packet_flags"], strict=True))
-    firsts = {frame: number for number, frame in reversed(list(enumerate(shown)))}
-    numbers = sorted(firsts.values())
-    flags = [flags_of[shown[number]] for number in numbers]
-    fields |= {"packet_frame": numbers, "packet_flags": flags}
-    return SourceContent(b"", **fields, video=video, row=row, source=source, shown=shown)
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,18 @@ def find_vae(name: str) -> Vae:
                 digest.update(piece)
     except OSError as error:
         raise UserError(f"{weights} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
-    _require_weights(weights)
+    # Workers load the weights; a file without an encoder is found before they start.
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise UserError("safetensors is not installed", hint="install clipmill[columns]") from None
+    try:
+        with safe_open(weights, framework="numpy") as file:
+            is_vae = any(name.startswith("encoder.") for name in file.keys())  # noqa: SIM118 - it is not a dict
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{weights} is damaged: {error}", hint="download or save the weights again") from None
+    if not is_vae:
+        raise UserError(f"{weights} does not contain a VAE encoder", hint=_SUGGESTION)
     if not Path(name).expanduser().is_dir():
         return _make_vae(name, name, directory, digest.hexdigest(), config)
     short_name = f"{folder.parent.name}-vae" if folder.name == "vae" else folder.name
@@ -257,21 +268,6 @@ def _find_folders(name: str) -> tuple[Path, Path]:
     """Return the folder of a model, and the folder in it with the files of the VAE."""
     folder = model_folder(name, files=_WANTED, what="VAE", asked="--vae", hint=_SUGGESTION)
     return folder, folder / "vae" if (folder / "vae" / CONFIG_FILE).is_file() else folder
-
-
-def _require_weights(path: Path) -> None:
-    """Check before the work begins that the file is a safetensors file with an encoder; raises UserError."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise UserError("safetensors is not installed", hint="install clipmill[columns]") from None
-    try:
-        with safe_open(path, framework="numpy") as file:
-            is_vae = any(name.startswith("encoder.") for name in file.keys())  # noqa: SIM118 - it is not a dict
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is damaged: {error}", hint="download or save the weights again") from None
-    if not is_vae:
-        raise UserError(f"{path} does not contain a VAE encoder", hint=_SUGGESTION)
 
 
 def _make_vae(name: str, source: str, directory: Path | None, sha256: str, config: dict[str, Any]) -> Vae:

@@ -215,7 +215,16 @@ def extend_text_layout(
     added = []
     for split in sorted(pc.unique(splits.filter(pa.array(is_new))).to_pylist()):
         of_split = np.flatnonzero(is_new & np.asarray(pc.equal(splits, split)))
-        shard_ids = next_shard + _pack_shards(num_captions[of_split])
+        # Shards are filled one after another.
+        counts = num_captions[of_split]
+        shard_of = np.empty(len(counts), np.int64)
+        shard = num_videos = held = 0
+        for row, captions in enumerate(counts.tolist()):
+            if num_videos == MAX_SHARD_VIDEOS or (num_videos and held + captions > MAX_SHARD_CAPTIONS):
+                shard, num_videos, held = shard + 1, 0, 0
+            shard_of[row] = shard
+            num_videos, held = num_videos + 1, held + captions
+        shard_ids = next_shard + shard_of
         next_shard = int(shard_ids[-1]) + 1
         columns = [
             pa.array(shard_ids, pa.int32()),
@@ -236,15 +245,3 @@ def wanted_text_rows(
     """
     rows = video_rows_of(layout, video_ids)
     return wanted_spans(layout, video_rows=rows, splits=splits, num_spans=(num_captions > 0).astype(np.int64))
-
-
-def _pack_shards(num_captions: np.ndarray) -> np.ndarray:
-    """Fill shards one after another; return the shard number of each video, counted from 0."""
-    shard_of = np.empty(len(num_captions), np.int64)
-    shard = num_videos = held = 0
-    for row, captions in enumerate(num_captions.tolist()):
-        if num_videos == MAX_SHARD_VIDEOS or (num_videos and held + captions > MAX_SHARD_CAPTIONS):
-            shard, num_videos, held = shard + 1, 0, 0
-        shard_of[row] = shard
-        num_videos, held = num_videos + 1, held + captions
-    return shard_of

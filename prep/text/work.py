@@ -1,28 +1,72 @@
-"""The `ColumnWork` of `text`: the functions that its commands call, and its reports."""
+"""The `ColumnWork` of `text`: the functions that its commands call, its reports, and the run of a plan.
 
+First, the bank is filled: embeddings in committed shards of the variant are copied, and all other texts are encoded
+exactly once. Then the bank has, for every text of the shards to make, an embedding or the reason why there is none. All
+state is in the commits and the bank, so the run can be killed at any time; the next run reuses both. The driver makes
+the shards itself, because this only copies embeddings.
+"""
+
+import json
 import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import pyarrow as pa
 
 from clipmill.manifests.formatting import count_noun, size_text
+from clipmill.manifests.progress import Activity
 from clipmill.manifests.store import captions_path
-from clipmill.prep.core.column import WEIGHTS
+from clipmill.prep.core.column import WEIGHTS, Addition
+from clipmill.prep.core.data_folder import wait_until_seen
 from clipmill.prep.core.ending import retry_words
 from clipmill.prep.core.failure_list import failure_lines, failure_values
-from clipmill.prep.core.parts import PartRun
-from clipmill.prep.core.plan import disk_use
+from clipmill.prep.core.failures import FailureCode, loss_code
+from clipmill.prep.core.parts import Part, PartRun
+from clipmill.prep.core.plan import ShardPlan, disk_use, with_work
+from clipmill.prep.core.progress import warn_refused
 from clipmill.prep.core.recipe import setting_flags
 from clipmill.prep.core.report import NOTHING_TO_DO, Report, changed_settings, next_line, states_lines, states_values
 from clipmill.prep.core.request import Request
-from clipmill.prep.core.run import Summary
-from clipmill.prep.core.variants import WHERE
+from clipmill.prep.core.run import Job, Summary, execute
+from clipmill.prep.core.shard_result import ShardResult, begin_shard, stop_result, system_errors_as_results
+from clipmill.prep.core.tables import write_layout
+from clipmill.prep.core.variants import WHERE, make_variant, write_selection
 from clipmill.prep.core.work import MERGED_TABLE, ColumnWork, ExtraFolder
-from clipmill.prep.text.bank import TowerUse, is_intact_block
+from clipmill.prep.engines import Check, Engine, Outcome, R, Refused, T
+from clipmill.prep.engines.admission import worker_ticket
+from clipmill.prep.text.bank import (
+    Bank,
+    BlockResult,
+    TowerUse,
+    blocks_of,
+    copy_embeddings,
+    encode_block,
+    is_intact_block,
+)
+from clipmill.prep.text.captions import CaptionReader, DigestSet, digests_of, owners_of
 from clipmill.prep.text.column import COLUMN
-from clipmill.prep.text.plan import LAYOUT_FILE, TextPlan, left_out_lines, make_text_plan, pending_text
-from clipmill.prep.text.recipe import BANK_FOLDER, BLOCK_FILE, TEXT, TextSettings, local_weights
-from clipmill.prep.text.run import run_text
+from clipmill.prep.text.plan import (
+    LAYOUT_FILE,
+    TextPlan,
+    left_out_lines,
+    make_text_plan,
+    pending_text,
+    text_layout_path,
+)
+from clipmill.prep.text.recipe import BANK_FOLDER, BLOCK_FILE, MEMBER, TEXT, TextSettings, local_weights
 from clipmill.prep.text.t5 import resolve_t5
-from clipmill.prep.text.tower import resolve
+from clipmill.prep.text.tower import resolve, texts_with_all
+from clipmill.shards.commits import Failure
+from clipmill.shards.dataset import begin_variant
+from clipmill.shards.format import TEXT_FIELDS
+from clipmill.shards.npy import npy_bytes
+from clipmill.shards.writer import Sample
 
 _BYTES_PER_NUMBER = 2
 _WORKER_GB = 2.5  # measured (benchmarks/README.md): CLIP ViT-B-32, batch of 32 on a CPU: 2.1 GB
@@ -137,3 +181,389 @@ WORK = ColumnWork(
         *("train", "dual-encoder", "--shards", str(data), "--text-tower", "frozen", "--out", "runs/frozen-text")
     ],
 )
+
+
+EXTENSIONS = (MEMBER, "json")
+_MAX_TEXTS, _MAX_SEQUENCES = 1 << 16, 64  # read at a time: an embedding takes a kilobyte, a sequence megabytes
+
+
+def run_text(
+    plan: TextPlan,
+    tower: TowerUse,
+    engine: Engine,
+    *,
+    part_run: PartRun | None = None,
+    lag_limit_s: float = 0.0,
+    asked: Mapping[str, str] = MappingProxyType({}),
+) -> Summary:
+    """Make every shard of the plan that needs work; call it while holding the lock of the column.
+
+    Parts divide the texts and not the shards, because most shards need texts that other shards also need. The last part
+    makes the shards.
+
+    Args:
+        tower: Text tower of the plan's recipe.
+        engine: Engine that encodes the texts.
+        part_run: Part whose texts are encoded; None for all.
+        lag_limit_s: Time limit in seconds until embeddings that workers report are visible on this machine.
+        asked: Additional values of the request that the records store, by flag name.
+    """
+    begin_s = time.monotonic()
+    if part_run is not None:
+        part_run.agree(plan.variant_dir.name, where=plan.recipe.settings.where, package=COLUMN.package)
+    write_layout(text_layout_path(plan.data_dir), plan.layout)
+    make_variant(plan.variant_dir, dict(plan.recipe.values))
+    write_selection(plan.variant_dir, plan.recipe.settings.where, {WEIGHTS: local_weights(plan.recipe), **asked})
+    is_alone = part_run is None or part_run.is_first
+    bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.values["width"], is_alone=is_alone)
+    if part_run is not None:
+        begin_variant(plan.data_dir, TEXT, plan.recipe.variant)
+        part_run.begin()
+    with CaptionReader(plan.data_dir, where=plan.where) as reader:
+        with Activity("reading captions"):
+            texts = collect_texts(plan, reader)
+        mine = texts if part_run is None else texts.of_part(part_run.part)
+        filled = fill_bank(bank, mine, plan=plan, reader=reader, tower=tower, engine=engine)
+        if lag_limit_s and filled.error is None and filled.num_encoded:
+            what = f"embeddings in {bank.folder}"
+            wait_until_seen(what, lambda: _is_filled(bank, mine, filled.not_finite), limit_s=lag_limit_s)
+        if part_run is not None and not _can_make_shards(bank, texts, filled, part_run):
+            # This part has encoded its texts; another part makes the shards.
+            files = [commit.files for commit in plan.commits.values() if commit.files is not None]
+            summary = Summary(
+                plan.recipe.variant,
+                num_shards=len(files),
+                num_chunks=sum(file.num_samples for file in files),
+                gave_up=None if filled.error is None else f"{filled.error[0]}: {filled.error[1]}",
+                refused_workers=list(filled.refused),
+            )
+            return _add_texts(summary, plan, mine, filled, begin_s=begin_s)
+        maker = ShardMaker(plan, reader, bank, texts.row_groups, filled.not_finite, filled.error)
+        summary = execute(_job(plan, maker, asked), _LocalEngine())
+    if summary.num_shards_made == len(with_work(plan.shards)):
+        bank.remove()
+    summary.refused_workers = [*filled.refused, *summary.refused_workers]
+    return _add_texts(summary, plan, texts, filled, begin_s=begin_s)
+
+
+def _can_make_shards(bank: Bank, texts: "ShardTexts", filled: "Filled", part_run: PartRun) -> bool:
+    """Return True for the last part if the bank then has all texts, including texts without an embedding."""
+    if filled.not_finite:
+        bank.add_not_finite(filled.not_finite)
+    num_parts = part_run.part.count
+    if not part_run.end():
+        part_run.tell(_num_encoded(bank, texts, num_parts)[part_run.part.number - 1])
+        return False
+    part_run.await_others(lambda: _num_encoded(bank, texts, num_parts))
+    missing = bank.find_missing(texts.digests)
+    part_run.unit = "text"
+    for owner, count in Counter(owners_of(missing, num_parts=num_parts).tolist()).items():
+        part_run.leave_to(owner, count=count)
+    return not len(missing)
+
+
+def _num_encoded(bank: Bank, texts: "ShardTexts", num_parts: int) -> Counter[int]:
+    """Return the number of texts in the bank, as this node sees it, by the part that encodes them."""
+    bank.refresh()
+    return Counter(owners_of(texts.digests[bank.has(texts.digests)], num_parts=num_parts).tolist())
+
+
+def _add_texts(summary: Summary, plan: TextPlan, texts: "ShardTexts", filled: "Filled", *, begin_s: float) -> Summary:
+    """Return the summary with counts of texts, because its samples are videos, but a run encodes texts."""
+    summary.num_encoded, summary.wall_s = filled.num_encoded, time.monotonic() - begin_s
+    # All other texts come from a shard, or from the bank of a killed run.
+    summary.num_reused = len(texts.digests) - filled.num_encoded
+    note = f"note     {count_noun(filled.num_cut, 'text')} truncated to the encoder's context length"
+    values = {"num_captions": plan.num_captions, "num_cut": filled.num_cut, "num_left_out": plan.num_left_out}
+    summary.added = Addition([note] if filled.num_cut else [], values)
+    return summary
+
+
+class _LocalEngine:
+    """Engine that runs tasks one after another in the driver, because shards are copied from the bank, not computed."""
+
+    def run(
+        self,
+        function: Callable[[T], R],
+        tasks: Iterable[T],
+        *,
+        check: Check | None = None,
+        name: Callable[[T], str] | None = None,
+    ) -> Iterator[Outcome[T, R] | None]:
+        for task in tasks:
+            yield Outcome(task, function(task))
+
+
+def _job(plan: TextPlan, maker: "ShardMaker", asked: Mapping[str, str]) -> "Job[TextShardTask]":
+    """Return the shards of a plan as a job for the driver."""
+
+    def task(shard: ShardPlan) -> TextShardTask:
+        ids = plan.ids_of(shard)
+        return TextShardTask(plan.variant_dir, shard.shard_id, shard.split, shard.plan_fingerprint, ids)
+
+    return Job(
+        column=COLUMN,
+        data_dir=plan.data_dir,
+        variant_dir=plan.variant_dir,
+        recipe=dict(plan.recipe.values),
+        shards=plan.shards,
+        make=partial(system_errors_as_results, maker.make),
+        task=task,
+        video_ids=lambda shard: plan.ids_of(shard).to_pylist(),
+        failed_before=[],
+        chunk_s=None,
+        where=plan.recipe.settings.where,
+        asked={WEIGHTS: local_weights(plan.recipe), **asked},
+    )
+
+
+@dataclass(frozen=True)
+class ShardTexts:
+    """The videos and texts of the shards that need work.
+
+    Attributes:
+        video_ids: Ids of the videos in these shards.
+        digests: Digests of their texts, unique and in ascending order.
+        row_groups: Row groups of the table of captions that contain captions of each shard, by shard ID.
+    """
+
+    video_ids: pa.Array
+    digests: np.ndarray
+    row_groups: dict[int, list[int]]
+
+    def of_part(self, part: Part) -> "ShardTexts":
+        """Return only the texts of a part."""
+        owners = owners_of(self.digests, num_parts=part.count)
+        return replace(self, digests=self.digests[owners == part.number - 1])
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Result of filling the bank.
+
+    Attributes:
+        num_encoded: Number of texts encoded.
+        num_cut: Number of encoded texts longer than the tower's context length.
+        not_finite: Digests of texts without an embedding.
+        error: Reason why the bank lacks other texts; None if it is complete.
+        refused: Workers that failed the admission check and received no tasks.
+    """
+
+    num_encoded: int
+    num_cut: int
+    not_finite: frozenset[bytes]
+    error: tuple[FailureCode, str] | None
+    refused: tuple[Refused, ...] = ()
+
+
+def collect_texts(plan: TextPlan, reader: CaptionReader) -> ShardTexts:
+    """Read the captions of the shards that need work once, to get their digests and row groups."""
+    work = sorted(with_work(plan.shards), key=lambda shard: shard.shard_id)
+    video_ids = pa.concat_arrays([plan.video_ids[:0], *(plan.ids_of(shard) for shard in work)])
+    if not work:
+        return ShardTexts(video_ids, DigestSet().pop_sorted(), {})
+    shard_ids = np.repeat([shard.shard_id for shard in work], [len(shard.rows) for shard in work])
+    digests = DigestSet()
+    row_groups: dict[int, list[int]] = {}
+    for piece in reader.pieces(video_ids):
+        digests.add(np.unique(digests_of(piece.texts.to_pylist())))
+        for shard_id in np.unique(shard_ids[piece.videos]).tolist():
+            row_groups.setdefault(shard_id, []).append(piece.row_group)
+    return ShardTexts(video_ids, digests.pop_sorted(), row_groups)
+
+
+def fill_bank(
+    bank: Bank,
+    texts: ShardTexts,
+    *,
+    plan: TextPlan,
+    reader: CaptionReader,
+    tower: TowerUse,
+    engine: Engine,
+) -> Filled:
+    """Fill the bank with the embeddings of texts: copy the stored ones, and encode all others."""
+    num_encoded = num_cut = 0
+    not_finite: set[bytes] = set()
+    error: tuple[FailureCode, str] | None = None
+    missing = bank.find_missing(texts.digests)
+    if len(missing) and copy_embeddings(
+        plan.variant_dir, missing=missing, bank_dir=bank.folder, width=plan.recipe.values["width"]
+    ):
+        bank.refresh()
+        missing = bank.find_missing(texts.digests)
+    if not len(missing):
+        return Filled(0, 0, frozenset(), None)
+    blocks = blocks_of(reader, texts.video_ids, missing=missing, bank_dir=bank.folder, tower=tower)
+    refused: list[Refused] = []
+    encoding = "encoding texts"
+    with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket, Activity(encoding) as now:
+        on_encoded = now.counter(encoding)
+        for outcome in engine.run(encode_block, blocks, check=ticket, name=lambda block: f"text {block.number:06d}"):
+            if isinstance(outcome, Refused):
+                refused.append(outcome)
+                warn_refused(outcome)
+            elif outcome is not None:
+                result = outcome.result or BlockResult(stopped=(loss_code(crashed=outcome.crashed), outcome.lost or ""))
+                num_encoded += result.num_encoded
+                num_cut += result.num_cut
+                not_finite.update(result.not_finite)
+                error = result.stopped or error
+                if error is not None and error[0] == FailureCode.DISK_FULL:
+                    break
+            on_encoded(num_encoded, len(missing))
+    bank.refresh()
+    return Filled(num_encoded, num_cut, frozenset(not_finite), error, tuple(refused))
+
+
+def _is_filled(bank: Bank, texts: ShardTexts, not_finite: frozenset[bytes]) -> bool:
+    bank.refresh()
+    return len(bank.find_missing(texts.digests)) <= len(not_finite)
+
+
+@dataclass(frozen=True)
+class TextShardTask:
+    """The videos of one shard."""
+
+    variant_dir: Path
+    shard_id: int
+    split: str
+    plan_fingerprint: str
+    video_ids: pa.Array
+
+
+@dataclass(frozen=True)
+class ShardMaker:
+    """Maker of shards in the driver, which uses captions and the bank.
+
+    Attributes:
+        row_groups: Row groups of the table of captions that contain captions of each shard, by shard ID.
+        not_finite: Digests of texts that the tower cannot encode.
+        error: Reason why the bank lacks texts, or None.
+    """
+
+    plan: TextPlan
+    reader: CaptionReader
+    bank: Bank
+    row_groups: Mapping[int, Sequence[int]]
+    not_finite: frozenset[bytes]
+    error: tuple[FailureCode, str] | None
+
+    def make(self, task: TextShardTask) -> ShardResult:
+        """Make, publish and commit a shard. A repetition writes the same bytes."""
+        videos = self._videos(task)
+        with begin_shard(
+            task,
+            column=TEXT,
+            split=task.split,
+            extensions=EXTENSIONS,
+            fields=TEXT_FIELDS,
+            num_planned=len(videos),
+        ) as shard:
+            for video, embedded, lengths in self._read_rows(videos):
+                if not len(video.digests) and self.plan.where is not None:
+                    continue  # none of its captions is selected
+                if not len(video.digests):
+                    message = f"the caption table has no captions of video {video.video_id}"
+                    return stop_result(task, FailureCode.IO_ERROR, message)
+                is_sound = (lengths > 0) & texts_with_all(np.isfinite(embedded).all(axis=1), lengths)
+                if not is_sound.all():
+                    lost = [video.digest(row) for row in np.flatnonzero(lengths == 0).tolist()]
+                    if not self.not_finite.issuperset(lost):
+                        lost_error = (FailureCode.IO_ERROR, "embeddings are missing from the bank")
+                        return stop_result(task, *(self.error or lost_error))
+                    unsound = np.flatnonzero(~is_sound)
+                    text = video.texts[int(unsound[0])]
+                    message = f"non-finite embeddings of {count_noun(len(unsound), 'text')}, for example {text[:80]!r}"
+                    failure = Failure(video.video_id, None, str(FailureCode.NOT_FINITE), message)
+                    shard.fail(failure, content=f" {video.video_id} failed")
+                    continue
+                is_sequence = self.plan.recipe.settings.encoder is not None
+                row_tokens = lengths.tolist() if is_sequence else []
+                shard.add(video.sample(embedded, split=task.split, row_tokens=row_tokens))
+            return shard.commit()
+
+    def _read_rows(self, videos: list["_VideoTexts"]) -> Iterator[tuple["_VideoTexts", np.ndarray, np.ndarray]]:
+        """Yield each video with the rows of its texts and their lengths; the rows of many videos are read together."""
+        max_texts = _MAX_TEXTS if self.plan.recipe.settings.encoder is None else _MAX_SEQUENCES
+        for group in _groups(videos, max_texts=max_texts):
+            embedded, lengths = self.bank.rows(np.concatenate([video.digests for video in group]))
+            text_ends = np.cumsum([len(video.digests) for video in group])
+            row_ends = np.concatenate([[0], np.cumsum(lengths)])
+            for video, end in zip(group, text_ends.tolist(), strict=True):
+                begin = end - len(video.digests)
+                yield video, embedded[row_ends[begin] : row_ends[end]], lengths[begin:end]
+
+    def _videos(self, task: TextShardTask) -> "list[_VideoTexts]":
+        """Read the texts of a shard's videos, in order."""
+        pieces = list(self.reader.pieces(task.video_ids, row_groups=self.row_groups.get(task.shard_id, ())))
+        if not pieces:
+            return [_VideoTexts.of(video_id, np.empty(0, np.int64), []) for video_id in task.video_ids.to_pylist()]
+        videos = np.concatenate([piece.videos for piece in pieces])
+        ids = np.concatenate([piece.ids for piece in pieces])
+        order = np.lexsort((ids, videos))
+        ids = ids[order]
+        texts = pa.concat_arrays([piece.texts for piece in pieces]).take(pa.array(order))
+        bounds = np.searchsorted(videos[order], np.arange(len(task.video_ids) + 1)).tolist()
+        return [
+            _VideoTexts.of(video_id.as_py(), ids[begin:end], texts[begin:end].to_pylist())
+            for video_id, begin, end in zip(task.video_ids, bounds[:-1], bounds[1:], strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _VideoTexts:
+    """The distinct texts of a video in the order of their first captions, and each caption's row by caption ID."""
+
+    video_id: str
+    texts: list[str]
+    digests: np.ndarray
+    caption_ids: list[int]
+    caption_rows: list[int]
+
+    @classmethod
+    def of(cls, video_id: str, ids: np.ndarray, texts: list[str]) -> "_VideoTexts":
+        row_of: dict[str, int] = {}
+        rows = [row_of.setdefault(text, len(row_of)) for text in texts]
+        return cls(video_id, list(row_of), digests_of(row_of), ids.tolist(), rows)
+
+    def digest(self, row: int) -> bytes:
+        """Return the digest of the text in a row."""
+        return self.digests[row : row + 1].tobytes()
+
+    def sample(self, embedded: np.ndarray, *, split: str, row_tokens: list[int]) -> Sample:
+        """Return the sample for the tar; `embedded` is float16 [texts or tokens, width]."""
+        description = {
+            "video_id": self.video_id,
+            "split": split,
+            "texts": self.texts,
+            "caption_id": self.caption_ids,
+            "caption_row": self.caption_rows,
+            **({"row_tokens": row_tokens} if row_tokens else {}),
+        }
+        return Sample(
+            key=self.video_id,
+            members={MEMBER: npy_bytes(embedded), "json": json.dumps(description, ensure_ascii=False).encode()},
+            fields={
+                "video_id": self.video_id,
+                "num_rows": len(self.texts),
+                "width": embedded.shape[1],
+                "row_tokens": row_tokens,
+                "text_digest": [self.digest(row) for row in range(len(self.texts))],
+                "caption_id": self.caption_ids,
+                "caption_row": self.caption_rows,
+            },
+        )
+
+
+def _groups(videos: list[_VideoTexts], *, max_texts: int) -> Iterator[list[_VideoTexts]]:
+    """Yield the videos in order, in groups of at most `max_texts` texts, or of a single video with more texts."""
+    group: list[_VideoTexts] = []
+    num_texts = 0
+    for video in videos:
+        if group and num_texts + len(video.texts) > max_texts:
+            yield group
+            group, num_texts = [], 0
+        group.append(video)
+        num_texts += len(video.texts)
+    if group:
+        yield group

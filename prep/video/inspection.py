@@ -127,8 +127,17 @@ def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> C
     Only one frame is in memory at a time.
     """
     in_json = _check_description(row, members, split=split)
-    if SOURCE_MEMBER in members:
-        return _check_source(row, in_json)
+    if SOURCE_MEMBER in members:  # compare the packets in the source file with their checksums; nothing is decoded
+        table = PacketTable(
+            *(np.array(row[f"packet_{name}"], kind) for name, kind in zip(_PACKET_FIELDS, _PACKET_KINDS, strict=True))
+        )
+        payload = row["source_offset"], row["source_bytes"] - row["source_offset"]
+        try:
+            place = SourceFile(place_of(row["tar"], row["video_id"]))
+            packets = read_packets(place, payload, table, list(range(len(table.frame))))
+        except (DamagedPacket, Damaged, OSError, KeyError) as error:
+            return CheckedSample([(DeepCode.UNREADABLE, f"the source cannot be read: {error}"), *in_json], 0)
+        return CheckedSample(in_json, len(packets))
     content = members["mp4"]
     try:
         facts = read_chunk(content, fps=Fraction(row["fps_num"], row["fps_den"]))
@@ -151,20 +160,6 @@ def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> C
     except av.error.FFmpegError as error:
         return CheckedSample([*differences, (DeepCode.DECODE_ERRORS, str(error)), *in_json], 0)
     return CheckedSample([*differences, *([] if difference is None else [difference]), *in_json], num_decoded)
-
-
-def _check_source(row: dict[str, Any], in_json: list[tuple[DeepCode, str]]) -> CheckedSample:
-    """Compare the packets of a chunk in its source file with their checksums; nothing is decoded."""
-    table = PacketTable(
-        *(np.array(row[f"packet_{name}"], kind) for name, kind in zip(_PACKET_FIELDS, _PACKET_KINDS, strict=True))
-    )
-    payload = row["source_offset"], row["source_bytes"] - row["source_offset"]
-    try:
-        place = SourceFile(place_of(row["tar"], row["video_id"]))
-        packets = read_packets(place, payload, table, list(range(len(table.frame))))
-    except (DamagedPacket, Damaged, OSError, KeyError) as error:
-        return CheckedSample([(DeepCode.UNREADABLE, f"the source cannot be read: {error}"), *in_json], 0)
-    return CheckedSample(in_json, len(packets))
 
 
 def _check_description(row: dict[str, Any], members: dict[str, bytes], *, split: str) -> list[tuple[DeepCode, str]]:

@@ -133,7 +133,18 @@ def index_span(path: Path, plan: SpanPlan, *, settings: ChunkSettings) -> list[S
         _index_chunk(source, plan, begin_s=first / fps, end_s=(first + length) / fps, num_frames=length)
         for first, length in zip(plan.span.chunk_starts(), plan.span.chunk_frames, strict=True)
     ]
-    _check_key(path, source, chunks[len(chunks) // 2].facts)
+    # A stream may have parameters at its beginning only: decode the first key packet of a chunk alone.
+    facts = chunks[len(chunks) // 2].facts
+    with path.open("rb") as file:
+        file.seek(facts.source_offset + facts.packet_offset[0])
+        content = file.read(facts.packet_size[0])
+    try:
+        packets = [(0, content)]
+        pictures = [*PacketDecoder().decode(codec=source.codec, extradata=source.extradata, packets=packets)]
+    except (av.error.FFmpegError, ValueError) as error:
+        raise SourceFailure(FailureCode.NOT_INDEXABLE, f"a key frame cannot be decoded alone: {error}") from None
+    if not pictures:
+        raise SourceFailure(FailureCode.NOT_INDEXABLE, "a key frame cannot be decoded alone")
     return chunks
 
 
@@ -306,21 +317,3 @@ def _check_recovery(path: Path, source: _Source) -> None:
         )
     if pictures[0] != pictures[1]:
         raise SourceFailure(FailureCode.NOT_INDEXABLE, "frames depend on frames before their key frame")
-
-
-def _check_key(path: Path, source: _Source, facts: SourceFacts) -> None:
-    """Decode the first key packet of a chunk alone: a stream may have parameters at its beginning only.
-
-    Raises:
-        SourceFailure: not_indexable.
-    """
-    with path.open("rb") as file:
-        file.seek(facts.source_offset + facts.packet_offset[0])
-        content = file.read(facts.packet_size[0])
-    try:
-        packets = [(0, content)]
-        pictures = [*PacketDecoder().decode(codec=source.codec, extradata=source.extradata, packets=packets)]
-    except (av.error.FFmpegError, ValueError) as error:
-        raise SourceFailure(FailureCode.NOT_INDEXABLE, f"a key frame cannot be decoded alone: {error}") from None
-    if not pictures:
-        raise SourceFailure(FailureCode.NOT_INDEXABLE, "a key frame cannot be decoded alone")

@@ -412,7 +412,16 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
     tables, rows = [layout], [rows_of_layout]
     for split in sorted(pc.unique(splits).to_pylist()):
         mine = np.flatnonzero(np.asarray(pc.equal(splits, split))[video_rows])
-        shard_of, next_shard = _pack(span_chunks[mine], target=target, first_shard=next_shard)
+        # Shards are filled one after another with up to the target of chunks.
+        counts = span_chunks[mine]
+        behind = np.cumsum(counts)
+        begins, begin = [], 0
+        while begin < len(behind):
+            begins.append(begin)
+            most = behind[begin] - counts[begin] + target
+            begin = max(begin + 1, int(np.searchsorted(behind, most, side="right")))
+        sizes = np.diff([*begins, len(behind)])
+        shard_of, next_shard = next_shard + np.repeat(np.arange(len(begins)), sizes), next_shard + len(begins)
         tables.append(
             pa.table(
                 [
@@ -505,15 +514,3 @@ def video_layout_of_commits(
             if (layout_file(other), other.fps_exact) == (layout_file(settings), settings.fps_exact):
                 variants.append(variant)
     return layout_of_commits(variants, video_ids, spans=spans, span_of_failure=span_of_failure)
-
-
-def _pack(span_chunks: np.ndarray, *, target: int, first_shard: int) -> tuple[np.ndarray, int]:
-    """Fill shards one after another with up to `target` chunks; return (shard of each span, next free shard ID)."""
-    behind = np.cumsum(span_chunks)
-    begins, begin = [], 0
-    while begin < len(behind):
-        begins.append(begin)
-        most = behind[begin] - span_chunks[begin] + target
-        begin = max(begin + 1, int(np.searchsorted(behind, most, side="right")))
-    sizes = np.diff([*begins, len(behind)])
-    return first_shard + np.repeat(np.arange(len(begins)), sizes), first_shard + len(begins)

@@ -74,7 +74,14 @@ def _run(plan: Planned, recipe: Recipe | IndexRecipe, request: Request, part_run
     summary = execute(job, engine, part_run=part_run)
     if plan.detection is not None:
         summary.refused_workers = list(dict.fromkeys([*plan.detection.refused, *summary.refused_workers]))
-    summary.added = cutting_addition(plan)
+    video_plan, detection = plan.plan, plan.detection
+    values, lines = left_out_values(video_plan), left_out_report(video_plan)
+    if video_plan.shots is not None:
+        num_searched, cpu_s = (0, 0.0) if detection is None else (detection.num_videos, detection.cpu_s)
+        values = {"num_searched": num_searched, "detection_cpu_s": cpu_s, **values}
+        if num_searched:
+            lines.insert(0, f"shots    detected in {count_noun(num_searched, 'source')} ({cpu_s:.1f} s of CPU time)")
+    summary.added = Addition(lines, values)
     remove_abandoned()  # folders of workers that were lost in this run or an earlier one
     return summary
 
@@ -130,18 +137,6 @@ def chunk_summary(summary: Summary, recipe: Recipe | IndexRecipe, listed: Path) 
         speed = f"{summary.encoded_s / summary.cpu_s:.1f}x real time per core ({summary.cpu_s:.1f} s of CPU time)"
     retry, verb = retry_words(COLUMN, data=listed.parents[2]), getattr(recipe, "verb", COLUMN.verb)
     return summary_report(summary, listed=listed, speed=speed, retry=retry, verb=verb)
-
-
-def cutting_addition(planned: Planned) -> Addition:
-    """Return what a run omits and, with `--cut shots`, the number of searched sources, for its report."""
-    plan, detection = planned.plan, planned.detection
-    values, lines = left_out_values(plan), left_out_report(plan)
-    if plan.shots is not None:
-        num_searched, cpu_s = (0, 0.0) if detection is None else (detection.num_videos, detection.cpu_s)
-        values = {"num_searched": num_searched, "detection_cpu_s": cpu_s, **values}
-        if num_searched:
-            lines.insert(0, f"shots    detected in {count_noun(num_searched, 'source')} ({cpu_s:.1f} s of CPU time)")
-    return Addition(lines, values)
 
 
 def left_out_report(plan: Plan) -> list[str]:

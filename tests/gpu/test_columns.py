@@ -24,9 +24,9 @@ from clipmill.prep.latents.worker import EncoderUse
 from clipmill.prep.text.bank import TowerUse
 from clipmill.prep.text.plan import make_text_plan
 from clipmill.prep.text.recipe import TextSettings
-from clipmill.prep.text.run import run_text
 from clipmill.prep.text.t5 import resolve_t5
 from clipmill.prep.text.tower import resolve as resolve_text
+from clipmill.prep.text.work import run_text
 from clipmill.shards.reader import Variant
 from tests.prep.here import Here
 from tests.prep.latents.video_vaes import NAMES, save_model

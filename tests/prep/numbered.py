@@ -9,7 +9,18 @@ from typing import Any
 import av
 import numpy as np
 
-from clipmill.prep.synthetic import FrameNumberVideo, frame_times_s, read_frame_number
+from clipmill.prep.synthetic import TICKS_PER_FRAME, FrameNumberVideo, frame_ticks, read_frame_number
+
+
+def frame_times_s(
+    num_frames: int, *, fps: Fraction, start_offset_s: float = 0.0, variable_rate: bool = False
+) -> np.ndarray:
+    """Return the presentation time of each frame in the file, float64[num_frames].
+
+    Subtract the first value to obtain the times shown by a player.
+    """
+    ticks = frame_ticks(num_frames, fps=fps, start_offset_s=start_offset_s, variable_rate=variable_rate)
+    return np.array([float(tick / (fps * TICKS_PER_FRAME)) for tick in ticks])
 
 
 @dataclass(frozen=True)

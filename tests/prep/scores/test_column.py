@@ -19,7 +19,7 @@ from clipmill.shards.commit_table import SCHEMA
 from clipmill.shards.merged_table import open_merged_table, write_merged_table
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES_FIELDS
-from clipmill.shards.scores import CHUNKS_FILE, has_score_table, open_scores
+from clipmill.shards.scores import CHUNKS_FILE, open_scores, score_table_problem
 from clipmill.shards.table_commits import TableCommits
 from tests.prep.running import Ran, chunk, manifest, prep_here
 from tests.prep.scores.conftest import make, rows_of
@@ -70,7 +70,7 @@ def test_a_chunk_that_failed_has_a_row_of_unknown_values(shard_set: ShardSet) ->
     assert make(shard_set.data).failures_by_code() == {"chunk_damaged": 1}
     table = open_scores(shard_set.data).table
     assert table.filter(pa.compute.is_null(table["phash"])).num_rows == 1
-    assert has_score_table(Variant(folder_of(shard_set.data)))
+    assert score_table_problem(Variant(folder_of(shard_set.data))) is None
 
 
 @pytest.mark.parametrize("damage", ["removed", "flipped", "of other commits"])
@@ -84,7 +84,7 @@ def test_a_merged_table_that_is_not_whole_is_written_again(prep: Prep, scored_co
         assert CHUNKS_FILE in prep("verify", "--data", scored_copy.data, status=1).stdout
     else:
         write_merged_table(path, open_merged_table(path), commits=TableCommits(SCHEMA.empty_table()), metadata={})
-    assert not has_score_table(Variant(folder_of(scored_copy.data)))
+    assert score_table_problem(Variant(folder_of(scored_copy.data))) is not None
     what = {"removed": "missing", "flipped": "damaged", "of other commits": "stale"}[damage]
     verified = prep("verify", "--column", "scores", "--data", scored_copy.data, status=1)
     assert f"{path} is {what}" in verified.stdout and f"prep scores --data {scored_copy.data}" in verified.stderr

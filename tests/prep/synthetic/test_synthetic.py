@@ -20,11 +20,11 @@ from clipmill.prep.synthetic import (
     Scene,
     draw_frame_number,
     draw_scenes,
-    frame_times_s,
     make_synthetic,
     plan_scenes,
     read_frame_number,
 )
+from tests.prep.numbered import frame_times_s
 
 NTSC = Fraction(30000, 1001)
 

@@ -17,8 +17,8 @@ from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.prep.text.bank import Block, TowerUse
 from clipmill.prep.text.plan import TextPlan, make_text_plan
 from clipmill.prep.text.recipe import TextSettings
-from clipmill.prep.text.run import run_text
 from clipmill.prep.text.tower import resolve
+from clipmill.prep.text.work import run_text
 from tests.prep.here import Here
 
 # Three videos of two splits: repeated texts in a video and between videos, and a video without captions.

@@ -10,8 +10,8 @@ from clipmill.prep.core.run import Summary
 from clipmill.prep.text.bank import TowerUse
 from clipmill.prep.text.plan import make_text_plan
 from clipmill.prep.text.recipe import TextSettings
-from clipmill.prep.text.run import run_text
 from clipmill.prep.text.t5 import resolve_t5
+from clipmill.prep.text.work import run_text
 from tests.prep.text.sets import Encoding
 
 _LIBRARY: Any = transformers

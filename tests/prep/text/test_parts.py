@@ -11,7 +11,7 @@ from clipmill.prep.core.parts import Part, PartRun, writing_part
 from clipmill.prep.core.run import Summary
 from clipmill.prep.text.bank import TowerUse
 from clipmill.prep.text.recipe import TEXT
-from clipmill.prep.text.run import run_text
+from clipmill.prep.text.work import run_text
 from clipmill.shards.commits import read_commits
 from tests.prep.running import contents
 from tests.prep.text.conftest import Checkpoints

@@ -11,8 +11,8 @@ from clipmill.prep.text.bank import TowerUse
 from clipmill.prep.text.column import COLUMN
 from clipmill.prep.text.plan import make_text_plan, pending_text
 from clipmill.prep.text.recipe import TextSettings
-from clipmill.prep.text.run import run_text
 from clipmill.prep.text.tower import resolve
+from clipmill.prep.text.work import run_text
 from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 from tests.prep.text.sets import CAPTIONS, SPLITS, Encoding, samples, write_captions

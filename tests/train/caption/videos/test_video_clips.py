@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clipmill.prep.synthetic import FrameNumberVideo, frame_times_s, read_frame_number
+from clipmill.prep.synthetic import FrameNumberVideo, read_frame_number
 from clipmill.shards.reader import Variant
 from clipmill.train.data.clip_frames import ClipShape, Rectangle, centre_square, make_clip, rgb_pictures
 from clipmill.train.data.decoders import ChunkDecoder, read_chunk
 from clipmill.train.data.frame_sampling import US_PER_S, ChunkTimes, Sampling, frame_indices, moments_of
 from clipmill.train.tasks.caption.video_windows import WindowClip, read_timing, shown_square, window_clips
+from tests.prep.numbered import frame_times_s
 from tests.prep.running import chunk, manifest
 
 FPS = Fraction(10)
