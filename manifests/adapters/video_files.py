@@ -9,7 +9,7 @@ import difflib
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -490,8 +490,3 @@ def _look_up(servers: dict[str, Objects], url: str, relative: str) -> VideoFile 
         return Fault(url, Reason.UNREADABLE, mask_secrets(str(error).rpartition(": ")[2]))
     except OSError as error:
         return Fault(url, Reason.UNREADABLE, mask_secrets(error.strerror or str(error)))
-
-
-def distinct_names(names: Iterable[object]) -> Iterator[str]:
-    """Yield each name once; values that are not strings are omitted."""
-    yield from dict.fromkeys(name.strip() for name in names if isinstance(name, str) and name.strip())

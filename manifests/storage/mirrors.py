@@ -25,11 +25,8 @@ _ONE_SLASH = re.compile(r"(s3|gs|az|abfs|https?):/(?!/)([^/]*)")
 class Mirror(Protocol):
     """A local folder whose files stand for the objects below an address; see `working_copy.WorkingCopy`."""
 
-    @property
-    def folder(self) -> Path: ...
-
-    @property
-    def address(self) -> str: ...
+    folder: Path
+    address: str
 
     @property
     def is_empty(self) -> bool:
