@@ -123,14 +123,9 @@ class Annotations(NamedTuple):
     needs: Needs | None
 
 
-def annotations_of(settings: Checked) -> tuple[Annotations, ...]:
-    """Return the annotations of all fields of a settings class, in order."""
-    kind: Any = type(settings)
-    return _annotations_of(kind)
-
-
 @cache
-def _annotations_of(kind: Any) -> tuple[Annotations, ...]:
+def annotations_of(kind: Any) -> tuple[Annotations, ...]:
+    """Return the annotations of all fields of a settings class, in order."""
     hints, annotations = get_type_hints(kind, include_extras=True), []
     for field in fields(kind):
         default = field.default if field.default_factory is MISSING else field.default_factory()
@@ -154,7 +149,7 @@ def _examine(settings: Checked) -> tuple[list[UserError], Any]:
     """Return the mistakes, and the settings with defaults for values out of range, so that rules get valid values."""
     errors: list[UserError] = []
     valid: dict[str, object] = {}
-    for field in annotations_of(settings):
+    for field in annotations_of(type(settings)):
         value, flag = getattr(settings, field.name), settings.flag(field.name)
         if isinstance(value, Checked):
             group_errors, group = _examine(value)
@@ -191,7 +186,7 @@ def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterato
     Args:
         typed: Flags of the command line, with their values.
     """
-    for field in annotations_of(settings):
+    for field in annotations_of(type(settings)):
         value, flag, goes_with = getattr(settings, field.name), settings.flag(field.name), field.goes_with
         if isinstance(value, Checked):
             yield from flags_without_effect(value, typed)

@@ -293,7 +293,8 @@ def open_column(variant: Variant, name: str) -> Column:
     times = pa.concat_tables([shard.index.select(["num_frames", "fps_num", "fps_den"]) for shard in sampled])
     frames, fps_num, fps_den = (np.asarray(times[name], np.float64) for name in times.column_names)
     seconds = frames * fps_den / fps_num
-    sizes = np.concatenate([np.asarray(shard.index[f"{_extension(shard)}_size"], np.float64) for shard in sampled])
+    # The first extension is the member that training reads: the chunk, or its latents.
+    sizes = np.concatenate([np.asarray(shard.index[f"{shard.extensions[0]}_size"], np.float64) for shard in sampled])
     num_chunks = sum(shard.num_samples for shard in shards)
     if name == VIDEO:
         reads = clip_reads(sampled)
@@ -303,7 +304,7 @@ def open_column(variant: Variant, name: str) -> Column:
     else:
         reads = chunk_reads(sampled)
         # A compressed array is read completely.
-        share = 1.0 if _extension(sampled[0]).endswith(".zst") else np.minimum(1.0, SEGMENT_S / seconds)
+        share = 1.0 if sampled[0].extensions[0].endswith(".zst") else np.minimum(1.0, SEGMENT_S / seconds)
         clip_bytes, requests = float(np.mean(sizes * share)), 1.0
         num_clips = max(1, round(num_chunks * float(np.floor(seconds / SEGMENT_S + 1e-6).mean())))
         clips = f"segments of {SEGMENT_S:g} s, mean over {count_noun(len(sizes), 'chunk')}"
@@ -347,7 +348,7 @@ def chunk_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, 
     """Return the reads of all complete chunks, or of their latents, in random order."""
     members = [(shard, row) for shard in shards for row in range(shard.num_samples)]
     Random(0).shuffle(members)
-    return [(shard, [shard.member_range(row, _extension(shard))]) for shard, row in members]
+    return [(shard, [shard.member_range(row, shard.extensions[0])]) for shard, row in members]
 
 
 def packet_ranges(table: PacketTable, frames: Sequence[int], *, gap_bytes: int) -> list[tuple[int, int]]:
@@ -406,11 +407,6 @@ def bucket_speed(column: Column, *, num_processes: int) -> tuple[ReadSpeed, Read
 
 def _read(shard: CommittedShard, ranges: Ranges) -> int:
     return sum(map(len, shard.read_ranges(ranges)))
-
-
-def _extension(shard: CommittedShard) -> str:
-    """Return the extension of the member that training reads: the chunk, or its latents."""
-    return shard.extensions[0]
 
 
 METRICS_FILE, SETTINGS_FILE, FACTS_FILE = "metrics.jsonl", "settings.yaml", "run.json"

@@ -82,7 +82,7 @@ def read_folder(
         assert captions is not None
         # The table is read a second time for its captions, and gives the same notes.
         rows = read_caption_rows(captions, required=required, note=lambda _: None)
-        names = dict.fromkeys(row.video.strip() for row in rows if isinstance(row.video, str) and row.video.strip())
+        names = dict.fromkeys(row.video.strip() for row in rows if row.video and row.video.strip())
         scan = builder.use_scan(named_videos(names, base=base))
     elif directory is None:
         raise UserError("VIDEOS is required", hint="give a folder, or --captions and a table with URLs of videos")

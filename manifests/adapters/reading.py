@@ -256,7 +256,7 @@ class ReadingBuilder:
             self.reject(reason, file=str(file), row=origin.row, source_id=source_id, detail=detail)
             return False
         values = {name: (labels or {}).get(name) for name in self._labels}
-        values |= {"source": self._source_code(source)}
+        values |= {"source": self._sources.setdefault(source, len(self._sources))}
         optional = {"likelihood": likelihood, "split": split, "group": group, "view": view}
         self._captions.append(optional, video=video, begin_s=begin_s, end_s=end_s, text=str(text).strip(), **values)
         if file in self._num_rows_used:
@@ -273,7 +273,7 @@ class ReadingBuilder:
             pa.array(begin_s),
             pa.array(end_s),
             texts,
-            pa.array(np.full(num_rows, self._source_code(source), np.int32)),
+            pa.array(np.full(num_rows, self._sources.setdefault(source, len(self._sources)), np.int32)),
             *(pa.nulls(num_rows, kind) for kind in self._labels.values()),
         ]
         self._bulk.append(pa.RecordBatch.from_arrays(arrays, schema=self._captions.schema))
@@ -353,9 +353,6 @@ class ReadingBuilder:
             example_file=self._example_file,
             notes=tuple(self._notes),
         )
-
-    def _source_code(self, source: str) -> int:
-        return self._sources.setdefault(source, len(self._sources))
 
     def _gather_bulk(self) -> None:
         if self._bulk:

@@ -172,7 +172,7 @@ def named_parts(settings: Checked) -> Iterator[NamedPart]:
     used, even if some of its packages are missing.
     """
     of_class: Mapping[str, Parts[Any]] = getattr(type(settings), "parts", {})
-    for field in annotations_of(settings):
+    for field in annotations_of(type(settings)):
         value = getattr(settings, field.name)
         if isinstance(value, Checked):
             yield from named_parts(value)

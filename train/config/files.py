@@ -404,7 +404,7 @@ def _drop_idle(
         The remaining values; and for each dropped value (by its flag), the flag and value that make it ineffective.
     """
     kept, idle = dict(values), dict[str, str]()
-    annotations = {setting.name: setting for setting in annotations_of(defaults)}
+    annotations = {setting.name: setting for setting in annotations_of(type(defaults))}
     for key, value in values.items():
         setting = annotations.get(str(key).replace("-", "_"))
         group = getattr(defaults, setting.name) if setting else None  # the parser reports unknown keys
