@@ -135,8 +135,8 @@ PACKAGES = ("manifests", "shards", "train", "prep")
 VAGUE_TEST_FUNCTIONS = frozenset({"counted", "decoded", "divided", "indexed", "opened", "refused", "served"})
 # Limits that only go down: files, functions, classes, and lines of imports in percent of all lines.
 IDEAS = {
-    "manifests": (57, 820, 108, 6.6),
-    "shards": (36, 454, 71, 6.8),
+    "manifests": (54, 791, 108, 5.9),
+    "shards": (36, 446, 71, 6.4),
     "train": (217, 2909, 491, 8.0),
     "prep": (125, 1295, 264, 8.5),
 }
