@@ -105,6 +105,12 @@ class Nodes:
         """Return True if a node is alive."""
         return any(node["NodeID"] == node_id and node["Alive"] for node in self._ray.nodes())
 
+    def places(self) -> dict[str, str]:
+        """Return the nodes of the workers of this run that are starting, by actor id; Ray never gives up on them."""
+        job = self._ray.JobID.from_hex(self._ray.get_runtime_context().get_job_id())
+        actors = self._ray._private.state.actors(job_id=job, actor_state_name="PENDING_CREATION")
+        return {actor_id: actor["Address"]["NodeID"] for actor_id, actor in actors.items()}
+
     def capacities(self) -> tuple[int, int]:
         """Return how many workers the nodes have room for: the living ones, and all that an autoscaler may start.
 
@@ -178,6 +184,8 @@ class Nodes:
 
 
 _TASKS_PER_ACTOR = 2  # the task that it works on, and the next one, so that it need not wait for the command
+_START_LIMIT_S = 300.0  # for the first worker of a node; Ray may have to prepare the runtime environment of a job
+_LOOKS = 10  # within this time
 _MAX_FAILED_STARTS = 3  # per actor, one after another
 _MAX_LOST_NODES = 10  # for one task, which may take its nodes down
 _MAX_FAULTS = 2  # consecutive tasks that a node fails and another node does, before the node is refused
@@ -237,6 +245,9 @@ class ActorRun:
         self._starting = dict[Any, Any]()
         self._busy = dict[Any, tuple[_Actor, _Attempt]]()
         self._num_failed_starts = 0
+        self._able = set[str]()  # nodes on which a worker has started
+        self._silent_since_s = dict[str, float]()  # nodes on which the first worker is starting
+        self._looked_s = time.monotonic()
         self._num_faults = Counter[str]()  # faults of each node since its last task without a fault
 
     def outcomes(self, given: Iterator[tuple[Any, str]]) -> Events:
@@ -259,6 +270,7 @@ class ActorRun:
             # With neither room nor a task for it, a worker would start at the end of the run, for nothing.
             while len(self._starting) > max(len(self._waiting), self._nodes.capacities()[0] - len(self._busy)):
                 self._ray.kill(self._starting.popitem()[1])
+            yield from self._refuse_silent()
             ready, _ = self._ray.wait([*self._starting, *self._busy], timeout=TICK_S)
             if not ready:
                 self._nodes.require_one()
@@ -288,10 +300,27 @@ class ActorRun:
             return
         self._num_failed_starts = 0
         node_id, reason = answer
+        self._able.add(node_id)
         if reason is None:
             self._give(_Actor(handle, node_id))
         else:
             yield from self._nodes.refuse(node_id, reason)
+
+    def _refuse_silent(self) -> Events:
+        """Refuse the nodes on which no worker has started in time, for example because Python is damaged there."""
+        now_s = time.monotonic()
+        if not self._starting or now_s - self._looked_s < _START_LIMIT_S / _LOOKS:
+            return
+        self._looked_s = now_s
+        places = {actor_id: node_id for actor_id, node_id in self._nodes.places().items() if node_id not in self._able}
+        self._silent_since_s = {node_id: self._silent_since_s.get(node_id, now_s) for node_id in places.values()}
+        for node_id, since_s in self._silent_since_s.items():
+            if node_id and now_s - since_s >= _START_LIMIT_S:
+                for call, handle in [*self._starting.items()]:
+                    if places.get(handle._actor_id.hex()) == node_id:
+                        self._ray.kill(self._starting.pop(call))
+                reason = f"no worker has started there within {_START_LIMIT_S:g} s; the logs of Ray there may say why"
+                yield from self._nodes.refuse(node_id, reason)
 
     def _give(self, actor: _Actor) -> None:
         """Give an actor the next task for its node. Without one it ends, because nothing refers to it any more."""

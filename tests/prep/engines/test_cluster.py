@@ -8,18 +8,21 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import repeat, takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clipmill.manifests.errors import FailedWork
+from clipmill.prep.engines import Refused, ray_actors
 from clipmill.prep.engines.isolated import IsolatedEngine
-from clipmill.prep.engines.ray import RayEngine, running_processes
+from clipmill.prep.engines.ray import RayEngine, import_ray, running_processes
 from tests.conftest import ROOT
 from tests.prep.engines.conftest import HEAD
 from tests.prep.engines.nodes import add_node_with, may_mount
@@ -201,6 +204,24 @@ def test_a_node_that_fails_what_others_do_is_named_and_left_out(
     next(data.glob("video/*/commits/*.json")).unlink()
     error = prep("retry", "--data", data, status=2, RAY_AUTH_TOKEN="0" * 64).error
     assert error == f'the Ray cluster at "{cluster.address}" requires another token'
+
+
+def test_a_node_on_which_no_worker_starts_is_named_and_left_out(
+    cluster: Any, add_node: AddNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_private_mounts()
+    program = Path(import_ray().__file__).parent / "_private/workers/default_worker.py"
+    (ends := tmp_path / "ends.py").write_text("raise SystemExit(1)\n")
+    add_node(["--bind", ends, program])
+    (node,) = cluster.worker_nodes
+    monkeypatch.setattr(ray_actors, "_START_LIMIT_S", 15.0)
+    refused: list[Refused] = []
+    engine = RayEngine(num_workers=2, address=cluster.address)
+    for event in engine.run(time.sleep, takewhile(lambda _: not refused, repeat(0.5))):
+        if isinstance(event, Refused):
+            refused.append(event)
+    assert [event.node.split()[1] for event in refused] == [node.node_id[:8]]
+    assert refused[0].reason.startswith("no worker has started there within 15 s")
 
 
 def test_ray_that_does_not_start_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
