@@ -16,6 +16,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -189,6 +190,10 @@ class ObjectCache:
     def drop(self, name: str) -> None:
         """Remove a damaged or outdated copy; processes that have it open or mapped keep it."""
         (self._files / name).unlink(missing_ok=True)
+
+    def remove_unused(self) -> None:
+        """Remove the copies that no process uses."""
+        evict(self._copies(), excess_bytes=sys.maxsize)
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of the copies."""

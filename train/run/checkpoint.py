@@ -12,8 +12,10 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from math import prod
@@ -22,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from clipmill.manifests.errors import UserError, first_line
+from clipmill.manifests.locks import open_private, private_root
 from clipmill.manifests.publish import parse_json
-from clipmill.manifests.storage.mirrors import is_away, mirror_of
+from clipmill.manifests.storage.mirrors import is_away, local_copy, mirror_of
 from clipmill.train.data.order import LoaderState
 from clipmill.train.distributed.world import World
 
@@ -195,8 +198,10 @@ def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tens
     """Load tensors into tensors of the same names, maybe sharded; all ranks call it. UserError if unreadable."""
     from clipmill.train.distributed.storage import read_into
 
+    is_shared = world.size > 1 and mirror_of(path) is not None
     try:
-        read_into(path, dict(table), tensors, world=world, open_part=open_part)
+        with _shared_parts() if is_shared else nullcontext(open_part) as opener:
+            read_into(path, dict(table), tensors, world=world, open_part=opener)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _unreadable_error(path, first_line(error)) from error
 
@@ -273,6 +278,42 @@ def open_part(path: Path) -> BinaryIO:
         raise ValueError(f"the checksum of its file {path.name} does not match")
     file.seek(0)
     return file
+
+
+@contextmanager
+def _shared_parts() -> Iterator[Callable[[Path], BinaryIO]]:
+    """Yield a function like `open_part` for the ranks of a node, which fetch each file once for all of them.
+
+    A file stays on the disk until the block of the last rank ends.
+    """
+    from clipmill.manifests.storage.cache import Damaged, ObjectCache
+
+    folder = private_root("parts")
+    os.close(open_private(folder))
+    cache = ObjectCache(folder, limit_bytes=sys.maxsize, is_durable=False)
+
+    def open_shared(path: Path) -> BinaryIO:
+        if not is_away(path):
+            return path.open("rb")
+
+        def fetch(target: Path) -> None:
+            with local_copy(path):
+                os.link(path, target)
+
+        facts = content_of(path.parent)["files"][path.name]
+        try:
+            copy = cache.get(facts["sha256"], **facts, fetch=fetch)
+        except Damaged as error:
+            raise ValueError(f"the checksum of its file {path.name} does not match") from error
+        assert copy is not None
+        copies.enter_context(copy)
+        return os.fdopen(os.dup(copy.descriptor), "rb")
+
+    try:
+        with ExitStack() as copies:
+            yield open_shared
+    finally:
+        cache.remove_unused()
 
 
 def _damage(path: Path, about: Mapping[str, Any]) -> str | None:

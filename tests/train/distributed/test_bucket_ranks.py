@@ -2,18 +2,21 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.train.config.shards import local_folder
-from clipmill.train.run.checkpoint import all_checkpoints, content_of, read_weights
-from clipmill.train.run.folder import RunFolder, read_lines
+from clipmill.train.distributed.launch import open_world
+from clipmill.train.run.checkpoint import all_checkpoints, content_of, fill, read_table, read_weights
+from clipmill.train.run.folder import RunFolder, create_run, read_lines
 from tests.object_storage.faults import Fault, Faults
 from tests.train.distributed.forked import Rank, end_well, fork_ranks, free_port
 from tests.train.distributed.runs import run_on_nodes
 from tests.train.latents.columns import FLAGS, write_columns
+from tests.train.plane import settings, train_plane
 
 
 def test_nodes_without_a_shared_disk_lose_one_and_end_with_the_same_bits(
@@ -56,6 +59,35 @@ def test_nodes_without_a_shared_disk_lose_one_and_end_with_the_same_bits(
     named = {f"checkpoints/{step}/{name}" for step, names in files.items() for name in names}
     keys = {info.key for info in open_objects(f"{bucket}/run").list()}
     assert {key for key in keys if key.startswith("checkpoints/")} == named, "a part of the lost launch is left"
+
+
+def test_ranks_of_a_node_fetch_a_part_once(
+    tmp_path: Path, bucket: str, faults: Faults, other_machine: Callable[[], Path]
+) -> None:
+    other_machine()
+    address = f"{bucket}/run"
+    run = RunFolder(local_folder(address))
+    chosen = replace(settings(run.path, steps=1, batch=4, checkpoint_every=1), workers=1)
+    create_run(chosen)
+    with run.hold():
+        train_plane(chosen)
+    expected = read_weights(all_checkpoints(run.checkpoints)[1])
+    faults.set()
+    end_well(fork_ranks(_read, _node(tmp_path / "node"), address, expected, size=2, folder=tmp_path))
+    methods = [method for method, path in faults.seen().requests if path.endswith(".bin")]
+    assert methods == ["GET"], faults.seen().requests
+    (parts,) = (tmp_path / "node").glob("parts-*")
+    assert list((parts / "objects").iterdir()) == [], "copies are left"
+
+
+def _read(environment: dict[str, str], address: str, expected: dict[str, torch.Tensor]) -> None:
+    """Compare what a rank reads of a checkpoint."""
+    os.environ |= environment
+    path = all_checkpoints(RunFolder(local_folder(address)).checkpoints)[1]
+    tensors = {f"model.{name}": torch.empty_like(tensor) for name, tensor in expected.items()}
+    with open_world(device_type="cpu") as world:
+        fill(path, read_table(path), tensors, world=world)
+    assert all(torch.equal(tensors[f"model.{name}"], tensor) for name, tensor in expected.items())
 
 
 def _node(scratch: Path) -> dict[str, str]:
