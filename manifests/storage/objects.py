@@ -43,6 +43,7 @@ from clipmill.manifests.storage.stores import (
     Conflict,
     CutAnswer,
     NoAnswer,
+    NoCredentials,
     OddName,
     Unanswered,
     open_store,
@@ -293,7 +294,7 @@ class Changes:
                 try:
                     with storage_errors(self._address, f"{self._address}/{key}", num_bytes=num_bytes):
                         return request()
-                except NoAnswer:
+                except (NoAnswer, NoCredentials):
                     if time.monotonic() > end_s:
                         raise
                 time.sleep(pause_s * random.uniform(0.5, 1.0))

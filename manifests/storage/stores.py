@@ -163,6 +163,10 @@ class AccessDenied(AccessRefused):
     concerns_all = False
 
 
+class NoCredentials(AccessRefused):
+    """No credentials are set, and the machine gives none, at least now."""
+
+
 class OddName(OSError):
     """A listing has an object whose name obstore rejects: with `//`, with `.` or `..` as a folder, or unprintable."""
 
@@ -237,7 +241,7 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
         message = f"{where}: the clock of this machine differs too much from the server's ({code})"
         raise AccessRefused(message, hint="set the clock, for example with NTP") from None
     if any(path in str(error) for path in _METADATA_PATHS):  # obstore's last resort without credentials
-        raise AccessRefused(
+        raise NoCredentials(
             f"{where}: there are no credentials", hint=f"set {cloud.credentials}, or use a machine with a role"
         ) from None
     if (renewal := _RENEWAL.search(str(error))) is not None:

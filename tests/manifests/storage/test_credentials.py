@@ -97,6 +97,16 @@ def test_keys_are_renewed_before_they_expire(
     assert list(S3Requests(bucket, objects._store).open_uploads()) == []
 
 
+def test_a_write_waits_for_an_instance_that_gives_no_keys_for_a_while(
+    bucket: str, faults: Faults, use_credentials: Callable[[str], None]
+) -> None:
+    use_credentials("instance")
+    faults.set(Fault("error", path="^/latest/", status=503, for_s=6.0), key_life_s=LIFE_S)
+    objects = open_objects(bucket)
+    objects.write("small", b"content")
+    assert objects.read("small") == b"content"
+
+
 def test_keys_of_a_web_identity_are_renewed_before_they_expire(
     s3: S3Server, bucket: str, faults: Faults, use_credentials: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
