@@ -78,7 +78,7 @@ def test_one_pass_equals_the_steps_one_by_one(
     drawn = draw(np.arange(6), replace(AUGMENTS["all"], erase=0.0), seed=1)
     found = model_input(planes, kinds, drawn, size_px=size_px, device=device)
     for number, kind in enumerate(kinds):
-        expected = reference.augmented(planes[number], int(kind), drawn, number, size_px=size_px, mean=MEAN, std=STD)
+        expected = reference.augment_clip(planes[number], int(kind), drawn, number, size_px=size_px, mean=MEAN, std=STD)
         assert bool((levels_off(found[number], torch.as_tensor(np.asarray(expected))) <= 1).all()), number
 
 

@@ -14,7 +14,7 @@ def model_input(planes: NDArray[np.uint8], kind: int, *, size_px: int, mean: obj
     return normalise(np.clip(rgb_clip(planes, kind, size_px=size_px), 0, 1), mean, std)
 
 
-def augmented(
+def augment_clip(
     planes: NDArray[np.uint8], kind: int, draw: Draw, number: int, *, size_px: int, mean: object, std: object
 ) -> Array:
     """The clip with what was drawn for clip `number`."""

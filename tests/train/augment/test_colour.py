@@ -29,15 +29,15 @@ def back_to_rgb(planes: Bytes, kind: int, *, size_px: int = SIZE_PX) -> Bytes:
 def test_a_known_colour_comes_back_from_libav(kind: int) -> None:
     for colour in KNOWN_COLOURS:
         picture = np.full((SIZE_PX, SIZE_PX, 3), colour, dtype=np.uint8)
-        found = back_to_rgb(planes_of_rgb(picture, kind=kind), kind)
-        assert np.abs(found.astype(int) - picture).max() <= 2, colour
+        back = back_to_rgb(planes_of_rgb(picture, kind=kind), kind)
+        assert np.abs(back.astype(int) - picture).max() <= 2, colour
 
 
 def test_another_kind_gives_another_colour() -> None:
     picture = np.full((SIZE_PX, SIZE_PX, 3), (200, 30, 60), dtype=np.uint8)
     for kind, other in product(range(6), repeat=2):
-        found = back_to_rgb(planes_of_rgb(picture, kind=kind), other)
-        assert (np.abs(found.astype(int) - picture).max() <= 2) == (kind == other), (kind, other)
+        back = back_to_rgb(planes_of_rgb(picture, kind=kind), other)
+        assert (np.abs(back.astype(int) - picture).max() <= 2) == (kind == other), (kind, other)
 
 
 def test_matrices_take_black_and_white_and_grey_to_themselves() -> None:
@@ -64,15 +64,15 @@ def test_a_decoded_frame_looks_as_swscale_shows_it() -> None:
         frames = list(cast(InputContainer, container).decode(video=0))
     for frame in frames:
         kind = colour_kind(colorspace=frame.colorspace, color_range=frame.color_range, is_full_format=False)
-        found = back_to_rgb(planes_of_frame(frame), kind, size_px=frame.width)
+        back = back_to_rgb(planes_of_frame(frame), kind, size_px=frame.width)
         # The pictures are grey: how chroma is enlarged makes no difference, and swscale's tables err by a level or two.
-        assert np.abs(found.astype(int) - frame.to_ndarray(format="rgb24")).max() <= 3
+        assert np.abs(back.astype(int) - frame.to_ndarray(format="rgb24")).max() <= 3
 
 
 def test_values_beyond_black_and_white_are_held() -> None:
     planes = random_planes(1, 1, SIZE_PX)[0, 0]
-    found = back_to_rgb(planes, 0)
-    assert found.min() == 0 and found.max() == 255
+    back = back_to_rgb(planes, 0)
+    assert back.min() == 0 and back.max() == 255
 
 
 def test_naming_a_kind_does_not_load_torch() -> None:

@@ -25,8 +25,8 @@ def test_boxes_have_the_share_the_area_and_the_shape_that_the_paper_asks_for() -
 def test_boxes_lie_within_the_picture_and_reach_all_of_it() -> None:
     box = draw(np.arange(4000), Augment(erase=1.0), seed=0).box
     seen = np.zeros((SIZE_PX, SIZE_PX), int)
-    for one in box[box[:, 0] > 0]:
-        rows, columns = box_of(one, size_px=SIZE_PX)
+    for box_row in box[box[:, 0] > 0]:
+        rows, columns = box_of(box_row, size_px=SIZE_PX)
         assert 0 <= rows.start < rows.stop <= SIZE_PX and 0 <= columns.start < columns.stop <= SIZE_PX
         seen[rows, columns] += 1
     assert seen.min() > 0
@@ -55,12 +55,12 @@ def test_a_box_is_the_same_in_all_frames_and_is_filled_with_normal_noise() -> No
 def test_a_clip_has_its_noise_whatever_its_batch_and_another_one_at_its_next_visit() -> None:
     planes, colour = torch.from_numpy(random_planes(6, 2, SIZE_PX)), torch.zeros(6, dtype=torch.uint8)
 
-    def made(positions: list[int]) -> torch.Tensor:
+    def erase_at(positions: list[int]) -> torch.Tensor:
         drawn = draw(np.array(positions), Augment(erase=1.0), seed=1)
         rows = [position % 6 for position in positions]
         mean, std = (0.5, 0.5, 0.5), (0.2, 0.2, 0.2)
         return to_model_input(planes[rows], colour[rows], size_px=SIZE_PX, mean=mean, std=std, draw=drawn)
 
-    whole = made([0, 1, 2, 3, 4, 5])
-    torch.testing.assert_close(made([4, 1]), whole[[4, 1]], rtol=0, atol=0)
-    assert (made([10]) != whole[4]).any()
+    whole = erase_at([0, 1, 2, 3, 4, 5])
+    torch.testing.assert_close(erase_at([4, 1]), whole[[4, 1]], rtol=0, atol=0)
+    assert (erase_at([10]) != whole[4]).any()

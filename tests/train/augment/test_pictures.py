@@ -53,11 +53,11 @@ def test_one_pass_equals_the_steps_one_by_one(make: Callable[[int, int, int], By
     kinds = np.tile(KINDS, 2)
     drawn = draw(np.arange(12), STRONG, seed=1)
     assert 0 < drawn.flip.sum() < 12 and 0 < (drawn.blur_sigma_px > 0).sum() < 12
-    found = run(planes, kinds, drawn, mean=MEAN, std=STD)
+    output_clips = run(planes, kinds, drawn, mean=MEAN, std=STD)
     plain = run(planes, kinds, mean=MEAN, std=STD)
     for number, kind in enumerate(kinds):
-        expected = reference.augmented(planes[number], kind, drawn, number, size_px=SIZE_PX, mean=MEAN, std=STD)
-        assert np.abs(found[number] - expected).max() < TOLERANCE / max(STD), number
+        expected = reference.augment_clip(planes[number], kind, drawn, number, size_px=SIZE_PX, mean=MEAN, std=STD)
+        assert np.abs(output_clips[number] - expected).max() < TOLERANCE / max(STD), number
         unchanged = reference.model_input(planes[number], kind, size_px=SIZE_PX, mean=MEAN, std=STD)
         assert np.abs(plain[number] - unchanged).max() < TOLERANCE / max(STD), number
 
@@ -89,13 +89,13 @@ def test_drawing_nothing_changes_nothing() -> None:
 @pytest.mark.parametrize("factor", [0.7, 1.0, 1.2])
 def test_jitter_means_what_torchvision_means(name: str, factor: float) -> None:
     planes, kinds = mild_planes(1, NUM_FRAMES, SIZE_PX), KINDS[:1]
-    plain, found = (run(planes, kinds, drawn)[0] for drawn in (None, with_one(name, factor)))
+    plain, converted = (run(planes, kinds, drawn)[0] for drawn in (None, with_one(name, factor)))
     # The frames one above the other: the mean grey is then that of the clip.
     tall = torch.from_numpy(plain).reshape(3, NUM_FRAMES * SIZE_PX, SIZE_PX)
     expected = getattr(torchvision_functional, f"adjust_{name}")(tall, factor).reshape(plain.shape).numpy()
     assert expected.min() > 0 and expected.max() < 1
-    assert np.abs(found - expected).max() < TOLERANCE
-    assert factor == 1 or np.abs(found - plain).max() > 4 * TOLERANCE
+    assert np.abs(converted - expected).max() < TOLERANCE
+    assert factor == 1 or np.abs(converted - plain).max() > 4 * TOLERANCE
 
 
 def test_blur_means_what_torchvision_means() -> None:
@@ -103,13 +103,13 @@ def test_blur_means_what_torchvision_means() -> None:
     plain = torch.from_numpy(run(planes, kinds)[0])
     for sigma_px in (0.1, 0.8, 2.0):
         expected = torchvision_functional.gaussian_blur(plain, [13, 13], [sigma_px, sigma_px]).numpy()
-        found = run(planes, kinds, with_one("blur_sigma_px", sigma_px))[0]
-        assert np.abs(found - expected).max() < 1e-5
+        blurred = run(planes, kinds, with_one("blur_sigma_px", sigma_px))[0]
+        assert np.abs(blurred - expected).max() < 1e-5
 
 
 def test_hue_keeps_grey_and_turns_as_torchvision_does() -> None:
     drawn = [with_one("hue", value) for value in (0.0, 0.25, 0.5, 1.0)]
-    matrices = [colour_map(one, mean=ZERO, std=ONE)[0, :, :3] for one in drawn]
+    matrices = [colour_map(kind_draw, mean=ZERO, std=ONE)[0, :, :3] for kind_draw in drawn]
     for matrix in matrices:
         np.testing.assert_allclose(np.array(reference.WEIGHTS) @ matrix, reference.WEIGHTS, atol=1e-5)
     np.testing.assert_allclose(matrices[1] @ matrices[1], matrices[2], atol=1e-5)
@@ -122,10 +122,10 @@ def test_hue_keeps_grey_and_turns_as_torchvision_does() -> None:
 
 def test_results_stay_between_black_and_white() -> None:
     planes = random_planes(6, NUM_FRAMES, SIZE_PX)
-    found = run(planes, KINDS, draw(np.arange(6), STRONG, seed=3), mean=MEAN, std=STD)
+    converted = run(planes, KINDS, draw(np.arange(6), STRONG, seed=3), mean=MEAN, std=STD)
     for number in range(3):
         low, high = -MEAN[number] / STD[number], (1 - MEAN[number]) / STD[number]
-        assert found[:, number].min() >= low - 1e-6 and found[:, number].max() <= high + 1e-6
+        assert converted[:, number].min() >= low - 1e-6 and converted[:, number].max() <= high + 1e-6
 
 
 def test_another_type_is_the_rounded_result() -> None:

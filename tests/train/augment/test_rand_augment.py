@@ -36,7 +36,7 @@ def smooth_clip() -> Pictures:
     return (np.stack(frames).round() + grain).astype(np.uint8)
 
 
-def changed(clip: Pictures, name: str, strength: float) -> Pictures:
+def change_clip(clip: Pictures, name: str, strength: float) -> Pictures:
     tensor = torch.from_numpy(clip).permute(0, 3, 1, 2)
     return change(tensor, name, strength, fill=FILL).permute(0, 2, 3, 1).numpy()
 
@@ -90,27 +90,27 @@ def test_every_operation_is_compared() -> None:
 def test_a_change_of_colour_is_pils_on_every_frame(name: str) -> None:
     strength, operation, tolerance = COLOURS[name]
     clip = smooth_clip()
-    found, expected = changed(clip, name, strength).astype(int), by_pil(clip, operation).astype(int)
-    assert np.abs(found - expected).max() <= tolerance
-    assert np.abs(found - clip.astype(int)).max() > 5
+    changed_clip, expected = change_clip(clip, name, strength).astype(int), by_pil(clip, operation).astype(int)
+    assert np.abs(changed_clip - expected).max() <= tolerance
+    assert np.abs(changed_clip - clip.astype(int)).max() > 5
 
 
 @pytest.mark.parametrize("name", MOVES)
 def test_a_move_is_pils_on_every_frame(name: str) -> None:
     strength, operation = MOVES[name]
     clip = smooth_clip()
-    found, expected = changed(clip, name, strength).astype(int), by_pil(clip, operation).astype(int)
+    changed_clip, expected = change_clip(clip, name, strength).astype(int), by_pil(clip, operation).astype(int)
     # PIL cuts where this rounds, and may see a pixel on the very edge as outside.
-    off = np.abs(found - expected).max(axis=-1)
-    assert (off <= 1).mean() > 0.99 and np.abs(found - clip.astype(int)).mean() > 5
+    off = np.abs(changed_clip - expected).max(axis=-1)
+    assert (off <= 1).mean() > 0.99 and np.abs(changed_clip - clip.astype(int)).mean() > 5
     outside = (expected == FILL_BYTES).all(axis=-1)
-    assert outside.any() and (np.abs(found[outside] - FILL_BYTES).max(axis=-1) <= 1).mean() > 0.99
+    assert outside.any() and (np.abs(changed_clip[outside] - FILL_BYTES).max(axis=-1) <= 1).mean() > 0.99
 
 
 def test_weak_operations_change_little_and_strong_ones_much() -> None:
     clip = smooth_clip().astype(int)
     for name in OPERATIONS[3:]:
-        off = [np.abs(changed(clip.astype(np.uint8), name, at) - clip).mean() for at in (0.0, 0.3, 1.0)]
+        off = [np.abs(change_clip(clip.astype(np.uint8), name, at) - clip).mean() for at in (0.0, 0.3, 1.0)]
         # Posterize and solarize keep four bits, or all values, at the least.
         assert off[0] < (8 if name == "posterize" else 0.6), name
         assert off[0] <= off[1] < off[2], name
@@ -136,12 +136,12 @@ def test_a_clip_is_what_its_operations_make_of_its_bytes_whatever_its_batch() ->
     planes, colour = torch.from_numpy(random_planes(8, 2, SIZE_PX)), torch.zeros(8, dtype=torch.uint8)
     positions, std = np.arange(8), (0.229, 0.224, 0.225)
 
-    def made(rows: list[int]) -> torch.Tensor:
+    def augment_rows(rows: list[int]) -> torch.Tensor:
         drawn = draw(positions[rows], VIDEOMAE, seed=1)
         return to_model_input(planes[rows], colour[rows], size_px=SIZE_PX, mean=FILL, std=std, draw=drawn)
 
-    whole = made(list(range(8)))
-    torch.testing.assert_close(made([5, 2]), whole[[5, 2]], rtol=0, atol=0)
+    whole = augment_rows(list(range(8)))
+    torch.testing.assert_close(augment_rows([5, 2]), whole[[5, 2]], rtol=0, atol=0)
     drawn = draw(positions, VIDEOMAE, seed=1)
     expected = to_rgb_uint8(planes, colour, size_px=SIZE_PX).permute(0, 1, 4, 2, 3)
     for number, clip in enumerate(expected):
@@ -231,7 +231,7 @@ def test_clips_that_are_changed_together_are_changed_as_each_by_itself() -> None
     together = video.clone()
     rand_augment_clips(together, drawn, mean=FILL, std=FILL)
     for number in range(24):
-        one = video[number : number + 1].clone()
+        row_clip = video[number : number + 1].clone()
         rows = {name: value[number : number + 1] for name, value in vars(drawn).items()}
-        rand_augment_clips(one, type(drawn)(**rows), mean=FILL, std=FILL)
-        assert torch.equal(one[0], together[number]), number
+        rand_augment_clips(row_clip, type(drawn)(**rows), mean=FILL, std=FILL)
+        assert torch.equal(row_clip[0], together[number]), number

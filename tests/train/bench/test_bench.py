@@ -57,7 +57,7 @@ def test_every_link_has_a_rate_and_the_slowest_is_named(
 
 
 @pytest.fixture(scope="module")
-def labelled(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def labelled_data(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny data, whose captions have a class."""
     folder = tmp_path_factory.mktemp("labelled")
     shutil.copytree(data_dir, folder, dirs_exist_ok=True)
@@ -69,8 +69,10 @@ def labelled(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("task", nightly_beyond(["dual-encoder"], [spec.name for spec in tasks()]))
-def test_every_task_is_measured(bench: Bench, labelled: Path, capsys: pytest.CaptureFixture[str], task: str) -> None:
-    assert bench(task, "--shards", labelled, "--json") == 0
+def test_every_task_is_measured(
+    bench: Bench, labelled_data: Path, capsys: pytest.CaptureFixture[str], task: str
+) -> None:
+    assert bench(task, "--shards", labelled_data, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert [link["link"] for link in result["links"]] == LINKS
     assert result["step_s"] == pytest.approx(4 / result["step_items_per_s"]) and 0 <= result["wait_share"] <= 1

@@ -32,15 +32,17 @@ def test_parts_of_a_step_are_those_of_sets_of_moments() -> None:
             for _ in range(2)
         ]
         whole = set(range(*step))
-        computing, communicating = ({at for span in one for at in range(*span)} & whole for one in spans)
+        computing, communicating = ({at for span in kind_spans for at in range(*span)} & whole for kind_spans in spans)
         events = [Event("clipmill::step", *step)]
         events += [
-            Event(name, *span) for name, one in zip(("aten::mm", "gloo:all_reduce"), spans, strict=True) for span in one
+            Event(name, *span)
+            for name, kind_spans in zip(("aten::mm", "gloo:all_reduce"), spans, strict=True)
+            for span in kind_spans
         ]
-        [found] = breakdowns(events)
+        [breakdown] = breakdowns(events)
         both = computing & communicating
         sets = (whole, computing, both, communicating - both, whole - computing - communicating)
-        assert asdict(found) == pytest.approx(us(*map(len, sets)), abs=1e-12)
+        assert asdict(breakdown) == pytest.approx(us(*map(len, sets)), abs=1e-12)
 
 
 def us(*numbers: float) -> dict[str, float]:
@@ -83,7 +85,7 @@ def test_a_step_on_a_gpu_is_broken_down_by_its_kernels() -> None:
     assert asdict(step) == pytest.approx(us(100, 40, 10, 20, 40))
 
 
-def bench_rank(words: list[str], said: Path) -> None:
+def bench_rank(words: list[str], out_path: Path) -> None:
     sys.argv = ["train", "bench", *words]
     doing = list[str]()
 
@@ -92,38 +94,40 @@ def bench_rank(words: list[str], said: Path) -> None:
         return Activity(text)
 
     pytest.MonkeyPatch().setattr("clipmill.train.bench.run.Activity", activity)
-    with Path(f"{said}.{os.environ['RANK']}").open("w") as sys.stdout, pytest.raises(SystemExit) as left:
+    with Path(f"{out_path}.{os.environ['RANK']}").open("w") as sys.stdout, pytest.raises(SystemExit) as left:
         main()
-    Path(f"{said}.doing.{os.environ['RANK']}").write_text("\n".join(doing))
+    Path(f"{out_path}.doing.{os.environ['RANK']}").write_text("\n".join(doing))
     sys.exit(left.value.code)
 
 
 @pytest.mark.nightly
 def test_two_processes_break_their_steps_down_under_each_strategy(data_dir: Path, tmp_path: Path) -> None:
-    page, said = tmp_path / "bench.html", tmp_path / "said"
+    page, out_path = tmp_path / "bench.html", tmp_path / "said"
     words = [*map(str, (word for pair in SMALL.items() for word in pair)), "--shards", str(data_dir), "--json"]
     words += ["--seconds", "0.01", "--strategies", *STRATEGIES, "--page", str(page)]
     words += ["--exchanges", "scalars", "features"]
-    end_well(fork_ranks(bench_rank, words, said, size=2, folder=tmp_path))
+    end_well(fork_ranks(bench_rank, words, out_path, size=2, folder=tmp_path))
     result = json.loads((tmp_path / "said.0").read_text())
-    wanted = [(strategy, exchange) for strategy in STRATEGIES for exchange in ("scalars", "features")]
-    assert [(one["strategy"], one["exchange"]) for one in result["strategies"]] == wanted
+    expected = [(strategy, exchange) for strategy in STRATEGIES for exchange in ("scalars", "features")]
+    assert [(entry["strategy"], entry["exchange"]) for entry in result["strategies"]] == expected
     assert (tmp_path / "said.1").read_text() == "", "one process speaks for all"
-    doing = [f"measuring steps with {strategy}, exchange {exchange}" for strategy, exchange in wanted]
+    doing = [f"measuring steps with {strategy}, exchange {exchange}" for strategy, exchange in expected]
     assert (tmp_path / "said.doing.0").read_text().splitlines() == doing
-    for one in result["strategies"]:
-        assert (one["num_processes"], one["num_steps"], len(one["ranks"])) == (2, 3, 2) and one["unrecorded_s"] > 0
-        for numbers in (one["mean"], *one["ranks"]):
+    for entry in result["strategies"]:
+        assert (entry["num_processes"], entry["num_steps"], len(entry["ranks"])) == (2, 3, 2) and entry[
+            "unrecorded_s"
+        ] > 0
+        for numbers in (entry["mean"], *entry["ranks"]):
             assert set(numbers) == set(NAMES) and numbers["compute_s"] > 0 and numbers["exposed_s"] > 0
             parts = numbers["compute_s"] + numbers["exposed_s"] + numbers["other_s"]
             assert parts == pytest.approx(numbers["total_s"])
             assert 0 <= numbers["overlap_s"] <= numbers["compute_s"] and numbers["other_s"] >= 0
-        assert f"<td>{one['strategy']}, {one['exchange']}</td>" in page.read_text()
+        assert f"<td>{entry['strategy']}, {entry['exchange']}</td>" in page.read_text()
     assert page.read_text().count('class="stack"') == 6
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--strategies ddp fsdp", "--strategies is about several processes, and there is one"),
         ("--exchanges features", "--exchanges is about several processes, and there is one"),
@@ -132,7 +136,7 @@ def test_two_processes_break_their_steps_down_under_each_strategy(data_dir: Path
     ],
 )
 def test_what_a_breakdown_needs_is_said_at_once(
-    data_dir: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+    data_dir: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
     assert train("bench", "--shards", data_dir, *words.split()) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -87,22 +87,22 @@ def test_the_page_has_the_table_and_what_the_model_says(captioner_run: Path, res
 def test_captions_as_nobody_wants_them_are_escaped_and_counted(
     captioner_run: Path, odd_data: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = {path: path.read_bytes() for path in (captioner_run / "evaluations").glob("captions-val.*")}
+    own_files = {path: path.read_bytes() for path in (captioner_run / "evaluations").glob("captions-val.*")}
     assert train("eval", "caption", captioner_run, "--shards", odd_data, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["num_samples"], found["num_references"]) == (1, len(BAD))
-    assert "; 1 video of it has no captions" in found["data"]
-    assert "cut to 12 tokens" in found["data"]
-    assert "as there is nothing of split 'train'" in found["constant"]["chosen"]
-    assert "said" not in found
+    results = json.loads(capsys.readouterr().out)
+    assert (results["num_samples"], results["num_references"]) == (1, len(BAD))
+    assert "; 1 video of it has no captions" in results["data"]
+    assert "cut to 12 tokens" in results["data"]
+    assert "as there is nothing of split 'train'" in results["constant"]["chosen"]
+    assert "said" not in results
     text = page(captioner_run)
     assert "<script>alert" not in text and "&lt;script&gt;alert(1)" in text and "两只猫在睡觉 🐈" in text
     # Other data than the run's: what was said of its own stays.
-    assert len(own) == 3 and all(path.read_bytes() == content for path, content in own.items())
-    assert f'<a href="{result["all_said"]}">' in text and f'<a href="{found["all_said"]}">' in text
+    assert len(own_files) == 3 and all(path.read_bytes() == content for path, content in own_files.items())
+    assert f'<a href="{result["all_said"]}">' in text and f'<a href="{results["all_said"]}">' in text
     others = sorted((captioner_run / "evaluations").glob("captions-val-odd*"))
     assert [path.name.partition(".")[2] for path in others] == ["coco.json", "html", "json"]
-    text += (captioner_run / found["all_said"]).read_text(encoding="utf-8")
+    text += (captioner_run / results["all_said"]).read_text(encoding="utf-8")
     assert f"<dd>{odd_data}</dd>" in text
     assert "<script>alert" not in text and "\x00" not in text and "\x1b" not in text
 
@@ -119,12 +119,12 @@ def test_references_without_words_are_left_out_and_named(
     run = tmp_path / "run"
     shutil.copytree(captioner_run, run)
     assert train("eval", "caption", run, "--shards", data_dir, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["num_samples"] == 1 and found["without_words"] == ["f"]
-    assert "; left out for references without words: 1 (f)" in found["data"]
+    results = json.loads(capsys.readouterr().out)
+    assert results["num_samples"] == 1 and results["without_words"] == ["f"]
+    assert "; left out for references without words: 1 (f)" in results["data"]
     # A captioner that says nothing is worth nothing.
-    said = GeneratedCaptions(captions={0: "", 1: ""}, summed_loss=1.0, num_tokens=2)
-    numbers = metrics_of([said], references=lambda number: ["it begins", ""] if number else ["..."])
+    captions = GeneratedCaptions(captions={0: "", 1: ""}, summed_loss=1.0, num_tokens=2)
+    numbers = metrics_of([captions], references=lambda number: ["it begins", ""] if number else ["..."])
     counted = ("num_empty", "num_without_words")
     assert [numbers.pop(name) for name in counted] == [1, 1] and numbers.pop("loss") == 0.5
     assert numbers == pytest.approx(dict.fromkeys(numbers, 0.0), abs=1e-6)
@@ -161,12 +161,19 @@ def test_decoding_and_the_number_of_clips_are_chosen_and_stated(
     text = capsys.readouterr().out
     assert "2 beams, length penalty 1, early stopping, at most 12 tokens" in text
     (file,) = (captioner_run / "evaluations").glob("captions-train-decoding-????????.json")
-    found = json.loads(file.read_bytes())
-    assert found["num_samples"] == 2
-    assert found["overrides"] == {"decoding.method": "beam", "decoding.num_beams": 2, "decoding.early_stopping": True}
-    assert found["data"].endswith("; one clip in 5 is captioned: 2")
+    results = json.loads(file.read_bytes())
+    assert results["num_samples"] == 2
+    assert results["overrides"] == {"decoding.method": "beam", "decoding.num_beams": 2, "decoding.early_stopping": True}
+    assert results["data"].endswith("; one clip in 5 is captioned: 2")
     shown = " ".join(map(str, flags))
-    assert set(found["command"].split()) == {"train", "eval", "caption", str(captioner_run), "--split", *shown.split()}
+    assert set(results["command"].split()) == {
+        "train",
+        "eval",
+        "caption",
+        str(captioner_run),
+        "--split",
+        *shown.split(),
+    }
     for wrong, message in (
         (("--max-samples", 0), "--max-samples is 0"),
         (("--spice-jars", captioner_run), "which SPICE needs"),

@@ -78,8 +78,8 @@ def test_transformers_open_an_export_and_it_comes_back_bit_by_bit(run: Path, dat
     assert facts(back)["decoder"] == facts(run)["decoder"]
     assert (back / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
     before = weights_of(run)
-    for name, one in weights_of(back).items():
-        torch.testing.assert_close(one, before[name], atol=1e-9, rtol=0)
+    for name, tensor in weights_of(back).items():
+        torch.testing.assert_close(tensor, before[name], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("task", [pytest.param("dual-encoder", marks=pytest.mark.nightly), "mae", "caption"])
@@ -117,7 +117,7 @@ def other_tokens(tmp_path_factory: pytest.TempPathFactory, run: Path) -> Path:
     """A tokenizer of other captions than the run's, with as many tokens."""
     folder = tmp_path_factory.mktemp("tokens")
     size = facts(run)["decoder"]["vocabulary"]
-    texts = [f"{one}{other} zebras wade through quick rivers" for one in "qxyz" for other in "jkvw"]
+    texts = [f"{letter}{other} zebras wade through quick rivers" for letter in "qxyz" for other in "jkvw"]
     tokenizer = train_tokenizer(texts, vocabulary_size=size)
     assert tokenizer.vocabulary_size == size
     (folder / "tokenizer.json").write_bytes(tokenizer.as_json())
@@ -130,15 +130,15 @@ def test_tokens_come_with_the_decoder_whatever_the_new_captions_are(
     others = tmp_path / "data"
     shutil.copytree(data_dir, others)
     videos = {"a": "train", "b": "train", "c": "train", "d": "val"}
-    texts = [f"{one}{other} zebras wade through quick rivers" for one in "qxyz" for other in "jkvw"]
+    texts = [f"{letter}{other} zebras wade through quick rivers" for letter in "qxyz" for other in "jkvw"]
     captions = [Caption(video, begin_s, begin_s + 1, text) for video in videos for begin_s in (0, 2) for text in texts]
     write_captions(others, videos, captions)
-    own = (run / "tokenizer.json").read_bytes()
+    tokenizer_file = (run / "tokenizer.json").read_bytes()
     for name, named in (("plain", ()), ("named", ("--decoder.tokenizer", run))):
         out = tmp_path / name
         flags = ("--steps", 1, "--init.weights", run, *named)
         assert train("caption", "--shards", others, "--out", out, *SMALL.split(), *flags) == 0
-        assert (out / "tokenizer.json").read_bytes() == own
+        assert (out / "tokenizer.json").read_bytes() == tokenizer_file
         assert facts(out)["decoder"] == facts(run)["decoder"]
     assert "their decoder has a context of 12 tokens: --decoder.max-tokens 12" in capsys.readouterr().out
     assert "max_tokens: 12" in (tmp_path / "plain" / "settings.yaml").read_text()
@@ -173,8 +173,8 @@ def test_what_contradicts_the_decoder_of_the_start_is_refused(
     for (weights, *flags), message, hint in wrong:
         words = (*SMALL.split(), "--out", tmp_path / "no", "--init.weights", weights, *flags)
         assert train("caption", "--shards", data_dir, *words, "--steps", 1) == 2
-        said = capsys.readouterr().err
-        assert message in said and hint in said, (flags, said)
+        stderr = capsys.readouterr().err
+        assert message in stderr and hint in stderr, (flags, stderr)
         assert not (tmp_path / "no").exists()
     # Named, the same tokens will do.
     named = ("--init.weights", bare, "--decoder.tokenizer", run, "--steps", 1)
@@ -216,24 +216,24 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     (folder / "tokenizer.json").write_bytes(tokenizer.as_json())
     decoder = ("--decoder.weights", folder, "--decoder.max-tokens", 8, "--freeze", "decoder-except-cross-attention")
     assert train("caption", "--shards", data_dir, "--out", out, *SMALL.split(), *decoder, "--steps", 2) == 0
-    found = weights_of(out)
-    assert torch.equal(found["decoder.token_embedding.weight"], theirs.transformer.wte.weight)
+    weights = weights_of(out)
+    assert torch.equal(weights["decoder.token_embedding.weight"], theirs.transformer.wte.weight)
     second = theirs.get_parameter("transformer.h.1.mlp.c_fc.weight")
-    assert torch.equal(found["decoder.transformer.resblocks.1.mlp.c_fc.weight"], second.T)
+    assert torch.equal(weights["decoder.transformer.resblocks.1.mlp.c_fc.weight"], second.T)
     # What is copied, new and frozen stands in the log, on the page, and in run.json, also once the run was resumed.
     printed = capsys.readouterr().out
-    new = [name for name in found if ".cross_attn." in name or ".ln_cross." in name]
-    of_decoder = [name for name in found if name.startswith("decoder.")]
+    new = [name for name in weights if ".cross_attn." in name or ".ln_cross." in name]
+    of_decoder = [name for name in weights if name.startswith("decoder.")]
     num_copied = len(of_decoder) - len(new)
     copied = f"{folder}: {num_copied} of {len(of_decoder)} tensors copied as they are, {len(new)} are new"
     assert new and f"decoder: {copied} (cross-attention)\n" in printed
-    num_frozen = sum(found[name].numel() for name in of_decoder if name not in new)
-    total = sum(one.numel() for one in found.values())
-    said = f"{total:,}, {num_frozen:,} of them frozen (decoder-except-cross-attention)"
-    assert f"parameters: {said}\n" in printed
+    num_frozen = sum(weights[name].numel() for name in of_decoder if name not in new)
+    total = sum(tensor.numel() for tensor in weights.values())
+    message = f"{total:,}, {num_frozen:,} of them frozen (decoder-except-cross-attention)"
+    assert f"parameters: {message}\n" in printed
     assert train("caption", "--out", out, "--resume") == 0
     start = facts(out)["decoder_weights"]
-    assert (start["source"], start["num_copied"]) == (str(folder), num_copied) and facts(out)["parameters"] == said
+    assert (start["source"], start["num_copied"]) == (str(folder), num_copied) and facts(out)["parameters"] == message
     assert sorted(change["name"] for change in start["changes"]) == sorted(new)
     assert decoder_size_of(RunFolder(out)).trunk.norm_eps == 1e-3
     assert f"{folder}: {num_copied} tensors copied as they are" in (out / "index.html").read_text()
@@ -247,8 +247,8 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     assert train("caption", "--shards", data_dir, "--out", tmp_path / "no", *SMALL.split(), *named) == 2
     assert "leave --decoder.tokenizer out" in capsys.readouterr().err
     # Heads that cannot share the width.
-    said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**said, "n_head": 5}))
+    message = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**message, "n_head": 5}))
     assert train("caption", "--shards", data_dir, "--out", tmp_path / "no", *SMALL.split(), *decoder) == 2
     assert "n_embd is 32, which n_head 5 cannot share" in message_of(capsys)
     assert not (tmp_path / "no").exists()

@@ -14,8 +14,8 @@ REFERENCES = {
 def test_the_mean_is_cider_of_the_same_caption_for_every_clip() -> None:
     captions = [caption for its in REFERENCES.values() for caption in its]
     clip_of = np.repeat(np.arange(4), [len(its) for its in REFERENCES.values()])
-    found = mean_cider([caption.split() for caption in captions], clip_of)
-    for caption, value in zip(captions, found, strict=True):
+    ciders = mean_cider([caption.split() for caption in captions], clip_of)
+    for caption, value in zip(captions, ciders, strict=True):
         scores = score_captions(dict.fromkeys(REFERENCES, caption), REFERENCES, with_java=False)
         assert 10 * value == pytest.approx(scores.means["cider"], rel=1e-12)
 

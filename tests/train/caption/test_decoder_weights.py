@@ -10,22 +10,22 @@ from clipmill.train.tasks.caption.model import decoder_folder
 from clipmill.train.weights.hf_caption import read_caption_folder
 
 
-@pytest.mark.parametrize("wanted", ["no gpt", "/nowhere/gpt2", "./gpt2", "~/gpt2", "a/b/c", "my gpt/2", "gpt²"])
-def test_what_can_only_be_a_folder_is_not_asked_for_elsewhere(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("expected", ["no gpt", "/nowhere/gpt2", "./gpt2", "~/gpt2", "a/b/c", "my gpt/2", "gpt²"])
+def test_what_can_only_be_a_folder_is_not_asked_for_elsewhere(expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked for"))
     with pytest.raises(UserError, match="there is no folder"):
-        decoder_folder(wanted, say=lambda _: None)
+        decoder_folder(expected, say=lambda _: None)
 
 
-@pytest.mark.parametrize("wanted", ["gpt2", "openai-community/gpt2-medium", "my_gpt/v1.0"])
+@pytest.mark.parametrize("expected", ["gpt2", "openai-community/gpt2-medium", "my_gpt/v1.0"])
 def test_before_a_name_is_asked_for_it_is_said_to_be_no_folder(
-    wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path / "found"))
-    assert decoder_folder(wanted, say=said.append) == tmp_path / "found"
-    assert f"there is no folder {wanted} here" in said[0]
+    assert decoder_folder(expected, say=messages.append) == tmp_path / "found"
+    assert f"there is no folder {expected} here" in messages[0]
 
 
 def test_instead_of_another_model_a_decoder_is_asked_for(tmp_path: Path) -> None:

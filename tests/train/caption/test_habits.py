@@ -27,8 +27,8 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As VATEX: several captions of each whole clip, here four of three clips to train on."""
     folder, videos = tmp_path_factory.mktemp("vatex"), {"a": "train", "b": "train", "c": "train", "d": "val"}
     for shard_id, split in enumerate(("train", "val")):
-        own = [one for name, its in videos.items() if its == split for one in chunks_of(name, 20)]
-        write_shard(folder, shard_id, own, split=split)
+        split_chunks = [chunk for name, its in videos.items() if its == split for chunk in chunks_of(name, 20)]
+        write_shard(folder, shard_id, split_chunks, split=split)
     texts = [(name, f"caption {number} of {name}") for name in videos for number in range(4)]
     write_captions(folder, videos, [Caption(name, 0.0, float("inf"), text) for name, text in texts])
     return folder
@@ -58,7 +58,9 @@ def test_checkpoints_evaluations_and_warmup_are_in_epochs_of_every_caption_once(
     assert [line["lr"] for line in lines[:2]] == [pytest.approx(5e-4), pytest.approx(1e-3)]  # two of warmup
     assert lines[3]["epoch"] == 1 and lines[7]["epoch"] == 2
     of_batches = [line["batches"]["val/loss of each batch"] for line in lines if "batches" in line]
-    assert [len(one) for one in of_batches] == [1, 1, 1] and of_batches[0] == [pytest.approx(lines[3]["val/loss"])]
+    assert [len(batch_captions) for batch_captions in of_batches] == [1, 1, 1] and of_batches[0] == [
+        pytest.approx(lines[3]["val/loss"])
+    ]
     means = [sum(line["loss"] for line in lines[begin : begin + 4]) / 4 for begin in (0, 4)]
     assert [line["epoch_loss"] for line in lines if "epoch_loss" in line] == [pytest.approx(mean) for mean in means]
 
@@ -73,24 +75,32 @@ def test_the_log_says_what_an_epoch_is(data_dir: Path, tmp_path: Path, capsys: p
 
 
 def records(run: Path, kind: str) -> list[Any]:
-    found = [one for path in sorted(run.glob("wandb/offline-run-*/*.wandb")) for one in sent(path)]
-    return [getattr(one, kind) for one in found if one.HasField(kind)]
+    records_read = [record for path in sorted(run.glob("wandb/offline-run-*/*.wandb")) for record in sent(path)]
+    return [getattr(record, kind) for record in records_read if record.HasField(kind)]
 
 
 def test_its_wandb_run_has_the_documents_name_axes_and_world_size_and_the_results_of_train_eval(run: Path) -> None:
     runs = records(run, "run")
-    assert {one.run_id for one in runs} == {json.loads((run / "wandb.json").read_text())["id"]} and len(runs) == 2
+    assert {run_record.run_id for run_record in runs} == {json.loads((run / "wandb.json").read_text())["id"]} and len(
+        runs
+    ) == 2
     assert runs[0].display_name == "vatex_ws1_nc4_ss1.0_enl4_dnl1_dhs128_ehs128_nf2_ps16_lr0.001_bs3_rs42"
-    config = {one.key: json.loads(one.value_json) for one in runs[0].config.update}
+    config = {update.key: json.loads(update.value_json) for update in runs[0].config.update}
     assert config["world_size"] == 1 and config["seed"] == 42 and config["checkpoint_every"] == "1ep"
-    axes = {one.name or one.glob_name: one.step_metric for one in records(run, "metric")}
+    axes = {record.name or record.glob_name: record.step_metric for record in records(run, "metric")}
     assert {axes[name] for name in ("train/loss", "train/epoch_loss", "val/*")} == {"train/epoch"}
     history = records(run, "history")
-    values = [{item.key or item.nested_key[0]: item.value_json for item in one.item} for one in history]
-    assert [int(one["_step"]) for one in values if "train/loss" in one] == [*range(1, 10)], "each step once"
-    logged = {name for one in values for name in one}
+    values = [{item.key or item.nested_key[0]: item.value_json for item in record.item} for record in history]
+    assert [int(logged_step["_step"]) for logged_step in values if "train/loss" in logged_step] == [*range(1, 10)], (
+        "each step once"
+    )
+    logged = {name for logged_step in values for name in logged_step}
     assert {"train/loss", "train/epoch_loss", "val/loss", "val/loss of each batch", "val/cider_d"} <= logged
-    summary = [one.key or "/".join(one.nested_key) for update in records(run, "summary") for one in update.update]
+    summary = [
+        changed_value.key or "/".join(changed_value.nested_key)
+        for update in records(run, "summary")
+        for changed_value in update.update
+    ]
     assert {"captions-val/means/cider_d", "captions-val/loss"} <= set(summary)
 
 
@@ -105,12 +115,12 @@ def test_java_in_the_loop_is_asked_for_before_the_run_begins(
 def test_a_share_is_of_the_same_videos_for_the_same_seed_and_a_larger_one_has_more_of_them() -> None:
     videos = pa.table({"video_id": [f"video-{number}" for number in range(2000)]})
 
-    def kept(share: float, seed: int = 0) -> set[int]:
+    def kept_numbers(share: float, seed: int = 0) -> set[int]:
         text = ClipSettings(share=share, seed=seed).selection
-        return {number for number, one in enumerate(parse_where(str(text)).mask(videos)) if one}
+        return {number for number, is_selected in enumerate(parse_where(str(text)).mask(videos)) if is_selected}
 
-    assert abs(len(kept(0.1)) - 200) < 60 and kept(0.1) == kept(0.1)
-    assert kept(0.1) < kept(0.5) and kept(0.1) != kept(0.1, seed=1)
+    assert abs(len(kept_numbers(0.1)) - 200) < 60 and kept_numbers(0.1) == kept_numbers(0.1)
+    assert kept_numbers(0.1) < kept_numbers(0.5) and kept_numbers(0.1) != kept_numbers(0.1, seed=1)
     assert ClipSettings().selection is None
     both = str(ClipSettings(share=0.5, where="split = 'train' or split = 'val'").selection)
     assert both.endswith(" and (split = 'train' or split = 'val')")
@@ -143,8 +153,10 @@ def test_a_timesformer_starts_by_its_name_on_the_hub_and_has_mlps_of_another_wid
     assert train(*line, "--init.weights", f"hf:{name}", "--out", tmp_path / "run") == 0
     assert set(asked) == {name}
     ours, key = weights_of(tmp_path / "run"), "encoder.layer.1.output.dense.weight"
-    found = next(one for our, one in ours.items() if our.endswith("blocks.1.mlp.c_proj.weight") and "video" in our)
-    assert torch.allclose(found, theirs.state_dict()[key], atol=1e-6)
+    parameter = next(
+        tensor for our, tensor in ours.items() if our.endswith("blocks.1.mlp.c_proj.weight") and "video" in our
+    )
+    assert torch.allclose(parameter, theirs.state_dict()[key], atol=1e-6)
     narrow = ("--towers.kind", "timesformer", "--towers.mlp-ratio", 2)
     assert train(*line, *narrow, "--out", tmp_path / "narrow") == 0
     assert train("export", tmp_path / "narrow", "--format", "hf", "--out", tmp_path / "folder") == 0

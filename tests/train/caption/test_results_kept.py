@@ -114,5 +114,5 @@ def test_results_of_another_checkpoint_or_number_of_clips_are_kept(run: RunFolde
         path.name.partition("-step-14-")[2][8:] for path in former
     }
     results = [json.loads(path.read_bytes()) for path in former if path.suffix == ".json" and ".coco" not in path.name]
-    assert [one["step"] for one in results] == [14, 14]
-    assert len({one["num_samples"] for one in results}) == 2
+    assert [result["step"] for result in results] == [14, 14]
+    assert len({result["num_samples"] for result in results}) == 2

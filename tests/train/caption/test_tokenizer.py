@@ -24,8 +24,8 @@ def test_every_text_comes_back_but_for_control_characters_and_spaces(text: str) 
 def test_a_caption_is_one_line_whatever_tokens_a_model_finds() -> None:
     vocabulary = json.loads(TOKENIZER.as_json())["model"]["vocab"]
     line_end, tab = vocabulary["Ċ"], vocabulary["ĉ"]
-    found = [tab, *TOKENIZER.ids("a red"), line_end, line_end, *TOKENIZER.ids("square")]
-    assert TOKENIZER.text(found) == "a red square"
+    ids = [tab, *TOKENIZER.ids("a red"), line_end, line_end, *TOKENIZER.ids("square")]
+    assert TOKENIZER.text(ids) == "a red square"
 
 
 def test_the_same_captions_give_the_same_tokenizer() -> None:
@@ -52,14 +52,14 @@ def test_gpt2s_two_files_and_the_one_of_the_library_are_the_same_tokenizer(tmp_p
     from transformers import GPT2Tokenizer
 
     whole = json.loads(TOKENIZER.as_json())
-    two, one = tmp_path / "two", tmp_path / "one"
+    two, first_folder = tmp_path / "two", tmp_path / "one"
     two.mkdir()
     (two / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
     merges = "\n".join(" ".join(pair) for pair in whole["model"]["merges"])
     (two / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
     theirs = GPT2Tokenizer(vocab=str(two / "vocab.json"), merges=str(two / "merges.txt"))
-    theirs.save_pretrained(one)
-    for folder in (one, two):
+    theirs.save_pretrained(first_folder)
+    for folder in (first_folder, two):
         ours: CaptionTokenizer = read_tokenizer(folder)
         for text in TEXTS:
             assert ours.ids(text) == theirs.encode(text) == TOKENIZER.ids(text)

@@ -80,8 +80,8 @@ def test_labels_that_make_no_classes_are_named(
 
 
 def test_labels_that_can_be_classes_are_listed_and_actions_proposed(data_dir: Path) -> None:
-    found = class_labels(read_captions(data_dir).schema)
-    assert found == ("class", "mood", "noun", "verb", "action") and proposed_label(found) == "action"
+    labels = class_labels(read_captions(data_dir).schema)
+    assert labels == ("class", "mood", "noun", "verb", "action") and proposed_label(labels) == "action"
     with pytest.raises(UserError) as refused:
         read_classes(data_dir, label="nouns", splits=("train",))
     assert refused.value.hint == "available labels: class, mood, noun, verb, action; for example --label action"
@@ -92,9 +92,9 @@ def test_numbers_of_verbs_nouns_and_actions_get_the_names_of_class_files(tmp_pat
     verbs.write_text("id,key,instances,category\n0,take,\"['grab', 'get']\",retrieve\n1,wash,['rinse'],clean\n")
     nouns.write_text("tap|faucet\nplate\ncup\n")
     actions = ClassList("action", ("0:1", "1:2"))
-    found = names_of_numbers(actions, [verbs, nouns])
-    assert found["action"] == {"0:1": "take plate", "1:2": "wash cup"}
-    assert found["verb"]["1"] == "wash" and found["noun"]["0"] == "tap"
+    names = names_of_numbers(actions, [verbs, nouns])
+    assert names["action"] == {"0:1": "take plate", "1:2": "wash cup"}
+    assert names["verb"]["1"] == "wash" and names["noun"]["0"] == "tap"
     assert names_of_numbers(ClassList("verb", ("0", "1")), [verbs])["verb"] == {"0": "take", "1": "wash"}
     for classes, files, message in (
         (actions, [verbs], "--classes names 1 file, and action needs 2"),

@@ -68,7 +68,7 @@ def test_it_starts_from_the_video_tower_of_a_run(
     assert train("dual-encoder", "--shards", moving, *TINY, *few, "--out", first) == 0
     # What the weights were trained with stands in the checkpoint.
     (first / "settings.yaml").write_text("model: [")
-    longer = [4 if before == "--num-frames" else one for before, one in zip(("", *TINY), TINY, strict=False)]
+    longer = [4 if before == "--num-frames" else flag for before, flag in zip(("", *TINY), TINY, strict=False)]
     start = ("--init.weights", first, "--lr", "1e-9")
     assert train("classify", "--shards", moving, *longer, *few, *start, "--out", second) == 0
     printed = capsys.readouterr().out

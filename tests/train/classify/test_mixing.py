@@ -25,10 +25,10 @@ def test_mixup_blends_each_clip_and_its_target_with_those_opposite() -> None:
     targets = mixed_targets(labels, num_classes=5, smoothing=0.1, mix=mix)
     for row in range(4):
         torch.testing.assert_close(mixed[row], 0.3 * video[row] + 0.7 * video[3 - row])
-        wanted = np.full(5, 0.1 / 5)
-        wanted[labels[row]] += 0.3 * 0.9
-        wanted[labels[3 - row]] += 0.7 * 0.9
-        assert np.allclose(targets[row], wanted) and np.isclose(targets[row].sum(), 1)
+        expected = np.full(5, 0.1 / 5)
+        expected[labels[row]] += 0.3 * 0.9
+        expected[labels[3 - row]] += 0.7 * 0.9
+        assert np.allclose(targets[row], expected) and np.isclose(targets[row].sum(), 1)
 
 
 def test_cutmix_takes_one_rectangle_of_all_frames_and_as_much_of_the_target() -> None:
@@ -58,19 +58,21 @@ def test_without_either_nothing_is_mixed_and_nothing_is_drawn() -> None:
 
 
 def test_what_is_drawn_is_seeded_and_has_the_beta_distributions_moments() -> None:
-    def drawn(seed: int, count: int = 1, **alphas: float) -> list[Mix]:
+    def draw_mixes(seed: int, count: int = 1, **alphas: float) -> list[Mix]:
         torch.manual_seed(seed)
         return [draw_mix(size_px=224, **alphas) for _ in range(count)]
 
     assert (
-        drawn(3, 5, mixup=0.8, cutmix=1.0) == drawn(3, 5, mixup=0.8, cutmix=1.0) != drawn(4, 5, mixup=0.8, cutmix=1.0)
+        draw_mixes(3, 5, mixup=0.8, cutmix=1.0)
+        == draw_mixes(3, 5, mixup=0.8, cutmix=1.0)
+        != draw_mixes(4, 5, mixup=0.8, cutmix=1.0)
     )
-    shares = np.array([mix.share for mix in drawn(0, 4000, mixup=0.8, cutmix=0.0)])
+    shares = np.array([mix.share for mix in draw_mixes(0, 4000, mixup=0.8, cutmix=0.0)])
     # Of Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1)).
     assert abs(shares.mean() - 0.5) < 0.02 and abs(shares.var() - 1 / (4 * 2.6)) < 0.01
-    both = drawn(0, 2000, mixup=0.8, cutmix=1.0)
+    both = draw_mixes(0, 2000, mixup=0.8, cutmix=1.0)
     assert 900 < sum(mix.box is None for mix in both) < 1100
-    assert all(mix.box is not None for mix in drawn(0, 50, mixup=0.0, cutmix=1.0))
+    assert all(mix.box is not None for mix in draw_mixes(0, 50, mixup=0.0, cutmix=1.0))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -78,5 +80,5 @@ def test_the_loss_is_torchs_cross_entropy_where_nothing_is_mixed(smoothing: floa
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     labels = torch.tensor([0, 1, 4, 4, 2, 3])
     targets = mixed_targets(labels, num_classes=5, smoothing=smoothing, mix=NO_MIX).double()
-    wanted = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
-    torch.testing.assert_close(soft_cross_entropy(logits, targets), wanted, rtol=1e-6, atol=0)
+    expected = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+    torch.testing.assert_close(soft_cross_entropy(logits, targets), expected, rtol=1e-6, atol=0)

@@ -49,16 +49,16 @@ def write(path: Path) -> Path:
     return path
 
 
-def shown(data: Path, split: str, label: str) -> dict[str, list[tuple[int, int]]]:
+def frames_by_class(data: Path, split: str, label: str) -> dict[str, list[tuple[int, int]]]:
     """The first and the last frame of the clips of each class, for which every frame is asked."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    frames_by_class: dict[str, list[tuple[int, int]]] = {}
     names = read_classes(data, label=label, splits=("train", "val")).names
     flags: dict[str, Any] = {"num_frames": 120, "size_px": 64, "crop": "centre", "shuffle": False, "workers": 1}
     with open_clips(data, split=split, label=label, batch=1, rgb=True, **flags) as clips:
         for batch in clips:
             numbers = [read_frame_number(picture) for picture in batch["video"][0].numpy()]
-            found.setdefault(names[int(batch["label"][0])], []).append((min(numbers), max(numbers)))
-    return {name: sorted(spans) for name, spans in found.items()}
+            frames_by_class.setdefault(names[int(batch["label"][0])], []).append((min(numbers), max(numbers)))
+    return {name: sorted(spans) for name, spans in frames_by_class.items()}
 
 
 @pytest.mark.parametrize("name", nightly_beyond(["t.csv"], ["t.parquet", "t.json", "t.csv"]))
@@ -66,9 +66,9 @@ def test_labels_of_spans_and_of_videos_are_those_of_the_frames(videos: Path, tmp
     data = tmp_path / "data"
     manifest(data, videos, "--captions", write(tmp_path / name))
     chunk(data, "--len", "2s", "--preset", "ultrafast", "--short-side", "64")
-    assert shown(data, "train", "class") == {"run": [(0, 14), (0, 59)], "jump": [(15, 44)]}
-    assert shown(data, "val", "class") == {"jump": [(10, 24)], "run": [(45, 59)]}
-    assert shown(data, "train", "speed") == {"fast": [(0, 14)], "slow": [(15, 44)]}  # b has none
+    assert frames_by_class(data, "train", "class") == {"run": [(0, 14), (0, 59)], "jump": [(15, 44)]}
+    assert frames_by_class(data, "val", "class") == {"jump": [(10, 24)], "run": [(45, 59)]}
+    assert frames_by_class(data, "train", "speed") == {"fast": [(0, 14)], "slow": [(15, 44)]}  # b has none
     assert {row["text"]: row["source"] for row in read_captions(data).to_pylist()} == {
         **dict.fromkeys(("run fast", "jump slow", "run"), "class")
     }

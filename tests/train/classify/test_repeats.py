@@ -19,7 +19,7 @@ from clipmill.train.data.samples import Samples
 NUM_CLIPS = 36
 
 
-def labelled(data_dir: Path, *, repeats: int, batch: int = 12, rank: int = 0, num_ranks: int = 1) -> Samples[Any]:
+def labelled_clips(data_dir: Path, *, repeats: int, batch: int = 12, rank: int = 0, num_ranks: int = 1) -> Samples[Any]:
     return open_labelled_clips(
         ClipQuery(
             data_dir,
@@ -45,7 +45,7 @@ def test_an_epoch_shows_every_clip_as_often_as_asked_for_each_time_in_another_wa
         return decode(chunks, read)
 
     monkeypatch.setattr(ChunkDecoder, "decode", count_decode)
-    samples = labelled(moving, repeats=3)
+    samples = labelled_clips(moving, repeats=3)
     assert samples.num_samples == 3 * NUM_CLIPS and samples.num_clips == NUM_CLIPS
     assert "36 of 37 captions" in samples.describe() and "3 samples of each in an epoch" in samples.describe()
     batches = list(islice(samples.batches(max_failures=0), 9))

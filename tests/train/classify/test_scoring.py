@@ -20,23 +20,23 @@ def random_probabilities(num: int, num_classes: int, seed: int = 0) -> torch.Ten
 
 def test_views_are_averaged_as_probabilities() -> None:
     logits = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 6, 4)))
-    found = view_mean(logits)
+    means = view_mean(logits)
     for row in range(3):
-        one = [np.exp(view) / np.exp(view).sum() for view in logits[row].numpy()]
-        assert np.allclose(found[row], np.mean(one, axis=0), atol=1e-6)
-    assert not np.allclose(found, logits.mean(dim=1).softmax(dim=1))
+        view_probabilities = [np.exp(view) / np.exp(view).sum() for view in logits[row].numpy()]
+        assert np.allclose(means[row], np.mean(view_probabilities, axis=0), atol=1e-6)
+    assert not np.allclose(means, logits.mean(dim=1).softmax(dim=1))
 
 
 def test_marginals_are_sums_of_probabilities_and_0_for_a_class_without_actions() -> None:
     probabilities = random_probabilities(5, 7)
     verbs = torch.tensor([0, 3, 3, 1, 0, 6, 3])
-    found = marginal_probabilities(probabilities, verbs)
-    assert found.shape == (5, 7)
+    marginals = marginal_probabilities(probabilities, verbs)
+    assert marginals.shape == (5, 7)
     for row in range(5):
         for verb in range(7):
-            own = [float(probabilities[row, action]) for action in range(7) if verbs[action] == verb]
-            assert found[row, verb].item() == pytest.approx(sum(own), abs=1e-12)
-    assert (found[:, [2, 4, 5]] == 0).all()
+            action_probabilities = [float(probabilities[row, action]) for action in range(7) if verbs[action] == verb]
+            assert marginals[row, verb].item() == pytest.approx(sum(action_probabilities), abs=1e-12)
+    assert (marginals[:, [2, 4, 5]] == 0).all()
 
 
 def test_a_verb_wins_by_the_sum_of_its_actions_not_by_the_best_of_them() -> None:
@@ -54,7 +54,7 @@ def test_hits_are_those_of_a_full_sort() -> None:
     labels = torch.from_numpy(np.random.default_rng(2).integers(0, 12, 200))
     order = np.argsort(-probabilities.numpy(), axis=1, kind="stable")
     rank = (order == labels.numpy()[:, None]).argmax(axis=1)
-    assert hits(probabilities, labels).numpy().tolist() == [[bool(one < 1), bool(one < 5)] for one in rank]
+    assert hits(probabilities, labels).numpy().tolist() == [[bool(place < 1), bool(place < 5)] for place in rank]
 
 
 def test_the_mean_over_classes_counts_those_that_occur_alike() -> None:
@@ -73,7 +73,7 @@ def test_results_by_class_say_which_class_is_taken_for_which() -> None:
     classes.add(torch.tensor(rows[:3]), torch.tensor([0, 0, 2]))
     classes.add(torch.tensor(rows[3:]), torch.tensor([2]))
     verb, noun, action = classes.by_class()
-    assert [one["title"] for one in (verb, noun, action)] == ["verb", "noun", "action"]
+    assert [table["title"] for table in (verb, noun, action)] == ["verb", "noun", "action"]
     assert action["names"] == ["0:0", "0:1", "1:0"] and action["num"] == [2, 0, 2] and action["num_first"] == [1, 0, 0]
     assert action["confused"] == [[2, 1, 2], [0, 1, 1]]
     assert (verb["num"], verb["num_first"], verb["confused"]) == ([2, 2], [2, 0], [[1, 0, 2]])
@@ -88,15 +88,15 @@ def test_results_by_class_say_which_class_is_taken_for_which() -> None:
 
 def test_a_tie_is_not_a_hit_and_is_taken_for_the_other_class() -> None:
     scores, label = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]), torch.tensor([0, 1])
-    found = Predictions.of(scores, label, rank_N=class_ranks(scores, label))
-    assert found.predicted_N.tolist() == [1, 0]
+    predictions = Predictions.of(scores, label, rank_N=class_ranks(scores, label))
+    assert predictions.predicted_N.tolist() == [1, 0]
 
 
 def each_taken_for_the_next(num_classes: int) -> dict[str, Any]:
     """Results of classes with one clip, two clips and so on."""
     label = torch.arange(num_classes).repeat_interleave(torch.arange(1, num_classes + 1))
-    found = Predictions(label, (label + 1) % num_classes, torch.ones_like(label, dtype=torch.bool))
-    return found.by_class([f"c{number}" for number in range(num_classes)], title="class")
+    predictions = Predictions(label, (label + 1) % num_classes, torch.ones_like(label, dtype=torch.bool))
+    return predictions.by_class([f"c{number}" for number in range(num_classes)], title="class")
 
 
 def test_the_first_five_are_shown_of_more_than_five_classes() -> None:
@@ -117,6 +117,6 @@ def test_ranks_counts_add_up() -> None:
     parts = [ClassTallies(ClassList("class", tuple("abcdef")), CPU) for _ in range(2)]
     for rank, part in enumerate(parts):
         part.add(probabilities[rank::2], labels[rank::2])
-    own = whole.tallies["class"]
+    whole_tallies = whole.tallies["class"]
     for name in ("num_right", "num_all"):
-        assert torch.equal(getattr(own, name), sum(getattr(part.tallies["class"], name) for part in parts))
+        assert torch.equal(getattr(whole_tallies, name), sum(getattr(part.tallies["class"], name) for part in parts))

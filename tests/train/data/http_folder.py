@@ -48,9 +48,9 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
     def send_head(self) -> Any:
         """Of HEAD requests and of listings."""
-        return None if self._redirected() else super().send_head()
+        return None if self._redirect() else super().send_head()
 
-    def _redirected(self) -> bool:
+    def _redirect(self) -> bool:
         target = self._folder.redirects.get(self.path)
         if target is not None:
             self.send_response(302)
@@ -61,7 +61,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         folder = self._folder
-        if self._redirected():
+        if self._redirect():
             return
         with folder.counting:
             fails = folder.num_failures[self.path] > 0

@@ -19,8 +19,8 @@ ROWS = ((0, 2), (0, 3), (1, 3), (-1, 2))  # first chunk, begin, length, rank
 
 def choice_of(ranks: list[list[int]], weights: list[float]) -> CaptionChoice:
     """From the ranks of each clip's captions."""
-    clip = np.repeat(np.arange(len(ranks)), [len(one) for one in ranks])
-    rank = np.array([one for clip_ranks in ranks for one in sorted(clip_ranks)], np.int16)
+    clip = np.repeat(np.arange(len(ranks)), [len(clip_ranks) for clip_ranks in ranks])
+    rank = np.array([rank_of_caption for clip_ranks in ranks for rank_of_caption in sorted(clip_ranks)], np.int16)
     return caption_choice(clip, rank, num_clips=len(ranks), weights=np.array(weights))
 
 
@@ -37,11 +37,11 @@ def test_captions_are_drawn_by_the_weight_of_their_source_and_then_all_alike() -
         1: [0, 0, 1 / 3, 1 / 3, 1 / 3, *[0] * 6],
         2: [*[0] * 5, 1 / 3.5, *[2 / 3.5 / 3] * 3, *[0.5 / 3.5 / 2] * 2],
     }
-    for clip, wanted in expected.items():
-        found = shares(choice, clip, num_places=11)
+    for clip, expected_share in expected.items():
+        all_shares = shares(choice, clip, num_places=11)
         # Four standard deviations of a share of this many draws.
-        assert np.abs(found - wanted).max() < 4 * np.sqrt(0.25 / NUM_DRAWS)
-        assert (found[np.array(wanted) == 0] == 0).all()
+        assert np.abs(all_shares - expected_share).max() < 4 * np.sqrt(0.25 / NUM_DRAWS)
+        assert (all_shares[np.array(expected_share) == 0] == 0).all()
 
 
 def test_what_is_drawn_depends_on_seed_and_position_alone() -> None:
@@ -64,8 +64,8 @@ def test_a_clip_is_always_shown_with_one_of_its_own(ranks: list[list[int]], weig
     choice = choice_of(ranks, weights)
     clips = np.tile(np.arange(len(ranks)), 30)
     drawn = choice.draw(clips, position=np.arange(len(clips)), seed=seed)
-    ends = np.cumsum([len(one) for one in ranks])
-    begins = ends - [len(one) for one in ranks]
+    ends = np.cumsum([len(clip_ranks) for clip_ranks in ranks])
+    begins = ends - [len(clip_ranks) for clip_ranks in ranks]
     assert ((drawn >= begins[clips]) & (drawn < ends[clips])).all()
     assert (choice.first(np.arange(len(ranks))) == begins).all()
 
@@ -132,17 +132,17 @@ def test_captions_of_one_span_are_one_clip(rows: list[tuple[int, int, int, int]]
     times_s = begin.astype(float), (begin + length).astype(float)
     ids = places.astype(np.int64) + 100
     block = SpanBlock(chunk.astype(np.int32), *times_s, each, rank.astype(np.int16), places, ids)
-    found = clips_of(usable, block, rank.astype(np.int16))
-    wanted: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    clips = clips_of(usable, block, rank.astype(np.int16))
+    expected: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for place, (first, start, duration, its_rank) in enumerate(rows):
         if its_rank >= 0:
-            wanted.setdefault((first, start, start + duration), []).append((its_rank, place))
-    spans = found.spans
+            expected.setdefault((first, start, start + duration), []).append((its_rank, place))
+    spans = clips.spans
     keys = list(zip(spans.first_part.tolist(), spans.begin_us.tolist(), spans.end_us.tolist(), strict=True))
-    assert keys == sorted(wanted)
-    assert found.row.tolist() == [place for key in keys for _, place in sorted(wanted[key])]
-    assert found.caption_id.tolist() == [place + 100 for place in found.row.tolist()]
-    assert found.clip.tolist() == [clip for clip, key in enumerate(keys) for _ in wanted[key]]
+    assert keys == sorted(expected)
+    assert clips.row.tolist() == [place for key in keys for _, place in sorted(expected[key])]
+    assert clips.caption_id.tolist() == [place + 100 for place in clips.row.tolist()]
+    assert clips.clip.tolist() == [clip for clip, key in enumerate(keys) for _ in expected[key]]
 
 
 def test_one_clip_alone_is_drawn_as_among_many() -> None:
@@ -151,7 +151,10 @@ def test_one_clip_alone_is_drawn_as_among_many() -> None:
         choice = caption_choice(clip, ranks, num_clips=3, weights=np.array([1.0, 2.0]))
         clips, positions = np.arange(60) % 3, np.arange(60)
         together = choice.draw(clips, position=positions, seed=4).tolist()
-        alone = [choice.draw_one(one, position=at, seed=4) for one, at in zip(clips.tolist(), range(60), strict=True)]
+        alone = [
+            choice.draw_one(clip_number, position=at, seed=4)
+            for clip_number, at in zip(clips.tolist(), range(60), strict=True)
+        ]
         assert alone == together
 
 
@@ -170,5 +173,5 @@ def test_captions_that_fill_the_context_are_counted() -> None:
 def test_of_very_many_long_captions_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipmill.train.data.captions._MAX_TOKENIZED", 10)
     texts = ["word " * 80, "a rather long caption of few words " * 2 + "and some more of them to be looked at"] * 50
-    found = describe_cut(pa.chunked_array([texts]), np.arange(100), load_tokenizer())
-    assert found.startswith("about ") and found.endswith(" of 77 tokens or more, cut to 77")
+    description = describe_cut(pa.chunked_array([texts]), np.arange(100), load_tokenizer())
+    assert description.startswith("about ") and description.endswith(" of 77 tokens or more, cut to 77")

@@ -85,7 +85,7 @@ def _spans_read_plainly(
     videos = read_videos(data_dir)
     of_split = {row["video_id"] for row in videos.to_pylist() if row["split"] == split}
     with_chunks = set(video_ids(0, NUM_VIDEOS - 5).to_pylist())
-    found = defaultdict(list)
+    rows_by_clip = defaultdict(list)
     for number, row in enumerate(read_captions(data_dir).to_pylist()):
         begin_us, end_us = round(row["begin_s"] * 1e6), round(min(row["end_s"], 1e6) * 1e6)
         if (
@@ -97,8 +97,8 @@ def _spans_read_plainly(
             and is_selected(row)
         ):
             span = row["video_id"], begin_us, min(max(end_us, begin_us + 1), VIDEO_US)
-            found[span].append((ranks[row["source"]], number))
-    return found
+            rows_by_clip[span].append((ranks[row["source"]], number))
+    return rows_by_clip
 
 
 IN_ORDER = {"reader": 0, "writer": 1}  # those of models only if they are named
@@ -122,10 +122,10 @@ def test_clips_are_those_of_a_plain_reading(
     data_dir: Path, settings: dict[str, Any], ranks: dict[str, int], is_selected: Callable[[Any], bool] | None
 ) -> None:
     split, stored = settings.get("split", "train"), settings.get("stored", False)
-    wanted = _spans_read_plainly(
+    expected = _spans_read_plainly(
         data_dir, ranks, split=split, stored=stored, is_selected=is_selected or (lambda _: True)
     )
-    clips = [(span, [row for _, row in sorted(captions)]) for span, captions in sorted(wanted.items())]
+    clips = [(span, [row for _, row in sorted(captions)]) for span, captions in sorted(expected.items())]
     if settings.get("each_caption"):
         clips = [(span, [row]) for span, rows in clips for row in sorted(rows)]
     samples = open_clips_of(data_dir, **settings)
@@ -135,7 +135,9 @@ def test_clips_are_those_of_a_plain_reading(
     begin_us, end_us = (times.tolist() for times in samples.span_us(np.arange(len(samples))))
     assert list(zip(names, begin_us, end_us, strict=True)) == [span for span, _ in clips]
     entries = [rows_of.choice.entries(clip) for clip in range(len(clips))]
-    assert [rows_of.text_row[one.start : one.stop].tolist() for one in entries] == [rows for _, rows in clips]
+    assert [rows_of.text_row[block_slice.start : block_slice.stop].tolist() for block_slice in entries] == [
+        rows for _, rows in clips
+    ]
     rows = pa.array(rows_of.text_row)
     assert rows_of.caption_id.tolist() == table["caption_id"].take(rows).to_pylist()
     assert samples.captions.texts(np.arange(len(rows))) == table["text"].take(rows).to_pylist()
@@ -242,8 +244,8 @@ def test_spans_are_in_order_and_hold_every_caption(data_dir: Path) -> None:
         keys += list(zip(block.video.tolist(), block.begin_s.tolist(), block.end_s.tolist(), strict=True))
         ends = np.cumsum(block.counts).tolist()
         for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-            own = list(zip(block.source[begin:end].tolist(), block.row[begin:end].tolist(), strict=True))
-            assert own == sorted(own) and own
+            pairs = list(zip(block.source[begin:end].tolist(), block.row[begin:end].tolist(), strict=True))
+            assert pairs == sorted(pairs) and pairs
         names = pa.array(files.sources).take(pa.array(block.source)).to_pylist()
         assert names == table["source"].take(pa.array(block.row)).to_pylist()
     assert keys == sorted(set(keys)), "each span once"

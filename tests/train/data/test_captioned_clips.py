@@ -51,7 +51,7 @@ def open_clips_of(data_dir: Path, tokenizer: CaptionTokenizer, *, per_visit: int
     )
 
 
-def said(samples: Samples[Any], tokenizer: CaptionTokenizer, *, num_visits: int) -> list[list[str]]:
+def captions_of_visits(samples: Samples[Any], tokenizer: CaptionTokenizer, *, num_visits: int) -> list[list[str]]:
     """The captions of each visit of clip 0."""
     visits = (loaded.batch for loaded in islice(samples.batches(max_failures=0), 2 * num_visits))
     return [
@@ -66,18 +66,18 @@ def said(samples: Samples[Any], tokenizer: CaptionTokenizer, *, num_visits: int)
 
 
 def test_a_visit_has_all_captions_or_some_without_repeats(data_dir: Path, tokenizer: CaptionTokenizer) -> None:
-    everything = said(open_clips_of(data_dir, tokenizer, per_visit=8), tokenizer, num_visits=3)
-    assert all(sorted(one) == sorted(HUMAN + MODEL) for one in everything)
-    some = said(open_clips_of(data_dir, tokenizer, per_visit=3), tokenizer, num_visits=60)
-    assert all(len(set(one)) == 3 for one in some)
-    assert {text for one in some for text in one} == {*HUMAN, *MODEL}
-    assert some == said(open_clips_of(data_dir, tokenizer, per_visit=3), tokenizer, num_visits=60)
+    everything = captions_of_visits(open_clips_of(data_dir, tokenizer, per_visit=8), tokenizer, num_visits=3)
+    assert all(sorted(texts) == sorted(HUMAN + MODEL) for texts in everything)
+    some = captions_of_visits(open_clips_of(data_dir, tokenizer, per_visit=3), tokenizer, num_visits=60)
+    assert all(len(set(texts)) == 3 for texts in some)
+    assert {text for texts in some for text in texts} == {*HUMAN, *MODEL}
+    assert some == captions_of_visits(open_clips_of(data_dir, tokenizer, per_visit=3), tokenizer, num_visits=60)
 
 
 def test_sources_weigh_in_the_first_draw(data_dir: Path, tokenizer: CaptionTokenizer) -> None:
     samples = open_clips_of(data_dir, tokenizer, per_visit=1, sources="human=1,model=3")
     assert samples.captions.rows.choice.weights(0).tolist() == pytest.approx([1 / 12] * 3 + [3 / 8] * 2)
-    counted = Counter(text for one in said(samples, tokenizer, num_visits=400) for text in one)
+    counted = Counter(text for texts in captions_of_visits(samples, tokenizer, num_visits=400) for text in texts)
     assert sum(counted[text] for text in MODEL) / counted.total() == pytest.approx(0.75, abs=0.06)
 
 

@@ -34,22 +34,30 @@ def begun_with(samples: str) -> LoaderState:
 
 
 def test_other_words_of_clips_are_noticed(data_dir: Path, tmp_path: Path) -> None:
-    own = tmp_path / "data"
-    shutil.copytree(data_dir, own)
-    before = open_set(own).fingerprint
-    rows = read_captions(own).to_pylist()
+    data_copy = tmp_path / "data"
+    shutil.copytree(data_dir, data_copy)
+    before = open_set(data_copy).fingerprint
+    rows = read_captions(data_copy).to_pylist()
     captions = [Caption(row["video_id"], row["begin_s"], row["end_s"], row["text"]) for row in rows]
-    rewrite(own, VIDEOS, captions)
-    assert open_set(own).fingerprint == before
+    rewrite(data_copy, VIDEOS, captions)
+    assert open_set(data_copy).fingerprint == before
     # One letter of one caption; and two texts that are the same letters, cut at another place.
     for changed in ({1: "The middle of a"}, {0: "it begin", 1: "sthe middle of a"}):
-        rewrite(own, VIDEOS, [replace(one, text=changed.get(at, one.text)) for at, one in enumerate(captions)])
-        samples = open_set(own)
+        rewrite(
+            data_copy,
+            VIDEOS,
+            [replace(caption, text=changed.get(at, caption.text)) for at, caption in enumerate(captions)],
+        )
+        samples = open_set(data_copy)
         with pytest.raises(UserError, match=OTHER_WORDS):
             samples.load_state_dict(begun_with(before))
     # Those of another split are not trained on.
-    rewrite(own, VIDEOS, [replace(one, text=one.text + (" d" if one.video_id == "d" else "")) for one in captions])
-    open_set(own).load_state_dict(begun_with(before))
+    rewrite(
+        data_copy,
+        VIDEOS,
+        [replace(caption, text=caption.text + (" d" if caption.video_id == "d" else "")) for caption in captions],
+    )
+    open_set(data_copy).load_state_dict(begun_with(before))
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
@@ -64,7 +72,7 @@ def test_other_words_of_latents_are_noticed(tmp_path: Path, is_stored: bool) -> 
         )
 
     before = open_clips_of().fingerprint
-    rewrite(data_dir, splits, [replace(one, text=one.text.replace("moment", "minute")) for one in CAPTIONS])
+    rewrite(data_dir, splits, [replace(caption, text=caption.text.replace("moment", "minute")) for caption in CAPTIONS])
     loader = open_clips_of()
     with pytest.raises(UserError, match=OTHER_WORDS):
         loader.load_state_dict(begun_with(before))

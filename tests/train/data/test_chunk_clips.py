@@ -51,11 +51,14 @@ def chunk_clips(
     )
 
 
-def shown(samples: Samples[Any], num_batches: int) -> list[tuple[dict[str, list[int]], np.ndarray]]:
+def batches_shown(samples: Samples[Any], num_batches: int) -> list[tuple[dict[str, list[int]], np.ndarray]]:
     """Positions and clips of batches, and their numbers, read before their memory is used again."""
     taken = islice(samples.batches(max_failures=0), num_batches)
     names = ("position", "clip_id")
-    return [({name: one.batch[name].tolist() for name in names}, numbers(one.batch)) for one in taken]  # type: ignore[literal-required]
+    return [
+        ({name: loaded_batch.batch[name].tolist() for name in names}, numbers(loaded_batch.batch))
+        for loaded_batch in taken
+    ]  # type: ignore[literal-required]
 
 
 def numbers(batch: Batch) -> np.ndarray:
@@ -78,7 +81,7 @@ def test_an_evaluation_shows_the_middle_of_every_chunk_and_shrinks_the_stride_of
 
 def test_training_shows_a_window_at_another_place_each_time(videos: Path) -> None:
     begins: dict[int, set[int]] = {chunk: set() for chunk in range(len(CHUNKS))}
-    for ids, rows in shown(chunk_clips(videos), 6):
+    for ids, rows in batches_shown(chunk_clips(videos), 6):
         clip_ids = ids["clip_id"]
         assert sorted(clip_ids) == [0, 1, 2, 3, 4], "an epoch shows every chunk once"
         for chunk, row in zip(clip_ids, rows - FIRSTS[clip_ids][:, None], strict=True):
@@ -94,15 +97,15 @@ def test_samples_of_a_chunk_are_visited_in_a_row_and_decoded_once(
     decoded: list[str] = []
     decode = ChunkDecoder.decode
 
-    def noted(self: ChunkDecoder, content: ChunkBytes) -> ChunkFrames:
+    def note_and_decode(self: ChunkDecoder, content: ChunkBytes) -> ChunkFrames:
         decoded.append(content.key)
         return decode(self, content)
 
-    monkeypatch.setattr(ChunkDecoder, "decode", noted)
+    monkeypatch.setattr(ChunkDecoder, "decode", note_and_decode)
     samples = chunk_clips(videos, per_chunk=3)
     assert samples.num_samples == len(samples) == 15 and samples.num_clips == 5
     assert "3 samples of each in an epoch" in samples.describe()
-    batches = shown(samples, 3)
+    batches = batches_shown(samples, 3)
     assert 5 <= len(decoded) <= 5 + 2, "the loader may have begun what comes after"
     clip_ids = np.concatenate([ids["clip_id"] for ids, _ in batches]).reshape(5, 3)
     assert sorted(clip_ids[:, 0]) == [0, 1, 2, 3, 4] and (clip_ids == clip_ids[:, :1]).all()
@@ -115,7 +118,7 @@ def test_samples_of_a_chunk_are_visited_in_a_row_and_decoded_once(
 
 def test_repeated_masks_show_the_same_frames_cut_out_in_different_ways(videos: Path) -> None:
     whole = chunk_clips(videos, per_chunk=3, same_frames=True)
-    visits = np.concatenate([rows for _, rows in shown(whole, 6)]).reshape(10, 3, 16)
+    visits = np.concatenate([rows for _, rows in batches_shown(whole, 6)]).reshape(10, 3, 16)
     assert (visits == visits[:, :1]).all()
     assert len(set(visits[:, 0, 0].tolist())) > 5, "the next epoch has other windows"
     cropped = chunk_clips(videos, per_chunk=3, same_frames=True, shape=replace(SHAPE, crop="multi-scale"))
@@ -128,14 +131,14 @@ def test_repeated_masks_show_the_same_frames_cut_out_in_different_ways(videos: P
 
 
 def test_ranks_together_show_what_one_shows_and_another_seed_shows_others(videos: Path) -> None:
-    alone = shown(chunk_clips(videos, per_chunk=2, batch=4), 3)
-    ranks = [shown(chunk_clips(videos, per_chunk=2, batch=2, rank=rank, num_ranks=2), 3) for rank in range(2)]
+    alone = batches_shown(chunk_clips(videos, per_chunk=2, batch=4), 3)
+    ranks = [batches_shown(chunk_clips(videos, per_chunk=2, batch=2, rank=rank, num_ranks=2), 3) for rank in range(2)]
     for (ids, rows), *parts in zip(alone, *ranks, strict=True):
-        found: dict[int, list[int]] = {}
+        numbers_by_chunk: dict[int, list[int]] = {}
         for part_ids, part_rows in parts:
-            found |= dict(zip(part_ids["position"], part_rows.tolist(), strict=True))
-        assert [found[at] for at in ids["position"]] == rows.tolist()
-    assert (shown(chunk_clips(videos, per_chunk=2, batch=4, seed=4), 1)[0][1] != alone[0][1]).any()
+            numbers_by_chunk |= dict(zip(part_ids["position"], part_rows.tolist(), strict=True))
+        assert [numbers_by_chunk[at] for at in ids["position"]] == rows.tolist()
+    assert (batches_shown(chunk_clips(videos, per_chunk=2, batch=4, seed=4), 1)[0][1] != alone[0][1]).any()
 
 
 def test_damaged_chunks_are_failures_by_name_and_others_take_their_place(tmp_path: Path) -> None:
@@ -149,7 +152,7 @@ def test_damaged_chunks_are_failures_by_name_and_others_take_their_place(tmp_pat
     failed = []
     for loaded in islice(chunk_clips(tmp_path, per_chunk=2).batches(max_failures=9), 2):
         assert len(loaded.batch["position"]) == 5 and 4 not in loaded.batch["clip_id"]
-        failed += [(one.key, one.reason) for one in loaded.failed]
+        failed += [(failure.key, failure.reason) for failure in loaded.failed]
     assert failed and set(failed) == {("c_000000000", "checksum")}
 
 

@@ -51,7 +51,7 @@ CLIPS = [{0, 4, 5}, {1}, {2, 6}, {9}, {7, 8}]
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     written = Written(tmp_path_factory.mktemp("many"))
     for shard_id, split in enumerate(("train", "val")):
-        samples = [one for name, its in VIDEOS.items() if its == split for one in chunks_of(name, 40)]
+        samples = [chunk for name, its in VIDEOS.items() if its == split for chunk in chunks_of(name, 40)]
         write_shard(written.data_dir, shard_id, samples, split=split)
     write_captions(written.data_dir, VIDEOS, CAPTIONS)
     write_text(written, CAPTIONS, width=4, without=frozenset({1}))
@@ -73,7 +73,7 @@ def open_clips_of(
 def visits(samples: Samples[Any], count: int) -> list[tuple[int, int, int]]:
     """(position, clip, caption) of the first `count` samples."""
     batches = samples.batches(max_failures=0)
-    found = [
+    visit_rows = [
         (int(position), int(clip), int(caption))
         for loaded in islice(batches, count)
         for position, clip, caption in zip(
@@ -81,16 +81,16 @@ def visits(samples: Samples[Any], count: int) -> list[tuple[int, int, int]]:
         )
     ]
     batches.close()
-    return found
+    return visit_rows
 
 
 def test_every_clip_comes_once_an_epoch_with_one_of_its_captions(data_dir: Path) -> None:
     samples = open_clips_of(data_dir)
     assert (len(samples), samples.num_samples, samples.num_clips, samples.num_caption_ids) == (5, 5, 5, 10)
-    found = visits(samples, 200)
+    all_visits = visits(samples, 200)
     for epoch in range(40):
-        assert sorted(clip for _, clip, _ in found[5 * epoch : 5 * epoch + 5]) == [0, 1, 2, 3, 4]
-    drawn = Counter((clip, caption) for _, clip, caption in found)
+        assert sorted(clip for _, clip, _ in all_visits[5 * epoch : 5 * epoch + 5]) == [0, 1, 2, 3, 4]
+    drawn = Counter((clip, caption) for _, clip, caption in all_visits)
     assert set(drawn) == {(clip, caption) for clip, captions in enumerate(CLIPS) for caption in captions}
     # Sources alike: the one human caption as often as both of the rephraser's.
     assert 8 <= drawn[0, 0] <= 32
@@ -144,42 +144,42 @@ def test_stored_embeddings_come_with_pixels(data_dir: Path) -> None:
 
 def test_clips_whose_stored_embeddings_are_damaged_fail_by_name(tmp_path: Path) -> None:
     written = Written(tmp_path)
-    write_shard(tmp_path, 0, [one for name in ("a", "b") for one in chunks_of(name, 40)], split="train")
+    write_shard(tmp_path, 0, [chunk for name in ("a", "b") for chunk in chunks_of(name, 40)], split="train")
     write_captions(tmp_path, {"a": "train", "b": "train"}, CAPTIONS[:3])
     write_text(written, CAPTIONS[:3], width=4)
     flip(tmp_path, column="text", key="a")
     batches = open_clips_of(tmp_path, stored=True).batches(max_failures=100)
     loaded = list(islice(batches, 4))
     batches.close()
-    failed = [failure for one in loaded for failure in one.failed]
-    assert failed and {(one.key.partition("_")[0], one.reason) for one in failed} == {("a", "checksum")}
-    assert all("embeddings in the text column" in one.detail for one in failed)
-    assert {int(one.batch["caption_id"]) for one in loaded} == {2}
+    failed = [failure for loaded_batch in loaded for failure in loaded_batch.failed]
+    assert failed and {(failure.key.partition("_")[0], failure.reason) for failure in failed} == {("a", "checksum")}
+    assert all("embeddings in the text column" in failure.detail for failure in failed)
+    assert {int(loaded_batch.batch["caption_id"]) for loaded_batch in loaded} == {2}
 
 
 def test_captions_by_relevancy_are_those_of_the_definition(data_dir: Path) -> None:
     samples = open_clips_of(data_dir, min_relevancy=0.1)
     batches = samples.batches(max_failures=0)
-    found: dict[int, dict[str, float]] = {clip: {} for clip in range(5)}
+    relevancies: dict[int, dict[str, float]] = {clip: {} for clip in range(5)}
     for loaded in islice(batches, 300):
-        one = loaded.batch
-        text = CAPTIONS[int(one["caption_id"])].text
-        found[int(one["clip_id"])][text] = float(one["relevancy"])
+        batch = loaded.batch
+        text = CAPTIONS[int(batch["caption_id"])].text
+        relevancies[int(batch["clip_id"])][text] = float(batch["relevancy"])
     batches.close()
     # A text's classes are those of the first caption that has it.
     texts = list(dict.fromkeys(caption.text for caption in CAPTIONS if caption.video_id != "d"))
     classes = {caption.text: caption.labels for caption in reversed(CAPTIONS) if caption.video_id != "d"}
-    own = [CAPTIONS[min(captions)] for captions in CLIPS]
-    for clip, caption in enumerate(own):
-        wanted = {}
+    clip_texts = [CAPTIONS[min(captions)] for captions in CLIPS]
+    for clip, caption in enumerate(clip_texts):
+        expected = {}
         for text in texts:
             same_verb = caption.labels["label_verb"] == classes[text]["label_verb"]
             mine, theirs = set(caption.labels["label_nouns"]), set(classes[text]["label_nouns"])
-            wanted[text] = (same_verb + len(mine & theirs) / len(mine | theirs)) / 2
-        wanted[caption.text] = 1.0
-        assert found[clip] == pytest.approx({text: value for text, value in wanted.items() if value > 0.1})
+            expected[text] = (same_verb + len(mine & theirs) / len(mine | theirs)) / 2
+        expected[caption.text] = 1.0
+        assert relevancies[clip] == pytest.approx({text: value for text, value in expected.items() if value > 0.1})
     # The clip whose verb and nouns nobody shares is shown with its own text.
-    assert found[3] == {"said of a": 1.0}
+    assert relevancies[3] == {"said of a": 1.0}
 
 
 def test_what_is_drawn_by_relevancy_is_what_the_matrix_has() -> None:

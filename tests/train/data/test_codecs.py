@@ -46,7 +46,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(one, marks=pytest.mark.nightly) if one in NIGHTLY else one for one in CODECS],
+    params=[pytest.param(codec, marks=pytest.mark.nightly) if codec in NIGHTLY else codec for codec in CODECS],
     ids="-".join,
 )
 def shard(request: pytest.FixtureRequest, data_dir: Path) -> Iterator[CommittedShard]:
@@ -88,10 +88,10 @@ def test_random_clips_show_the_frames_that_were_asked_for(shard: CommittedShard)
         sampling = Sampling(num_frames=int(rng.choice([1, 4, 16])), rule=("uniform", "stride", "lavila")[number % 3])
         clip_rng = None if number % 4 == 0 else np.random.default_rng(number)
         places = frame_indices(begin_us, begin_us + span_us, sampling, chunks, rng=clip_rng)
-        wanted: dict[int, set[int]] = {}
+        frames_by_chunk: dict[int, set[int]] = {}
         for place in places:
-            wanted.setdefault(place.chunk, set()).add(place.frame)
-        frames = {row: decode(shard, row, which) for row, which in wanted.items()}
+            frames_by_chunk.setdefault(place.chunk, set()).add(place.frame)
+        frames = {row: decode(shard, row, which) for row, which in frames_by_chunk.items()}
         shape = ClipShape(sampling=sampling, size_px=SIZE_PX, min_crop_area=1.0)
         pictures = [frames[place.chunk][place.frame] for place in places]
         clip = make_clip(pictures, shape, rng=clip_rng, in_graph=False, key="v")
@@ -115,9 +115,9 @@ def test_packets_give_the_very_pixels_of_sequential_decoding(shard: CommittedSha
         assert len(sequential) == num_frames
         for _ in range(12):
             frames = rng.choice(num_frames, size=4)
-            found = decode(shard, row, set(frames.tolist()))
-            assert found.keys() == set(frames.tolist())
-            for frame, picture in found.items():
+            frames_decoded = decode(shard, row, set(frames.tolist()))
+            assert frames_decoded.keys() == set(frames.tolist())
+            for frame, picture in frames_decoded.items():
                 assert np.array_equal(picture.to_ndarray(), sequential[frame])
 
 
@@ -125,7 +125,9 @@ def test_by_packets_and_by_container_come_the_same_planes(shard: CommittedShard)
     """At the size of the chunk, where nothing is resized."""
     whole = Rectangle(0, 0, SIZE_PX, SIZE_PX)
     ways = [decode(shard, 1, {3, 17, 29}), decode(shard, 1, {3, 17, 29}, "plain")]
-    by_packets, plain = (crop_clip([found[frame] for frame in (3, 17, 29)], whole, size_px=SIZE_PX) for found in ways)
+    by_packets, plain = (
+        crop_clip([decoding[frame] for frame in (3, 17, 29)], whole, size_px=SIZE_PX) for decoding in ways
+    )
     assert np.array_equal(by_packets, plain)
 
 

@@ -36,9 +36,9 @@ def test_a_pipe_in_place_of_a_file_fails_its_own_samples_alone(tmp_path: Path, w
     batches = samples.batches(max_failures=100)
     loaded = list(islice(batches, 8))
     batches.close()
-    failed = [failure for one in loaded for failure in one.failed]
-    assert failed and {(one.key, one.reason) for one in failed} == {("a_000000000", "shard_unreadable")}
-    assert {key for one in loaded for key in one.batch["key"]} == {"b_000000000"}
+    failed = [failure for loaded_batch in loaded for failure in loaded_batch.failed]
+    assert failed and {(failure.key, failure.reason) for failure in failed} == {("a_000000000", "shard_unreadable")}
+    assert {key for loaded_batch in loaded for key in loaded_batch.batch["key"]} == {"b_000000000"}
 
 
 @pytest.mark.parametrize("what", ["tar", "index.arrow"])

@@ -79,22 +79,22 @@ def query(folder: Path, split: str, *, where: str | None = None) -> ClipQuery:
 
 def frames_of(samples: Samples[Any], *, num_batches: int = 40) -> dict[str, set[int]]:
     """Frames that training shows of each video, read from the pictures."""
-    found: dict[str, set[int]] = {}
+    seconds_by_split: dict[str, set[int]] = {}
     batches = samples.batches(max_failures=0)
     for _ in range(num_batches):
         shown = next(batches).batch["video"].numpy()[:, :, : SIZE_PX**2]
         for picture in shown.reshape(-1, SIZE_PX, SIZE_PX):
             number = read_frame_number(picture)
-            found.setdefault("abc"[number // 1000], set()).add(number % 1000)
-    return found
+            seconds_by_split.setdefault("abc"[number // 1000], set()).add(number % 1000)
+    return seconds_by_split
 
 
 @pytest.mark.parametrize("split", FRAMES)
 def test_chunks_show_the_frames_of_their_split_and_no_others(data_of_splits: Path, split: str) -> None:
     samples = open_chunk_clips(query(data_of_splits, split))
-    found = frames_of(samples)
-    assert found.keys() == FRAMES[split].keys()
-    for video, frames in found.items():
+    frames_shown = frames_of(samples)
+    assert frames_shown.keys() == FRAMES[split].keys()
+    for video, frames in frames_shown.items():
         assert frames <= FRAMES[split][video]
         assert len(frames) > 0.8 * len(FRAMES[split][video])
     chunks = read_chunks(data_of_splits, split=split)
@@ -146,15 +146,17 @@ def test_captions_of_a_split_are_shown_whatever_the_split_of_their_video(data_of
 
 def test_labels_of_a_split_and_their_classes(data_of_splits: Path) -> None:
     classes = [ClassList("done", ("no", "yes"))]
-    found = {}
+    seconds_by_split = {}
     for split in FRAMES:
         samples = open_labelled_clips(query(data_of_splits, split), classes=classes)
-        found[split] = {(*samples.span_s(row), classes[0].names[samples.labels[row]]) for row in range(len(samples))}
+        seconds_by_split[split] = {
+            (*samples.span_s(row), classes[0].names[samples.labels[row]]) for row in range(len(samples))
+        }
         num_captions = {"train": "4 of 5", "val": "3 of 3", "test": "1 of 1"}[split]
         assert samples.describe().startswith(f"{num_captions} caption")
-    assert found["train"] == {(0, 5, "yes"), (9.05, 12, "no"), (7, 18, "yes"), (0, 18, "no")}
-    assert found["val"] == {(5, 9.05, "no"), (15, 15.5, "yes"), (0, 7, "no")}
-    assert found["test"] == {(13, 15, "no")}
+    assert seconds_by_split["train"] == {(0, 5, "yes"), (9.05, 12, "no"), (7, 18, "yes"), (0, 18, "no")}
+    assert seconds_by_split["val"] == {(5, 9.05, "no"), (15, 15.5, "yes"), (0, 7, "no")}
+    assert seconds_by_split["test"] == {(13, 15, "no")}
     assert read_classes(data_of_splits, label="done", splits=["val"]).names == ("no", "yes")
 
 
@@ -165,7 +167,7 @@ def test_a_selection_of_captions_keeps_the_splits(data_of_splits: Path) -> None:
 
 
 def test_segments_of_latents_have_no_second_of_another_split(data_of_splits: Path) -> None:
-    found: dict[tuple[str, str], set[str]] = {}
+    splits_by_key: dict[tuple[str, str], set[str]] = {}
     for split in FRAMES:
         for captions in ("none", "words"):
             samples = open_latent_segments(
@@ -176,10 +178,13 @@ def test_segments_of_latents_have_no_second_of_another_split(data_of_splits: Pat
                 shown = {round(begin_s * FPS) + frame for frame in range(round((end_s - begin_s) * FPS))}
                 short = set(range(150, 155)) | {90} if split == "val" else set()
                 assert shown <= FRAMES[split][video] | short, (split, video, begin_s)
-                found.setdefault((split, captions), set()).add(f"{video}{begin_s:g}")
-    assert found["val", "none"] == {*(f"a{second}" for second in range(5, 9)), *(f"b{second}" for second in range(7))}
-    assert found["val", "words"] == found["val", "none"]
-    assert found["test", "words"] == {"a13", "a14"}
+                splits_by_key.setdefault((split, captions), set()).add(f"{video}{begin_s:g}")
+    assert splits_by_key["val", "none"] == {
+        *(f"a{second}" for second in range(5, 9)),
+        *(f"b{second}" for second in range(7)),
+    }
+    assert splits_by_key["val", "words"] == splits_by_key["val", "none"]
+    assert splits_by_key["test", "words"] == {"a13", "a14"}
     line = open_latent_segments(
         segments(data_of_splits, split="test", segment="1s", captions="none", batch=1)
     ).describe()

@@ -236,15 +236,15 @@ def test_memory_stays_bounded_whatever_a_tar_claims(tmp_path: Path) -> None:
     words = [sys.executable, "-c", READ, *map(str, paths.values())]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    found = dict(json.loads(line) for line in ran.stdout.splitlines())
-    assert found.pop("peak_mb") < 400
+    results = dict(json.loads(line) for line in ran.stdout.splitlines())
+    assert results.pop("peak_mb") < 400
     for name, path in paths.items():
-        _, said, goes_on = BOMBS[name]
-        good = [key for key, detail in found[str(path)] if not detail]
+        _, message, goes_on = BOMBS[name]
+        good = [key for key, detail in results[str(path)] if not detail]
         # Where a tar breaks off between two members, the sample before is not known to be whole.
-        assert good == ["a", "z"] if goes_on else good in (["a"], []), (name, found[str(path)])
-        problems = [detail for _, detail in found[str(path)] if detail]
-        assert (said in problems[0]) if said else not problems, (name, problems)
+        assert good == ["a", "z"] if goes_on else good in (["a"], []), (name, results[str(path)])
+        problems = [detail for _, detail in results[str(path)] if detail]
+        assert (message in problems[0]) if message else not problems, (name, problems)
 
 
 def test_compressed_tars_are_read_like_others(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_names_cannot_act_on_a_terminal_or_leave_the_tar(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "message"),
     [
         ("x/" + "{a,b}" * 20 + ".tar", "names 1,048,576 tars"),
         ("x/" + "{0..9}" * 7 + ".tar", "names 10,000,000 tars"),
@@ -291,16 +291,16 @@ def test_names_cannot_act_on_a_terminal_or_leave_the_tar(tmp_path: Path) -> None
         ("x/}{.tar", "is not a pattern"),
     ],
 )
-def test_patterns_are_counted_before_they_are_expanded(pattern: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_patterns_are_counted_before_they_are_expanded(pattern: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         expand(pattern)
 
 
 def test_patterns_within_the_limit_name_what_they_named(tmp_path: Path) -> None:
     for name in ("a0.tar", "a1.tar", "b0.tar", "b1.tar", "c.tar"):
         (tmp_path / name).touch()
-    found = expand(f"{tmp_path}/{{a,b}}{{0..1}}.tar::{tmp_path}/c.tar")
-    assert [Path(tar).name for tar in found] == ["a0.tar", "a1.tar", "b0.tar", "b1.tar", "c.tar"]
+    paths = expand(f"{tmp_path}/{{a,b}}{{0..1}}.tar::{tmp_path}/c.tar")
+    assert [Path(tar).name for tar in paths] == ["a0.tar", "a1.tar", "b0.tar", "b1.tar", "c.tar"]
 
 
 def test_a_codec_that_nobody_knows_is_a_named_failure(tmp_path: Path) -> None:

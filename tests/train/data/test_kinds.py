@@ -63,7 +63,7 @@ def test_tars_are_looked_into_only_with_settings_and_latents_are_asked_for(tmp_p
     pictures = str(write_tar(tmp_path / "pictures.tar", [("a", sample(0))]))
     videos = str(write_tar(tmp_path / "videos.tar", [("a", {"mp4": b"video", "txt": b"a caption"})]))
     settings = DataSettings()
-    assert [kind_of(one, settings) for one in (pictures, videos, "data")] == [IMAGES, STREAM, CLIPS]
+    assert [kind_of(address, settings) for address in (pictures, videos, "data")] == [IMAGES, STREAM, CLIPS]
     assert not kind_of("missing.tar").has_manifest
     with pytest.raises(UserError, match="cannot be found"):
         kind_of(str(tmp_path / "missing.tar"), settings)

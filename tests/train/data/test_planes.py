@@ -76,16 +76,16 @@ def test_fine_detail_is_averaged_and_not_picked_where_much_is_left_out() -> None
 
 
 def test_a_frame_that_is_shown_twice_is_the_same_picture_twice() -> None:
-    one, other = smooth_frame(64, 48), smooth_frame(64, 48, phase=1.0)
-    clip = crop_clip([one, other, one], Rectangle(0, 0, 48, 48), size_px=32)
+    first, other = smooth_frame(64, 48), smooth_frame(64, 48, phase=1.0)
+    clip = crop_clip([first, other, first], Rectangle(0, 0, 48, 48), size_px=32)
     assert np.array_equal(clip[0], clip[2]) and not np.array_equal(clip[0], clip[1])
 
 
 @pytest.mark.parametrize("num_crops", [1, 3])
 @pytest.mark.parametrize("is_training", [True, False])
 def test_a_clip_is_the_same_whichever_frame_comes_first(num_crops: int, is_training: bool) -> None:
-    one, other = smooth_frame(96, 48), smooth_frame(96, 48, phase=1.0)
-    frames = [one, other, one]
+    first, other = smooth_frame(96, 48), smooth_frame(96, 48, phase=1.0)
+    frames = [first, other, first]
     shape = ClipShape(sampling=Sampling(num_frames=3), size_px=32, views=Views(num_crops=num_crops))
 
     def rng() -> np.random.Generator | None:

@@ -16,19 +16,19 @@ from clipmill.train.data.prefetch import prefetch
 CPU = torch.device("cpu")
 
 
-def numbered(count: int, made: list[int]) -> Iterator[LoadedBatch]:
+def numbered_batches(count: int, made: list[int]) -> Iterator[LoadedBatch]:
     for number in range(count):
         made.append(number)
         yield LoadedBatch(Batch(key=[str(number)]), (), Cursor(number + 1))
 
 
 def test_all_batches_come_in_their_order() -> None:
-    assert [loaded.cursor.position for loaded in prefetch(numbered(20, []), CPU)] == list(range(1, 21))
+    assert [loaded.cursor.position for loaded in prefetch(numbered_batches(20, []), CPU)] == list(range(1, 21))
 
 
 def test_no_more_than_one_batch_is_made_ahead() -> None:
     made: list[int] = []
-    batches = prefetch(numbered(20, made), CPU)
+    batches = prefetch(numbered_batches(20, made), CPU)
     next(batches)
     time.sleep(0.05)
     assert made == [0, 1]
@@ -40,7 +40,7 @@ def test_no_more_than_one_batch_is_made_ahead() -> None:
 
 def test_an_error_comes_in_its_turn() -> None:
     def failing() -> Iterator[LoadedBatch]:
-        yield from numbered(2, [])
+        yield from numbered_batches(2, [])
         raise ZeroDivisionError
 
     batches = prefetch(failing(), CPU)
@@ -55,7 +55,7 @@ def test_closing_ends_the_thread_and_the_source() -> None:
     def endless() -> Iterator[LoadedBatch]:
         try:
             while True:
-                yield from numbered(5, [])
+                yield from numbered_batches(5, [])
         finally:
             is_closed.set()
 
@@ -84,6 +84,6 @@ def test_the_lengths_of_captions_are_known_where_they_came_from() -> None:
         Batch(key=[""], targets=targets),
         Batch(key=[""], text=torch.zeros(1, 4)),
     ]
-    loaded = prefetch((LoadedBatch(one, (), Cursor(0)) for one in batches), CPU)
-    lengths = [one.batch.get("length") for one in loaded]
-    assert [None if one is None else one.tolist() for one in lengths] == [[2, 77, 9], [5, 1], None]
+    loaded = prefetch((LoadedBatch(batch, (), Cursor(0)) for batch in batches), CPU)
+    lengths = [loaded_batch.batch.get("length") for loaded_batch in loaded]
+    assert [None if length is None else length.tolist() for length in lengths] == [[2, 77, 9], [5, 1], None]

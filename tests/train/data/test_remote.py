@@ -41,9 +41,11 @@ def test_clips_of_a_remote_folder_are_those_of_the_local_one(
     remote, local = open_set(f"{data_server.address}/data", tmp_path / "cache"), open_set(str(data_dir))
     assert remote.fingerprint == local.fingerprint and remote.describe() == local.describe()
     for sample in range(len(local)):
-        [one], [other] = (samples.reader.load([SampleRequest(sample, sample, 3)]) for samples in (remote, local))
-        assert not isinstance(one, FailedSample) and not isinstance(other, FailedSample)
-        assert np.array_equal(one["video"], other["video"]) and one["key"] == other["key"]
+        [sample_read], [other] = (
+            samples.reader.load([SampleRequest(sample, sample, 3)]) for samples in (remote, local)
+        )
+        assert not isinstance(sample_read, FailedSample) and not isinstance(other, FailedSample)
+        assert np.array_equal(sample_read["video"], other["video"]) and sample_read["key"] == other["key"]
 
 
 def test_only_the_packets_that_are_needed_are_fetched(
@@ -114,7 +116,7 @@ def test_a_commit_that_went_away_goes_away_here(data_server: HttpFolder, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         ("{served}/nothing", "is not a data folder"),
         ("nosuchthing://bucket/data", "are not supported"),
@@ -122,9 +124,9 @@ def test_a_commit_that_went_away_goes_away_here(data_server: HttpFolder, tmp_pat
     ],
 )
 def test_an_address_that_is_no_data_folder_is_the_users_mistake(
-    data_server: HttpFolder, tmp_path: Path, address: str, said: str
+    data_server: HttpFolder, tmp_path: Path, address: str, message: str
 ) -> None:
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         open_set(address.format(served=data_server.address), tmp_path / "cache")
 
 

@@ -82,9 +82,9 @@ def test_opening_many_shards_takes_few_requests(many: Path, remote: Objects, fau
     [samples], local = opened, open_set(str(many))
     assert samples.fingerprint == local.fingerprint and len(samples) == NUM_SHARDS
     assert not list(tmp_path.rglob("*.index.arrow")) and not list(tmp_path.rglob("commits/**/*.json"))
-    [one], [other] = (its.reader.load([SampleRequest(7, 7, None)]) for its in (samples, local))
-    assert not isinstance(one, FailedSample) and not isinstance(other, FailedSample)
-    assert np.array_equal(one["video"], other["video"])
+    [remote_sample], [other] = (its.reader.load([SampleRequest(7, 7, None)]) for its in (samples, local))
+    assert not isinstance(remote_sample, FailedSample) and not isinstance(other, FailedSample)
+    assert np.array_equal(remote_sample["video"], other["video"])
     assert len(list(tmp_path.rglob("*.index.arrow"))) == 1
     # Nothing large is copied again.
     assert num_requests(faults, lambda: open_set(remote.address, tmp_path)) < 15
@@ -109,7 +109,7 @@ def test_an_index_that_a_bucket_refuses_fails_its_samples_and_is_no_damage(
 def test_credentials_that_are_refused_fail_no_sample_and_end_the_reading(
     remote: Objects, faults: Faults, tmp_path: Path
 ) -> None:
-    for status, code, said in (
+    for status, code, message in (
         (400, "ExpiredToken", "credentials are refused"),
         (403, "AccessDenied", "access denied"),
     ):
@@ -119,7 +119,7 @@ def test_credentials_that_are_refused_fail_no_sample_and_end_the_reading(
             if path.name == "by-tar":  # its index is here already
                 samples.reader.load([SampleRequest(7, 7, None)])
             faults.set(Fault("error", status=status, code=code))
-            with pytest.raises(AccessRefused, match=rf"s3://.*{said}.*{code}"):
+            with pytest.raises(AccessRefused, match=rf"s3://.*{message}.*{code}"):
                 samples.reader.load([SampleRequest(7, 7, None)])
 
 
@@ -138,25 +138,25 @@ def test_a_run_that_goes_on_costs_the_records_and_indexes_that_it_has_added(
 ) -> None:
     open_set(remote.address, tmp_path / "before")
     # A shard is made again, and another one is new.
-    own = Path(shutil.copytree(many, tmp_path / "many"))
+    copy = Path(shutil.copytree(many, tmp_path / "many"))
     payload = encode_chunk(8, 8)
-    write_shard(own, 3, [video_sample("v0003", 0, payload)], split="train")
-    write_shard(own, NUM_SHARDS, [video_sample("v0003", 800, payload)], split="train")
-    variant = own / "video" / VARIANT
+    write_shard(copy, 3, [video_sample("v0003", 0, payload)], split="train")
+    write_shard(copy, NUM_SHARDS, [video_sample("v0003", 800, payload)], split="train")
+    variant = copy / "video" / VARIANT
     paths = [
         *variant.glob("*000003-*.index.arrow"),
         *variant.glob("commits/*3.json"),
         *variant.glob(f"*{NUM_SHARDS}-*"),
     ]
     changed = [commit_path(variant, shard_id) for shard_id in (3, NUM_SHARDS)]
-    names = [path.relative_to(own).as_posix() for path in {*paths, *changed} if path.suffix != ".tar"]
+    names = [path.relative_to(copy).as_posix() for path in {*paths, *changed} if path.suffix != ".tar"]
     (variant / "commits.arrow").unlink()
     (variant / "chunks.arrow").unlink()
-    expected = open_set(str(own)).fingerprint
+    expected = open_set(str(copy)).fingerprint
     kept = {name: (many / name) for name in names if (many / name).is_file()}
     try:
         for name in names:
-            remote.write(name, own / name)
+            remote.write(name, copy / name)
         for cache in ("before", "empty"):
             faults.set()
             opened = open_set(remote.address, tmp_path / cache)
@@ -200,7 +200,7 @@ def test_ranks_of_a_machine_copy_once(remote: Objects, faults: Faults, tmp_path:
         environment = {**os.environ, "WORLD_SIZE": "2"}
         subprocess.run([sys.executable, "-c", launch, str(num_ranks), *command], check=True, env=environment)
 
-    one = num_requests(faults, lambda: run(1, tmp_path / "one"))
+    single = num_requests(faults, lambda: run(1, tmp_path / "one"))
     three = num_requests(faults, lambda: run(3, tmp_path / "three"))
-    assert three == one > 5
+    assert three == single > 5
     assert len(list((tmp_path / "three").rglob("chunks.arrow"))) == 1

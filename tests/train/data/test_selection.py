@@ -34,7 +34,7 @@ MOTION = {
 
 
 @pytest.fixture(scope="module")
-def scored(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scored_data(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The data of the other tests, with scores."""
     copy = tmp_path_factory.mktemp("scored") / "data"
     shutil.copytree(data_dir, copy)
@@ -44,17 +44,17 @@ def scored(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def captioned(folder: Path, where: str | None, *, tars: RemoteTars | None = None, **how: Any) -> Samples[Any]:
+def captioned_clips(folder: Path, where: str | None, *, tars: RemoteTars | None = None, **how: Any) -> Samples[Any]:
     query = ClipQuery(folder, split="train", shape=SHAPE, loading=LOADING, where=where, tars=tars)
     return open_captioned_clips(query, tokenize=None, **how)
 
 
-def shown(samples: Samples[Any]) -> list[str]:
+def keys_and_texts(samples: Samples[Any]) -> list[str]:
     return [f"{samples.key(n)[0]} {samples.text(n)}" for n in range(len(samples))]
 
 
-def test_a_clip_is_kept_if_all_chunks_that_it_touches_are(scored: Path) -> None:
-    samples = captioned(scored, "motion > 0.5")
+def test_a_clip_is_kept_if_all_chunks_that_it_touches_are(scored_data: Path) -> None:
+    samples = captioned_clips(scored_data, "motion > 0.5")
     begins = {samples.key(n) + f" {samples.span_s(n)[0]}" for n in range(len(samples))}
     # The second and third of a touch a slow chunk; the chunks of c are slow or unknown but for the last.
     assert begins == {
@@ -69,25 +69,25 @@ def test_a_clip_is_kept_if_all_chunks_that_it_touches_are(scored: Path) -> None:
     assert "where motion > 0.5: 6 of 9 chunks selected" in described
 
 
-def test_captions_are_selected_by_their_own_fields(scored: Path) -> None:
-    samples = captioned(scored, "words >= 4 and 'middle' in text and source == 'test'")
-    assert shown(samples) == ["a the middle of a", "b the middle of b", "c the middle of c"]
+def test_captions_are_selected_by_their_own_fields(scored_data: Path) -> None:
+    samples = captioned_clips(scored_data, "words >= 4 and 'middle' in text and source == 'test'")
+    assert keys_and_texts(samples) == ["a the middle of a", "b the middle of b", "c the middle of c"]
     assert "9 of 9 chunks and 3 of 9 captions selected" in samples.describe()
-    both = captioned(scored, "motion > 0.5 and words >= 4")
+    both = captioned_clips(scored_data, "motion > 0.5 and words >= 4")
     assert {both.text(n) for n in range(len(both))} == {"the middle of b", "the end of b"}
     # Without likelihoods they are all unknown.
-    assert len(captioned(scored, "likelihood is null or likelihood > -1")) == 9
+    assert len(captioned_clips(scored_data, "likelihood is null or likelihood > -1")) == 9
 
 
-def test_duplicates_and_fields_of_videos_and_chunks(scored: Path) -> None:
-    assert shown(captioned(scored, "not duplicate and video == 'b'")) == ["b it begins"]
-    assert len(captioned(scored, "video in ('a', 'c') and num_captions == 3 and dataset == 'test'")) == 6
-    assert len(captioned(scored, "begin_s < 1 and width == 64 and height == 64 and duration_s == 2")) == 3
+def test_duplicates_and_fields_of_videos_and_chunks(scored_data: Path) -> None:
+    assert keys_and_texts(captioned_clips(scored_data, "not duplicate and video == 'b'")) == ["b it begins"]
+    assert len(captioned_clips(scored_data, "video in ('a', 'c') and num_captions == 3 and dataset == 'test'")) == 6
+    assert len(captioned_clips(scored_data, "begin_s < 1 and width == 64 and height == 64 and duration_s == 2")) == 3
 
 
-def test_whole_chunks_are_kept_by_their_own_scores(scored: Path) -> None:
+def test_whole_chunks_are_kept_by_their_own_scores(scored_data: Path) -> None:
     def chunks(where: str | None) -> Samples[Any]:
-        return open_chunk_clips(ClipQuery(scored, split="train", shape=SHAPE, loading=LOADING, where=where))
+        return open_chunk_clips(ClipQuery(scored_data, split="train", shape=SHAPE, loading=LOADING, where=where))
 
     samples = chunks("motion > 0.5")
     kept = {key for key, motion in MOTION.items() if (motion or 0) > 0.5}
@@ -99,11 +99,11 @@ def test_whole_chunks_are_kept_by_their_own_scores(scored: Path) -> None:
         chunks("motion > 0.5 and words > 3")
 
 
-def test_the_expression_is_part_of_the_fingerprint(scored: Path, data_dir: Path) -> None:
+def test_the_expression_is_part_of_the_fingerprint(scored_data: Path, data_dir: Path) -> None:
     # Both select the same clips.
-    one, other = (captioned(scored, where).fingerprint for where in ("motion > 0.5", "motion > 0.6"))
-    assert one != other
-    assert captioned(scored, None).fingerprint == captioned(data_dir, None).fingerprint
+    first, other = (captioned_clips(scored_data, where).fingerprint for where in ("motion > 0.5", "motion > 0.6"))
+    assert first != other
+    assert captioned_clips(scored_data, None).fingerprint == captioned_clips(data_dir, None).fingerprint
 
 
 @pytest.mark.parametrize(
@@ -116,35 +116,35 @@ def test_the_expression_is_part_of_the_fingerprint(scored: Path, data_dir: Path)
         ("motion > 0.2 or words > 3", "mixes fields of chunks"),
     ],
 )
-def test_what_selects_nothing_is_an_error(scored: Path, where: str, message: str) -> None:
+def test_what_selects_nothing_is_an_error(scored_data: Path, where: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        captioned(scored, where)
+        captioned_clips(scored_data, where)
 
 
 def test_an_expression_without_scores_needs_no_scores(data_dir: Path) -> None:
-    assert len(captioned(data_dir, "begin_s < 1 and words >= 2")) == 3
+    assert len(captioned_clips(data_dir, "begin_s < 1 and words >= 2")) == 3
     with pytest.raises(UserError, match="has no scores shards"):
-        captioned(data_dir, "motion > 0.5")
+        captioned_clips(data_dir, "motion > 0.5")
 
 
-def test_chunks_without_scores_are_counted(scored: Path, tmp_path: Path) -> None:
+def test_chunks_without_scores_are_counted(scored_data: Path, tmp_path: Path) -> None:
     copy = tmp_path / "data"
-    shutil.copytree(scored, copy)
+    shutil.copytree(scored_data, copy)
     some = {key: {"motion": 1.0} for key in MOTION if key[0] != "b"}
     write_scores(copy, some, failed=["b_000000000"])
     with pytest.raises(UserError, match="--where uses scores, which 2 chunks of 9 lack") as error:
-        captioned(copy, "motion > 0.5")
+        captioned_clips(copy, "motion > 0.5")
     assert f"prep status --data {copy} shows the command" in str(error.value.hint)
-    assert len(captioned(copy, "begin_s < 3")) > 0
+    assert len(captioned_clips(copy, "begin_s < 3")) > 0
     # A chunk whose scores could not be computed has unknown ones.
     directory = write_scores(copy, {**some, "b_000002000": {}, "b_000004000": {"motion": 1.0}}, failed=["b_000000000"])
-    samples = captioned(copy, "motion > 0.5")
+    samples = captioned_clips(copy, "motion > 0.5")
     assert "7 of 9 chunks selected" in samples.describe()
     publish_score_table(Variant(directory))
 
 
-def test_open_clips_selects(scored: Path) -> None:
-    batches = open_clips(scored, where="motion > 0.5", shuffle=False, batch=4, num_frames=1, size_px=32)
+def test_open_clips_selects(scored_data: Path) -> None:
+    batches = open_clips(scored_data, where="motion > 0.5", shuffle=False, batch=4, num_frames=1, size_px=32)
     assert sorted(key for batch in batches for key in batch["key"]) == [
         *["a_000000000", "b_000000000", "b_000000000", "b_000002000"]
     ]
@@ -152,20 +152,22 @@ def test_open_clips_selects(scored: Path) -> None:
         open_clips("tars/{000..001}.tar", where="motion > 0.5")
 
 
-def test_a_remote_folder_selects_as_a_local_one_and_copies_its_scores_once(scored: Path, tmp_path: Path) -> None:
-    server = HttpFolder(scored)
+def test_a_remote_folder_selects_as_a_local_one_and_copies_its_scores_once(scored_data: Path, tmp_path: Path) -> None:
+    server = HttpFolder(scored_data)
     table = f"/scores/{VARIANT}/{CHUNKS_FILE}"
 
     def open_where(where: str) -> Samples[Any]:
         folder = open_data_folder(server.address, cache=tmp_path)
-        return captioned(folder.path, where, tars=folder.tars)
+        return captioned_clips(folder.path, where, tars=folder.tars)
 
     try:
         open_where("begin_s < 3")
         assert table not in server.num_bytes
-        assert shown(open_where("motion > 0.5")) == shown(captioned(scored, "motion > 0.5"))
+        assert keys_and_texts(open_where("motion > 0.5")) == keys_and_texts(
+            captioned_clips(scored_data, "motion > 0.5")
+        )
         copied = server.num_bytes[table]
-        assert open_where("motion > 0.5").fingerprint == captioned(scored, "motion > 0.5").fingerprint
+        assert open_where("motion > 0.5").fingerprint == captioned_clips(scored_data, "motion > 0.5").fingerprint
         assert server.num_bytes[table] == copied > 0
     finally:
         server.close()

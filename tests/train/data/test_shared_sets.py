@@ -71,7 +71,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+def written_data(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """Latents and embeddings of five videos in three shards."""
     return write_all(tmp_path_factory.mktemp("latents"), SHARDS, CAPTIONS, without=WITHOUT_EMBEDDING)
 
@@ -95,30 +95,30 @@ def without_tables(data: Path) -> None:
         path.unlink()
 
 
-def shown(samples: Any) -> list[Any]:
+def first_batches(samples: Any) -> list[Any]:
     """Fingerprint, description and the first batches of a set."""
-    found = [samples.fingerprint, samples.describe(), samples.num_samples]
+    contents = [samples.fingerprint, samples.describe(), samples.num_samples]
     for loaded in islice(samples.batches(position=0, max_failures=0), 5):
         values = {name: list(value) if name == "key" else np.asarray(value) for name, value in loaded.batch.items()}
         values["time_s"] = np.nan_to_num(values["time_s"], nan=-1)  # of padding, which is not equal to itself
-        found.append({name: np.asarray(value).tolist() for name, value in values.items() if name != "input"})
-    return found
+        contents.append({name: np.asarray(value).tolist() for name, value in values.items() if name != "input"})
+    return contents
 
 
 @pytest.mark.parametrize("name", OPEN)
 def test_a_set_is_the_same_from_tables_and_from_the_cache(
-    name: str, videos: Path, written: Written, shared_by_all: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, videos: Path, written_data: Written, shared_by_all: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = videos if name in OF_VIDEO else written.data_dir
+    data = videos if name in OF_VIDEO else written_data.data_dir
     monkeypatch.setattr(node_cache, "MIN_ROWS", 1 << 40)
-    expected = shown(OPEN[name](data))
+    expected = first_batches(OPEN[name](data))
     assert not shared_by_all.exists()
     try:
         with_tables(data)
-        assert shown(OPEN[name](data)) == expected
+        assert first_batches(OPEN[name](data)) == expected
         monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
         monkeypatch.setattr(node_cache, "SCRATCH_BYTES", 1)  # what is computed of captions is collected in files
-        assert shown(OPEN[name](data)) == expected
+        assert first_batches(OPEN[name](data)) == expected
         assert list(shared_by_all.rglob("*"))
 
         def fail(*_: object, **__: object) -> None:
@@ -133,7 +133,7 @@ def test_a_set_is_the_same_from_tables_and_from_the_cache(
         ):
             target = module if isinstance(module, str) else module.__name__
             monkeypatch.setattr(f"{target}.{function}", fail)
-        assert shown(OPEN[name](data)) == expected
+        assert first_batches(OPEN[name](data)) == expected
     finally:
         without_tables(data)
 
@@ -158,69 +158,71 @@ def test_labels_are_shared_and_other_classes_are_other_samples(videos: Path, mon
 
 @pytest.mark.usefixtures("shared_by_all")
 def test_data_that_changed_is_computed_again(videos: Path, tmp_path: Path) -> None:
-    own = Path(shutil.copytree(videos, tmp_path / "own"))
-    before = OPEN["captions"](own)
-    write_captions(own, VIDEOS, [Caption("a", 0.0, 1.0, "other words")])
-    after = OPEN["captions"](own)
+    copy = Path(shutil.copytree(videos, tmp_path / "own"))
+    before = OPEN["captions"](copy)
+    write_captions(copy, VIDEOS, [Caption("a", 0.0, 1.0, "other words")])
+    after = OPEN["captions"](copy)
     assert before.fingerprint != after.fingerprint and after.captions.texts(np.array([0])) == ["other words"]
 
 
 @pytest.mark.usefixtures("shared_by_all")
-def test_a_mixture_of_shared_sets_copies_the_bytes_of_each(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mixed() -> list[Any]:
-        sets = [OPEN["stored"](written.data_dir) for _ in range(2)]
-        return shown(MixedSamples(sets, ["one", "two"], weights=None))
+def test_a_mixture_of_shared_sets_copies_the_bytes_of_each(
+    written_data: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_mixture() -> list[Any]:
+        sets = [OPEN["stored"](written_data.data_dir) for _ in range(2)]
+        return first_batches(MixedSamples(sets, ["one", "two"], weights=None))
 
     monkeypatch.setattr(node_cache, "MIN_ROWS", 1 << 40)
-    expected = mixed()
+    expected = open_mixture()
     monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
-    assert mixed() == expected and mixed() == expected
+    assert open_mixture() == expected and open_mixture() == expected
 
 
-def held(compute: Callable[[], Any], of: object = 0) -> Any:
+def open_held(compute: Callable[[], Any], of: object = 0) -> Any:
     return node_cache.open_shared(compute, of=[of], num_rows=1, types=())
 
 
 @pytest.mark.usefixtures("shared_by_all")
 def test_of_two_ranks_one_computes() -> None:
-    counts, found = [], []
+    counts, arrays = [], []
 
     def compute() -> Any:
         counts.append(1)
         time.sleep(0.2)
         return np.arange(5)
 
-    ranks = [threading.Thread(target=lambda: found.append(held(compute))) for _ in range(4)]
+    ranks = [threading.Thread(target=lambda: arrays.append(open_held(compute))) for _ in range(4)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
-    assert len(counts) == 1 and [one.tolist() for one in found] == [[0, 1, 2, 3, 4]] * 4
+    assert len(counts) == 1 and [array.tolist() for array in arrays] == [[0, 1, 2, 3, 4]] * 4
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", None])
 def test_a_damaged_file_of_the_cache_is_made_again(shared_by_all: Path, damage: bytes | None) -> None:
-    held(lambda: np.arange(1000))
+    open_held(lambda: np.arange(1000))
     (path,) = (path for path in shared_by_all.rglob("set-*"))
     path.write_bytes(path.read_bytes()[:-64] if damage is None else damage)
-    assert held(lambda: np.arange(1000) + 1).tolist() == list(range(1, 1001))
+    assert open_held(lambda: np.arange(1000) + 1).tolist() == list(range(1, 1001))
 
 
 def test_a_flipped_bit_is_noticed_and_the_table_made_again(
     videos: Path, shared_by_all: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In each tenth of the file, whether the damage is in numbers, texts or the structure."""
-    expected = shown(OPEN["captions"](videos))
+    expected = first_batches(OPEN["captions"](videos))
     (path,) = shared_by_all.rglob("captions-*")
     whole = path.read_bytes()
     for number in range(10):
         content = bytearray(whole)
         content[len(content) * number // 10 + 3] ^= 1 << number % 8
         path.write_bytes(content)
-        assert shown(OPEN["captions"](videos)) == expected
+        assert first_batches(OPEN["captions"](videos)) == expected
         assert f"{path} is damaged, and is made again" in capsys.readouterr().err
         assert path.read_bytes() == whole
-    assert shown(OPEN["captions"](videos)) == expected and not capsys.readouterr().err
+    assert first_batches(OPEN["captions"](videos)) == expected and not capsys.readouterr().err
 
 
 def test_a_table_is_an_arrow_file_whose_columns_have_names_and_types(videos: Path, shared_by_all: Path) -> None:
@@ -234,9 +236,9 @@ def test_a_table_is_an_arrow_file_whose_columns_have_names_and_types(videos: Pat
 
 @pytest.mark.parametrize("name", ["captions", "chunks", "words"])
 def test_a_manifest_that_changes_while_a_table_is_made_is_refused(
-    name: str, videos: Path, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, videos: Path, written_data: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = Path(shutil.copytree(videos if name in OF_VIDEO else written.data_dir, tmp_path / "data"))
+    data = Path(shutil.copytree(videos if name in OF_VIDEO else written_data.data_dir, tmp_path / "data"))
     module, function = {"captions": (caption_rows, "clips_of"), "chunks": (chunk_clips, "_spans")}.get(
         name, (segment_table, "cut")
     )
@@ -260,29 +262,29 @@ def test_a_cache_that_cannot_be_written_costs_time_and_is_said(
 
     with monkeypatch.context() as patch:
         patch.setattr(node_cache, "_write", full)
-        assert held(lambda: np.arange(3)).tolist() == [0, 1, 2]
+        assert open_held(lambda: np.arange(3)).tolist() == [0, 1, 2]
     assert "No space left" in capsys.readouterr().err
     assert not list(shared_by_all.rglob("set-*")) and not list(shared_by_all.rglob("*.tmp*"))
     monkeypatch.setattr(node_cache, "_chosen", Path("/dev/null/cache"))
-    assert held(lambda: np.arange(3)).tolist() == [0, 1, 2]
+    assert open_held(lambda: np.arange(3)).tolist() == [0, 1, 2]
     assert "each rank computes its own copy" in capsys.readouterr().err
 
-    def missing() -> None:
+    def raise_missing() -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file", "an index")
 
     with pytest.raises(FileNotFoundError, match="an index"):  # an error of the data, not of the cache
-        held(missing, of=1)
+        open_held(raise_missing, of=1)
 
 
 @pytest.mark.usefixtures("shared_by_all")
 def test_the_cache_keeps_what_was_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_cache, "_MAX_BYTES", 20_000)
-    kept = [held(partial(np.full, 1000, number), of=number) for number in range(2)]
+    kept = [open_held(partial(np.full, 1000, number), of=number) for number in range(2)]
     time.sleep(0.02)
-    held(lambda: pytest.fail("it is there"), of=0)
-    held(lambda: np.full(1000, 2), of=2)
-    held(lambda: pytest.fail("it is there"), of=0)
-    assert held(lambda: np.full(1000, 9), of=1)[0] == 9, "the one that was used least recently is gone"
+    open_held(lambda: pytest.fail("it is there"), of=0)
+    open_held(lambda: np.full(1000, 2), of=2)
+    open_held(lambda: pytest.fail("it is there"), of=0)
+    assert open_held(lambda: np.full(1000, 9), of=1)[0] == 9, "the one that was used least recently is gone"
     assert kept[1][0] == 1, "a process that maps it keeps it"
 
 
@@ -307,32 +309,32 @@ def leave_alone_what_stays() -> None:
 
 def test_indexes_beyond_the_limit_are_unmapped(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_alone_what_stays()
-    expected = shown(OPEN["captions"](videos))
+    expected = first_batches(OPEN["captions"](videos))
     monkeypatch.setattr(OPEN_MAPS, "limit", 1)
     shards = Variant.open(videos).shards()
     keys = [shard.index["key"].to_pylist() for shard in shards]
     del shards
     samples = OPEN["captions"](videos)
-    assert shown(samples) == expected
+    assert first_batches(samples) == expected
     assert len(OPEN_MAPS) == 1 and sum(map(len, keys)) == Variant.open(videos).num_samples
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
-    own = {line.split()[-1] for line in maps if str(videos) in line and line.endswith(".index.arrow")}
-    assert len(own) <= 2, "the index in use, and the one before it until its last user is done"
+    mapped_splits = {line.split()[-1] for line in maps if str(videos) in line and line.endswith(".index.arrow")}
+    assert len(mapped_splits) <= 2, "the index in use, and the one before it until its last user is done"
 
 
-def test_tars_beyond_the_limit_are_mapped_when_needed(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = {name: shown(OPEN[name](written.data_dir)) for name in ("latents", "stored")}
+def test_tars_beyond_the_limit_are_mapped_when_needed(written_data: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {name: first_batches(OPEN[name](written_data.data_dir)) for name in ("latents", "stored")}
     leave_alone_what_stays()
     monkeypatch.setattr(OPEN_MAPS, "limit", 2)
 
     def num_mapped() -> int:
-        return len(re.findall(f"{written.data_dir}/.*[.]tar$", Path("/proc/self/maps").read_text(), re.MULTILINE))
+        return len(re.findall(f"{written_data.data_dir}/.*[.]tar$", Path("/proc/self/maps").read_text(), re.MULTILINE))
 
-    for name, wanted in expected.items():
-        samples = OPEN[name](written.data_dir)
+    for name, expected_batches in expected.items():
+        samples = OPEN[name](written_data.data_dir)
         assert not num_mapped(), "opening maps no tar"
-        assert [shown(samples) for _ in range(3)] == [wanted] * 3
+        assert [first_batches(samples) for _ in range(3)] == [expected_batches] * 3
         gc.collect()
         assert 0 < num_mapped() <= 2 and len(OPEN_MAPS) <= 2, "more only while a batch needs them"
         del samples
@@ -340,15 +342,17 @@ def test_tars_beyond_the_limit_are_mapped_when_needed(written: Written, monkeypa
 
 
 def test_a_tar_that_is_gone_after_opening_fails_its_samples(tmp_path: Path) -> None:
-    own = write_all(tmp_path / "data", SHARDS, CAPTIONS)
-    samples = open_latent_segments(segments(own.data_dir, split="train", captions="none", batch=2, can_keep=True))
-    gone = Variant.open(own.data_dir, column="latents").shards()[0].tar_path
+    data_written = write_all(tmp_path / "data", SHARDS, CAPTIONS)
+    samples = open_latent_segments(
+        segments(data_written.data_dir, split="train", captions="none", batch=2, can_keep=True)
+    )
+    gone = Variant.open(data_written.data_dir, column="latents").shards()[0].tar_path
     gone.unlink()
     batches = list(samples.evaluation_batches())
     failed = {failure.key[0] for loaded in batches for failure in loaded.failed}
-    assert failed == {"a", "b"} and {failure.reason for one in batches for failure in one.failed} == {
+    assert failed == {"a", "b"} and {failure.reason for batch in batches for failure in batch.failed} == {
         "shard_unreadable"
     }
     assert {key[0] for loaded in batches if loaded.batch for key in loaded.batch["key"]} == {"c", "e"}
     with pytest.raises(UserError, match="cannot be used"):
-        open_latent_segments(segments(own.data_dir, split="train", captions="none"))
+        open_latent_segments(segments(data_written.data_dir, split="train", captions="none"))

@@ -41,7 +41,7 @@ def write_tar(path: Path, payload: bytes, keys: list[str]) -> Path:
     return path
 
 
-def evaluated(pattern: object) -> tuple[list[str], list[tuple[str, str]]]:
+def evaluate_stream(pattern: object) -> tuple[list[str], list[tuple[str, str]]]:
     """Keys of the clips, and (key, detail) of the failures."""
     batches = list(open_stream(pattern).evaluation_batches())
     failed = [(failure.key, failure.detail) for loaded in batches for failure in loaded.failed]
@@ -61,7 +61,7 @@ def test_a_tar_that_breaks_off_is_named_wherever_it_does(tmp_path: Path, payload
         end = {"between two samples": third.offset, "in a header": third.offset + 100}
         del content[end.get(where, third.offset_data + 100) :]
     path.write_bytes(content)
-    keys, failed = evaluated(path)
+    keys, failed = evaluate_stream(path)
     assert keys in (["a", "b"], ["a"])  # webdataset keeps the sample before one that breaks off
     [(key, detail)] = failed
     assert key == str(path) and "cannot be read from" in detail
@@ -73,7 +73,7 @@ def test_names_that_webdataset_would_give_to_a_shell_are_files(
     monkeypatch.chdir(tmp_path)
     for name in ("http:x.tar", "s3:x.tar", "a:b.tar"):
         write_tar(tmp_path / name, payload, ["k"])
-        assert evaluated(name) == (["k"], [])
+        assert evaluate_stream(name) == (["k"], [])
 
 
 def test_videos_that_were_never_downloaded_are_left_out_and_counted(tmp_path: Path, payload: bytes) -> None:
@@ -110,9 +110,9 @@ def test_a_stream_shows_the_frames_that_the_data_folder_shows(
     with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
         for begin_s, sample in zip((0, 2), chunks, strict=True):
             mine = [
-                {"caption_id": place, "begin_s": one.begin_s, "end_s": one.end_s, "text": one.text}
-                for place, one in enumerate(captions)
-                if begin_s <= one.begin_s < begin_s + 2
+                {"caption_id": place, "begin_s": caption.begin_s, "end_s": caption.end_s, "text": caption.text}
+                for place, caption in enumerate(captions)
+                if begin_s <= caption.begin_s < begin_s + 2
             ]
             place = {"begin_s": [begin_s, 1], "end_s": [begin_s + 2, 1], "span_fingerprint": "00"}
             described = json.dumps({**place, "captions": mine}).encode()
@@ -149,11 +149,11 @@ def test_a_late_epoch_is_reached_by_way_of_the_first_alone(
     epochs: list[int] = []
     shuffled = tar_samples.shuffle_items
 
-    def noted(*arguments: Any, epoch: int, **options: Any) -> Any:
+    def note_epoch(*arguments: Any, epoch: int, **options: Any) -> Any:
         epochs.append(epoch)
         return shuffled(*arguments, epoch=epoch, **options)
 
-    monkeypatch.setattr(video_stream, "shuffle_items", noted)
+    monkeypatch.setattr(video_stream, "shuffle_items", note_epoch)
     resumed = open_stream(pattern, batch=3, num_ahead=1)
     batches = resumed.batches(position=57, max_failures=0)
     assert list(next(batches).batch["key"]) == whole[57:60]
@@ -214,7 +214,7 @@ def test_what_is_no_tar_is_named_where_clips_are_too_few(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "message"),
     [
         ("NOWHERE/{00..07}.tar", "http://.*/00.tar does not exist"),
         ("nosuchthing://bucket/{00..07}.tar", "are not supported"),
@@ -223,9 +223,9 @@ def test_what_is_no_tar_is_named_where_clips_are_too_few(tmp_path: Path) -> None
         ("x/{00000..99999999999}.tar", "names 100,000,000,000 tars"),
     ],
 )
-def test_remote_patterns_that_name_nothing_are_the_users_mistake(pattern: str, said: str, tmp_path: Path) -> None:
+def test_remote_patterns_that_name_nothing_are_the_users_mistake(pattern: str, message: str, tmp_path: Path) -> None:
     server = HttpFolder(tmp_path)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         open_stream(pattern.replace("NOWHERE", server.address))
     server.close()
 

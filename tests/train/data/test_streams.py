@@ -36,7 +36,14 @@ def open_stream(pattern: object, *, cache: Path | None = None, shape: ClipShape 
 def first(stream: VideoStream, num_batches: int, *, max_failures: int = 0) -> list[LoadedBatch]:
     batches = stream.batches(max_failures=max_failures)
     taken = list(islice(batches, num_batches))
-    taken = [LoadedBatch({**one.batch, "video": one.batch["video"].clone()}, one.failed, one.cursor) for one in taken]
+    taken = [
+        LoadedBatch(
+            {**loaded_batch.batch, "video": loaded_batch.batch["video"].clone()},
+            loaded_batch.failed,
+            loaded_batch.cursor,
+        )
+        for loaded_batch in taken
+    ]
     batches.close()
     return taken
 

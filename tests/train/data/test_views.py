@@ -39,7 +39,7 @@ def test_one_look_is_in_the_middle_whatever_the_rule() -> None:
 def test_looks_with_a_stride_reach_from_the_begin_of_the_span_to_its_end() -> None:
     assert frames("stride", 3) == [[0, 8, 16, 24], [134, 142, 150, 158], [268, 276, 284, 292]]
     # In a span shorter than the window all looks are the same.
-    assert len({tuple(one) for one in frames("stride", 3, end_us=900_000)}) == 1
+    assert len({tuple(sample_frames) for sample_frames in frames("stride", 3, end_us=900_000)}) == 1
 
 
 def test_five_clips_of_sixteen_frames_begin_at_quarters_of_the_room() -> None:
@@ -63,8 +63,8 @@ def test_looks_at_equal_segments_are_spread_within_each() -> None:
 def test_no_look_leaves_the_span(rule: SamplingRule, num_views: int) -> None:
     sampling = Sampling(num_frames=3, rule=rule, stride=5)
     for at in view_offsets(rule, num_views):
-        found = moments_of(1_200_000, 2_700_001, sampling, fps_num=30, fps_den=1, rng=None, at=at)
-        assert all(1_200_000 <= time / found.denominator < 2_700_001 for time in found.numerators)
+        moments = moments_of(1_200_000, 2_700_001, sampling, fps_num=30, fps_den=1, rng=None, at=at)
+        assert all(1_200_000 <= time / moments.denominator < 2_700_001 for time in moments.numerators)
 
 
 def test_squares_reach_from_one_end_of_the_longer_side_to_the_other() -> None:

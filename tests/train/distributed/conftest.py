@@ -13,10 +13,10 @@ from clipmill.train.distributed.world import World
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.runs import (
     STRATEGIES,
-    adapted,
+    adapter_settings,
     exact_plane,
-    locked,
-    masked,
+    locked_settings,
+    masked_settings,
     run_ranks,
     towers,
     train_masked,
@@ -82,8 +82,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ranks = fork_ranks(
         run_ranks, made.two, data_dir, made.one / "towers", size=2, folder=tmp_path_factory.mktemp("said")
     )
-    train_towers(adapted(made.one / "adapted", data_dir, source=made.one / "towers"), ONE)
-    train_towers(locked(made.one / "locked", data_dir), ONE)
-    train_masked(masked(made.one / "masked", data_dir), ONE)
+    train_towers(adapter_settings(made.one / "adapted", data_dir, source=made.one / "towers"), ONE)
+    train_towers(locked_settings(made.one / "locked", data_dir), ONE)
+    train_masked(masked_settings(made.one / "masked", data_dir), ONE)
     end_well(ranks)
     return made

@@ -17,14 +17,14 @@ class Rank:
     """A rank, and the file that it writes its errors to."""
 
     process: BaseProcess
-    said: Path
+    stderr_path: Path
 
     def end(self, *, within_s: float = 240) -> tuple[int | None, str]:
         """Its status, None when it had to be killed because it did not end, and what it said."""
         self.process.join(within_s)
         status = self.process.exitcode
         self.process.kill()
-        return status, self.said.read_text()
+        return status, self.stderr_path.read_text()
 
 
 def free_port() -> int:
@@ -40,12 +40,12 @@ def fork_ranks(run: Callable[..., None], *arguments: Any, size: int, folder: Pat
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
     for rank in range(size):
-        said = folder / f"said-by-{rank}-of-{size}.txt"
-        said.touch()
-        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = workers.process(target=_run, args=(run, arguments, said), daemon=True, **own)
+        stderr_path = folder / f"said-by-{rank}-of-{size}.txt"
+        stderr_path.touch()
+        environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = workers.process(target=_run, args=(run, arguments, stderr_path), daemon=True, **environment)
         process.start()
-        ranks.append(Rank(process, said))
+        ranks.append(Rank(process, stderr_path))
     return ranks
 
 
@@ -53,14 +53,14 @@ def end_well(ranks: list[Rank]) -> None:
     """Waits for all of them; fails with what one says that fails."""
     try:
         for rank in ranks:
-            status, said = rank.end()
-            assert status == 0, f"status {status}: {said[-3000:]}"
+            status, stderr = rank.end()
+            assert status == 0, f"status {status}: {stderr[-3000:]}"
     finally:
         for rank in ranks:
             rank.process.kill()
 
 
-def _run(run: Callable[..., None], arguments: tuple[Any, ...], said: Path) -> None:
-    with said.open("w") as file:
+def _run(run: Callable[..., None], arguments: tuple[Any, ...], stderr_path: Path) -> None:
+    with stderr_path.open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     run(*arguments)

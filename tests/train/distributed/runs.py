@@ -90,14 +90,14 @@ def towers(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
     return replace(base, **changes)
 
 
-def adapted(out: Path, data_dir: Path, *, source: Path, **changes: Any) -> DualEncoderSettings:
+def adapter_settings(out: Path, data_dir: Path, *, source: Path, **changes: Any) -> DualEncoderSettings:
     """Settings of that dual encoder with a frozen first block, and adapters in the other of a tower of `source`."""
     tuned = {"freeze": ("blocks:1",), "lora": Lora(rank=2, alpha=4), "lr": 1e-2, "microbatch": 3}
     init = DualEncoderInit(weights=str(source))
     return towers(out, data_dir, init=init, optimizer=OptimizerSettings(ema=0.9), **tuned, **changes)
 
 
-def locked(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
+def locked_settings(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
     """Settings of a dual encoder with a frozen video tower and a trained text tower, in microbatches."""
     tuned = {"text_tower": "trained", "freeze": ("video",), "loss": Loss(), "microbatch": 3}
     return towers(out, data_dir, **tuned, **changes)
@@ -124,7 +124,7 @@ class ExactMae(MaeTask):
         return super().inputs(batch, rows, is_training=is_training).double()
 
 
-def masked(out: Path, data_dir: Path, **changes: Any) -> MaeSettings:
+def masked_settings(out: Path, data_dir: Path, **changes: Any) -> MaeSettings:
     """Settings of a masked autoencoder on latents, with masks of both kinds, windows that are drawn, and probes."""
     base = MaeSettings(
         shards=str(data_dir),
@@ -210,11 +210,11 @@ def train_parts(folder: Path, data_dir: Path, source: Path, world: World, *, nam
         kind, _, strategy = name.partition("-")
         out, parallel = folder / name, spread_over(cast(Strategy, strategy))
         if kind == "adapted":
-            train_towers(adapted(out, data_dir, source=source, **parallel), world)
+            train_towers(adapter_settings(out, data_dir, source=source, **parallel), world)
         elif kind == "locked":
-            train_towers(locked(out, data_dir, **parallel), world)
+            train_towers(locked_settings(out, data_dir, **parallel), world)
         else:
-            train_masked(masked(out, data_dir, microbatch=3, **parallel), world)
+            train_masked(masked_settings(out, data_dir, microbatch=3, **parallel), world)
 
 
 def run_further_parts(folder: Path, data_dir: Path, source: Path) -> None:
@@ -298,11 +298,11 @@ def run_own_commands(folder: Path, cases: list[tuple[Sequence[str], ...]], ports
     ends = []
     for commands, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        with redirect_stderr(io.StringIO()) as said:
+        with redirect_stderr(io.StringIO()) as stderr:
             try:
                 run_command(*commands[rank])
             except SystemExit as end:
-                ends.append((end.code, said.getvalue()))
+                ends.append((end.code, stderr.getvalue()))
         if dist.is_initialized():
             dist.destroy_process_group()  # a command that fails leaves it as it is, and its process ends
     (folder / f"ends-{rank}.json").write_text(json.dumps(ends))
@@ -317,15 +317,15 @@ def run_apart(folder: Path, command: Sequence[str], ports: list[int]) -> None:
     (folder / str(rank)).mkdir()
     os.chdir(folder / str(rank))
     os.environ["MASTER_PORT"] = str(ports[0])
-    with redirect_stderr(io.StringIO()) as said, suppress(SystemExit):
+    with redirect_stderr(io.StringIO()) as stderr, suppress(SystemExit):
         run_command(*command)
-    found: dict[str, Any] = {"command": said.getvalue()}
+    outcome: dict[str, Any] = {"command": stderr.getvalue()}
     if dist.is_initialized():
         dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(ports[1])
     with open_world(device_type="cpu") as world:
         shared_folder.require_shared(folder / "shared", world=world)
-        found["shared"] = [path.name for path in (folder / "shared").iterdir()]
+        outcome["shared"] = [path.name for path in (folder / "shared").iterdir()]
         late = folder / f"late-{rank}"
         late.mkdir()
         (late / "first").write_text("whole" if rank == 0 else "wh")
@@ -333,12 +333,12 @@ def run_apart(folder: Path, command: Sequence[str], ports: list[int]) -> None:
         if rank == 1:
             threading.Timer(0.2, (late / "first").write_text, ("whole",)).start()
         shared_folder.wait_for_files(late, world=world)
-        found["late"] = (late / "first").read_text()
+        outcome["late"] = (late / "first").read_text()
         if rank == 1:
             (late / "first").unlink()
         shared_folder.wait_for_files(late, world=world)  # in vain
-        found["missing"] = (late / "first").exists()
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+        outcome["missing"] = (late / "first").exists()
+    (folder / f"found-{rank}.json").write_text(json.dumps(outcome))
 
 
 def run_ranks(folder: Path, data_dir: Path, source: Path) -> None:

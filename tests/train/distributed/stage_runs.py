@@ -99,13 +99,13 @@ class RecordingLoss(CaptionLoss):
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         numbers = super().backward(model, batch, step)
         if step.number == 1:
-            named = model.part.named_parameters() if isinstance(model, Pipeline) else plain(model)
-            torch.save({name: one.grad for name, one in named}, self.folder / f"step-1-rank-{self.rank}.pt")
+            named = model.part.named_parameters() if isinstance(model, Pipeline) else plain_parameters(model)
+            torch.save({name: parameter.grad for name, parameter in named}, self.folder / f"step-1-rank-{self.rank}.pt")
         return numbers
 
 
-def plain(model: nn.Module) -> Any:
-    return [(name.removeprefix("module."), one) for name, one in model.named_parameters()]
+def plain_parameters(model: nn.Module) -> Any:
+    return [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
 
 
 class StageTask:
@@ -127,14 +127,14 @@ class StageTask:
         model = captioner(dropout=self._dropout)
         if self._is_tuned:
             freeze(model, [FrozenPart("video", 1), FrozenPart("decoder", 1)])
-            frozen = {id(one) for one in model.parameters() if not one.requires_grad}
+            frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
             add_adapters(model.video, rank=2, scale=1.5, targets=("attention", "mlp"), frozen=frozen)
         model.double()
         # Where weights begin with zeros, there is nothing to see of what they do.
-        for name, one in model.named_parameters():
-            nn.init.normal_(one, std=0.3)
+        for name, parameter in model.named_parameters():
+            nn.init.normal_(parameter, std=0.3)
             if self._frozen is not None:
-                one.requires_grad_(not name.startswith(self._frozen))
+                parameter.requires_grad_(not name.startswith(self._frozen))
         return model
 
     def build_objective(self, samples: TrainingSet, world: World) -> Objective:
@@ -196,14 +196,14 @@ def captions_by(model: nn.Module, *, sees: bool = True) -> dict[str, Any]:
     tokens = torch.randint(0, END, (3, 2, 4), generator=generator)
     seen = clips if sees else torch.empty(3, 0)
     with torch.no_grad():
-        found: dict[str, Any] = {"logits": model(seen, tokens).sum(dim=-1).tolist()}
+        tensors: dict[str, Any] = {"logits": model(seen, tokens).sum(dim=-1).tolist()}
     for name, decoding in DECODINGS.items():
         written = generate_captions(model, seen, decoding, end_id=END, samples=[4, 7, 9])  # type: ignore[arg-type]
-        found[name] = written.tokens_VL.tolist()
-    return found
+        tensors[name] = written.tokens_VL.tolist()
+    return tensors
 
 
-def begun(folder: Path, source: Path, world: World) -> Path:
+def begin_from(folder: Path, source: Path, world: World) -> Path:
     """A run that goes on from the first checkpoint of another one."""
 
     def copy() -> None:
@@ -247,20 +247,20 @@ def _on_four(folder: Path, world: World, two_by_two: World) -> None:
     for strategy in ("ddp", "zero1"):
         pairs = ParallelSettings(stages=2, strategy=strategy, partition="6,3")
         train_stages(chosen_of(folder / f"2x2-{strategy}", parallel=pairs), two_by_two)
-    resumed = begun(folder / "resumed-2x2-zero1", folder / "one", world)
+    resumed = begin_from(folder / "resumed-2x2-zero1", folder / "one", world)
     train_stages(chosen_of(resumed, parallel=pairs), two_by_two)
     four = ParallelSettings(stages=4, partition="uniform")
     part = train_stages(chosen_of(folder / "4", parallel=four), world)
-    tied = {name: one for name, one in part.named_parameters() if name == TIED}
+    tied = {name: parameter for name, parameter in part.named_parameters() if name == TIED}
     torch.save(tied, folder / f"tied-{world.rank}.pt")
     model = whole_captioner(part.eval(), stages=world.stages, device=CPU)
-    said = captions_by(model, sees=world.stages.is_first)
-    (folder / f"said-{world.rank}.json").write_text(json.dumps(said))
-    train_stages(chosen_of(begun(folder / "resumed-4", folder / "one", world), parallel=four), world)
-    train_stages(chosen_of(begun(folder / "four-of-2x2", folder / "2x2-zero1", world), parallel=four), world)
+    captions = captions_by(model, sees=world.stages.is_first)
+    (folder / f"said-{world.rank}.json").write_text(json.dumps(captions))
+    train_stages(chosen_of(begin_from(folder / "resumed-4", folder / "one", world), parallel=four), world)
+    train_stages(chosen_of(begin_from(folder / "four-of-2x2", folder / "2x2-zero1", world), parallel=four), world)
     for name in ("dropout", "dropout-resumed"):
         if name != "dropout":
-            begun(folder / name, folder / "dropout", world)
+            begin_from(folder / name, folder / "dropout", world)
         train_stages(chosen_of(folder / name, parallel=four), world, dropout=0.5)
 
 
@@ -273,7 +273,7 @@ def run_further_stages(folder: Path) -> None:
             train_stages(chosen_of(folder / "2-gpipe", parallel=parallel), launched.cut(2))
         else:
             pairs = ParallelSettings(stages=2, strategy="ddp", partition="6,3")
-            resumed = begun(folder / "resumed-2x2-ddp", folder / "one", launched)
+            resumed = begin_from(folder / "resumed-2x2-ddp", folder / "one", launched)
             train_stages(chosen_of(resumed, parallel=pairs), launched.cut(2))
 
 

@@ -10,7 +10,7 @@ from clipmill.train.distributed.launch import name_attempt
 from clipmill.train.distributed.world import World
 
 
-def named(store: dist.Store, *, size: int) -> set[str]:
+def names_of_ranks(store: dist.Store, *, size: int) -> set[str]:
     names: list[str] = []
 
     def run(rank: int) -> None:
@@ -28,14 +28,14 @@ def named(store: dist.Store, *, size: int) -> set[str]:
 
 def test_each_attempt_has_a_name_of_its_own_that_all_ranks_know() -> None:
     store = dist.HashStore()
-    found = [named(store, size=3) for _ in range(3)]
-    assert all(len(names) == 1 for names in found) and len(set.union(*found)) == 3
+    names_met = [names_of_ranks(store, size=3) for _ in range(3)]
+    assert all(len(names) == 1 for names in names_met) and len(set.union(*names_met)) == 3
 
 
 def test_a_rank_that_left_before_it_was_answered_is_nobody_to_wait_for() -> None:
     store = dist.HashStore()
     store.set("asks/1", "somebody who is gone")
-    assert len(named(store, size=2)) == 1
+    assert len(names_of_ranks(store, size=2)) == 1
 
 
 def test_ranks_say_whom_they_wait_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -49,9 +49,9 @@ def test_ranks_say_whom_they_wait_for(monkeypatch: pytest.MonkeyPatch, capfd: py
         for rank in (1, 0, 2)
     ]
     waiting[0].start()
-    said = _said_with("rank 1 of 3 waits for rank 0 to start", capfd)
+    message = _said_with("rank 1 of 3 waits for rank 0 to start", capfd)
     waiting[1].start()
-    said += _said_with("rank 0 of 3 waits for rank 2 to start; see their logs", capfd)
+    message += _said_with("rank 0 of 3 waits for rank 2 to start; see their logs", capfd)
     waiting[2].start()
     for thread in waiting:
         thread.join(60)
@@ -59,9 +59,9 @@ def test_ranks_say_whom_they_wait_for(monkeypatch: pytest.MonkeyPatch, capfd: py
 
 
 def _said_with(text: str, capfd: pytest.CaptureFixture[str]) -> str:
-    said, latest_s = "", time.monotonic() + 60
-    while text not in said and time.monotonic() < latest_s:
-        said += capfd.readouterr().err
+    stderr, latest_s = "", time.monotonic() + 60
+    while text not in stderr and time.monotonic() < latest_s:
+        stderr += capfd.readouterr().err
         time.sleep(0.02)
-    assert text in said
-    return said
+    assert text in stderr
+    return stderr

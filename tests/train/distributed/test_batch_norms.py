@@ -18,8 +18,8 @@ def test_ranks_evaluate_the_checkpoint_and_resume_it_to_the_bit(tmp_path: Path, 
     end_well(fork_ranks(run_norms, tmp_path, size=num_ranks, folder=tmp_path))
     for strategy in STRATEGIES:
         whole, resumed = (RunFolder(tmp_path / name / strategy) for name in ("whole", "resumed"))
-        found, expected = (read_weights(all_checkpoints(run.checkpoints)[4]) for run in (resumed, whole))
-        assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == [], strategy
+        weights, expected = (read_weights(all_checkpoints(run.checkpoints)[4]) for run in (resumed, whole))
+        assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == [], strategy
         assert expected["1.1.num_batches_tracked"] == 4 and expected["1.1.running_mean"].abs().sum() > 0
         errors = [[line.get("error") for line in read_lines(run.metrics)] for run in (resumed, whole)]
         assert errors[0] == errors[1] and errors[0][3] is not None

@@ -41,16 +41,18 @@ def test_nodes_without_a_shared_disk_lose_one_and_end_with_the_same_bits(
         second.process.join(0.05)
         assert second.process.exitcode is None, second.said.read_text()
     second.process.kill()
-    _, said = first.end()
-    assert "rank 0 of 2" in said or "has lost" in said, said
+    _, stderr = first.end()
+    assert "rank 0 of 2" in stderr or "has lost" in stderr, stderr
     assert "/checkpoints/step_000004/__0_" in str(faults.seen().requests)
     faults.set()
     end_well(launch("again", in_bucket, [*command, "--out", str(tmp_path / "local")]))
 
     other_machine()
     run, whole = RunFolder(local_folder(f"{bucket}/run")), RunFolder(tmp_path / "local")
-    found, expected = (read_weights(all_checkpoints(one.checkpoints)[6]) for one in (run, whole))
-    assert found.keys() == expected.keys() and all(torch.equal(value, expected[name]) for name, value in found.items())
+    weights, expected = (read_weights(all_checkpoints(run_folder.checkpoints)[6]) for run_folder in (run, whole))
+    assert weights.keys() == expected.keys() and all(
+        torch.equal(value, expected[name]) for name, value in weights.items()
+    )
     for name in ("step", "loss", "epoch"):
         assert [line[name] for line in read_lines(run.metrics)] == [line[name] for line in read_lines(whole.metrics)]
     kept = all_checkpoints(run.checkpoints)

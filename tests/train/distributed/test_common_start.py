@@ -42,7 +42,7 @@ def ends_of(folder: Path, cases: list[tuple[Sequence[str], ...]]) -> list[tuple[
     """Exit status and words of both ranks, case by case."""
     end_well(fork_ranks(run_own_commands, folder, cases, [free_port() for _ in cases], size=2, folder=folder))
     first, second = (json.loads((folder / f"ends-{rank}.json").read_bytes()) for rank in (0, 1))
-    return [(tuple(one), tuple(other)) for one, other in zip(first, second, strict=True)]
+    return [(tuple(first_row), tuple(other)) for first_row, other in zip(first, second, strict=True)]
 
 
 def test_ranks_that_were_not_started_alike_end_with_the_flag_and_both_values(columns: Path, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_ranks_that_were_not_started_alike_end_with_the_flag_and_both_values(col
     shared = (*DUAL, "--shards", str(columns), "--out", str(out))
     cases: list[tuple[Sequence[str], ...]] = [(shared, with_flags(shared, added)) for added in DIFFERING]
     cases.append((shared, (*MAE, "--shards", str(columns), "--out", str(out))))
-    expected = [[f"{flag} is {said}" for flag, (_, said) in added.items() if said] for added in DIFFERING]
+    expected = [[f"{flag} is {value}" for flag, (_, value) in added.items() if value] for added in DIFFERING]
     expected[2] = ["--towers.temporal is zero on rank 0 and random on rank 1"]  # which the preset sets
     expected.append(["command is train dual-encoder on rank 0 and train mae on rank 1"])
     for ends, parts in zip(ends_of(tmp_path, cases), expected, strict=True):
@@ -110,8 +110,8 @@ def test_versions_count_and_what_a_machine_may_have_of_its_own_does_not() -> Non
     assert start == launch_facts(DualEncoderSettings(shards="there", workers=9, batches_ahead=1), resume=False)
     assert start["command"] == "train dual-encoder" and start["--resume"] is False and start["--loss.kind"] == "infonce"
     other = {**start, "clipmill": "0.0.1", "torch": "1.0"}
-    found = difference([start, other])
-    assert found is not None and "clipmill is " in found and "torch is " in found and "1.0 on rank 1" in found
+    message = difference([start, other])
+    assert message is not None and "clipmill is " in message and "torch is " in message and "1.0 on rank 1" in message
 
 
 def test_differences_name_the_ranks_that_have_each_value() -> None:
@@ -120,8 +120,8 @@ def test_differences_name_the_ranks_that_have_each_value() -> None:
         "--lr is 0.1 on ranks 0, 1 and 0.3 on rank 2; --seed is 0 on ranks 0, 1 and missing on rank 2"
     )
     assert difference(starts[:2]) is None
-    found = difference([{f"--{name}": rank for name in "abcdefgh"} for rank in range(9)])
-    assert found is not None and found.endswith("; and 2 more")
+    message = difference([{f"--{name}": rank for name in "abcdefgh"} for rank in range(9)])
+    assert message is not None and message.endswith("; and 2 more")
 
 
 def with_flags(words: Sequence[str], added: Mapping[str, tuple[str, str]]) -> list[str]:

@@ -28,13 +28,17 @@ def test_ranks_that_resume_a_run_end_with_its_bits(tmp_path: Path, num_ranks: in
     end_well(fork_ranks(run_and_resume, tmp_path, size=num_ranks, folder=tmp_path))
     for strategy in STRATEGIES:
         whole, resumed = RunFolder(tmp_path / "whole" / strategy), RunFolder(tmp_path / "resumed" / strategy)
-        found, expected = (read_weights(all_checkpoints(one.checkpoints)[4]) for one in (resumed, whole))
-        assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == [], strategy
+        weights, expected = (
+            read_weights(all_checkpoints(run_folder.checkpoints)[4]) for run_folder in (resumed, whole)
+        )
+        assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == [], strategy
         for name in ("step", "loss", "epoch", "num_failed"):
-            values = ([line[name] for line in read_lines(one.metrics)] for one in (resumed, whole))
+            values = ([line[name] for line in read_lines(run_folder.metrics)] for run_folder in (resumed, whole))
             assert next(values) == next(values)
         begun = read_metadata(all_checkpoints(resumed.checkpoints)[2])
-        assert any(one["ahead"] for one in begun.loader), "no rank was ahead: the test shows less than it says"
+        assert any(loader_state["ahead"] for loader_state in begun.loader), (
+            "no rank was ahead: the test shows less than it says"
+        )
 
 
 def dual_encoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -59,11 +63,13 @@ def test_buckets_are_those_of_the_first_step_and_fill_in_the_order_of_the_backwa
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     ready: list[str] = []
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda one: ready.append(names[id(one)].partition(".")[0]))
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter_: ready.append(names[id(parameter_)].partition(".")[0])
+        )
     steps: list[list[str]] = []
 
     def note(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        steps[-1] += [names[id(one)] for one in bucket.parameters()]
+        steps[-1] += [names[id(parameter)] for parameter in bucket.parameters()]
         done = torch.futures.Future[torch.Tensor]()
         done.set_result(bucket.buffer())
         return done
@@ -74,8 +80,8 @@ def test_buckets_are_those_of_the_first_step_and_fill_in_the_order_of_the_backwa
         replicated.register_comm_hook(None, note)
         for _ in range(3):
             steps.append([])
-            found = replicated(*inputs)
-            sum(one.sum() for one in (found if isinstance(found, tuple) else (found,))).backward()
+            output = replicated(*inputs)
+            sum(tensor.sum() for tensor in (output if isinstance(output, tuple) else (output,))).backward()
     finally:
         dist.destroy_process_group()
     assert steps[0] == steps[1] == steps[2] == [*names.values()][::-1]

@@ -22,5 +22,5 @@ def test_two_ranks_of_fsdp_give_the_losses_of_one_process(data_dir: Path, tmp_pa
     end_well(fork_ranks(run_command, *words, *sharded, size=2, folder=tmp_path))
     assert train(*words, "--out", tmp_path / "one") == 0
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    found, expected = (steps(tmp_path / name)[-1] for name in ("two", "one"))
-    assert found["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-4)
+    last_step, expected = (steps(tmp_path / name)[-1] for name in ("two", "one"))
+    assert last_step["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-4)

@@ -21,18 +21,18 @@ MODEL = [
 
 def cheapest(costs: list[int], num_stages: int) -> int:
     """The dearest stage of the best of all cuts, each of them tried."""
-    found = []
+    parts_found = []
     for cuts in combinations(range(1, len(costs)), num_stages - 1):
         begins = [0, *cuts, len(costs)]
-        found.append(max(sum(costs[begin:end]) for begin, end in pairwise(begins)))
-    return min(found)
+        parts_found.append(max(sum(costs[begin:end]) for begin, end in pairwise(begins)))
+    return min(parts_found)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
 def test_by_parameters_the_dearest_stage_is_as_cheap_as_can_be(costs: list[int], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))
-    parts = partition([LayerCost("block", one) for one in costs], num_stages=num_stages, rule="parameters")
+    parts = partition([LayerCost("block", cost) for cost in costs], num_stages=num_stages, rule="parameters")
     assert [number for part in parts for number in part] == list(range(len(costs)))
     assert len(parts) == num_stages and all(parts)
     assert max(sum(costs[number] for number in part) for part in parts) == cheapest(costs, num_stages)

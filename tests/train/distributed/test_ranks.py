@@ -16,7 +16,7 @@ from tests.train.distributed.runs import (
     FURTHER_PARTS,
     PARTS,
     STRATEGIES,
-    adapted,
+    adapter_settings,
     exact_plane,
     run_further_parts,
     towers,
@@ -27,10 +27,10 @@ from tests.train.plane import Points
 from tests.train.running import losses, weights_of
 
 
-def assert_same(found: Path, expected: Path, *, atol: float = 1e-10) -> None:
-    assert losses(found) == pytest.approx(losses(expected), abs=atol)
+def assert_same(actual: Path, expected: Path, *, atol: float = 1e-10) -> None:
+    assert losses(actual) == pytest.approx(losses(expected), abs=atol)
     expected_weights = weights_of(expected)
-    found_weights = weights_of(found)
+    found_weights = weights_of(actual)
     assert found_weights.keys() == expected_weights.keys()
     for name, value in found_weights.items():
         torch.testing.assert_close(value, expected_weights[name], atol=atol, rtol=0)
@@ -80,7 +80,7 @@ def test_one_process_goes_on_with_what_two_ranks_began(runs: Runs, tmp_path: Pat
     if kind == "plane":
         train_plane(exact_plane(out), ONE)
     elif kind == "adapted":
-        train_towers(adapted(out, runs.data_dir, source=runs.one / "towers"), ONE)
+        train_towers(adapter_settings(out, runs.data_dir, source=runs.one / "towers"), ONE)
     else:
         train_towers(towers(out, runs.data_dir), ONE)
     assert len(losses(out)) == before
@@ -92,12 +92,16 @@ def test_state_is_stored_in_parts_where_ranks_have_parts(runs: Runs) -> None:
         path = latest_checkpoint(runs.two / f"towers-{name}" / "checkpoints")
         assert path is not None
         table = read_table(path)
-        return [[piece["file"][:3] for piece in one["pieces"]] for key, one in table.items() if key.startswith(prefix)]
+        return [
+            [piece["file"][:3] for piece in entry["pieces"]] for key, entry in table.items() if key.startswith(prefix)
+        ]
 
     assert ["__0", "__1"] in pieces("fsdp", "model.") and ["__0", "__1"] in pieces("fsdp", "optimizer.model.")
-    assert {tuple(one) for one in pieces("zero1", "optimizer.model.")} == {("__0",), ("__1",)}
-    assert {len(one) for one in pieces("ddp", "objective.")} == {1, 2}, "the loss's state of each sample is in parts"
-    assert {len(one) for one in [*pieces("ddp", "model."), *pieces("ddp", "optimizer.")]} == {1}
+    assert {tuple(entry) for entry in pieces("zero1", "optimizer.model.")} == {("__0",), ("__1",)}
+    assert {len(entry) for entry in pieces("ddp", "objective.")} == {1, 2}, (
+        "the loss's state of each sample is in parts"
+    )
+    assert {len(entry) for entry in [*pieces("ddp", "model."), *pieces("ddp", "optimizer.")]} == {1}
     facts = read_metadata(runs.two / "plane-fsdp" / "checkpoints" / "step_000012")
     assert len(facts.loader) == 2
 
@@ -162,7 +166,9 @@ def test_ranks_that_failures_set_apart_are_resumed_by_one_process(runs: Runs, tm
     first, *later = sorted((out / "checkpoints").iterdir())
     for path in later:
         shutil.rmtree(path)
-    assert any(one["ahead"] for one in read_metadata(first).loader), "no rank was ahead: the test shows nothing"
+    assert any(loader_state["ahead"] for loader_state in read_metadata(first).loader), (
+        "no rank was ahead: the test shows nothing"
+    )
     train_plane(exact_plane(out, max_failures=50), ONE, Points(failing=FAILING))
     assert [line["step"] for line in read_lines(RunFolder(out).metrics)] == list(range(1, 13))
     failed = [line["position"] for line in read_lines(RunFolder(out).failures)]
@@ -179,5 +185,5 @@ def test_a_loss_that_is_no_number_stops_all_ranks_with_the_keys_of_all(runs: Run
     shown = [json.loads((runs.two / f"shown-{rank}.json").read_text())["poisoned"] for rank in (0, 1)]
     assert shown[0] == shown[1] and "the loss is nan at step" in shown[0]
     content = json.loads((runs.two / "poisoned" / "bad_batch.json").read_text())
-    assert len(content["ranks"]) == 2 and all(len(one["keys"]) == 3 for one in content["ranks"])
-    assert "point_7" in [key for one in content["ranks"] for key in one["keys"]]
+    assert len(content["ranks"]) == 2 and all(len(entry["keys"]) == 3 for entry in content["ranks"])
+    assert "point_7" in [key for entry in content["ranks"] for key in entry["keys"]]

@@ -15,11 +15,13 @@ def test_ranks_find_out_whether_they_share_a_folder(tmp_path: Path) -> None:
     command += ["--shards", str(data), "--out", "run"]
     end_well(fork_ranks(run_apart, tmp_path, command, [free_port(), free_port()], size=2, folder=tmp_path))
     first, second = (json.loads((tmp_path / f"found-{rank}.json").read_bytes()) for rank in (0, 1))
-    for found in (first, second):
+    for process in (first, second):
         # A slow machine prints its progress first.
-        assert "error: --out run is not shared by all nodes: rank 1 on " in found["command"], found["command"]
-        assert "does not see a file that rank 0 on " in found["command"] and "hint: use a folder" in found["command"]
-        assert found["shared"] == [], "a probe is left"
-        assert found["late"] == "whole"
+        assert "error: --out run is not shared by all nodes: rank 1 on " in process["command"], process["command"]
+        assert (
+            "does not see a file that rank 0 on " in process["command"] and "hint: use a folder" in process["command"]
+        )
+        assert process["shared"] == [], "a probe is left"
+        assert process["late"] == "whole"
     assert (first["missing"], second["missing"]) == (True, False)
     assert not (tmp_path / "0" / "run").exists() and not (tmp_path / "1" / "run").exists()

@@ -47,11 +47,11 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on_by_one_process(colu
     wait_for(metrics, num_lines=5, runs=second.process.is_alive)
     second.process.terminate()
     ends = [rank.end(within_s=60) for rank in (first, second)]
-    said = [errors for _, errors in ends]
-    assert [status for status, _ in ends] == [143, 143], said
+    stderr_texts = [errors for _, errors in ends]
+    assert [status for status, _ in ends] == [143, 143], stderr_texts
     (stopped_at,) = all_checkpoints(checkpoints)
     assert stopped_at == read_lines(metrics)[-1]["step"]
-    assert all(f"stopped: step {stopped_at} is saved, continue with --resume" in one for one in said)
+    assert all(f"stopped: step {stopped_at} is saved, continue with --resume" in stderr for stderr in stderr_texts)
 
     first, second = fork_ranks(run_command, *command, "--resume", size=2, folder=tmp_path)
     wait_for(metrics, num_lines=stopped_at + 10, runs=second.process.is_alive)
@@ -160,11 +160,11 @@ def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_
             time.sleep(0.005)
         assert process.poll() is None, "it ended before a rank could be killed"
         os.kill(rank_1_of(killed), signal.SIGKILL)
-        said, _ = process.communicate(timeout=600)
+        stderr, _ = process.communicate(timeout=600)
     finally:
         process.terminate()  # its ranks too
-    assert process.returncode == 0, said
-    assert said.count("done: 12 steps") == 1 and said.count("attention: ") == 2, "it was not restarted"
+    assert process.returncode == 0, stderr
+    assert stderr.count("done: 12 steps") == 1 and stderr.count("attention: ") == 2, "it was not restarted"
     end_well(fork_ranks(run_command, *flags, "--out", str(whole), size=2, folder=tmp_path))
     expected = weights_of(whole)
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(killed).items())
@@ -188,12 +188,12 @@ def test_the_slurm_script_launches_one_torchrun_a_node(
         )
         wait_for(RunFolder(out).metrics, num_lines=stopped_at + 5, runs=is_running(process))
         process.send_signal(number)
-        said, _ = process.communicate(timeout=90)
+        stderr, _ = process.communicate(timeout=90)
         assert process.returncode != 0
         before, (*older, stopped_at) = stopped_at, all_checkpoints(RunFolder(out).checkpoints)
         assert stopped_at > before and (older == [] or number == signal.SIGUSR1)
-        assert f"stopped: step {stopped_at} is saved, the same command continues" in said
-        assert "the SignalException above is torchrun's way to stop" in said
+        assert f"stopped: step {stopped_at} is saved, the same command continues" in stderr
+        assert "the SignalException above is torchrun's way to stop" in stderr
         assert '"processes": "2, ddp"' in RunFolder(out).facts.read_text()
         # A job that was cancelled or preempted is SLURM's to requeue.
         assert requeued.exists() == (number == signal.SIGUSR1)

@@ -20,7 +20,7 @@ OF_SPEED = ("_s", "_share", "tflops")
 
 @pytest.mark.nightly
 def test_the_slurm_script_launches_a_pipeline(repository: Path, data_dir: Path, tmp_path: Path, forks: Forks) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
+    first_out, two = tmp_path / "one", tmp_path / "two"
     command = ["bash", "scripts/slurm_train.sh", "caption", "--shards", str(data_dir), "--out", str(two), *FLAGS]
     process = subprocess.Popen(
         [*command, "--parallel.stages", "2"],
@@ -30,22 +30,22 @@ def test_the_slurm_script_launches_a_pipeline(repository: Path, data_dir: Path, 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    assert train("caption", "--shards", data_dir, "--out", one, *FLAGS) == 0
-    said, _ = process.communicate(timeout=180)
-    assert process.returncode == 0, said
-    assert said.count("done: 4 steps") == 1, "one process speaks for all"
+    assert train("caption", "--shards", data_dir, "--out", first_out, *FLAGS) == 0
+    stderr, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, stderr
+    assert stderr.count("done: 4 steps") == 1, "one process speaks for all"
     assert json.loads((two / "run.json").read_bytes())["processes"] == "2, ddp, 1 x 2 stages, 1f1b"
-    found, expected = (read_lines(RunFolder(out).metrics) for out in (two, one))
-    for line, expected_line in zip(found, expected, strict=True):
+    lines, expected = (read_lines(RunFolder(out).metrics) for out in (two, first_out))
+    for line, expected_line in zip(lines, expected, strict=True):
         assert line.keys() == expected_line.keys()
-        batches, expected_batches = (one.pop("batches", {}) for one in (line, expected_line))
+        batches, expected_batches = (values.pop("batches", {}) for values in (line, expected_line))
         assert batches.keys() == expected_batches.keys()
         for name, losses in batches.items():
             assert losses == pytest.approx(expected_batches[name], rel=1e-4), name
         for name, value in line.items():
             if not name.endswith(OF_SPEED):
                 assert value == pytest.approx(expected_line[name], rel=1e-4, abs=1e-6), name
-    assert "train/cider_d" in found[1]
+    assert "train/cider_d" in lines[1]
 
 
 def test_stages_need_processes_and_a_model_that_can_be_cut(

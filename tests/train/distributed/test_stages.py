@@ -26,7 +26,7 @@ from tests.train.distributed.stage_runs import (
     SCHEDULES,
     Captions,
     StageTask,
-    begun,
+    begin_from,
     captioner,
     captions_by,
     chosen_of,
@@ -81,12 +81,12 @@ def test_a_pipeline_is_one_process_with_further_schedules_and_strategies(runs: P
 
 def assert_like_one(runs: Path, name: str) -> None:
     assert_same(runs / name, runs / "one")
-    lines, expected = (read_lines(RunFolder(runs / one).metrics) for one in (name, "one"))
+    lines, expected = (read_lines(RunFolder(runs / run_name).metrics) for run_name in (name, "one"))
     for key in ("grad_norm", "num_tokens", "lr"):
         assert [line[key] for line in lines] == pytest.approx([line[key] for line in expected], rel=1e-10), key
     assert [line["step"] for line in lines] == [1, 2, 3], "each step is logged once"
     assert any(line["grad_norm"] > 0.5 for line in lines), "nothing was clipped: the test shows nothing"
-    after_2 = [read_weights(all_checkpoints(RunFolder(runs / one).checkpoints)[2]) for one in (name, "one")]
+    after_2 = [read_weights(all_checkpoints(RunFolder(runs / run_name).checkpoints)[2]) for run_name in (name, "one")]
     assert after_2[0].keys() == after_2[1].keys()
     for key, value in after_2[0].items():
         torch.testing.assert_close(value, after_2[1][key], atol=1e-10, rtol=0)
@@ -95,18 +95,18 @@ def assert_like_one(runs: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in LIKE_ONE if not name.startswith(("resumed", "four"))])
 def test_its_gradients_are_those_of_one_process(runs: Path, name: str) -> None:
     expected = torch.load(runs / "one" / "step-1-rank-0.pt")
-    found = {}
+    pieces_by_key = {}
     for path in sorted((runs / name).glob("step-1-rank-*.pt")):
         for key, gradient in torch.load(path).items():
             torch.testing.assert_close(gradient, expected[key], atol=1e-10, rtol=0)
             assert gradient.abs().max() > 1e-6, f"nothing reaches {key}"
-            found[key] = gradient
-    assert found.keys() == expected.keys()
+            pieces_by_key[key] = gradient
+    assert pieces_by_key.keys() == expected.keys()
 
 
 def test_what_lies_on_two_stages_is_the_same_to_the_bit_and_is_stored_once(runs: Path) -> None:
     ends = [torch.load(runs / f"tied-{rank}.pt") for rank in range(4)]
-    first, second = (one[TIED] for one in ends if one)
+    first, second = (state[TIED] for state in ends if state)
     assert torch.equal(first, second)
     path = latest_checkpoint(runs / "4" / "checkpoints")
     assert path is not None
@@ -125,7 +125,7 @@ def test_what_lies_on_two_stages_is_the_same_to_the_bit_and_is_stored_once(runs:
 
 @pytest.mark.parametrize("name", ["4", "3-1f1b", "2x2-zero1"])
 def test_one_process_goes_on_with_what_a_pipeline_began(runs: Path, tmp_path: Path, name: str) -> None:
-    out = begun(tmp_path / name, runs / name, ONE)
+    out = begin_from(tmp_path / name, runs / name, ONE)
     train_stages(chosen_of(out), ONE)
     assert_same(out, runs / "one")
 
@@ -148,10 +148,12 @@ def test_dropout_is_drawn_by_step_and_stage_and_not_by_what_went_before(runs: Pa
 def test_all_stages_say_what_one_process_says(runs: Path) -> None:
     expected = json.loads((runs / "said.json").read_text())
     for rank in range(4):
-        said = json.loads((runs / f"said-{rank}.json").read_text())
+        captions_said = json.loads((runs / f"said-{rank}.json").read_text())
         for name in DECODINGS:
-            assert said[name] == expected[name], name
-        torch.testing.assert_close(torch.tensor(said["logits"]), torch.tensor(expected["logits"]), atol=1e-8, rtol=0)
+            assert captions_said[name] == expected[name], name
+        torch.testing.assert_close(
+            torch.tensor(captions_said["logits"]), torch.tensor(expected["logits"]), atol=1e-8, rtol=0
+        )
     assert len({str(expected[name]) for name in DECODINGS}) == len(DECODINGS)
 
 
@@ -164,7 +166,7 @@ def test_samples_that_fail_are_counted_once_and_stop_all_stages(runs: Path, tmp_
     assert len(content["ranks"]) == 1 and "point_7" in content["ranks"][0]["keys"]
     train_stages(chosen_of(tmp_path / "failing", max_failures=50), ONE, Captions(failing=(3, 11)))
     assert_same(runs / "2-failing", tmp_path / "failing")
-    failed = [read_lines(RunFolder(one).failures) for one in (runs / "2-failing", tmp_path / "failing")]
+    failed = [read_lines(RunFolder(folder).failures) for folder in (runs / "2-failing", tmp_path / "failing")]
     assert failed[0] == failed[1] and failed[0]
     assert len(read_metadata(all_checkpoints(RunFolder(runs / "2-failing").checkpoints)[2]).loader) == 1
 
@@ -221,6 +223,8 @@ def test_stages_have_the_weights_that_one_process_begins_with() -> None:
         torch.manual_seed(0)
         part = own_part(StageTask(Path(), 0), captioner(), ParallelSettings(stages=3), stages=World(rank=rank, size=3))
         parts |= dict(part.named_parameters())
-        assert sum(one.numel() for one in part.parameters()) < sum(one.numel() for one in whole.values())
+        assert sum(parameter.numel() for parameter in part.parameters()) < sum(
+            tensor.numel() for tensor in whole.values()
+        )
     assert parts.keys() == whole.keys()
-    assert all(torch.equal(parts[name], one) for name, one in whole.items())
+    assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())

@@ -48,9 +48,9 @@ def test_a_rank_that_falls_silent_is_noticed_within_a_minute() -> None:
 
 def test_a_rank_that_says_why_it_stops_is_quoted_after_a_moment() -> None:
     watch = Watch(World(rank=1, size=2))
-    said = {0: "failed: UserError: out of GPU memory", 1: "7"}
-    assert watch.reason_to_stop(said, now_s=3.0) is None, "it may notice by itself"
-    assert watch.reason_to_stop(said, now_s=14.0) == "rank 0 has stopped: UserError: out of GPU memory"
+    messages = {0: "failed: UserError: out of GPU memory", 1: "7"}
+    assert watch.reason_to_stop(messages, now_s=3.0) is None, "it may notice by itself"
+    assert watch.reason_to_stop(messages, now_s=14.0) == "rank 0 has stopped: UserError: out of GPU memory"
 
 
 def test_a_store_that_does_not_answer_is_given_up() -> None:

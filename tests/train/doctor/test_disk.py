@@ -67,9 +67,9 @@ def test_a_data_folder_is_only_read(tmp_path: Path) -> None:
 
 
 def problem(folder: Path, *, is_data: bool) -> tuple[str, str]:
-    found = examine_disk(folder, is_data=is_data).problem
-    assert found is not None
-    return found.level, found.what
+    problem_found = examine_disk(folder, is_data=is_data).problem
+    assert problem_found is not None
+    return problem_found.level, problem_found.what
 
 
 def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
@@ -102,10 +102,10 @@ def test_data_that_this_user_may_not_read_is_not_taken_for_none(tmp_path: Path, 
     command = [*_without_rights(), sys.executable, "-c", program, str(data)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "None\n"
     (data / closed).chmod(0)
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stdout = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (data / closed).chmod(0o700)
     what = f"cannot be read: Permission denied ({data / closed})"
-    assert found == f"{(what, 'give this user access to it')}\n"
+    assert stdout == f"{(what, 'give this user access to it')}\n"
 
 
 def test_a_disk_that_takes_no_file_is_told_from_one_that_is_closed(
@@ -122,5 +122,5 @@ def test_a_disk_that_takes_no_file_is_told_from_one_that_is_closed(
             raise refusal
 
         monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-        found = problem(tmp_path, is_data=False)
-        assert found[0] == level and words in found[1]
+        problem_found = problem(tmp_path, is_data=False)
+        assert problem_found[0] == level and words in problem_found[1]

@@ -20,15 +20,15 @@ def test_this_machine_is_described(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(forks.python()))
     run_doctor(shards=None, device="cpu", is_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["training"]["device"] == "cpu" and found["training"]["attention"] == "sdpa"
-    tried = found["machine"]["accelerator"]["tried"]
-    assert {one["kind"] for one in tried} == {"clips", "packed captions"}
-    assert all(one["kernels"] and not one["error"] for one in tried if one["attention"] == "sdpa")
-    assert found["machine"]["decoder"]["missing"] == []
-    assert all(finding["level"] != "broken" and finding["hint"] for finding in found["findings"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["training"]["device"] == "cpu" and report["training"]["attention"] == "sdpa"
+    tried = report["machine"]["accelerator"]["tried"]
+    assert {trial["kind"] for trial in tried} == {"clips", "packed captions"}
+    assert all(trial["kernels"] and not trial["error"] for trial in tried if trial["attention"] == "sdpa")
+    assert report["machine"]["decoder"]["missing"] == []
+    assert all(finding["level"] != "broken" and finding["hint"] for finding in report["findings"])
     # What was found can be told again from its JSON.
-    accelerator_of(found["machine"]["accelerator"])
+    accelerator_of(report["machine"]["accelerator"])
 
 
 def test_lines_fit_a_terminal_of_80_columns(
@@ -78,8 +78,8 @@ def test_a_driver_that_hangs_or_kills_is_told_of(
     (tmp_path / "damaged_driver.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     begin_s = time.monotonic()
-    found = ask_child(timeout_s=3, module="damaged_driver")
-    assert words in (found.torch_error or "")
+    report = ask_child(timeout_s=3, module="damaged_driver")
+    assert words in (report.torch_error or "")
     assert time.monotonic() - begin_s < 60  # it came back at all
 
 
@@ -90,9 +90,9 @@ def test_a_run_carries_what_costs_it_nothing() -> None:
 
 
 def test_a_run_looks_at_no_gpu_that_it_does_not_use() -> None:
-    found = examine_accelerator(tries=False, has_gpus=False)
-    assert (found.gpus, found.tried, found.cuda_error) == ([], [], None)
-    assert isinstance(found, Accelerator) and found.torch
+    report = examine_accelerator(tries=False, has_gpus=False)
+    assert (report.gpus, report.tried, report.cuda_error) == ([], [], None)
+    assert isinstance(report, Accelerator) and report.torch
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,10 @@ def lines(path: Path, *texts: str) -> Path:
 
 
 def test_labels_that_are_names_name_the_classes(tmp_path: Path) -> None:
-    found = open_prompts(data(tmp_path, **{"class": pa.array(["sing", "dance", None, "sing", "dance"])}))
-    assert found.names == (("dance",), ("sing",)) and found.class_of_N.tolist() == [1, 0, 1, 0]
-    assert found.caption_ids.tolist() == [0, 1, 3, 4] and found.num_without == 1
-    assert found.prompts()[0] == ["dance", "sing"]
+    prompts = open_prompts(data(tmp_path, **{"class": pa.array(["sing", "dance", None, "sing", "dance"])}))
+    assert prompts.names == (("dance",), ("sing",)) and prompts.class_of_N.tolist() == [1, 0, 1, 0]
+    assert prompts.caption_ids.tolist() == [0, 1, 3, 4] and prompts.num_without == 1
+    assert prompts.prompts()[0] == ["dance", "sing"]
 
 
 def test_labels_that_are_numbers_are_named_by_all_their_captions(tmp_path: Path) -> None:
@@ -52,9 +52,9 @@ def test_labels_that_are_numbers_are_named_by_all_their_captions(tmp_path: Path)
         "nouns": pa.array([[0]] * 5),
     }
     data_dir = data(tmp_path, **labels)
-    found = open_prompts(data_dir, label="verb", templates=lines(tmp_path / "t.txt", "a video of {}", "{}, as {} is"))
-    assert found.names == (("wash cup",), ("take plate", "grab plate"))
-    texts, classes = found.prompts()
+    prompts = open_prompts(data_dir, label="verb", templates=lines(tmp_path / "t.txt", "a video of {}", "{}, as {} is"))
+    assert prompts.names == (("wash cup",), ("take plate", "grab plate"))
+    texts, classes = prompts.prompts()
     assert texts[2:4] == ["a video of take plate", "take plate, as take plate is"]
     assert classes.tolist() == [0, 0, 1, 1, 1, 1]
     with pytest.raises(UserError, match="several labels") as caught:
@@ -66,11 +66,11 @@ def test_labels_that_are_numbers_are_named_by_all_their_captions(tmp_path: Path)
 
 def test_numbers_are_lines_of_a_class_file(tmp_path: Path) -> None:
     data_dir = data(tmp_path, verb=pa.array([0, 2, 0, 5, 1], pa.int32()))
-    found = open_prompts(
+    prompts = open_prompts(
         data_dir, classes=lines(tmp_path / "c.txt", "take | pick up", "open", "wash", "cut", "mix", "pour")
     )
-    assert found.names == (("take", "pick up"), ("open",), ("wash",), ("cut",), ("mix",), ("pour",))
-    assert found.class_of_N.tolist() == [0, 2, 0, 5, 1] and found.num_without == 0
+    assert prompts.names == (("take", "pick up"), ("open",), ("wash",), ("cut",), ("mix",), ("pour",))
+    assert prompts.class_of_N.tolist() == [0, 2, 0, 5, 1] and prompts.num_without == 0
     with pytest.raises(UserError, match="names 3 classes, numbered from 0, and the captions have label_verb 5"):
         open_prompts(data_dir, classes=lines(tmp_path / "short.txt", "take", "open", "wash"))
 
@@ -83,9 +83,9 @@ def test_the_table_of_epic_kitchens_names_classes_by_their_id(tmp_path: Path) ->
         "1,turn-on,['start'],access",
     )
     table = lines(tmp_path / "verbs.csv", "id,key,instances,category", *rows)
-    found = open_prompts(data_dir, classes=table)
-    assert found.names == (("take",), ("turn-on",), ("wash",)) and found.class_of_N.tolist() == [0, 2, 0, 1]
-    assert found.prompts()[0] == ["take", "turn-on", "wash"]
+    prompts = open_prompts(data_dir, classes=table)
+    assert prompts.names == (("take",), ("turn-on",), ("wash",)) and prompts.class_of_N.tolist() == [0, 2, 0, 1]
+    assert prompts.prompts()[0] == ["take", "turn-on", "wash"]
 
 
 @pytest.mark.parametrize(
@@ -107,20 +107,20 @@ def test_other_tables_of_classes_are_refused(tmp_path: Path, name: str, content:
 
 def test_a_comma_makes_no_header_of_a_class(tmp_path: Path) -> None:
     names = ("lifting one end of something, then letting it drop", "folding something")
-    found = open_prompts(data(tmp_path, verb=pa.array([0, 1, 0, 1, 0])), classes=lines(tmp_path / "c.txt", *names))
-    assert found.names == ((names[0],), (names[1],))
+    prompts = open_prompts(data(tmp_path, verb=pa.array([0, 1, 0, 1, 0])), classes=lines(tmp_path / "c.txt", *names))
+    assert prompts.names == ((names[0],), (names[1],))
 
 
 def test_actions_are_named_by_their_captions(tmp_path: Path) -> None:
     labels = {"verb": pa.array([7, 2, 7, 2, None]), "noun": pa.array([0, 1, 0, 1, 0])}
-    found = open_prompts(data(tmp_path, **labels), label="action")
-    assert found.names == (("wash cup",), ("take plate", "grab plate")) and found.num_without == 1
+    prompts = open_prompts(data(tmp_path, **labels), label="action")
+    assert prompts.names == (("wash cup",), ("take plate", "grab plate")) and prompts.num_without == 1
 
 
 def test_without_labels_the_caption_is_the_class(tmp_path: Path) -> None:
     data_dir = data(tmp_path)
-    found = open_prompts(data_dir, classes=lines(tmp_path / "c.txt", "wash cup", "take plate|grab plate"))
-    assert found.class_of_N.tolist() == [1, 0, 1, 0] and found.num_without == 1
+    prompts = open_prompts(data_dir, classes=lines(tmp_path / "c.txt", "wash cup", "take plate|grab plate"))
+    assert prompts.class_of_N.tolist() == [1, 0, 1, 0] and prompts.num_without == 1
     with pytest.raises(UserError, match="no labels") as caught:
         open_prompts(data_dir)
     assert "--classes" in str(caught.value.hint)

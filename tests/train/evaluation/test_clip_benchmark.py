@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from clipmill.manifests.errors import UserError
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.clip_benchmark import class_numbers
-from tests.train.evaluation.test_commands import scored
+from tests.train.evaluation.test_commands import score
 from tests.train.running import train
 
 NUM_IMAGES, SIDE_PX = 40, 32
@@ -42,11 +42,11 @@ def write_set(folder: Path, *, kind: str) -> Path:
     (folder / "test").mkdir(parents=True)
     for number in range(2):
         with tarfile.open(folder / "test" / f"{number}.tar", "w") as tar:
-            for one in range(NUM_IMAGES // 2):
-                texts = [f"{rng.choice(CAPTIONS)} {number} {one} {text}" for text in range(1 + one % 3)]
+            for index in range(NUM_IMAGES // 2):
+                texts = [f"{rng.choice(CAPTIONS)} {number} {index} {text}" for text in range(1 + index % 3)]
                 text = {"cls": str(rng.integers(len(NAMES))), "txt": "\n".join(texts)}[kind]
                 for extension, content in (("png", image(rng)), (kind, text.encode())):
-                    member = tarfile.TarInfo(f"s{number}{one:04d}.{extension}")
+                    member = tarfile.TarInfo(f"s{number}{index:04d}.{extension}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
     (folder / "test" / "nshards.txt").write_text("2")
@@ -59,7 +59,7 @@ def write_set(folder: Path, *, kind: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exported(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported_model(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, exported for open_clip."""
     folder = tmp_path_factory.mktemp("exported")
     words = (
@@ -86,17 +86,17 @@ def top_k(logits: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...]) -> 
 
 
 def test_zero_shot_classification_is_that_of_clip_benchmark(
-    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    exported_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_set(tmp_path / "set", kind="cls")
-    model, loader, tokenizer = theirs(exported, data)
+    model, loader, tokenizer = theirs(exported_model, data)
     # Its own function takes an array for a number, which NumPy 2.4 refuses.
     monkeypatch.setattr(zeroshot_classification, "accuracy", top_k)
     dataset: Any = loader.dataset
     expected = zeroshot_classification.evaluate(
         model, loader, tokenizer, dataset.classes, dataset.templates, "cpu", amp=False
     )
-    result: dict[str, Any] = scored(capsys, "zero-shot", exported, "--shards", data / "test" / "{0..1}.tar")
+    result: dict[str, Any] = score(capsys, "zero-shot", exported_model, "--shards", data / "test" / "{0..1}.tar")
     assert result["num_clips"] == NUM_IMAGES and result["num_classes"] == len(NAMES)
     assert {"acc1": result["top"]["1"], "acc5": result["top"]["5"], "recall": result["mean_class_accuracy"]} == (
         pytest.approx({"acc1": expected["acc1"], "acc5": expected["acc5"], "recall": expected["mean_per_class_recall"]})
@@ -104,13 +104,13 @@ def test_zero_shot_classification_is_that_of_clip_benchmark(
 
 
 def test_retrieval_with_several_captions_is_that_of_clip_benchmark(
-    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write_set(tmp_path / "set", kind="txt")
-    model, loader, tokenizer = theirs(exported, data, collate_fn=image_captions_collate_fn)
+    model, loader, tokenizer = theirs(exported_model, data, collate_fn=image_captions_collate_fn)
     expected = zeroshot_retrieval.evaluate(model, loader, tokenizer, "cpu", amp=False, recall_k_list=[1, 5, 10])
     words = ["--shards", data / "test" / "{0..1}.tar", "--protocol", "clip-benchmark"]
-    result: dict[str, Any] = scored(capsys, "retrieval", exported, *words)
+    result: dict[str, Any] = score(capsys, "retrieval", exported_model, *words)
     for direction, name in (("text_to_video", "image"), ("video_to_text", "text")):
         recall = {f"{name}_retrieval_recall@{k}": share for k, share in result[direction]["recall"].items()}
         assert recall == pytest.approx({key: expected[key] for key in recall})
@@ -128,8 +128,8 @@ def test_the_loop_has_the_figures_of_the_command(
     out = tmp_path / "run"
     assert train("dual-encoder", "--shards", data_dir, "--out", out, *words.split(), "--evaluate.shards", *named) == 0
     last = read_lines(RunFolder(out).metrics)[-1]
-    zero: dict[str, Any] = scored(capsys, "zero-shot", out, "--shards", tars["cls"])
-    pairs: dict[str, Any] = scored(capsys, "retrieval", out, "--shards", tars["txt"], "--protocol", "clip-benchmark")
+    zero: dict[str, Any] = score(capsys, "zero-shot", out, "--shards", tars["cls"])
+    pairs: dict[str, Any] = score(capsys, "retrieval", out, "--shards", tars["txt"], "--protocol", "clip-benchmark")
     assert last["zero/top1"] == pytest.approx(zero["top"]["1"])
     assert last["zero/mean_class_accuracy"] == pytest.approx(zero["mean_class_accuracy"])
     for direction in ("text_to_video", "video_to_text"):
@@ -138,27 +138,30 @@ def test_the_loop_has_the_figures_of_the_command(
 
 
 def test_what_the_tars_lack_is_said(
-    exported: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported_model: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write_set(tmp_path / "set", kind="cls")
     (data / "classnames.txt").rename(tmp_path / "names.txt")
     shards = ["--shards", data / "test" / "{0..1}.tar"]
-    assert train("eval", "zero-shot", exported, *shards) == 2
+    assert train("eval", "zero-shot", exported_model, *shards) == 2
     assert "no classnames.txt next to the tars" in capsys.readouterr().err
     assert (
-        scored(capsys, "zero-shot", exported, *shards, "--classes", tmp_path / "names.txt")["num_clips"] == NUM_IMAGES
+        score(capsys, "zero-shot", exported_model, *shards, "--classes", tmp_path / "names.txt")["num_clips"]
+        == NUM_IMAGES
     )
-    assert train("eval", "retrieval", exported, "--shards", data_dir, "--protocol", "clip-benchmark") == 2
+    assert train("eval", "retrieval", exported_model, "--shards", data_dir, "--protocol", "clip-benchmark") == 2
     assert "clip-benchmark scores image tars" in capsys.readouterr().err
-    assert train("eval", "zero-shot", exported, *shards, "--classes", tmp_path / "names.txt", "--label", "verb") == 2
+    assert (
+        train("eval", "zero-shot", exported_model, *shards, "--classes", tmp_path / "names.txt", "--label", "verb") == 2
+    )
     assert "images in tars have no label 'verb'" in capsys.readouterr().err
     # ImageNet has two classes of the same name: they tie, which counts against the model.
     (tmp_path / "names.txt").write_text("sunglasses\n" * len(NAMES))
-    same = scored(capsys, "zero-shot", exported, *shards, "--classes", tmp_path / "names.txt")
+    same = score(capsys, "zero-shot", exported_model, *shards, "--classes", tmp_path / "names.txt")
     assert same["top"] == {"1": 0.0, "5": 0.0}
     few = tmp_path / "few.txt"
     few.write_text("\n".join(NAMES[:2]))
-    result = scored(capsys, "zero-shot", exported, *shards, "--classes", few)
+    result = score(capsys, "zero-shot", exported_model, *shards, "--classes", few)
     assert "without one of the classes" in str(result["data"])
     assert json.dumps(result)
 

@@ -40,7 +40,7 @@ def run(kitchen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def scored(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
+def score(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
     capsys.readouterr()
     assert train("eval", *arguments, "--json") == 0
     result: dict[str, object] = json.loads(capsys.readouterr().out)
@@ -49,7 +49,7 @@ def scored(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, 
 
 def test_the_loop_and_the_command_find_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = read_lines(RunFolder(run).metrics)
-    result = scored(capsys, "mir", run, "--split", "train")
+    result = score(capsys, "mir", run, "--split", "train")
     for direction in ("average", "video_to_text", "text_to_video"):
         for name in ("mean_ap", "ndcg"):
             assert result[direction][name] == pytest.approx(lines[-1][f"train/{direction}_{name}"], abs=1e-6)  # type: ignore[index]
@@ -102,15 +102,17 @@ def test_every_protocol_stands_beside_its_numbers(
 def test_a_part_of_a_split_is_incomplete_in_title_result_and_text(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = shutil.copytree(run, tmp_path / "run")
+    run_copy = shutil.copytree(run, tmp_path / "run")
     capsys.readouterr()
-    assert train("eval", "mir", own, "--split", "train", "--where", "'begins' in text") == 0
-    said = "3 of 9 clips scored; not comparable with published numbers"
+    assert train("eval", "mir", run_copy, "--split", "train", "--where", "'begins' in text") == 0
+    message = "3 of 9 clips scored; not comparable with published numbers"
     printed = capsys.readouterr().out
-    assert f"incomplete: {said}" in printed and "average (incomplete)" in printed
-    found = [json.loads(path.read_bytes())["incomplete"] for path in (own / "evaluations").glob("mir-train*.json")]
-    assert said in found
-    assert "(EK-100 MIR, computed relevancy) (incomplete)" in RunFolder(own).page.read_text()
+    assert f"incomplete: {message}" in printed and "average (incomplete)" in printed
+    incomplete = [
+        json.loads(path.read_bytes())["incomplete"] for path in (run_copy / "evaluations").glob("mir-train*.json")
+    ]
+    assert message in incomplete
+    assert "(EK-100 MIR, computed relevancy) (incomplete)" in RunFolder(run_copy).page.read_text()
 
 
 def test_a_relevancy_of_another_split_names_both_shapes(
@@ -127,12 +129,12 @@ def test_a_relevancy_of_another_split_names_both_shapes(
 def test_no_look_at_a_clip_is_a_mistake(run: Path, clips: int, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert train("eval", "retrieval", run, "--clips", clips) == 2
-    said = capsys.readouterr().err
-    assert f"--clips is {clips}" in said and "--clips must be from 1 to" in said
+    stderr = capsys.readouterr().err
+    assert f"--clips is {clips}" in stderr and "--clips must be from 1 to" in stderr
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("num_frames: 2", "num_frames: 4", "--num-frames is 4, {} has 2"),
         # All weights fit with these.
@@ -141,7 +143,7 @@ def test_no_look_at_a_clip_is_a_mistake(run: Path, clips: int, capsys: pytest.Ca
     ],
 )
 def test_settings_that_were_changed_by_hand_are_refused(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
 ) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     settings = copy / "settings.yaml"
@@ -152,5 +154,5 @@ def test_settings_that_were_changed_by_hand_are_refused(
     for command in (("eval", "retrieval", copy, "--split", "train"), ("eval", "probe", copy, "--label", "verb")):
         assert train(*command) == 2
         error, hint = capsys.readouterr().err.splitlines()
-        assert error == f"error: {said.format(checkpoint)}"
+        assert error == f"error: {message.format(checkpoint)}"
         assert f"was {settings} changed by hand? restore the settings that the run was trained with" in hint

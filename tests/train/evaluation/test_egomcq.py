@@ -19,7 +19,7 @@ from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.dual_encoder.egocentric import is_nearest
 from clipmill.train.tasks.dual_encoder.protocols import embed_all, protocol_captions
 from tests.manifests.test_egovlp import question
-from tests.train.evaluation.test_commands import scored
+from tests.train.evaluation.test_commands import score
 from tests.train.running import facts, train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
@@ -63,14 +63,14 @@ def run(kitchen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def public_accuracy(run: Path, kitchen: Path) -> dict[str, float]:
     """Percent of questions whose argmax is the answer, by whether the clips are of one video."""
-    one = open_for(find_task("dual-encoder"), RunFolder(run), Use())
+    opened_run = open_for(find_task("dual-encoder"), RunFolder(run), Use())
     table = protocol_captions(kitchen, "egomcq", split="val", sources=None)
-    samples = one.task.samples("val", World(), table=table)
-    model = one.trained.fill(one.task.build_model(samples))
-    found = embed_all(one.task, model, samples.evaluation_batches(), device=torch.device("cpu"))
+    samples = opened_run.task.samples("val", World(), table=table)
+    model = opened_run.trained.fill(opened_run.task.build_model(samples))
+    embeddings = embed_all(opened_run.task, model, samples.evaluation_batches(), device=torch.device("cpu"))
     rows = {row["caption_id"]: row for row in read_captions(kitchen).to_pylist()}
     row_of = {}
-    for row, caption_id in enumerate(found.caption_id.tolist()):
+    for row, caption_id in enumerate(embeddings.caption_id.tolist()):
         caption = rows[caption_id]
         row_of[caption["video_id"], caption["begin_s"], caption["end_s"]] = row
     right: dict[str, list[bool]] = {"inter": [], "intra": []}
@@ -78,7 +78,7 @@ def public_accuracy(run: Path, kitchen: Path) -> dict[str, float]:
         clips = [(clip["video_uid"], clip["clip_start"], clip["clip_end"]) for clip in one_question["choices"].values()]
         tokens = torch.from_numpy(load_tokenizer()(one_question["query"]["clip_text"]))[None]
         text = model.embed_text(tokens).detach()[0]  # type: ignore[operator]
-        predicted = int(torch.argmax(torch.from_numpy(found.video[[row_of[clip] for clip in clips]]) @ text))
+        predicted = int(torch.argmax(torch.from_numpy(embeddings.video[[row_of[clip] for clip in clips]]) @ text))
         kind = "intra" if len({clip[0] for clip in clips}) == 1 else "inter"
         right[kind].append(predicted == one_question["answer"])
     return {kind: float(np.mean(of_kind)) for kind, of_kind in right.items()}
@@ -87,7 +87,7 @@ def public_accuracy(run: Path, kitchen: Path) -> dict[str, float]:
 def test_accuracies_are_those_of_the_public_rule_and_of_the_loop(
     run: Path, kitchen: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result: dict[str, Any] = scored(capsys, "egomcq", run, "--questions", kitchen / "egomcq.json")
+    result: dict[str, Any] = score(capsys, "egomcq", run, "--questions", kitchen / "egomcq.json")
     expected = public_accuracy(run, kitchen)
     last = read_lines(RunFolder(run).metrics)[-1]
     for kind in ("inter", "intra"):
@@ -108,7 +108,7 @@ def test_questions_without_all_their_clips_make_a_result_incomplete(
     questions["0"]["choices"]["0"]["video_uid"] = "gone"
     some = tmp_path / "some.json"
     some.write_text(json.dumps(questions))
-    result: dict[str, Any] = scored(capsys, "egomcq", run, "--questions", some)
+    result: dict[str, Any] = score(capsys, "egomcq", run, "--questions", some)
     assert result["inter"]["num_questions"] == 11
     assert result["incomplete"] == "23 of 24 questions scored: not comparable with published numbers"
 

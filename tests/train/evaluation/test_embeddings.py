@@ -33,7 +33,7 @@ class Task:
         return batch["video"], batch["tokens"]
 
 
-def loaded(samples: list[int], *, num_looks: int = 1, failed: int = 0) -> LoadedBatch:
+def load_batch(samples: list[int], *, num_looks: int = 1, failed: int = 0) -> LoadedBatch:
     """A batch in which sample i points somewhere else at each look."""
     failures = tuple(FailedSample(1000 + number, "k", "undecodable", "broken") for number in range(failed))
     if not samples:
@@ -50,13 +50,13 @@ def loaded(samples: list[int], *, num_looks: int = 1, failed: int = 0) -> Loaded
     return LoadedBatch(batch, failures, Cursor(0))
 
 
-def embedded(batches: list[LoadedBatch], **options: Any) -> Embeddings:
+def embed(batches: list[LoadedBatch], **options: Any) -> Embeddings:
     return embed_all(Task(), Towers().eval(), batches, device=CPU, **options)
 
 
-def same(one: Embeddings, other: Embeddings) -> bool:
+def same(first: Embeddings, other: Embeddings) -> bool:
     names = ("video", "text", "text_key", "caption_id", "samples")
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
+    return all(np.array_equal(getattr(first, name), getattr(other, name)) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -69,52 +69,52 @@ def same(one: Embeddings, other: Embeddings) -> bool:
     ],
 )
 def test_two_ranks_have_what_one_has(parts: tuple[list[list[int]], list[list[int]]]) -> None:
-    whole = gather_embeddings(embedded([loaded([0, 1, 2, 3, 4, 5, 6])]), World(), device=CPU)
-    for found in on_two_ranks(
-        lambda world: gather_embeddings(embedded([loaded(its) for its in parts[world.rank]]), world, device=CPU)
+    whole = gather_embeddings(embed([load_batch([0, 1, 2, 3, 4, 5, 6])]), World(), device=CPU)
+    for embeddings in on_two_ranks(
+        lambda world: gather_embeddings(embed([load_batch(its) for its in parts[world.rank]]), world, device=CPU)
     ):
-        assert same(found, whole)
+        assert same(embeddings, whole)
 
 
 def test_failures_of_all_ranks_are_counted() -> None:
     def work(world: World) -> Embeddings:
-        return gather_embeddings(embedded([loaded([world.rank], failed=1 + world.rank)]), world, device=CPU)
+        return gather_embeddings(embed([load_batch([world.rank], failed=1 + world.rank)]), world, device=CPU)
 
-    assert [found.num_failed for found in on_two_ranks(work)] == [3, 3]
+    assert [embeddings.num_failed for embeddings in on_two_ranks(work)] == [3, 3]
 
 
 def test_nothing_at_all_is_failed_work_that_says_why() -> None:
     with pytest.raises(FailedWork, match=r"none of the samples.*broken"):
-        gather_embeddings(embedded([loaded([], failed=2)]), World(), device=CPU)
+        gather_embeddings(embed([load_batch([], failed=2)]), World(), device=CPU)
 
 
 def test_looks_at_a_clip_are_averaged() -> None:
-    found = embedded([loaded([0, 5], num_looks=3)], num_clips=3)
+    embeddings = embed([load_batch([0, 5], num_looks=3)], num_clips=3)
     # Three unit vectors 0.1 apart: their mean points along the middle one.
     angles = np.array([0.1, 1.6])
-    assert found.video == pytest.approx(np.stack([np.cos(angles), np.sin(angles)], 1), abs=1e-6)
-    assert len(found) == 2 and np.linalg.norm(found.video, axis=1) == pytest.approx(1, abs=1e-6)
+    assert embeddings.video == pytest.approx(np.stack([np.cos(angles), np.sin(angles)], 1), abs=1e-6)
+    assert len(embeddings) == 2 and np.linalg.norm(embeddings.video, axis=1) == pytest.approx(1, abs=1e-6)
 
 
 def test_embeddings_that_are_no_numbers_are_not_scored() -> None:
-    batch = loaded([0, 1])
+    batch = load_batch([0, 1])
     batch.batch["video"][1] = torch.nan
     with pytest.raises(FailedWork, match="1 of 2 embeddings"):
-        embedded([batch])
+        embed([batch])
 
 
 def test_what_a_batch_lends_is_copied() -> None:
     """The loader's buffers are used again."""
 
-    def lent() -> Iterator[LoadedBatch]:
-        batch = loaded([0, 1])
+    def lend_batches() -> Iterator[LoadedBatch]:
+        batch = load_batch([0, 1])
         yield batch
         batch.batch["position"].fill_(-1)
         batch.batch["caption_id"].fill_(-1)
-        yield loaded([])
+        yield load_batch([])
 
-    found = embed_all(Task(), Towers(), lent(), device=CPU)
-    assert found.samples.tolist() == [0, 1] and found.caption_id.tolist() == [100, 101]
+    embeddings = embed_all(Task(), Towers(), lend_batches(), device=CPU)
+    assert embeddings.samples.tolist() == [0, 1] and embeddings.caption_id.tolist() == [100, 101]
 
 
 def test_keys_of_texts_are_equal_where_the_texts_are() -> None:

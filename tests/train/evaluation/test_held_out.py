@@ -29,7 +29,7 @@ def test_many_clips_that_look_like_no_others_need_no_caution() -> None:
 
 
 @pytest.fixture(scope="module")
-def scored(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scored_data(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny data with scores: of the two chunks in which held-out clips begin, one looks like one of train."""
     scored = shutil.copytree(data_dir, tmp_path_factory.mktemp("scored") / "data")
     hashes = {
@@ -41,10 +41,10 @@ def scored(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(scored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(scored_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "first"
     flags = (*SMALL, "--steps", 2, "--workers", 1, "--evaluate.every", 2)
-    assert train("dual-encoder", "--shards", scored, "--out", out, *flags) == 0
+    assert train("dual-encoder", "--shards", scored_data, "--out", out, *flags) == 0
     return out
 
 
@@ -74,7 +74,7 @@ def test_an_evaluation_in_the_loop_says_it_before_the_first_step(run: Path) -> N
 
 
 def test_what_was_not_trained_on_is_not_called_a_copy_of_it(
-    run: Path, scored: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, scored_data: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for more in (("--split", "train"), ("--shards", data_dir)):
         capsys.readouterr()
@@ -82,8 +82,8 @@ def test_what_was_not_trained_on_is_not_called_a_copy_of_it(
         assert json.loads(capsys.readouterr().out)["held_out"]["num_alike"] is None
     # The clips that are evaluated are looked at, not the whole split.
     assert train("eval", "retrieval", run, "--where", "not duplicate", "--json") == 0
-    found = json.loads(capsys.readouterr().out)["held_out"]
-    assert found == {
+    held_out = json.loads(capsys.readouterr().out)["held_out"]
+    assert held_out == {
         "num_clips": 1,
         "num_chunks": 1,
         "num_alike": 0,

@@ -78,7 +78,7 @@ def open_mir(data_dir: Path, **files: Path) -> MirTable:
     return open_mir_table(data_dir, split="test", relevancy=files.get("relevancy"), sentences=files.get("sentences"))
 
 
-def saved(path: Path, matrix: NDArray[np.floating]) -> Path:
+def save_matrix(path: Path, matrix: NDArray[np.floating]) -> Path:
     if path.suffix == ".npy":
         np.save(path, matrix)
     else:
@@ -93,20 +93,20 @@ def sentence_file(path: Path, sentences: list[str]) -> Path:
 
 
 def test_relevancy_of_the_classes_by_hand(kitchen: Path) -> None:
-    found = open_mir(kitchen)
-    assert found.sentences == tuple(SENTENCES)
-    assert np.array_equal(found.relevancy.rows(slice(None)), RELEVANCY)
-    assert found.sentence_of_N.tolist() == [0, 1, 2, 3, 0, 4]
-    assert found.caption_ids.tolist() == [1, 2, 3, 4, 5, 6] and "computed" in found.source
+    mir = open_mir(kitchen)
+    assert mir.sentences == tuple(SENTENCES)
+    assert np.array_equal(mir.relevancy.rows(slice(None)), RELEVANCY)
+    assert mir.sentence_of_N.tolist() == [0, 1, 2, 3, 0, 4]
+    assert mir.caption_ids.tolist() == [1, 2, 3, 4, 5, 6] and "computed" in mir.source
 
 
 @pytest.mark.parametrize("ending", [".npy", ".pkl"])
 def test_a_relevancy_file_stands_for_the_classes(kitchen: Path, tmp_path: Path, ending: str) -> None:
     matrix = RELEVANCY.copy()
     matrix[1, 4] = 0.125
-    path = saved(tmp_path / f"frozen{ending}", matrix)
-    found = open_mir(kitchen, relevancy=path)
-    assert np.array_equal(found.relevancy.rows(slice(None)), matrix) and "frozen" in found.source
+    path = save_matrix(tmp_path / f"frozen{ending}", matrix)
+    mir = open_mir(kitchen, relevancy=path)
+    assert np.array_equal(mir.relevancy.rows(slice(None)), matrix) and "frozen" in mir.source
 
 
 def test_a_sentence_file_gives_the_order_of_the_columns(kitchen: Path, tmp_path: Path) -> None:
@@ -114,12 +114,12 @@ def test_a_sentence_file_gives_the_order_of_the_columns(kitchen: Path, tmp_path:
     path = sentence_file(tmp_path / "sentence.csv", [SENTENCES[place] for place in order])
     computed = open_mir(kitchen, sentences=path)
     assert np.array_equal(computed.relevancy.rows(slice(None)), RELEVANCY[:, order])
-    matrix = saved(tmp_path / "relevancy.pkl", RELEVANCY[:, order])
+    matrix = save_matrix(tmp_path / "relevancy.pkl", RELEVANCY[:, order])
     assert open_mir(kitchen, sentences=path, relevancy=matrix).sentences == computed.sentences
 
 
 def test_columns_in_another_order_are_noticed(kitchen: Path, tmp_path: Path) -> None:
-    path = saved(tmp_path / "relevancy.pkl", RELEVANCY[:, [3, 2, 4, 0, 1]])
+    path = save_matrix(tmp_path / "relevancy.pkl", RELEVANCY[:, [3, 2, 4, 0, 1]])
     with pytest.raises(UserError, match="in a different order") as caught:
         open_mir(kitchen, relevancy=path)
     assert "--sentences" in str(caught.value.hint)
@@ -138,7 +138,7 @@ def test_what_is_not_of_this_split_is_named(
     kitchen: Path, tmp_path: Path, matrix: NDArray[np.float64], what: str
 ) -> None:
     with pytest.raises(UserError, match=what):
-        open_mir(kitchen, relevancy=saved(tmp_path / "relevancy.npy", matrix))
+        open_mir(kitchen, relevancy=save_matrix(tmp_path / "relevancy.npy", matrix))
 
 
 @pytest.mark.parametrize(
@@ -212,16 +212,16 @@ def test_results_name_their_relevancy_and_count_queries_that_have_a_score(releva
     facts = {"data": "", "variant": "", "protocol": "", "shards": "data", "step": 2, "weights": "", "clip": ""}
     result = {**facts, "relevancy": relevancy, "coverage": "8 of 15 clips", "incomplete": "8 of 15 clips scored"}
     result |= {"video_to_text": scores, "text_to_video": scores, "average": {"mean_ap": 0.5, "ndcg": 0.5}}
-    found = table_of(MIR.table, result)
-    assert found.title == f"Multi-instance retrieval (EK-100 MIR, {which}) (incomplete)"
+    results = table_of(MIR.table, result)
+    assert results.title == f"Multi-instance retrieval (EK-100 MIR, {which}) (incomplete)"
     of_file = "" if which == "computed relevancy" else f", {which}"
-    assert found.rows[found.headline].label == f"average{of_file} (incomplete)"  # of its tile
-    assert found.rows[1].detail == "8 queries, 8 to rank" and found.rows[1].label == "text → video (incomplete)"
-    assert "relevancy" not in found.protocol["relevancy"] and found.protocol["incomplete"] == "8 of 15 clips scored"
+    assert results.rows[results.headline].label == f"average{of_file} (incomplete)"  # of its tile
+    assert results.rows[1].detail == "8 queries, 8 to rank" and results.rows[1].label == "text → video (incomplete)"
+    assert "relevancy" not in results.protocol["relevancy"] and results.protocol["incomplete"] == "8 of 15 clips scored"
 
 
 def test_captions_of_one_span_share_the_clip_that_shows_it(kitchen: Path) -> None:
     """The loader shows rows 2 and 3 as one clip, with the caption of row 2."""
-    found = open_mir(kitchen)
-    rows, place = found.rows_shown(np.array([6, 3, 7, 1]))  # 7 is of the other dataset
+    mir = open_mir(kitchen)
+    rows, place = mir.rows_shown(np.array([6, 3, 7, 1]))  # 7 is of the other dataset
     assert rows.tolist() == [0, 2, 3, 5] and place.tolist() == [3, 1, 1, 0]

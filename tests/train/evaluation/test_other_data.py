@@ -18,7 +18,7 @@ from clipmill.train.tasks.dual_encoder.spec import DualEncoderEvaluation
 from tests.tiers import nightly_beyond
 from tests.train.classify.moving import write_moving
 from tests.train.data.test_stream_tars import write_tar
-from tests.train.evaluation.test_commands import scored
+from tests.train.evaluation.test_commands import score
 from tests.train.running import train
 from tests.train.tiny_data import encode_chunk
 
@@ -31,10 +31,14 @@ TASKS = {
     "caption": SMALL + CAPTIONER,
 }
 AFTERWARDS: dict[str, tuple[str, str, Callable[[dict[str, Any]], float]]] = {
-    "dual-encoder": ("retrieval", "text_to_video_median_rank", lambda found: found["text_to_video"]["median_rank"]),
-    "classify": ("classification", "verb_top1", lambda found: found["numbers"]["verb_top1"]),
-    "mae": ("probe --label noun --neighbours 3", "noun_knn_top1", lambda found: found["findings"][0]["found"]["top1"]),
-    "caption": ("caption", "loss", lambda found: found["loss"]),
+    "dual-encoder": ("retrieval", "text_to_video_median_rank", lambda result: result["text_to_video"]["median_rank"]),
+    "classify": ("classification", "verb_top1", lambda result: result["numbers"]["verb_top1"]),
+    "mae": (
+        "probe --label noun --neighbours 3",
+        "noun_knn_top1",
+        lambda result: result["findings"][0]["found"]["top1"],
+    ),
+    "caption": ("caption", "loss", lambda result: result["loss"]),
 }
 
 
@@ -78,7 +82,7 @@ def test_the_loop_finds_on_other_data_what_the_command_finds(
         assert line[f"{name}/{number}"] == pytest.approx(value(result), rel=1e-5), name
     data, facts = (RunFolder(out).read_facts()[name] for name in ("data", "evaluations"))
     assert "where begin_s < 1: 6 of 12 chunks " in data and "selected" in printed, "of training data alone"
-    assert not any("where" in one["data"] for one in facts.values())
+    assert not any("where" in fact["data"] for fact in facts.values())
     assert facts["far"]["shards"] == str(other.resolve()) and not facts["far"]["is_own_data"]
     assert facts["moving"]["is_own_data"] and facts["moving"]["split"] == "val"
     assert "16" in facts["far"]["data"] and "8" in facts["moving"]["data"]  # four clips of every fourth video
@@ -105,7 +109,7 @@ def test_missing_data_are_named_before_training_starts(
     moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
     words = f"--shards {moving} --out {tmp_path / 'run'} --evaluate.every 1 {TASKS[task]}".split()
-    for flags, said, hint in (
+    for flags, message, hint in (
         (("--evaluate.shards", f"far={tmp_path / 'nothing'}"), f"--evaluate.shards far={tmp_path / 'nothing'}: ", ""),
         (
             ("--evaluate.shards", f"far={moving}@test"),
@@ -116,11 +120,11 @@ def test_missing_data_are_named_before_training_starts(
     ):
         assert train(task, *words, *flags) == 2
         printed = capsys.readouterr().err
-        assert said in printed and hint in printed and " --shards" not in printed and not (tmp_path / "run").exists()
+        assert message in printed and hint in printed and " --shards" not in printed and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("shards", "said"),
+    ("shards", "message"),
     [
         (("a=x", "a=y"), "two data folders named 'a'"),
         (("x/data", "y/data"), "two data folders named 'data'"),
@@ -132,16 +136,16 @@ def test_missing_data_are_named_before_training_starts(
         (("x/.data", "y/data"), "two data folders named 'data'"),
     ],
 )
-def test_data_that_cannot_be_told_apart_are_a_mistake(shards: tuple[str, ...], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_data_that_cannot_be_told_apart_are_a_mistake(shards: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         DualEncoderEvaluation(every=1, shards=shards)
 
 
 def test_what_names_data() -> None:
-    assert [one.name for one in DualEncoderEvaluation(every=1, shards=("/data/a=1/b",)).evaluated_data()] == ["b"]
+    assert [entry.name for entry in DualEncoderEvaluation(every=1, shards=("/data/a=1/b",)).evaluated_data()] == ["b"]
     shards = ("data/ek100", "own=s3://bucket/a=b@test", "vatex=/data/v@test:vatex", "a@b/c")
-    found = DualEncoderEvaluation(every=1, split="held-out", shards=shards).evaluated_data()
-    assert [(one.name, one.shards, one.split, one.protocol) for one in found] == [
+    data_evaluated = DualEncoderEvaluation(every=1, split="held-out", shards=shards).evaluated_data()
+    assert [(entry.name, entry.shards, entry.split, entry.protocol) for entry in data_evaluated] == [
         ("ek100", "data/ek100", "held-out", None),
         ("own", "s3://bucket/a=b", "test", None),
         ("vatex", "/data/v", "test", "vatex"),
@@ -194,7 +198,7 @@ def test_the_protocol_stands_beside_the_numbers_of_the_loop(
     shards = ["--evaluate.shards", f"far={other}@val:paragraph", "--evaluate.dual-softmax", 0.1]
     assert train("dual-encoder", "--shards", narrated, *words, *shards, "--out", tmp_path / "run") == 0
     last = read_lines(RunFolder(tmp_path / "run").metrics)[-1]
-    result = scored(
+    result = score(
         capsys, "retrieval", tmp_path / "run", "--shards", other, "--protocol", "paragraph", "--dual-softmax", 0.1
     )
     assert last["far/text_to_video_r1"] == result["text_to_video"]["recall"]["1"]  # type: ignore[index]

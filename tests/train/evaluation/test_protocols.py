@@ -23,7 +23,7 @@ from clipmill.train.tasks.dual_encoder.evaluation import open_scorer
 from clipmill.train.tasks.dual_encoder.metrics import dual_softmax
 from clipmill.train.tasks.dual_encoder.protocols import Embeddings, RetrievalScorer, embed_all, protocol_captions
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderEvaluation, DualEncoderSettings, RetrievalName
-from tests.train.evaluation.test_commands import scored
+from tests.train.evaluation.test_commands import score
 from tests.train.running import train
 from tests.train.search.conftest import overwrite_chunk
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
@@ -122,15 +122,15 @@ def no_texts(_: Sequence[str]) -> NDArray[np.float32]:
 
 
 def test_1ka_ranks_a_thousand_pairs_even_where_texts_are_equal() -> None:
-    found = embeddings(1000, ids=np.arange(1000))
+    embedded = embeddings(1000, ids=np.arange(1000))
     scorer = RetrievalScorer("msrvtt-1ka", table_of([f"text {max(1, n)}" for n in range(1000)], range(1000)), 0.01)
-    result = scorer.score(found, no_texts)
-    similarity = found.text @ found.video.T
+    result = scorer.score(embedded, no_texts)
+    similarity = embedded.text @ embedded.video.T
     same(result, clip4clip(similarity, range(1000)))
     assert result["text_to_video"]["num_queries"] == 1000 and result["incomplete"] == ""
     assert "1 text equal to an earlier one" in result["notes"][1] and result["title"] == "MSR-VTT 1k-A retrieval"
     # The plain protocol takes equal texts for one.
-    assert RetrievalScorer().score(found, no_texts)["text_to_video"]["num_queries"] == 999
+    assert RetrievalScorer().score(embedded, no_texts)["text_to_video"]["num_queries"] == 999
     dual = result["dual_softmax"]
     same(
         {"text_to_video": dual["text_to_video"]},
@@ -144,12 +144,12 @@ def test_1ka_ranks_a_thousand_pairs_even_where_texts_are_equal() -> None:
 def test_vatex_ranks_every_caption_and_a_video_by_its_best_one() -> None:
     num_videos = 1500
     videos = np.repeat(np.arange(num_videos), 10)
-    found = embeddings(num_videos, ids=np.arange(0, 10 * num_videos, 10))
+    embedded = embeddings(num_videos, ids=np.arange(0, 10 * num_videos, 10))
     rng = np.random.default_rng(1)
-    texts_ME = (found.video[videos] + rng.normal(size=(10 * num_videos, 16)) / 2).astype(np.float32)
+    texts_ME = (embedded.video[videos] + rng.normal(size=(10 * num_videos, 16)) / 2).astype(np.float32)
     scorer = RetrievalScorer("vatex", table_of([f"text {n}" for n in range(len(videos))], videos.tolist()))
-    result = scorer.score(found, lambda texts: texts_ME[[int(text.split()[1]) for text in texts]])
-    similarity = texts_ME @ found.video.T
+    result = scorer.score(embedded, lambda texts: texts_ME[[int(text.split()[1]) for text in texts]])
+    similarity = texts_ME @ embedded.video.T
     rank = (similarity > similarity[np.arange(len(videos)), videos][:, None]).sum(axis=1)
     best = np.sort(np.where(videos[:, None] == np.arange(num_videos), similarity, -9), axis=0)[-1]
     same(result, {"text_to_video": rank, "video_to_text": (similarity > best).sum(axis=0)})
@@ -159,9 +159,9 @@ def test_vatex_ranks_every_caption_and_a_video_by_its_best_one() -> None:
 
 
 def test_a_part_of_the_videos_is_not_the_protocols_number() -> None:
-    found = embeddings(998, ids=np.arange(2, 1000))
+    embedded = embeddings(998, ids=np.arange(2, 1000))
     result = RetrievalScorer("msrvtt-1ka", table_of([f"text {n}" for n in range(1000)], range(1000))).score(
-        found, no_texts
+        embedded, no_texts
     )
     assert result["title"] == "MSR-VTT 1k-A retrieval (incomplete)"
     assert "998 of 1,000 videos and 998 of 1,000 captions" in result["incomplete"]
@@ -174,26 +174,26 @@ def test_dual_softmax_is_not_tied_by_rounding() -> None:
 
 
 def open_model(run: Path, data: Path) -> tuple[OpenedRun, torch.nn.Module]:
-    one = open_for(find_task("dual-encoder"), RunFolder(run), Use(shards=str(data)))
-    return one, one.trained.fill(one.task.build_model(one.task.samples("test", World())))
+    opened_run = open_for(find_task("dual-encoder"), RunFolder(run), Use(shards=str(data)))
+    return opened_run, opened_run.trained.fill(opened_run.task.build_model(opened_run.task.samples("test", World())))
 
 
 def test_paragraphs_are_sentences_in_order_of_time_and_whole_videos(
     run: Path, paragraphs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = scored(capsys, "retrieval", run, "--shards", paragraphs, "--split", "test", "--protocol", "paragraph")
+    result = score(capsys, "retrieval", run, "--shards", paragraphs, "--split", "test", "--protocol", "paragraph")
     texts = [f"first {number} then {number * number}" for number in range(6)]
-    one, model = open_model(run, paragraphs)
-    samples = one.task.samples(
+    opened_run, model = open_model(run, paragraphs)
+    samples = opened_run.task.samples(
         "test", World(), table=protocol_captions(paragraphs, "paragraph", split="test", sources=None)
     )
     assert sorted(samples.text(sample) for sample in range(6)) == texts
     spans = {samples.text(sample): samples.span_s(sample) for sample in range(6)}
     assert [spans[text] for text in texts] == [(0.0, pytest.approx((40 + 3 * number) / 10)) for number in range(6)]
-    found = embed_all(one.task, model, samples.evaluation_batches(), device=torch.device("cpu"))
-    tokens = np.stack([load_tokenizer()(samples.text(int(sample))) for sample in found.samples])
+    embedded = embed_all(opened_run.task, model, samples.evaluation_batches(), device=torch.device("cpu"))
+    tokens = np.stack([load_tokenizer()(samples.text(int(sample))) for sample in embedded.samples])
     text = model.embed_text(torch.from_numpy(tokens)).detach().numpy()  # type: ignore[operator]
-    same(result, clip4clip(text @ found.video.T, range(6)))
+    same(result, clip4clip(text @ embedded.video.T, range(6)))
     assert result["protocol_name"] == "paragraph" and result["text_to_video"]["num_queries"] == 6  # type: ignore[index]
 
 
@@ -201,22 +201,22 @@ def test_vatex_from_a_data_folder_is_named_incomplete(
     run: Path, vatex: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("retrieval", run, "--shards", vatex, "--split", "test", "--protocol", "vatex", "--dual-softmax", "0.05")
-    result = scored(capsys, *words)
-    one, model = open_model(run, vatex)
-    samples = one.task.samples("test", World())
-    found = embed_all(one.task, model, samples.evaluation_batches(), device=torch.device("cpu"))
-    names = [samples.text(int(sample)).split()[-1] for sample in found.samples]
+    result = score(capsys, *words)
+    opened_run, model = open_model(run, vatex)
+    samples = opened_run.task.samples("test", World())
+    embedded = embed_all(opened_run.task, model, samples.evaluation_batches(), device=torch.device("cpu"))
+    names = [samples.text(int(sample)).split()[-1] for sample in embedded.samples]
     # "a video" is left out of the comparison: it is every video's, and ties count against the model.
     texts = [(video, f"{what} of {name}") for video, name in enumerate(names) for what in "abcdefghi"]
     tokens = np.stack([load_tokenizer()(text) for _, text in texts])
-    similarity = model.embed_text(torch.from_numpy(tokens)).detach().numpy() @ found.video.T  # type: ignore[operator]
+    similarity = model.embed_text(torch.from_numpy(tokens)).detach().numpy() @ embedded.video.T  # type: ignore[operator]
     rank = clip4clip(similarity, [video for video, _ in texts])["text_to_video"]
     common = similarity.shape[1] * float(result["text_to_video"]["recall"]["5"]) * 10 - (rank < 5).sum()  # type: ignore[index]
     assert common == pytest.approx(5)  # of six videos, a text that is everyone's finds five among the first five
     assert result["text_to_video"]["num_queries"] == 60 and "6 of 1,500 videos" in str(result["incomplete"])  # type: ignore[index]
     assert train("eval", *words) == 0
     printed = capsys.readouterr().out
-    for said in (
+    for message in (
         "text → video, vatex (incomplete)",
         "text → video, vatex (incomplete), dual softmax",
         "incomplete: 6 of 1,500 videos and 60 of 15,000 captions",
@@ -225,7 +225,7 @@ def test_vatex_from_a_data_folder_is_named_incomplete(
         "dual softmax: cosines times their softmax over all queries",
         "at temperature 0.05",
     ):
-        assert said in printed, said
+        assert message in printed, message
     assert printed.index("video → text, vatex (incomplete) ") < printed.index("dual softmax")
     page = RunFolder(run).page.read_text()
     assert "VATEX retrieval (incomplete)" in page and "text → video, vatex (incomplete), dual softmax" in page
@@ -247,16 +247,16 @@ def test_a_result_without_the_clips_that_fail_says_so_everywhere(
     (path,) = RunFolder(copy).results()
     assert printed.err.splitlines()[-1] == f"failed: 4 samples could not be decoded; see `failed` in {path}"
     result = json.loads(path.read_text())
-    said = "4 samples could not be decoded and are not scored"
-    assert result["incomplete"] == said and result["title"] == "Text-video retrieval (incomplete)"
-    assert f"incomplete: {said}" in printed.out and "text → video (incomplete)" in printed.out
+    message = "4 samples could not be decoded and are not scored"
+    assert result["incomplete"] == message and result["title"] == "Text-video retrieval (incomplete)"
+    assert f"incomplete: {message}" in printed.out and "text → video (incomplete)" in printed.out
     assert "<h2>Text-video retrieval (incomplete)</h2>" in RunFolder(copy).page.read_text()
     # Beside what the data lack of a protocol.
     words = ("--split", "test", "--protocol", "msrvtt-1ka", "--json")
     assert train("eval", "retrieval", copy, "--shards", damaged, *words) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["title"] == "MSR-VTT 1k-A retrieval (incomplete)"
-    assert "2 of 1,000 captions of the protocol" in result["incomplete"] and result["incomplete"].endswith(said)
+    assert "2 of 1,000 captions of the protocol" in result["incomplete"] and result["incomplete"].endswith(message)
 
 
 def test_a_protocol_whose_captions_have_no_chunks_names_their_source(
@@ -271,7 +271,7 @@ def test_a_protocol_whose_captions_have_no_chunks_names_their_source(
 
 
 @pytest.mark.parametrize(
-    ("protocol", "captions", "said"),
+    ("protocol", "captions", "message"),
     [
         (
             "msrvtt-1ka",
@@ -285,14 +285,14 @@ def test_a_protocol_whose_captions_have_no_chunks_names_their_source(
     ],
 )
 def test_data_that_contradict_a_protocol_are_refused(
-    tmp_path: Path, protocol: RetrievalName, captions: list[tuple[str, tuple[float, float]]], said: str
+    tmp_path: Path, protocol: RetrievalName, captions: list[tuple[str, tuple[float, float]]], message: str
 ) -> None:
     write_captions(
         tmp_path,
         dict.fromkeys(VIDEOS, "test"),
         [Caption(name, *span, text) for name in VIDEOS for text, span in captions],
     )
-    with pytest.raises(UserError, match=said) as error:
+    with pytest.raises(UserError, match=message) as error:
         protocol_captions(tmp_path, protocol, split="test", sources=None)
     assert f"the protocol {protocol}" in str(error.value) and "--protocol retrieval" in str(error.value.hint)
 
@@ -309,10 +309,10 @@ def test_captions_of_other_sources_are_not_the_protocols(tmp_path: Path) -> None
         Caption(name, *WHOLE, f"{source} {name}", source=source) for name in VIDEOS for source in ("human", "narrator")
     ]
     write_captions(tmp_path, dict.fromkeys(VIDEOS, "test"), captions)
-    found = protocol_captions(tmp_path, "msrvtt-1ka", split="test", sources=None)
-    assert found["text"].to_pylist() == [f"human {name}" for name in VIDEOS]
-    found = protocol_captions(tmp_path, "msrvtt-1ka", split="test", sources="narrator=1")
-    assert found["text"].to_pylist() == [f"narrator {name}" for name in VIDEOS]
+    captions_read = protocol_captions(tmp_path, "msrvtt-1ka", split="test", sources=None)
+    assert captions_read["text"].to_pylist() == [f"human {name}" for name in VIDEOS]
+    captions_read = protocol_captions(tmp_path, "msrvtt-1ka", split="test", sources="narrator=1")
+    assert captions_read["text"].to_pylist() == [f"narrator {name}" for name in VIDEOS]
 
 
 def test_texts_that_reach_the_context_are_counted() -> None:

@@ -18,7 +18,10 @@ def test_scores_are_those_of_the_definition() -> None:
     right_at = [sorted(row, reverse=True).index(row[right]) for row, right in zip(similarity, classes, strict=True)]
     for k in (1, 5):
         assert scores.top[k] == np.mean([place < k for place in right_at])
-    by_class = [np.mean([p == 0 for p, c in zip(right_at, classes, strict=True) if c == one]) for one in range(9)]
+    by_class = [
+        np.mean([p == 0 for p, c in zip(right_at, classes, strict=True) if c == class_index])
+        for class_index in range(9)
+    ]
     assert scores.mean_class_accuracy == pytest.approx(np.mean(by_class), abs=1e-12)
     assert (scores.num_clips, scores.num_classes, scores.num_classes_seen) == (200, 12, 9)
     assert scores.chance == {1: 1 / 12, 5: 5 / 12}

@@ -23,7 +23,7 @@ def picture(number: int, *, width: int = 40, height: int = 30) -> NDArray[np.uin
     return np.asarray(cv2.resize(coarse, (width, height), interpolation=cv2.INTER_LINEAR), np.uint8)
 
 
-def encoded(pixels: NDArray[np.uint8] | Image.Image, kind: str = "JPEG", **options: object) -> bytes:
+def encode_image(pixels: NDArray[np.uint8] | Image.Image, kind: str = "JPEG", **options: object) -> bytes:
     """A file of an image, by Pillow."""
     content = io.BytesIO()
     image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
@@ -35,8 +35,8 @@ def sample(number: int) -> Files:
     """An image in one of three formats, its caption in one of two members, and its colour as its class."""
     extension, kind = (("jpg", "JPEG"), ("png", "PNG"), ("webp", "WEBP"))[number // 3 % 3]
     caption = f"a {COLOURS[number % 3]} picture {number}"
-    said = {"txt": caption.encode()} if number % 2 else {"json": json.dumps({"caption": caption}).encode()}
-    return {extension: encoded(picture(number), kind), **said, "cls": str(number % 3).encode()}
+    text_members = {"txt": caption.encode()} if number % 2 else {"json": json.dumps({"caption": caption}).encode()}
+    return {extension: encode_image(picture(number), kind), **text_members, "cls": str(number % 3).encode()}
 
 
 def write_tar(path: Path, samples: Iterable[tuple[str, Files]]) -> Path:

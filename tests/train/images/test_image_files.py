@@ -12,24 +12,24 @@ from clipmill.train.augment.colour import rgb_matrices
 from clipmill.train.data.clip_frames import ClipShape, make_clip
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.producers.tar_images import decode_image
-from tests.train.images.tars import encoded, picture
+from tests.train.images.tars import encode_image, picture
 
 RGB = Image.fromarray(picture(0, width=63, height=41))
 GREY_16 = Image.fromarray(np.asarray(RGB.convert("L")).astype(np.uint16) * 257)
 FILES = {
-    "jpeg": encoded(RGB),
-    "jpeg 4:4:4": encoded(RGB, subsampling=0),
-    "jpeg 4:2:2": encoded(RGB, subsampling=1),
-    "jpeg progressive": encoded(RGB, progressive=True),
-    "jpeg grey": encoded(RGB.convert("L")),
-    "jpeg cmyk": encoded(RGB.convert("CMYK")),
-    "png": encoded(RGB, "PNG"),
-    "png grey": encoded(RGB.convert("L"), "PNG"),
-    "png palette": encoded(RGB.quantize(64), "PNG"),
-    "png alpha": encoded(RGB.convert("RGBA"), "PNG"),
-    "webp": encoded(RGB, "WEBP"),
-    "webp lossless": encoded(RGB, "WEBP", lossless=True),
-    "webp alpha": encoded(RGB.convert("RGBA"), "WEBP"),
+    "jpeg": encode_image(RGB),
+    "jpeg 4:4:4": encode_image(RGB, subsampling=0),
+    "jpeg 4:2:2": encode_image(RGB, subsampling=1),
+    "jpeg progressive": encode_image(RGB, progressive=True),
+    "jpeg grey": encode_image(RGB.convert("L")),
+    "jpeg cmyk": encode_image(RGB.convert("CMYK")),
+    "png": encode_image(RGB, "PNG"),
+    "png grey": encode_image(RGB.convert("L"), "PNG"),
+    "png palette": encode_image(RGB.quantize(64), "PNG"),
+    "png alpha": encode_image(RGB.convert("RGBA"), "PNG"),
+    "webp": encode_image(RGB, "WEBP"),
+    "webp lossless": encode_image(RGB, "WEBP", lossless=True),
+    "webp alpha": encode_image(RGB.convert("RGBA"), "WEBP"),
 }
 
 
@@ -49,28 +49,28 @@ def pillows_luma(content: bytes) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_luma_is_that_of_pillow(name: str) -> None:
-    found, wanted = luma(FILES[name]), pillows_luma(FILES[name])
-    assert found.shape == wanted.shape
+    luma_read, pillow_luma = luma(FILES[name]), pillows_luma(FILES[name])
+    assert luma_read.shape == pillow_luma.shape
     # Inks are mixed by rounded products in either library.
-    assert np.abs(found - wanted).mean() < (1.5 if name == "jpeg cmyk" else 0.6)
-    assert np.abs(found - wanted).max() < 4
+    assert np.abs(luma_read - pillow_luma).mean() < (1.5 if name == "jpeg cmyk" else 0.6)
+    assert np.abs(luma_read - pillow_luma).max() < 4
 
 
 def test_sixteen_bits_are_scaled_and_not_clipped() -> None:
-    assert np.abs(luma(encoded(GREY_16, "PNG")) - np.asarray(RGB.convert("L"))).max() <= 1
+    assert np.abs(luma(encode_image(GREY_16, "PNG")) - np.asarray(RGB.convert("L"))).max() <= 1
 
 
 def test_a_colour_survives_in_every_format() -> None:
-    wanted = np.array([200, 60, 30])
+    expected = np.array([200, 60, 30])
     for kind in ("JPEG", "PNG", "WEBP"):
-        pixels = np.broadcast_to(wanted.astype(np.uint8), (32, 32, 3))
-        frame = decode_image(encoded(np.ascontiguousarray(pixels), kind, quality=95))
+        pixels = np.broadcast_to(expected.astype(np.uint8), (32, 32, 3))
+        frame = decode_image(encode_image(np.ascontiguousarray(pixels), kind, quality=95))
         clip = make_clip(
             [frame], ClipShape(sampling=Sampling(num_frames=1), size_px=16), rng=None, in_graph=False, key=""
         )
         planes = clip.video[0].astype(float)
         yuv = np.array([planes[:256].mean(), planes[256:320].mean(), planes[320:].mean(), 1])
-        assert np.abs(rgb_matrices()[clip.colour] @ yuv * 255 - wanted).max() < 3, kind
+        assert np.abs(rgb_matrices()[clip.colour] @ yuv * 255 - expected).max() < 3, kind
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
@@ -78,9 +78,9 @@ def test_images_are_turned_as_their_exif_data_says(kind: str) -> None:
     for orientation in range(1, 9):
         exif = Image.Exif()
         exif[0x0112] = orientation
-        content = encoded(RGB, kind, exif=exif)
-        found, wanted = luma(content), pillows_luma(content)
-        assert found.shape == wanted.shape and np.abs(found - wanted).mean() < 1, orientation
+        content = encode_image(RGB, kind, exif=exif)
+        luma_read, pillow_luma = luma(content), pillows_luma(content)
+        assert luma_read.shape == pillow_luma.shape and np.abs(luma_read - pillow_luma).mean() < 1, orientation
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_images_are_turned_as_their_exif_data_says(kind: str) -> None:
         (FILES["jpeg"][: len(FILES["jpeg"]) // 2], "damaged or was cut short"),
         (FILES["png"][: len(FILES["png"]) // 2], "damaged or was cut short"),
         (FILES["webp"][: len(FILES["webp"]) - 40], "damaged or was cut short"),
-        (encoded(RGB, "PNG", save_all=True, append_images=[RGB.rotate(180)]), "animated PNG"),
-        (encoded(RGB, "WEBP", save_all=True, append_images=[RGB.rotate(180)]), "animated WebP"),
-        (encoded(RGB, "GIF"), "neither JPEG, PNG nor WebP"),
+        (encode_image(RGB, "PNG", save_all=True, append_images=[RGB.rotate(180)]), "animated PNG"),
+        (encode_image(RGB, "WEBP", save_all=True, append_images=[RGB.rotate(180)]), "animated WebP"),
+        (encode_image(RGB, "GIF"), "neither JPEG, PNG nor WebP"),
         (b"", "neither JPEG, PNG nor WebP"),
     ],
 )

@@ -41,8 +41,8 @@ def test_a_run_with_a_loss_with_state_goes_on_to_the_same_weights(tars: str, tmp
     shutil.rmtree(all_checkpoints(RunFolder(cut).checkpoints)[4])
     assert train("dual-encoder", "--resume", "--out", cut) == 0
     assert losses(cut) == losses(whole)
-    wanted = weights_of(whole)
-    assert all(torch.equal(one, wanted[name]) for name, one in weights_of(cut).items())
+    expected = weights_of(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(cut).items())
 
 
 def test_a_classifier_learns_the_classes_of_tars(tars: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,12 +85,12 @@ def test_images_that_all_have_one_caption_are_refused(tmp_path: Path, capsys: py
 
 def test_open_clips_gives_images_with_captions_or_classes(tars: str, data_dir: Path) -> None:
     with open_clips(tars, batch=6, num_frames=1, size_px=16) as batches:
-        found = list(batches)
-        assert len(batches) == 3 and found[0]["video"].shape == (6, 1, 16, 16, 3)
-        shown = dict(zip(found[0]["clip_id"].tolist(), found[0]["caption"], strict=True))
+        batch_list = list(batches)
+        assert len(batches) == 3 and batch_list[0]["video"].shape == (6, 1, 16, 16, 3)
+        shown = dict(zip(batch_list[0]["clip_id"].tolist(), batch_list[0]["caption"], strict=True))
         assert shown == {number: f"a {COLOURS[number % 3]} picture {number}" for number in shown}
     with open_clips(tars, label="class", shuffle=False, batch=6, num_frames=1, size_px=16) as batches:
         assert batches.classes == ("0", "1", "2")
         assert [label for batch in batches for label in batch["label"].tolist()] == [0, 1, 2] * 6
     with open_clips([tars, data_dir], batch=4, num_frames=2, size_px=16) as batches:
-        assert {one for batch in batches for one in batch["folder"].tolist()} == {0, 1}
+        assert {folder_index for batch in batches for folder_index in batch["folder"].tolist()} == {0, 1}

@@ -27,23 +27,23 @@ def error_and_hint(capsys: pytest.CaptureFixture[str], *arguments: object) -> tu
 
 
 @pytest.fixture(scope="module")
-def exported(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported_clip(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("exported") / "clip"
     assert train("export", runs["dual-encoder"], "--format", "hf", "--out", out) == 0
     return out
 
 
 def test_weights_of_another_task_than_a_protocol_scores_are_refused(
-    runs: dict[str, Path], exported: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: dict[str, Path], exported_clip: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error, hint = error_and_hint(capsys, "eval", "retrieval", runs["mae"])
     assert "is a run of train mae, not of train dual-encoder" in error
     assert hint == "hint: evaluations of train mae: probe, reconstruction"
-    error, hint = error_and_hint(capsys, "eval", "reconstruction", exported, "--shards", moving)
-    assert f"{exported} holds weights of train dual-encoder, not of train mae" in error
+    error, hint = error_and_hint(capsys, "eval", "reconstruction", exported_clip, "--shards", moving)
+    assert f"{exported_clip} holds weights of train dual-encoder, not of train mae" in error
     assert hint.startswith("hint: evaluations of train dual-encoder: ") and "retrieval" in hint
     plain = tmp_path / "plain"
-    shutil.copytree(exported, plain, ignore=shutil.ignore_patterns("clipmill"))
+    shutil.copytree(exported_clip, plain, ignore=shutil.ignore_patterns("clipmill"))
     error, hint = error_and_hint(capsys, "eval", "caption", plain, "--shards", moving)
     assert "not the weights of a complete model of train caption" in error and "TimeSformer and GPT-2" in hint
     error, _ = error_and_hint(capsys, "caption-video", plain, plain)
@@ -56,7 +56,9 @@ def test_a_protocol_that_needs_a_part_that_the_weights_lack_says_so(
     out, bare = tmp_path / "out", tmp_path / "bare.safetensors"
     assert train("export", runs["mae"], "--format", "videomae", "--out", out) == 0
     state = torch.load(out / "checkpoint.pth", weights_only=True)["model"]
-    save_file({name: one for name, one in state.items() if name.startswith("encoder.") and ".norm." not in name}, bare)
+    save_file(
+        {name: tensor for name, tensor in state.items() if name.startswith("encoder.") and ".norm." not in name}, bare
+    )
     error, hint = error_and_hint(capsys, "eval", "reconstruction", bare, "--shards", moving)
     assert "has no decoder, which this evaluation needs" in error and "train eval probe" in hint
     shown = ("--num-frames", 4, "--size-px", 32)  # in place of the 16 and 224 that such a file is for
@@ -103,11 +105,11 @@ def test_what_is_no_weights_is_named(
 
 
 def test_half_a_checkpoint_is_refused(
-    runs: dict[str, Path], exported: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: dict[str, Path], exported_clip: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     half, run, lacking = tmp_path / "half", tmp_path / "run", tmp_path / "lacking"
     for copy in (half, lacking):
-        shutil.copytree(exported, copy, ignore=shutil.ignore_patterns("clipmill", "video_extras*"))
+        shutil.copytree(exported_clip, copy, ignore=shutil.ignore_patterns("clipmill", "video_extras*"))
     content = (half / "model.safetensors").read_bytes()
     (half / "model.safetensors").write_bytes(content[: len(content) // 2])
     error, _ = error_and_hint(capsys, "eval", "retrieval", half, "--shards", moving)
@@ -123,12 +125,12 @@ def test_half_a_checkpoint_is_refused(
 
 
 def test_an_export_whose_weights_have_changed_is_not_taken_for_its_run(
-    exported: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported_clip: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other"
-    shutil.copytree(exported, other, ignore=shutil.ignore_patterns("video_extras*"))
+    shutil.copytree(exported_clip, other, ignore=shutil.ignore_patterns("video_extras*"))
     state = load_file(other / "model.safetensors")
-    save_file({name: one + 1 for name, one in state.items()}, other / "model.safetensors", {"format": "pt"})
+    save_file({name: tensor + 1 for name, tensor in state.items()}, other / "model.safetensors", {"format": "pt"})
     error, hint = error_and_hint(capsys, "eval", "retrieval", other, "--shards", moving)
     assert "belongs to other weights than model.safetensors" in error and "remove" in hint
     shutil.rmtree(other / "clipmill")
@@ -136,12 +138,12 @@ def test_an_export_whose_weights_have_changed_is_not_taken_for_its_run(
 
 
 def test_an_export_whose_other_files_have_changed_or_are_missing_is_refused(
-    exported: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported_clip: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     score = ("eval", "retrieval", tmp_path / "other", "--shards", moving)
     record = tmp_path / "other" / "clipmill"
 
-    def edited(name: str, before: str, after: str) -> None:
+    def edit_file(name: str, before: str, after: str) -> None:
         text = (tmp_path / "other" / name).read_text()
         assert before in text
         (tmp_path / "other" / name).write_text(text.replace(before, after))
@@ -151,18 +153,18 @@ def test_an_export_whose_other_files_have_changed_or_are_missing_is_refused(
         ("clipmill/run.json", "dual-encoder", "mae"),
         ("config.json", '"num_attention_heads": ', '"num_attention_heads":  '),
     ):
-        shutil.copytree(exported, tmp_path / "other")
-        edited(name, before, after)
+        shutil.copytree(exported_clip, tmp_path / "other")
+        edit_file(name, before, after)
         error, hint = error_and_hint(capsys, *score)
         assert f"{name} has changed since the export" in error and f"remove {record}" in hint
         shutil.rmtree(tmp_path / "other")
     for name in ("video_extras.safetensors", "clipmill/settings.yaml", "clipmill/run.json"):
-        shutil.copytree(exported, tmp_path / "other")
+        shutil.copytree(exported_clip, tmp_path / "other")
         (tmp_path / "other" / name).unlink()
         error, _ = error_and_hint(capsys, *score)
         assert f"{name} is missing" in error
         shutil.rmtree(tmp_path / "other")
-    shutil.copytree(exported, tmp_path / "other")
+    shutil.copytree(exported_clip, tmp_path / "other")
     (record / "files.json").unlink()
     assert "files.json cannot be read" in error_and_hint(capsys, *score)[0]
     shutil.rmtree(record)
@@ -177,10 +179,10 @@ def test_an_export_whose_other_files_have_changed_or_are_missing_is_refused(
     ],
 )
 def test_weights_of_another_size_than_their_configuration_are_refused(
-    exported: Path, tmp_path: Path, changes: dict[str, int], words: str
+    exported_clip: Path, tmp_path: Path, changes: dict[str, int], words: str
 ) -> None:
     folder = tmp_path / "clip"
-    shutil.copytree(exported, folder, ignore=shutil.ignore_patterns("clipmill", "video_extras*"))
+    shutil.copytree(exported_clip, folder, ignore=shutil.ignore_patterns("clipmill", "video_extras*"))
     config = json.loads((folder / "config.json").read_text())
     config["vision_config"] |= changes
     (folder / "config.json").write_text(json.dumps(config))
@@ -189,10 +191,10 @@ def test_weights_of_another_size_than_their_configuration_are_refused(
 
 
 def test_weights_of_another_embedding_width_are_not_half_random(
-    runs: dict[str, Path], exported: Path, tmp_path: Path
+    runs: dict[str, Path], exported_clip: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
-    shutil.copytree(exported, other, ignore=shutil.ignore_patterns("clipmill", "video_extras*"))
+    shutil.copytree(exported_clip, other, ignore=shutil.ignore_patterns("clipmill", "video_extras*"))
     state = load_file(other / "model.safetensors")
     state["text_projection.weight"] = state["text_projection.weight"][:64].contiguous()
     save_file(state, other / "model.safetensors", {"format": "pt"})
@@ -201,14 +203,22 @@ def test_weights_of_another_embedding_width_are_not_half_random(
 
 
 def test_what_only_a_run_has_is_asked_of_other_weights(
-    runs: dict[str, Path], exported: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: dict[str, Path], exported_clip: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error, _ = error_and_hint(capsys, "eval", "retrieval", exported)
+    error, _ = error_and_hint(capsys, "eval", "retrieval", exported_clip)
     assert "--shards is missing" in error and "is not a run" in error
     error, _ = error_and_hint(capsys, "eval", "retrieval", runs["dual-encoder"], "--out", tmp_path)
     assert "--out is" in error and "are written into" in error
     error, _ = error_and_hint(
-        capsys, "export", exported, "--format", "hf", "--out", tmp_path / "x", "--checkpoint", tmp_path / "step_000003"
+        capsys,
+        "export",
+        exported_clip,
+        "--format",
+        "hf",
+        "--out",
+        tmp_path / "x",
+        "--checkpoint",
+        tmp_path / "step_000003",
     )
     assert "--checkpoint is" in error
     for flags, words in (
@@ -216,7 +226,7 @@ def test_what_only_a_run_has_is_asked_of_other_weights(
         (("--size-px", 40), "cannot be cut into patches"),
         (("--sampling", "never"), "never"),
     ):
-        assert words in error_and_hint(capsys, "eval", "retrieval", exported, "--shards", moving, *flags)[0]
+        assert words in error_and_hint(capsys, "eval", "retrieval", exported_clip, "--shards", moving, *flags)[0]
 
 
 def test_a_damaged_line_is_found_before_anything_is_computed(

@@ -55,7 +55,7 @@ def test_frames_of_another_shape_are_cropped_and_resized(runs: dict[str, Path]) 
     torch.testing.assert_close(model.encode_video(wide), model.encode_video(wide[:, :, :, 16:48]))
     assert model.encode_video(frames(height=40, width=50)).shape == (2, 128)
     clips = (torch.from_numpy(frames()).float() / 255).permute(0, 4, 1, 2, 3)
-    mean, std = (torch.tensor(one)[:, None, None, None] for one in model._normalisation)
+    mean, std = (torch.tensor(numbers)[:, None, None, None] for numbers in model._normalisation)
     torch.testing.assert_close(model.encode_video((clips - mean) / std), model.encode_video(frames()))
 
 
@@ -91,7 +91,9 @@ def test_an_identity_is_that_of_weights_and_of_how_clips_are_shown(runs: dict[st
     identity = load_model(runs["dual-encoder"]).identity
     assert identity == load_model(runs["dual-encoder"]).identity
     others = [load_model(path).identity for path in runs.values()]
-    others += [load_model(runs["dual-encoder"], **one).identity for one in ({"num_frames": 8}, {"sampling": "uniform"})]  # type: ignore[arg-type]
+    others += [
+        load_model(runs["dual-encoder"], **changed).identity for changed in ({"num_frames": 8}, {"sampling": "uniform"})
+    ]  # type: ignore[arg-type]
     assert len({identity, *others}) == 6
 
 

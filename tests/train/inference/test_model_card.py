@@ -15,7 +15,7 @@ from tests.train.running import train
 
 
 @pytest.fixture(scope="module")
-def evaluated(runs: dict[str, Path], moving: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def evaluated_run(runs: dict[str, Path], moving: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """An evaluated run, and its export for open_clip."""
     run, out = tmp_path_factory.mktemp("carded") / "a_run|", tmp_path_factory.mktemp("out") / "exported"
     shutil.copytree(runs["dual-encoder"], run)
@@ -24,33 +24,33 @@ def evaluated(runs: dict[str, Path], moving: Path, tmp_path_factory: pytest.Temp
     return run, out
 
 
-def test_metrics_of_clips_are_not_given_out_as_those_of_an_image_model(evaluated: tuple[Path, Path]) -> None:
-    run, out = evaluated
+def test_metrics_of_clips_are_not_given_out_as_those_of_an_image_model(evaluated_run: tuple[Path, Path]) -> None:
+    run, out = evaluated_run
     card = ModelCard.load(out / "README.md")
     assert (card.data.license, card.data.library_name) == ("unknown", "open_clip")
     assert card.data.eval_results is None and "model-index" not in card.content
-    said = "These are metrics of the run's video model, which sees clips of 4 frames"
-    assert said in card.text and "sees single images, computes something else, and was not evaluated" in card.text
+    message = "These are metrics of the run's video model, which sees clips of 4 frames"
+    assert message in card.text and "sees single images, computes something else, and was not evaluated" in card.text
     result = json.loads((run / "evaluations" / "retrieval-val.json").read_text())
     assert f"| {percent(result['text_to_video']['recall']['1'])} |" in card.text
 
 
 def test_the_image_model_has_the_metrics_that_were_measured_with_single_frames(
-    evaluated: tuple[Path, Path], moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    evaluated_run: tuple[Path, Path], moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, out = shutil.copytree(evaluated[0], tmp_path / "run"), tmp_path / "out"
+    run, out = shutil.copytree(evaluated_run[0], tmp_path / "run"), tmp_path / "out"
     single = ("--num-frames", 1, "--sampling", "uniform")
     for more in ((), ("--clips", 4), ("--split", "train")):
         assert train("eval", "retrieval", run, "--shards", moving, *single, *more) == 0
     assert train("export", run, "--format", "open_clip", *single, "--out", out) == 0
     card = ModelCard.load(out / "README.md")
     assert "These are metrics of the run's video model" not in card.text
-    names = [one.metric_name for one in card.data.eval_results]
-    assert len(names) == 18 == len(set(names)) and {one.dataset_split for one in card.data.eval_results} == {
+    names = [metric.metric_name for metric in card.data.eval_results]
+    assert len(names) == 18 == len(set(names)) and {metric.dataset_split for metric in card.data.eval_results} == {
         "val",
         "train",
     }
-    assert len({(one.task_name, one.dataset_name) for one in card.data.eval_results}) == 3
+    assert len({(metric.task_name, metric.dataset_name) for metric in card.data.eval_results}) == 3
     # What open_clip reads of the folder, and nothing else, has these metrics.
     shutil.rmtree(out / "clipmill")
     (out / "video_extras.safetensors").unlink()
@@ -59,12 +59,12 @@ def test_the_image_model_has_the_metrics_that_were_measured_with_single_frames(
     measured = json.loads(capsys.readouterr().out)
     for way, words in (("text_to_video", "text → video"), ("video_to_text", "video → text")):
         for k, recall in measured[way]["recall"].items():
-            [found] = [
-                one.metric_value
-                for one in card.data.eval_results
-                if "4-clips" in one.metric_name and one.metric_name.endswith(f", {words}: R@{k}")
+            [metric_value] = [
+                metric.metric_value
+                for metric in card.data.eval_results
+                if "4-clips" in metric.metric_name and metric.metric_name.endswith(f", {words}: R@{k}")
             ]
-            assert found == pytest.approx(100 * recall, abs=0.01)
+            assert metric_value == pytest.approx(100 * recall, abs=0.01)
 
 
 def test_models_that_compute_what_their_run_does_have_its_metrics_as_the_hub_reads_them(
@@ -75,29 +75,37 @@ def test_models_that_compute_what_their_run_does_have_its_metrics_as_the_hub_rea
     assert train("export", run, "--format", "hf", "--out", out) == 0
     card = ModelCard.load(out / "README.md")
     result = json.loads((run / "evaluations" / "probe-val.json").read_text())
-    found = {one.metric_name: one.metric_value for one in card.data.eval_results}
-    trained = next(one for one in result["findings"] if (one["encoder"], one["method"]) == ("trained", "knn"))
-    assert found["probe-val, verb, k-NN: top-1"] == pytest.approx(100 * trained["found"]["top1"], abs=0.01)
-    assert "random" in card.text and not any("random" in name for name in found), "another model's"
+    metric_values = {metric.metric_name: metric.metric_value for metric in card.data.eval_results}
+    trained = next(
+        finding_of
+        for finding_of in result["findings"]
+        if (finding_of["encoder"], finding_of["method"]) == ("trained", "knn")
+    )
+    assert metric_values["probe-val, verb, k-NN: top-1"] == pytest.approx(100 * trained["found"]["top1"], abs=0.01)
+    assert "random" in card.text and not any("random" in name for name in metric_values), "another model's"
     assert "*majority baseline*" in card.text
 
 
-def test_the_card_states_protocol_chance_and_limits_and_no_path_of_this_machine(evaluated: tuple[Path, Path]) -> None:
-    text = (evaluated[1] / "README.md").read_text()
+def test_the_card_states_protocol_chance_and_limits_and_no_path_of_this_machine(
+    evaluated_run: tuple[Path, Path],
+) -> None:
+    text = (evaluated_run[1] / "README.md").read_text()
     assert "*chance*" in text and "ties count against the model" in text
     assert "temporal embedding of 4 steps has no place in an image tower" in text
     assert "# a\\_run\\|\n" in text, "names are not markup"
-    assert str(evaluated[0].parent) not in text and "/tmp/" not in text
+    assert str(evaluated_run[0].parent) not in text and "/tmp/" not in text
 
 
-def test_the_code_of_the_card_opens_the_weights(evaluated: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (evaluated[1] / "README.md").read_text()
+def test_the_code_of_the_card_opens_the_weights(
+    evaluated_run: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (evaluated_run[1] / "README.md").read_text()
     theirs, ours = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names: dict[str, Any] = {}
-    monkeypatch.chdir(evaluated[1].parent)
+    monkeypatch.chdir(evaluated_run[1].parent)
     for code in (theirs, ours):
         exec(code, names)  # noqa: S102 - of a card that was written just now
-    assert type(names["model"]) is type(load_model(evaluated[1]))
+    assert type(names["model"]) is type(load_model(evaluated_run[1]))
     assert names["tokenizer"](["a text"]).shape == (1, 77)
 
 

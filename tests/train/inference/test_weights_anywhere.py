@@ -43,7 +43,7 @@ def _few_regularisations() -> Iterator[None]:
         yield
 
 
-def scored(capsys: pytest.CaptureFixture[str], kind: str, weights: object, *flags: object) -> dict[str, Any]:
+def score(capsys: pytest.CaptureFixture[str], kind: str, weights: object, *flags: object) -> dict[str, Any]:
     capsys.readouterr()
     assert train("eval", kind, weights, *flags, "--json") == 0, capsys.readouterr().err
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -65,11 +65,11 @@ def test_scores_of_a_run_and_of_its_exports_are_equal_to_the_digit(
 ) -> None:
     forms = [form for name, form in FORMATS if name == task]
     for number, (kind, *flags) in enumerate(EVALUATIONS[task]):
-        own = scored(capsys, kind, runs[task], *flags)
+        run_result = score(capsys, kind, runs[task], *flags)
         # The first evaluation of all formats; the others of one each, since all have the identity of their run.
         for form in forms if number == 0 else [forms[number % len(forms)]]:
-            its = scored(capsys, kind, exports[task, form], "--shards", moving, *flags)
-            assert same(its) == same(own), (kind, form)
+            its = score(capsys, kind, exports[task, form], "--shards", moving, *flags)
+            assert same(its) == same(run_result), (kind, form)
             assert its["source"] == str(exports[task, form]) and its["step"] is None
 
 
@@ -89,8 +89,8 @@ def test_exports_are_converted_to_the_other_format_and_back(
     ):
         out = tmp_path / task
         assert train("export", exports[task, first], "--format", second, "--out", out) == 0
-        here, there = load_file(out / file), load_file(exports[task, second] / file)
-        assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
+        here, there_state = load_file(out / file), load_file(exports[task, second] / file)
+        assert here.keys() == there_state.keys() and all(torch.equal(here[name], there_state[name]) for name in here)
         assert (out / "config.json").read_text() == (exports[task, second] / "config.json").read_text()
         assert load_model(out).identity == load_model(runs[task]).identity
 
@@ -100,7 +100,7 @@ def test_a_run_of_4_frames_is_scored_with_16_in_one_command(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(runs["dual-encoder"], run, ignore=shutil.ignore_patterns("evaluations"))
-    plain = scored(capsys, "retrieval", run)
+    plain = score(capsys, "retrieval", run)
     capsys.readouterr()
     assert train("eval", "retrieval", run, "--num-frames", 16) == 0
     printed = capsys.readouterr().out
@@ -113,10 +113,10 @@ def test_a_run_of_4_frames_is_scored_with_16_in_one_command(
     page = RunFolder(run).page.read_text()
     assert "unlike in training" in page and page.index("(val)</span>") < page.index("(val); num frames 16</span>")
     # What the training had is no override.
-    assert "overrides" not in scored(capsys, "retrieval", run, "--num-frames", 4)["overrides"]
+    assert "overrides" not in score(capsys, "retrieval", run, "--num-frames", 4)["overrides"]
     assert len(RunFolder(run).results()) == 2
     for flags, name in ((("--sampling", "uniform"), "uniform"), (("--size-px", 48), "48px")):
-        assert scored(capsys, "retrieval", run, *flags)["overrides"]
+        assert score(capsys, "retrieval", run, *flags)["overrides"]
         assert RunFolder(run).evaluation(f"retrieval-val-{name}").is_file()
 
 
@@ -133,9 +133,9 @@ def test_other_models_are_shown_more_and_larger_frames_too(
     run = tmp_path / "run"
     shutil.copytree(runs[task], run)
     more = ("--num-frames", 8, "--size-px", 48)
-    own = scored(capsys, kind, run, *flags, *more)
-    its = scored(capsys, kind, exports[task, "hf"], "--shards", moving, *flags, *more)
-    assert same(own) == same(its) and "T = 8 frames" in own["clip"] and "48 px" in own["clip"]
+    run_result = score(capsys, kind, run, *flags, *more)
+    its = score(capsys, kind, exports[task, "hf"], "--shards", moving, *flags, *more)
+    assert same(run_result) == same(its) and "T = 8 frames" in run_result["clip"] and "48 px" in run_result["clip"]
     assert ["-8-frames-48px" in path.stem for path in RunFolder(run).results()].count(True) == 1
 
 
@@ -160,8 +160,8 @@ def test_models_of_latents_are_opened_without_data_and_take_more_frames(
             model.encode_video(np.zeros((1, 2, side, side, 3), np.uint8))
     assert load_model(out).identity == load_model(run / "mae").identity
     probe = ("probe", run / "mae", "--label", "verb", "--neighbours", "5")
-    assert same(scored(capsys, *probe)) == same(scored(capsys, "probe", out, "--shards", data, *probe[2:]))
-    assert "T = 4 frames" in scored(capsys, "retrieval", run / "dual-encoder", "--num-frames", 4)["clip"]
+    assert same(score(capsys, *probe)) == same(score(capsys, "probe", out, "--shards", data, *probe[2:]))
+    assert "T = 4 frames" in score(capsys, "retrieval", run / "dual-encoder", "--num-frames", 4)["clip"]
     assert train("eval", "retrieval", run / "dual-encoder", "--size-px", 48) == 2
     assert "--size-px is 48, which is about pixels" in capsys.readouterr().err
 
@@ -170,13 +170,13 @@ def test_results_of_other_weights_are_written_where_the_user_says(
     exports: dict[tuple[str, str], Path], moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = exports["dual-encoder", "hf"], tmp_path / "scores"
-    printed = scored(capsys, "retrieval", folder, "--shards", moving, "--out", out)
+    printed = score(capsys, "retrieval", folder, "--shards", moving, "--out", out)
     assert json.loads((out / "retrieval-val.json").read_text()).items() >= printed.items()
-    scored(capsys, "retrieval", folder, "--shards", moving, "--out", out)
+    score(capsys, "retrieval", folder, "--shards", moving, "--out", out)
     other = exports["dual-encoder", "open_clip"]
     assert train("eval", "retrieval", other, "--shards", moving, "--out", out) == 2
     assert "is the result of other weights, data or flags" in capsys.readouterr().err
-    scored(capsys, "caption", exports["caption", "hf"], "--shards", moving, "--out", out)
+    score(capsys, "caption", exports["caption", "hf"], "--shards", moving, "--out", out)
     assert {path.name for path in out.iterdir()} >= {"captions-val.json", "captions-val.coco.json", "captions-val.html"}
 
 
@@ -201,7 +201,7 @@ def test_folders_of_other_programs_are_read_by_their_configuration(
             assert train("eval", kind, folder, "--shards", moving, *flags) == 2
             assert "class" in capsys.readouterr().err
             kind, *flags = EVALUATIONS[task][1]
-        result = scored(capsys, kind, folder, "--shards", moving, *flags)
+        result = score(capsys, kind, folder, "--shards", moving, *flags)
         assert "32 px" in result["clip"] and f"T = {4} frames" in result["clip"], path
         model = load_model(folder)
         assert model._normalisation[0] == (0.42, 0.46, 0.41) and "1e-4" not in model.description
@@ -232,7 +232,7 @@ LAVILA_PARTS = {
 }
 
 
-def renamed(model: nn.Module, roots: dict[str, str], parts: dict[str, str]) -> dict[str, torch.Tensor]:
+def rename_tensors(model: nn.Module, roots: dict[str, str], parts: dict[str, str]) -> dict[str, torch.Tensor]:
     """A model's tensors under the names of another project."""
     state = {}
     for name, tensor in model.state_dict().items():
@@ -268,7 +268,7 @@ def test_a_file_of_avion_or_lavila_is_scored_and_embedded_as_its_model(
     activation: Any = "quick_gelu" if is_divided else "gelu"
     ours = our_model(num_frames=4, size=size, activation=activation, video_eps=1e-6)
     file = tmp_path / "checkpoint_best.pt"
-    torch.save({"state_dict": renamed(ours, roots, LAVILA_PARTS), "epoch": 3, "args": Namespace(lr=3e-5)}, file)
+    torch.save({"state_dict": rename_tensors(ours, roots, LAVILA_PARTS), "epoch": 3, "args": Namespace(lr=3e-5)}, file)
 
     model = load_model(file)
     assert model.settings.num_frames == 4 and model.settings.init.pixel_mean == MISTYPED_MEAN
@@ -277,9 +277,9 @@ def test_a_file_of_avion_or_lavila_is_scored_and_embedded_as_its_model(
         torch.testing.assert_close(model.encode_video(clips), ours.embed_video(clips))
         tokens = torch.from_numpy(load_tokenizer()("a dog catches a frisbee"))[None]
         torch.testing.assert_close(model.encode_text(["a dog catches a frisbee"]), ours.embed_text(tokens))
-    result = scored(capsys, "retrieval", file, "--shards", moving, "--num-frames", 16)
+    result = score(capsys, "retrieval", file, "--shards", moving, "--num-frames", 16)
     assert project in result["weights"] and "T = 16 frames" in result["clip"] and result["overrides"]
-    assert scored(capsys, "zero-shot", file, "--shards", moving, "--label", "noun")["num_clips"] == 12
+    assert score(capsys, "zero-shot", file, "--shards", moving, "--label", "noun")["num_clips"] == 12
     if is_divided:
         assert train("export", file, "--format", "hf", "--out", tmp_path / "out") == 2
         assert "LaViLa's divided attention" in capsys.readouterr().err
@@ -304,11 +304,11 @@ def test_a_tag_of_open_clip_is_its_model(
     pictures = torch.randn(3, 3, 48, 48)
     texts = ["a square", "it moves to the left"]
     with torch.no_grad():
-        wanted = theirs.encode_image(pictures, normalize=True)
-        torch.testing.assert_close(model.encode_video(pictures[:, :, None]), wanted, atol=1e-5, rtol=0)
-        wanted = theirs.encode_text(open_clip.get_tokenizer("ViT-B-16")(texts), normalize=True)
-        torch.testing.assert_close(model.encode_text(texts), wanted, atol=1e-5, rtol=0)
-    result = scored(capsys, "retrieval", "small-clip:here", "--shards", moving)
+        expected = theirs.encode_image(pictures, normalize=True)
+        torch.testing.assert_close(model.encode_video(pictures[:, :, None]), expected, atol=1e-5, rtol=0)
+        expected = theirs.encode_text(open_clip.get_tokenizer("ViT-B-16")(texts), normalize=True)
+        torch.testing.assert_close(model.encode_text(texts), expected, atol=1e-5, rtol=0)
+    result = score(capsys, "retrieval", "small-clip:here", "--shards", moving)
     assert result["source"] == "small-clip:here" and "T = 4 frames" in result["clip"] and "48 px" in result["clip"]
     out = tmp_path / "exported"
     assert train("export", "small-clip:here", "--format", "hf", "--out", out) == 0

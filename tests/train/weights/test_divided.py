@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from clipmill.train.inference import load_model
-from tests.train.inference.test_weights_anywhere import LAVILA, LAVILA_PARTS, renamed
+from tests.train.inference.test_weights_anywhere import LAVILA, LAVILA_PARTS, rename_tensors
 from tests.train.running import error_of, facts, losses, train
 from tests.train.tuning.runs import LORA, TINY, killed, stored, weights
 from tests.train.weights.test_avion import (
@@ -51,7 +51,7 @@ def test_it_starts_from_images_from_its_own_weights_and_from_lavilas(
     assert train(*some, "--init.weights", divided, *LORA, "--out", again) == 0
     assert changes(again) == set() and f"{block}temporal_attn.lora.B" in stored(again, "model.")
     file = tmp_path / "clip.pt"
-    torch.save({"state_dict": renamed(load_model(divided, device="cpu").model, LAVILA, LAVILA_PARTS)}, file)
+    torch.save({"state_dict": rename_tensors(load_model(divided, device="cpu").model, LAVILA, LAVILA_PARTS)}, file)
     assert train(*some, "--init.weights", file, "--out", theirs) == 0
     assert changes(theirs) == set()
     capsys.readouterr()

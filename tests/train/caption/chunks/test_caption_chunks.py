@@ -34,13 +34,13 @@ def caption(run: Path, data_dir: Path, out: Path, **other: object) -> int:
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = pq.read_table(out).to_pylist()
-    return found
+    rows_read: list[dict[str, Any]] = pq.read_table(out).to_pylist()
+    return rows_read
 
 
 def metadata(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(pq.read_schema(out).metadata[b"clipmill"])
-    return found
+    record_read: dict[str, Any] = json.loads(pq.read_schema(out).metadata[b"clipmill"])
+    return record_read
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +53,15 @@ def table(captioner_run: Path, data_dir: Path, tmp_path_factory: pytest.TempPath
 def test_the_table_has_several_captions_of_each_chunk_and_names_its_model(
     table: Path, captioner_run: Path, data_dir: Path
 ) -> None:
-    found, record = rows(table), metadata(table)
-    assert list(found[0]) == ["video", "begin_s", "end_s", "text", "source", "likelihood", "sample"]
+    table_rows, record = rows(table), metadata(table)
+    assert list(table_rows[0]) == ["video", "begin_s", "end_s", "text", "source", "likelihood", "sample"]
     places = [(*key, sample) for key in KEYS for sample in range(3)]
-    assert [(row["video"], row["begin_s"], row["end_s"], row["sample"]) for row in found] == places
-    assert all(row["text"] and row["likelihood"] < 0 for row in found)
-    assert len({row["text"] for row in found}) > 9
+    assert [(row["video"], row["begin_s"], row["end_s"], row["sample"]) for row in table_rows] == places
+    assert all(row["text"] and row["likelihood"] < 0 for row in table_rows)
+    assert len({row["text"] for row in table_rows}) > 9
     assert record["kind"] == "pseudo-captions" and record["weights"] == "run"
     assert record["weights_sha256"] == load_model(captioner_run).identity
-    assert {row["source"] for row in found} == {f"run@{record['weights_sha256'][:8]}"}
+    assert {row["source"] for row in table_rows} == {f"run@{record['weights_sha256'][:8]}"}
     settings = record["settings"]
     assert (settings["split"], settings["method"], settings["top_p"], settings["num_samples"]) == (
         *("train", "sample", 0.9, 3),
@@ -89,9 +89,9 @@ def test_a_caption_depends_on_seed_key_and_sample_alone(
     alone, other = tmp_path / "alone.parquet", tmp_path / "other.parquet"
     assert caption(captioner_run, data_dir, alone, batch=1, num_samples=2) == 0
     expected = [row for row in rows(table) if row["sample"] < 2]
-    found = rows(alone)
-    assert [row["text"] for row in found] == [row["text"] for row in expected]
-    likelihoods, its = ([row["likelihood"] for row in table] for table in (found, expected))
+    table_rows = rows(alone)
+    assert [row["text"] for row in table_rows] == [row["text"] for row in expected]
+    likelihoods, its = ([row["likelihood"] for row in table] for table in (table_rows, expected))
     np.testing.assert_allclose(likelihoods, its, rtol=1e-5)
     assert caption(captioner_run, data_dir, other, seed=1, num_samples=2) == 0
     assert [row["text"] for row in rows(other)] != [row["text"] for row in expected]
@@ -118,10 +118,10 @@ def test_two_processes_write_the_same_bytes_as_one(
     captioner_run: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunk_captions, "_BATCHES_PER_PART", 1)
-    one, two = tmp_path / "one.parquet", tmp_path / "two.parquet"
-    assert caption(captioner_run, data_dir, one) == 0
+    first_path, two = tmp_path / "one.parquet", tmp_path / "two.parquet"
+    assert caption(captioner_run, data_dir, first_path) == 0
     end_well(fork_ranks(caption_small_parts, *words(captioner_run, data_dir, two), size=2, folder=tmp_path))
-    assert two.read_bytes() == one.read_bytes()
+    assert two.read_bytes() == first_path.read_bytes()
 
 
 def test_the_same_again_does_nothing_and_other_captions_are_refused_by_name(
@@ -171,8 +171,8 @@ def test_unfinished_work_is_not_continued_as_other_work(
         with pytest.raises(ZeroDivisionError):
             caption(captioner_run, data_dir, out)
     assert caption(captioner_run, data_dir, out, seed=1) == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path / 'pseudo.parts'} is stale, it has other captions: settings.seed was 0 and is 1" in said
+    stderr = capsys.readouterr().err
+    assert f"{tmp_path / 'pseudo.parts'} is stale, it has other captions: settings.seed was 0 and is 1" in stderr
     assert caption(captioner_run, data_dir, out) == 0
     assert "resumed: 1 of 1 part finished" in capsys.readouterr().out
 
@@ -185,11 +185,11 @@ def test_chunks_that_cannot_be_decoded_are_listed_and_have_no_row(
     overwrite_chunk(damaged, "b_000002000")
     for _ in range(2):  # again: nothing to do, but the failure is still there
         assert caption(captioner_run, damaged, out) == 1
-        said = capsys.readouterr().err
-        assert "clips that could not be decoded: 1; see" in said and "pseudo.failures.jsonl" in said
+        stderr = capsys.readouterr().err
+        assert "clips that could not be decoded: 1; see" in stderr and "pseudo.failures.jsonl" in stderr
     # Once the data are repaired, the message says how to go on.
     again = f"remove {out} and {tmp_path / 'pseudo.failures.jsonl'}, and run the same command again"
-    assert again in " ".join(said.split())
+    assert again in " ".join(stderr.split())
     [failure] = [json.loads(line) for line in (tmp_path / "pseudo.failures.jsonl").read_text().splitlines()]
     assert (failure["position"], failure["key"], failure["reason"]) == (4, "b_000002000", "checksum")
     assert rows(out) == [row for row in rows(table) if (row["video"], row["begin_s"]) != ("b", 2.0)]
@@ -227,18 +227,18 @@ def test_a_clip_of_open_clip_is_refused_before_a_download(
 ) -> None:
     # Without network, a download would be an error of its own.
     assert caption(Path("ViT-B-16:openai"), data_dir, tmp_path / "pseudo.parquet") == 2
-    said = capsys.readouterr()
-    assert "ViT-B-16:openai is a CLIP of open_clip, not a model of train caption" in said.err
-    assert "download" not in said.out + said.err
+    output = capsys.readouterr()
+    assert "ViT-B-16:openai is a CLIP of open_clip, not a model of train caption" in output.err
+    assert "download" not in output.out + output.err
     assert caption(tmp_path / "nowhere", data_dir, tmp_path / "pseudo.parquet") == 2
-    said = capsys.readouterr()
-    assert "there is no run in" in said.err and "NAME:TAG" not in said.err and not list(tmp_path.iterdir())
+    output = capsys.readouterr()
+    assert "there is no run in" in output.err and "NAME:TAG" not in output.err and not list(tmp_path.iterdir())
 
 
 def test_long_values_are_shown_from_where_they_differ() -> None:
     variant, digest = "h264-288p30-crf24-comb900-15s-shots-scenedetect-adaptive-3.0-cuts", "0123456789abcdef" * 4
-    found = differences({"a": f"{variant}-v1"}, {"a": f"{variant}-v2"})
-    assert found == "a was ...0-cuts-v1 and is ...0-cuts-v2"
+    names = differences({"a": f"{variant}-v1"}, {"a": f"{variant}-v2"})
+    assert names == "a was ...0-cuts-v1 and is ...0-cuts-v2"
     assert differences({"a": "x" + digest}, {"a": "y" + digest}) == (
         f"a was x{digest[:31]}... and is y{digest[:31]}..."
     )

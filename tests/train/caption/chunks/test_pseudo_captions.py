@@ -29,7 +29,7 @@ SMALLER: dict[str, tuple[object, ...]] = {
 }
 
 
-def documented(repository: Path) -> list[list[str]]:
+def documented_commands(repository: Path) -> list[list[str]]:
     """The commands of the section, one each line, with the flags that make them small."""
     text = (repository / "docs/data.md").read_text()
     section = re.search(r"^## Pseudo-captions\n.*?^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
@@ -64,10 +64,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def sources() -> dict[str, set[str]]:
     """The videos that have captions of each source."""
-    found: dict[str, set[str]] = {}
+    texts_by_source: dict[str, set[str]] = {}
     for caption in read_captions(Path("data")).to_pylist():
-        found.setdefault(caption["source"], set()).add(caption["video_id"].rpartition("-")[2])
-    return found
+        texts_by_source.setdefault(caption["source"], set()).add(caption["video_id"].rpartition("-")[2])
+    return texts_by_source
 
 
 def texts_in_tars() -> str:
@@ -79,7 +79,7 @@ def texts_in_tars() -> str:
 def test_the_documented_path_and_a_captioner_that_changed(
     repository: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    *before, caption, add, chunk, train, evaluate = documented(repository)
+    *before, caption, add, chunk, train, evaluate = documented_commands(repository)
     for words in before:
         assert run(words) == 0, words
     assert list(sources()) == ["human"]
@@ -90,8 +90,8 @@ def test_the_documented_path_and_a_captioner_that_changed(
     assert re.fullmatch("captioner@[0-9a-f]{8}", source)
 
     assert run(add) == 0
-    found = sources()
-    assert found.keys() == {"human", source} and len(found[source]) == 4
+    sources_found = sources()
+    assert sources_found.keys() == {"human", source} and len(sources_found[source]) == 4
     capsys.readouterr()
     assert run(chunk) == 0
     assert "0 chunks encoded, 4 copied" in capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_the_documented_path_and_a_captioner_that_changed(
     Path("pseudo.parquet").unlink()
     for words in (caption, add, chunk):
         assert run(words) == 0, words
-    found = sources()
-    assert source not in found and len(found) == 2
+    sources_found = sources()
+    assert source not in sources_found and len(sources_found) == 2
     newer = json.loads(pq.read_schema("pseudo.parquet").metadata[b"clipmill"])["weights_sha256"]
-    assert f"captioner@{newer[:8]}" in found
+    assert f"captioner@{newer[:8]}" in sources_found

@@ -19,7 +19,7 @@ NUM_CLIPS, MAX_TOKENS = 6, 12
 
 
 @pytest.fixture(scope="module", params=["short", pytest.param("long", marks=pytest.mark.nightly), "endless"])
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Captioner]:
+def both_captioners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Captioner]:
     """Captioners whose captions change from word to word, and end soon, some of them late, or never."""
     theirs = their_captioner(seed=3)
     places, matrices, likely = {"short": (8, 3, 0.5), "long": (5, 2, 0.3), "endless": (5, 2, 0.0)}[request.param]
@@ -36,9 +36,9 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return theirs, ours_with_weights_of(theirs, tmp_path_factory.mktemp("weights"))
 
 
-def generated(theirs: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+def generate_theirs(theirs: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
     """What transformers write after the prompt, ends where they filled up, [B, L]."""
-    found = theirs.generate(
+    tokens = theirs.generate(
         for_them(clips(NUM_CLIPS)),
         decoder_input_ids=prompt,
         decoder_attention_mask=torch.ones_like(prompt),
@@ -46,8 +46,8 @@ def generated(theirs: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor
         max_new_tokens=MAX_TOKENS,
         **options,
     )
-    assert isinstance(found, torch.Tensor)
-    return torch.where(found == PAD, END, found)[:, prompt.shape[1] :]
+    assert isinstance(tokens, torch.Tensor)
+    return torch.where(tokens == PAD, END, tokens)[:, prompt.shape[1] :]
 
 
 def prompts(num_tokens: int) -> torch.Tensor:
@@ -58,19 +58,21 @@ def prompts(num_tokens: int) -> torch.Tensor:
     return prompt
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(generated_ids: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal but for ends behind the longest."""
-    length = max(found.shape[1], expected.shape[1])
-    found, expected = (torch.nn.functional.pad(x, (0, length - x.shape[1]), value=END) for x in (found, expected))
-    assert found.tolist() == expected.tolist()
+    length = max(generated_ids.shape[1], expected.shape[1])
+    generated_ids, expected = (
+        torch.nn.functional.pad(x, (0, length - x.shape[1]), value=END) for x in (generated_ids, expected)
+    )
+    assert generated_ids.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("prompt_length", [1, 4])
 @pytest.mark.parametrize("min_tokens", [0, 5])
-def test_greedy_captions(both: tuple[Any, Captioner], prompt_length: int, min_tokens: int) -> None:
-    theirs, ours = both
+def test_greedy_captions(both_captioners: tuple[Any, Captioner], prompt_length: int, min_tokens: int) -> None:
+    theirs, ours = both_captioners
     prompt = prompts(prompt_length)
-    expected = generated(theirs, prompt, min_new_tokens=min_tokens)
+    expected = generate_theirs(theirs, prompt, min_new_tokens=min_tokens)
     settings = DecodingSettings(max_tokens=MAX_TOKENS, min_tokens=min_tokens)
     written = generate_captions(
         ours, clips(NUM_CLIPS), settings, end_id=END, samples=range(NUM_CLIPS), prompt_VP=prompt
@@ -95,12 +97,12 @@ BEAMS = [
 
 @pytest.mark.parametrize(("beams", "length_penalty", "early_stopping"), BEAMS)
 def test_captions_of_a_beam_search(
-    both: tuple[Any, Captioner], beams: tuple[int, int, int], length_penalty: float, early_stopping: bool
+    both_captioners: tuple[Any, Captioner], beams: tuple[int, int, int], length_penalty: float, early_stopping: bool
 ) -> None:
-    theirs, ours = both
+    theirs, ours = both_captioners
     num_beams, prompt_length, min_tokens = beams
     prompt = prompts(prompt_length)
-    expected = generated(
+    expected = generate_theirs(
         theirs,
         prompt,
         num_beams=num_beams,
@@ -122,8 +124,8 @@ def test_captions_of_a_beam_search(
     assert_same(written.tokens_VL, expected)
 
 
-def test_the_score_of_a_beam_is_that_of_its_tokens(both: tuple[Any, Captioner], tmp_path: Path) -> None:
-    _, ours = both
+def test_the_score_of_a_beam_is_that_of_its_tokens(both_captioners: tuple[Any, Captioner], tmp_path: Path) -> None:
+    _, ours = both_captioners
     settings = DecodingSettings(method="beam", num_beams=3, length_penalty=0.7, max_tokens=MAX_TOKENS)
     written = generate_captions(ours, clips(NUM_CLIPS), settings, end_id=END, samples=range(NUM_CLIPS))
     assert written.scores_V is not None
@@ -168,8 +170,10 @@ class CachesOfParts:
 @pytest.mark.parametrize(
     "cuts", [pytest.param((5,), marks=pytest.mark.nightly), (2, 7), pytest.param((6, 8), marks=pytest.mark.nightly)]
 )
-def test_parts_of_a_captioner_write_what_the_whole_writes(both: tuple[Any, Captioner], cuts: tuple[int, ...]) -> None:
-    _, ours = both
+def test_parts_of_a_captioner_write_what_the_whole_writes(
+    both_captioners: tuple[Any, Captioner], cuts: tuple[int, ...]
+) -> None:
+    _, ours = both_captioners
     for settings in (
         DecodingSettings(max_tokens=MAX_TOKENS),
         DecodingSettings(method="beam", num_beams=3, max_tokens=MAX_TOKENS),

@@ -22,7 +22,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Captioner]:
+def both_captioners(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Captioner]:
     """Captioners whose captions end at different lengths, some not at all."""
     theirs = their_captioner(seed=3)
     with torch.no_grad():
@@ -38,15 +38,17 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Captioner]:
 
 
 @pytest.mark.parametrize("method", nightly_beyond(["beams", "nucleus"], METHODS))
-def test_likelihoods_are_those_of_a_forward_pass_and_of_transformers(both: tuple[Any, Captioner], method: str) -> None:
-    theirs, ours = both
+def test_likelihoods_are_those_of_a_forward_pass_and_of_transformers(
+    both_captioners: tuple[Any, Captioner], method: str
+) -> None:
+    theirs, ours = both_captioners
     settings = DecodingSettings(max_tokens=MAX_TOKENS, **METHODS[method])
     count = 4 if settings.method == "sample" else 1
     video = clips(NUM_CLIPS)
     numbers = range(NUM_CLIPS * count)
-    found = generate_captions(ours, video, settings, end_id=END, samples=numbers, rows_per_video=count)
-    assert len(found.tokens_VL) == len(found.likelihoods_V) == len(numbers)
-    texts = found.tokens_VL.tolist()
+    generated_captions = generate_captions(ours, video, settings, end_id=END, samples=numbers, rows_per_video=count)
+    assert len(generated_captions.tokens_VL) == len(generated_captions.likelihoods_V) == len(numbers)
+    texts = generated_captions.tokens_VL.tolist()
     lengths = [text.index(END) + 1 if END in text else len(text) for text in texts]
     assert len(set(lengths)) > 1 and not all(END in text for text in texts)
     for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
@@ -54,12 +56,12 @@ def test_likelihoods_are_those_of_a_forward_pass_and_of_transformers(both: tuple
         given = torch.cat([torch.tensor([[END]]), tokens[:, :-1]], dim=1)
         log_probabilities = ours(clip, given).log_softmax(-1).gather(2, tokens[..., None])
         loss = theirs(pixel_values=for_them(clip), labels=tokens).loss
-        assert found.likelihoods_V[row].item() == pytest.approx(log_probabilities.mean().item(), rel=1e-5)
-        assert found.likelihoods_V[row].item() == pytest.approx(-loss.item(), rel=1e-5)
+        assert generated_captions.likelihoods_V[row].item() == pytest.approx(log_probabilities.mean().item(), rel=1e-5)
+        assert generated_captions.likelihoods_V[row].item() == pytest.approx(-loss.item(), rel=1e-5)
 
 
-def test_captions_of_a_clip_are_those_that_it_has_alone(both: tuple[Any, Captioner]) -> None:
-    _, ours = both
+def test_captions_of_a_clip_are_those_that_it_has_alone(both_captioners: tuple[Any, Captioner]) -> None:
+    _, ours = both_captioners
     settings = DecodingSettings(method="sample", top_p=0.9, max_tokens=MAX_TOKENS, seed=4)
     numbers = [7, -1, 2**62, 5, 11, 13]
     video = clips(2)

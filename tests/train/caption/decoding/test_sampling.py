@@ -117,7 +117,7 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, float], flag:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "context_length", "is_of_run", "found"),
+    ("expected", "context_length", "is_of_run", "result"),
     [
         (None, 12, False, 12),
         (None, 40, False, 30),
@@ -129,14 +129,16 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, float], flag:
     ],
 )
 def test_the_default_length_gives_way_to_the_context_and_a_length_that_was_asked_for_does_not(
-    wanted: int | None, context_length: int, is_of_run: bool, found: int | None
+    expected: int | None, context_length: int, is_of_run: bool, result: int | None
 ) -> None:
-    settings = DecodingSettings(max_tokens=wanted)
-    if found is None:
-        with pytest.raises(UserError, match=f"--decoding.max-tokens is {wanted}, and the decoder's context has 12 tok"):
+    settings = DecodingSettings(max_tokens=expected)
+    if result is None:
+        with pytest.raises(
+            UserError, match=f"--decoding.max-tokens is {expected}, and the decoder's context has 12 tok"
+        ):
             fit_decoding(settings, context_length, is_of_run=is_of_run)
     else:
-        assert fit_decoding(settings, context_length, is_of_run=is_of_run).max_tokens == found
+        assert fit_decoding(settings, context_length, is_of_run=is_of_run).max_tokens == result
 
 
 @pytest.mark.parametrize(
@@ -152,8 +154,10 @@ def test_settings_that_spell_out_what_takes_effect_are_equal(
     settings: DecodingSettings, spelled_out: DecodingSettings
 ) -> None:
     effective, other = (
-        fit_decoding(one.with_defaults() if isinstance(one, ChunkDecoding) else one, 64)
-        for one in (settings, spelled_out)
+        fit_decoding(
+            settings_of_task.with_defaults() if isinstance(settings_of_task, ChunkDecoding) else settings_of_task, 64
+        )
+        for settings_of_task in (settings, spelled_out)
     )
     assert effective == other and effective.max_tokens == 30
     assert fit_decoding(replace(effective, max_tokens=29), 64) != effective

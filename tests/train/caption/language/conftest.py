@@ -4,7 +4,7 @@ import pytest
 
 from tests.train.caption.language.tiny_models import KINDS, save_language_model
 
-TEXTS = ["it begins", *(f"the middle of {one}" for one in "abcd"), *(f"the end of {one}" for one in "abcd")]
+TEXTS = ["it begins", *(f"the middle of {letter}" for letter in "abcd"), *(f"the end of {letter}" for letter in "abcd")]
 
 
 @pytest.fixture(scope="package")

@@ -49,8 +49,8 @@ def open_captioner(folder: Path, reducer: Reducer) -> Opened:
     assert isinstance(captioner, LanguageCaptioner)
     with torch.no_grad():
         # Captions that change from word to word, and that end now and then.
-        for name, one in captioner.decoder.named_parameters():
-            one.mul_(6 if ".layers." in name or ".h." in name else 1)
+        for name, parameter in captioner.decoder.named_parameters():
+            parameter.mul_(6 if ".layers." in name or ".h." in name else 1)
     assert len(decoder.before) == len(decoder.after) == 2  # "it" and " ", " of" and the line break
     return Opened(captioner.double().eval(), decoder.tokenizer.end_id, decoder.prefix_length - 1)
 
@@ -61,10 +61,10 @@ def clips(count: int) -> torch.Tensor:
 
 def targets(*lengths: int, num_words: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
-    found = torch.full((len(lengths), MAX_TOKENS), NO_TOKEN)
+    tokens = torch.full((len(lengths), MAX_TOKENS), NO_TOKEN)
     for row, length in enumerate(lengths):
-        found[row, :length] = torch.randint(0, num_words, (length,), generator=generator)
-    return found
+        tokens[row, :length] = torch.randint(0, num_words, (length,), generator=generator)
+    return tokens
 
 
 def inputs_of(model_and_sizes: Opened, videos: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
@@ -86,26 +86,30 @@ def test_the_loss_is_the_librarys_for_labels_of_the_caption_alone(model_and_size
     exactly = torch.nn.functional.cross_entropy(theirs.logits[:, :-1].flatten(0, 1), labels.flatten())
     assert exactly.item() == pytest.approx(theirs.loss.item(), rel=1e-6)  # which is computed in float32
     exactly.backward()
-    gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    gradients = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     model.zero_grad()
     batch = Batch(targets=words[:, None], length=torch.tensor(lengths), position=torch.arange(len(lengths)))
     batch["video"] = videos
     objective = CaptionLoss(
-        lambda one, rows: one["video"][rows],
+        lambda batch_part, rows: batch_part["video"][rows],
         end_id=model_and_sizes.end_id,
         label_smoothing=0,
         num_before=model_and_sizes.num_before,
     )
-    found: dict[str, Any] = objective.backward(model, batch, Step(number=1, microbatch=3))
-    assert float(found["loss"]) == pytest.approx(exactly.item(), rel=1e-12)
-    for name, one in model.named_parameters():
-        expected = gradients.get(name, torch.zeros_like(one))
+    metrics: dict[str, Any] = objective.backward(model, batch, Step(number=1, microbatch=3))
+    assert float(metrics["loss"]) == pytest.approx(exactly.item(), rel=1e-12)
+    for name, parameter in model.named_parameters():
+        expected = gradients.get(name, torch.zeros_like(parameter))
         torch.testing.assert_close(
-            torch.zeros_like(one) if one.grad is None else one.grad, expected, rtol=1e-9, atol=1e-12
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, expected, rtol=1e-9, atol=1e-12
         )
     # Sorted, three microbatches hold captions of 1, 2, 3; 4, 5, 7; and 9, 11, 12 tokens.
     num_computed = 3 * (3 + 7 + 12 + 3 * model_and_sizes.num_before)
-    assert float(found["padding"]) == pytest.approx(1 - (sum(lengths) + 9 * model_and_sizes.num_before) / num_computed)
+    assert float(metrics["padding"]) == pytest.approx(
+        1 - (sum(lengths) + 9 * model_and_sizes.num_before) / num_computed
+    )
     model.zero_grad()
 
 
@@ -135,15 +139,15 @@ def test_captions_are_those_of_generate(
             **theirs,
         )
     settings = DecodingSettings(**{**vars(ours), "max_tokens": MAX_TOKENS})
-    found = generate_captions(
+    tokens = generate_captions(
         model_and_sizes.captioner, videos, settings, end_id=model_and_sizes.end_id, samples=range(5)
     ).tokens_VL
-    length = max(found.shape[1], expected.shape[1])
-    found, expected = (
-        torch.nn.functional.pad(one, (0, length - one.shape[1]), value=model_and_sizes.end_id)
-        for one in (found, expected)
+    length = max(tokens.shape[1], expected.shape[1])
+    tokens, expected = (
+        torch.nn.functional.pad(token_ids, (0, length - token_ids.shape[1]), value=model_and_sizes.end_id)
+        for token_ids in (tokens, expected)
     )
-    assert found.tolist() == expected.tolist() and len(expected.unique()) > 3
+    assert tokens.tolist() == expected.tolist() and len(expected.unique()) > 3
 
 
 def test_a_sampled_caption_depends_on_neither_the_batch_nor_the_other_captions_of_its_clip(

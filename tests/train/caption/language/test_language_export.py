@@ -55,7 +55,7 @@ def test_the_cards_script_writes_what_the_run_writes(
     model, end_id = captioner.model, captioner.task.decoder.tokenizer.end_id
     assert isinstance(model, LanguageCaptioner)
     decoding = captioner.task.decoding()
-    found = generate_captions(model, names["clips"], decoding, end_id=end_id, samples=[0])
+    captions = generate_captions(model, names["clips"], decoding, end_id=end_id, samples=[0])
     with torch.no_grad():
         torch.testing.assert_close(names["prefix"](names["clips"]), model.encode(names["clips"]))
         # With the adapter, where there is one.
@@ -63,5 +63,5 @@ def test_the_cards_script_writes_what_the_run_writes(
         torch.testing.assert_close(names["lm"](inputs_embeds=prefix).logits, model.decoder(inputs_embeds=prefix).logits)
     assert (folder / "adapter").is_dir() == (kind != "qwen3")
     ids = names["ids"][0].tolist()
-    assert ids == found.tokens_VL[0].tolist()[: len(ids)] and len(ids) > 2
+    assert ids == captions.tokens_VL[0].tolist()[: len(ids)] and len(ids) > 2
     assert captioner.task.decoder.tokenizer.text(ids) == " ".join(names["caption"].split())

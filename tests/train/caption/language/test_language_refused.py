@@ -12,7 +12,7 @@ from tests.train.caption.language.test_language_runs import LM
 from tests.train.running import train, two_lines
 
 
-def _changed(name: str, **values: Any) -> Callable[[Path], None]:
+def _change(name: str, **values: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({**config, **values}))
@@ -53,26 +53,26 @@ BAD: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no configuration": (_without("config.json"), "has no config.json", "causal language model"),
     "no weights": (_without("model.safetensors"), "cannot read the weights of", "only from safetensors files"),
     "cut weights": (_cut, "cannot read the weights of", "get the folder"),
-    "other weights": (_changed("config.json", intermediate_size=65), "do not fit its config.json", "get the folder"),
+    "other weights": (_change("config.json", intermediate_size=65), "do not fit its config.json", "get the folder"),
     "contradiction": (
-        _changed("config.json", num_hidden_layers=3),
+        _change("config.json", num_hidden_layers=3),
         "(3) must be equal to the number",
         "get the folder",
     ),
-    "other vocabulary": (_changed("config.json", vocab_size=100), "do not belong together", "use the tokenizer"),
+    "other vocabulary": (_change("config.json", vocab_size=100), "do not belong together", "use the tokenizer"),
     "encoder and decoder": (
-        _changed("config.json", **T5),
+        _change("config.json", **T5),
         "T5ForConditionalGeneration, an encoder and a decoder of type t5",
         "Qwen3",
     ),
     "state space": (_other("Mamba", state_size=4), "is a mamba, which does not write texts token by token", "Qwen3"),
     "no cache": (_other("OpenAIGPT", n_embd=32, n_layer=1, n_head=2), "is a openai-gpt, which does not", "Qwen3"),
     "encoder": (_other("Bert", num_attention_heads=2), "is a bert, which does not write texts", "Qwen3"),
-    "no causal model": (_changed("config.json", **BERT), "BertForMaskedLM, of type bert", "Qwen3"),
-    "unknown model": (_changed("config.json", model_type="mine", architectures=["Mine"]), "Mine, of type", "Qwen3"),
-    "no end": (_changed("tokenizer_config.json", eos_token=None), "no token for the end of a text", "eos_token"),
-    "short context": (_changed("config.json", max_position_embeddings=19), "has 19 tokens, and a captioner", "fewer"),
-    "quantized": (_changed("config.json", quantization_config={"bits": 4}), "are quantized", "bfloat16"),
+    "no causal model": (_change("config.json", **BERT), "BertForMaskedLM, of type bert", "Qwen3"),
+    "unknown model": (_change("config.json", model_type="mine", architectures=["Mine"]), "Mine, of type", "Qwen3"),
+    "no end": (_change("tokenizer_config.json", eos_token=None), "no token for the end of a text", "eos_token"),
+    "short context": (_change("config.json", max_position_embeddings=19), "has 19 tokens, and a captioner", "fewer"),
+    "quantized": (_change("config.json", quantization_config={"bits": 4}), "are quantized", "bfloat16"),
 }
 
 
@@ -125,8 +125,8 @@ def test_flags_that_do_not_go_together(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [language_models["qwen3"] if one == "LM" else one for one in flags]
-    small = [one for one in LM if one not in ("--decoder.visual-tokens", 4)]
+    words = [language_models["qwen3"] if flag == "LM" else flag for flag in flags]
+    small = [flag for flag in LM if flag not in ("--decoder.visual-tokens", 4)]
     assert train("caption", "--shards", data_dir, "--out", tmp_path / "run", *small, *words, "--steps", 1) == 2
     assert message in two_lines(capsys)[0]
     assert not (tmp_path / "run").exists()

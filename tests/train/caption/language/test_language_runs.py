@@ -41,7 +41,7 @@ def test_a_run_learns_and_continues_bit_by_bit(run: Path, tmp_path: Path) -> Non
     shutil.rmtree(max((again / "checkpoints").iterdir()))
     assert train("caption", "--out", again, "--resume") == 0
     after = weights_of(again)
-    assert after.keys() == whole.keys() and all(torch.equal(after[name], one) for name, one in whole.items())
+    assert after.keys() == whole.keys() and all(torch.equal(after[name], tensor) for name, tensor in whole.items())
 
 
 @pytest.mark.parametrize("run", ["llama"], indirect=True)
@@ -60,11 +60,11 @@ def test_videos_and_chunks_are_captioned_with_likelihoods(run: Path, data_dir: P
     FrameNumberVideo(num_frames=30, fps=Fraction(10), width=64, height=48).write(tmp_path / "film.mp4")
     assert train("caption-video", run, tmp_path / "film.mp4", "--len", "1s", "--out", tmp_path / "film.json") == 0
     of_film = json.loads((tmp_path / "film.json").read_text())
-    assert len(of_film) == 3 and all(one["likelihood"] < 0 for one in of_film)
+    assert len(of_film) == 3 and all(caption["likelihood"] < 0 for caption in of_film)
     chunks = ("caption-chunks", run, "--shards", data_dir, "--split", "train", "--num-samples", 2, "--min-tokens", 2)
     assert train(*chunks, "--out", tmp_path / "chunks.parquet") == 0
     table = pq.read_table(tmp_path / "chunks.parquet")
-    assert len(table) > 4 and all(one < 0 for one in table["likelihood"].to_pylist())
+    assert len(table) > 4 and all(likelihood < 0 for likelihood in table["likelihood"].to_pylist())
 
 
 def test_stages_of_training_start_from_each_other(
@@ -77,21 +77,21 @@ def test_stages_of_training_start_from_each_other(
     frozen = ("--decoder.lm", language_models["qwen3"], *LM, *prompt, "--freeze", "video", "decoder")
     assert train(*shards, "--out", first, *frozen) == 0
     before = weights_of(first)
-    own = Qwen3ForCausalLM.from_pretrained(language_models["qwen3"]).state_dict()
-    assert all(torch.equal(before[f"decoder.{name}"], one) for name, one in own.items())
-    still = [one if one != "1e-3" else "1e-12" for one in SMALL.split()]
+    model_state = Qwen3ForCausalLM.from_pretrained(language_models["qwen3"]).state_dict()
+    assert all(torch.equal(before[f"decoder.{name}"], tensor) for name, tensor in model_state.items())
+    still = [word if word != "1e-3" else "1e-12" for word in SMALL.split()]
     adapted = ("--decoder.max-tokens", 16, "--lora.rank", 2, "--lora.towers", "decoder")
     assert train(*shards, "--out", second, *still, "--init.weights", first, *adapted) == 0
     assert facts(second)["decoder"] == facts(first)["decoder"]
-    for name, one in weights_of(second).items():
+    for name, tensor in weights_of(second).items():
         if ".lora_" not in name:
-            torch.testing.assert_close(one, before[name], atol=1e-9, rtol=0)
+            torch.testing.assert_close(tensor, before[name], atol=1e-9, rtol=0)
     other = ("--decoder.lm", language_models["llama"], *LM, "--freeze", "video", "--init.weights", second)
     assert train(*shards, "--out", tmp_path / "no", *other) == 2
     gpt2 = ("--decoder.name", "tiny", "--decoder.max-tokens", 16, "--decoder.vocabulary", 280)
     assert train(*shards, "--out", third, *SMALL.split(), *gpt2) == 0
     onward = ("--decoder.lm", language_models["llama"], *LM, "--freeze", "video", "--init.weights", third)
     assert train(*shards, "--out", tmp_path / "fourth", *onward) == 0
-    tower = {name: one for name, one in weights_of(third).items() if name.startswith("video.")}
+    tower = {name: tensor for name, tensor in weights_of(third).items() if name.startswith("video.")}
     after = weights_of(tmp_path / "fourth")
-    assert all(torch.equal(after[name], one) for name, one in tower.items())
+    assert all(torch.equal(after[name], tensor) for name, tensor in tower.items())

@@ -93,8 +93,8 @@ def test_the_evaluation_in_the_loop_has_meteor_if_it_is_asked_for(
     monkeypatch.setenv("PATH", str(program(tmp_path / "bin", ANSWERS)))
     names = list(CANDIDATES)
     part = GeneratedCaptions(captions=dict(enumerate(CANDIDATES.values())), summed_loss=2.0, num_tokens=4)
-    found = metrics_of([part], references=lambda index: REFERENCES[names[index]], with_java=True)
-    assert found["meteor"] == 0.5 and found["loss"] == 0.5
+    metrics = metrics_of([part], references=lambda index: REFERENCES[names[index]], with_java=True)
+    assert metrics["meteor"] == 0.5 and metrics["loss"] == 0.5
     assert "meteor" not in metrics_of([part], references=lambda index: REFERENCES[names[index]])
 
 

@@ -22,7 +22,7 @@ CLOSE = 1e-6
 ORDERS = (1, 2, 3, 4)
 
 
-def scored(candidates: Candidates, references: References) -> CaptionScores:
+def score(candidates: Candidates, references: References) -> CaptionScores:
     return score_captions(candidates, references, with_java=False)
 
 
@@ -57,15 +57,15 @@ def naive_cider(candidates: Candidates, references: References) -> list[float]:
     def vector(caption: str, order: int) -> dict[tuple[str, ...], float]:
         counts = grams(caption, order)
         total = sum(counts.values())
-        found = {}
+        result = {}
         for gram, count in counts.items():
             num_with = sum(any(gram in grams_of[order, other] for other in others) for others in references.values())
-            found[gram] = count / total * math.log(len(references) / max(1, num_with))
-        return found
+            result[gram] = count / total * math.log(len(references) / max(1, num_with))
+        return result
 
-    def cosine(one: dict[tuple[str, ...], float], other: dict[tuple[str, ...], float]) -> float:
-        norms = math.hypot(*one.values()) * math.hypot(*other.values())
-        return sum(value * other.get(gram, 0.0) for gram, value in one.items()) / norms if norms else 0.0
+    def cosine(first: dict[tuple[str, ...], float], other: dict[tuple[str, ...], float]) -> float:
+        norms = math.hypot(*first.values()) * math.hypot(*other.values())
+        return sum(value * other.get(gram, 0.0) for gram, value in first.items()) / norms if norms else 0.0
 
     return [
         10
@@ -82,7 +82,7 @@ def naive_cider(candidates: Candidates, references: References) -> list[float]:
 
 
 def assert_as_published(candidates: Candidates, references: References) -> None:
-    scores = scored(candidates, references)
+    scores = score(candidates, references)
     means, columns = real_scores(candidates, references)
     for name, value in means.items():
         assert scores.means[name] == pytest.approx(value, abs=CLOSE), name
@@ -151,31 +151,31 @@ def test_a_single_video_scores_as_in_pycocoevalcap(edge: str) -> None:
 
 
 def test_a_single_video_has_no_cider() -> None:
-    scores = scored({"v": "a man plays"}, {"v": ["a man plays"]})
+    scores = score({"v": "a man plays"}, {"v": ["a man plays"]})
     assert (scores.means["cider_d"], scores.means["cider"], scores.means["exact_match"]) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("nothing", ["", "...", ". !"])
 def test_captions_without_words_are_worth_nothing_and_named(nothing: str) -> None:
     references = {"v": ["", "a man plays"], "w": ["...", "a dog"]}
-    scores = scored(dict.fromkeys(references, nothing), references)
+    scores = score(dict.fromkeys(references, nothing), references)
     assert scores.empty == ("v", "w")
     for value in (scores.means, *scores.per_video.values()):
         assert value == pytest.approx(dict.fromkeys(value, 0.0), abs=CLOSE)
-    assert scored({"v": "a man plays", "w": nothing}, references).empty == ("w",)
+    assert score({"v": "a man plays", "w": nothing}, references).empty == ("w",)
 
 
 def test_repeating_a_word_gains_nothing_in_cider_d_but_much_in_cider() -> None:
     references = {"v": ["guitar"], **OTHERS}
     once, often = (
-        scored({"v": caption, "x": "", "y": ""}, references).per_video["v"] for caption in ("guitar", "guitar " * 9)
+        score({"v": caption, "x": "", "y": ""}, references).per_video["v"] for caption in ("guitar", "guitar " * 9)
     )
     assert often["cider_d"] < 0.5 * once["cider_d"]
     assert often["cider"] == pytest.approx(once["cider"])
 
 
 def test_scores_say_what_they_were_computed_from() -> None:
-    scores = scored({"y": "A dog runs.", "x": "an egg"}, OTHERS)
+    scores = score({"y": "A dog runs.", "x": "an egg"}, OTHERS)
     assert list(scores.per_video) == ["y", "x"]
     assert (scores.num_videos, scores.num_references) == (2, 4)
     assert scores.idf == "the 4 references of these 2 videos"
@@ -200,4 +200,4 @@ def test_scores_say_what_they_were_computed_from() -> None:
 )
 def test_videos_without_their_other_half_are_named(candidates: Candidates, references: References, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        scored(candidates, references)
+        score(candidates, references)

@@ -31,7 +31,7 @@ def write(path: Path, *, num_frames: int = 60, codec: str = "libx264", gop: int 
     return path.read_bytes()
 
 
-def remuxed(content: Path, target: Path, **options: str) -> bytes:
+def remux(content: Path, target: Path, **options: str) -> bytes:
     with av.open(str(content)) as source, av.open(str(target), "w", options=options) as container:
         stream = container.add_stream_from_template(source.streams.video[0])
         for packet in source.demux(video=0):
@@ -41,25 +41,25 @@ def remuxed(content: Path, target: Path, **options: str) -> bytes:
     return target.read_bytes()
 
 
-def said(clips: list[WindowClip]) -> list[Caption]:
+def first_numbers(clips: list[WindowClip]) -> list[Caption]:
     """The number of the first picture of each clip."""
     return [Caption(str(read_frame_number(clip.video[0][: SIZE_PX**2].reshape(SIZE_PX, SIZE_PX)))) for clip in clips]
 
 
 def captions(*videos: Path, batch: int = 4) -> tuple[dict[str, list[str]], dict[str, str | None]]:
     """The captions of each video, and how it ended."""
-    found: dict[str, list[str]] = {video.name: [] for video in videos}
+    texts_by_video: dict[str, list[str]] = {video.name: [] for video in videos}
     ends: dict[str, str | None] = {}
     events = caption_videos(
-        videos, said, sampling=Sampling(num_frames=2), size_px=SIZE_PX, length_us=US_PER_S, batch=batch
+        videos, first_numbers, sampling=Sampling(num_frames=2), size_px=SIZE_PX, length_us=US_PER_S, batch=batch
     )
     for event in events:
         if isinstance(event, VideoEnd):
             ends[event.video.name] = event.failure
         else:
             assert event.video.name not in ends
-            found[event.video.name].append(event.caption)
-    return found, ends
+            texts_by_video[event.video.name].append(event.caption)
+    return texts_by_video, ends
 
 
 WHOLE = ["2", "12", "22", "32", "42", "52"]
@@ -81,8 +81,8 @@ def test_what_is_no_video_is_named_and_the_others_are_done(tmp_path: Path, batch
         (tmp_path / name).write_bytes(its)
     (tmp_path / "folder.mp4").mkdir()
     videos = [good, *(tmp_path / name for name in bad), tmp_path / "folder.mp4", tmp_path / "gone.mp4", last]
-    found, ends = captions(*videos, batch=batch)
-    assert found["a.mp4"] == WHOLE and found["z.mkv"] == ["2"]
+    texts_by_video, ends = captions(*videos, batch=batch)
+    assert texts_by_video["a.mp4"] == WHOLE and texts_by_video["z.mkv"] == ["2"]
     assert {name for name, failure in ends.items() if failure is None} == {"a.mp4", "z.mkv"}
     assert list(ends) == [video.name for video in videos]
     assert ends["empty.mp4"] == "the file is empty"
@@ -107,12 +107,12 @@ def test_a_sound_file_holds_no_video(tmp_path: Path) -> None:
 def test_whole_windows_before_a_cut_are_good(tmp_path: Path, name: str) -> None:
     write(tmp_path / "whole.mp4")
     options = {"movflags": "+faststart"} if name.endswith("mp4") else {}
-    content = remuxed(tmp_path / "whole.mp4", tmp_path / name, **options)
+    content = remux(tmp_path / "whole.mp4", tmp_path / name, **options)
     pictures = content.index(b"mdat") if name.endswith("mp4") else 0
     (tmp_path / name).write_bytes(content[: pictures + (len(content) - pictures) * 6 // 10])
-    found, ends = captions(tmp_path / name)
-    assert 2 <= len(found[name]) <= 4
-    assert found[name] == WHOLE[: len(found[name])]
+    texts_by_video, ends = captions(tmp_path / name)
+    assert 2 <= len(texts_by_video[name]) <= 4
+    assert texts_by_video[name] == WHOLE[: len(texts_by_video[name])]
     assert "it is cut off: its header promises 6.0" in (ends[name] or "")
 
 
@@ -134,43 +134,48 @@ def test_an_avi_that_is_cut_is_known_by_its_header(tmp_path: Path) -> None:
     repeats[frames : frames + 4] = (count * 3 // 2).to_bytes(4, "little")
     (tmp_path / "repeats.avi").write_bytes(repeats)
     whole = ("whole.avi", "piped.avi", "longer.avi", "repeats.avi")
-    found, ends = captions(*(tmp_path / name for name in (*whole, "cut.avi")))
+    texts_by_video, ends = captions(*(tmp_path / name for name in (*whole, "cut.avi")))
     assert {name: ends[name] for name in whole} == dict.fromkeys(whole)
-    assert all(found[name] == WHOLE for name in whole)
+    assert all(texts_by_video[name] == WHOLE for name in whole)
     assert "it is cut off: its header promises 6.00 s" in (ends["cut.avi"] or "")
-    assert 2 <= len(found["cut.avi"]) <= 4 and found["cut.avi"] == WHOLE[: len(found["cut.avi"])]
+    assert (
+        2 <= len(texts_by_video["cut.avi"]) <= 4
+        and texts_by_video["cut.avi"] == WHOLE[: len(texts_by_video["cut.avi"])]
+    )
 
 
 def test_a_window_that_is_damaged_behind_its_last_moment_has_no_caption(tmp_path: Path) -> None:
     content = bytearray(write(tmp_path / "v.mp4", gop=1))
     with av.open(str(tmp_path / "v.mp4")) as container:
-        packets = sorted((packet for packet in container.demux(video=0) if packet.size), key=lambda one: one.pts or 0)
+        packets = sorted(
+            (packet for packet in container.demux(video=0) if packet.size), key=lambda packet: packet.pts or 0
+        )
     # The second window shows its pictures of 1.2 and 1.7 s; the one of 1.9 s is gone.
     packet = packets[19]
     assert packet.pos is not None
     content[packet.pos + 4 : packet.pos + packet.size] = bytes(packet.size - 4)
     (tmp_path / "v.mp4").write_bytes(content)
-    found, ends = captions(tmp_path / "v.mp4")
-    assert ends["v.mp4"] is not None and found["v.mp4"] == ["2"]
+    texts_by_video, ends = captions(tmp_path / "v.mp4")
+    assert ends["v.mp4"] is not None and texts_by_video["v.mp4"] == ["2"]
 
 
 def test_a_stream_that_is_cut_ends_earlier(tmp_path: Path) -> None:
     """A transport stream says nowhere how long it is."""
     write(tmp_path / "whole.mp4")
-    content = remuxed(tmp_path / "whole.mp4", tmp_path / "cut.ts")
+    content = remux(tmp_path / "whole.mp4", tmp_path / "cut.ts")
     (tmp_path / "cut.ts").write_bytes(content[: len(content) * 6 // 10 // 188 * 188])
-    found, _ = captions(tmp_path / "cut.ts")
-    assert 2 <= len(found["cut.ts"]) <= 4
-    assert found["cut.ts"][:-1] == WHOLE[: len(found["cut.ts"]) - 1]
+    texts_by_video, _ = captions(tmp_path / "cut.ts")
+    assert 2 <= len(texts_by_video["cut.ts"]) <= 4
+    assert texts_by_video["cut.ts"][:-1] == WHOLE[: len(texts_by_video["cut.ts"]) - 1]
 
 
 def test_a_recording_that_begins_between_key_frames_is_read_from_the_next_one(tmp_path: Path) -> None:
     write(tmp_path / "whole.mp4", gop=20)
-    content = remuxed(tmp_path / "whole.mp4", tmp_path / "late.ts")
+    content = remux(tmp_path / "whole.mp4", tmp_path / "late.ts")
     (tmp_path / "late.ts").write_bytes(content[len(content) // 6 // 188 * 188 :])
-    found, ends = captions(tmp_path / "late.ts")
+    texts_by_video, ends = captions(tmp_path / "late.ts")
     assert ends["late.ts"] is None
-    assert found["late.ts"][0] == "20" and int(found["late.ts"][-1]) >= 50
+    assert texts_by_video["late.ts"][0] == "20" and int(texts_by_video["late.ts"][-1]) >= 50
 
 
 def test_changed_bytes_are_found(tmp_path: Path) -> None:
@@ -180,10 +185,12 @@ def test_changed_bytes_are_found(tmp_path: Path) -> None:
     for _ in range(40):
         content[rng.randrange(begin + (end - begin) // 3, end)] ^= 0xFF
     (tmp_path / "changed.mp4").write_bytes(content)
-    found, ends = captions(tmp_path / "changed.mp4")
+    texts_by_video, ends = captions(tmp_path / "changed.mp4")
     assert ends["changed.mp4"] is not None
-    assert found["changed.mp4"] == [str(number * 10 + 2) for number in range(len(found["changed.mp4"]))]
-    assert 0 < len(found["changed.mp4"]) < 20
+    assert texts_by_video["changed.mp4"] == [
+        str(number * 10 + 2) for number in range(len(texts_by_video["changed.mp4"]))
+    ]
+    assert 0 < len(texts_by_video["changed.mp4"]) < 20
 
 
 def test_times_that_make_no_sense_are_found(tmp_path: Path) -> None:
@@ -205,8 +212,8 @@ def test_folders_are_searched_by_suffix_and_files_come_once(tmp_path: Path) -> N
         (tmp_path / name).touch()
     (tmp_path / "again.mp4").symlink_to(tmp_path / "a.mkv")
     (tmp_path / "loop.mp4").symlink_to(tmp_path / "loop.mp4")
-    found = find_videos([tmp_path / "notes.txt", tmp_path, tmp_path / "b.MP4"])
-    assert [video.relative_to(tmp_path).as_posix() for video in found] == [
+    videos = find_videos([tmp_path / "notes.txt", tmp_path, tmp_path / "b.MP4"])
+    assert [video.relative_to(tmp_path).as_posix() for video in videos] == [
         "notes.txt",
         "a.mkv",
         "b.MP4",

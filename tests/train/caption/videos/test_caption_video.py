@@ -43,11 +43,14 @@ def test_a_file_has_the_same_whatever_the_batch(captioner_run: Path, films: Path
     assert train(*common, "--out", tmp_path / "new/c.json", "--batch", 1) == 0
     assert train(*common, "--out", tmp_path / "c.json", "--batch", 5) == 0
     objects = [json.loads(path.read_bytes()) for path in (tmp_path / "new/c.json", tmp_path / "c.json")]
-    kept = [[(one["video"], one["begin_s"], one["end_s"], one["text"]) for one in found] for found in objects]
+    kept = [
+        [(caption["video"], caption["begin_s"], caption["end_s"], caption["text"]) for caption in captions_in_file]
+        for captions_in_file in objects
+    ]
     assert kept[0] == kept[1] and len(kept[0]) == 8
-    assert [one[1:3] for one in kept[0]] == [(n, n + 1.0) for n in (0, 1, 2, 0, 1, 2, 3, 4)]
-    assert {one["source"] for one in objects[0]} == {f"run@{load_model(captioner_run).identity[:8]}"}
-    assert max(one["likelihood"] for one in objects[0]) < 0
+    assert [caption[1:3] for caption in kept[0]] == [(n, n + 1.0) for n in (0, 1, 2, 0, 1, 2, 3, 4)]
+    assert {caption["source"] for caption in objects[0]} == {f"run@{load_model(captioner_run).identity[:8]}"}
+    assert max(caption["likelihood"] for caption in objects[0]) < 0
 
 
 def test_subtitles_of_several_videos_are_files_in_a_folder(
@@ -63,7 +66,7 @@ def test_subtitles_of_several_videos_are_files_in_a_folder(
     for path in (films / "a.mp4", tmp_path / "a.srt"):
         shutil.copy(path, tmp_path / "videos")
     captions = read_folder(tmp_path / "videos", subtitles=True).captions.to_pylist()
-    assert [(one["begin_s"], one["end_s"]) for one in captions] == [(n, n + 1.0) for n in range(3)]
+    assert [(caption["begin_s"], caption["end_s"]) for caption in captions] == [(n, n + 1.0) for n in range(3)]
     assert train(*common, "--out", tmp_path / "all.srt") == 2
     assert "name a folder" in capsys.readouterr().err
 
@@ -78,7 +81,7 @@ def test_a_damaged_video_is_named_and_the_others_are_written(
         error = capsys.readouterr().err
         assert f"{tmp_path / 'bad.mp4'}: no video stream (streams: none)" in error
         assert "failed: 1 of 2 videos could not be read to the end" in error
-    assert [one["video"] for one in json.loads((tmp_path / "c.json").read_bytes())] == [str(films / "a.mp4")]
+    assert [caption["video"] for caption in json.loads((tmp_path / "c.json").read_bytes())] == [str(films / "a.mp4")]
     assert [path.name for path in (tmp_path / "srt").iterdir()] == ["a.srt"]
 
 
@@ -121,6 +124,6 @@ def test_a_limit_beyond_the_context_is_refused(
 def test_a_run_with_any_name_is_a_source_that_can_be_added(captioner_run: Path) -> None:
     captioner = open_captioner(str(captioner_run), device="cpu")
     assert captioner.source == f"{captioner_run.name}@{captioner.weights_sha256[:8]}"
-    for name, wanted in (("my run, 2", "my-run-2"), ("a@b=c", "a-b-c"), ("été_1.0", "été_1.0")):
+    for name, expected in (("my run, 2", "my-run-2"), ("a@b=c", "a-b-c"), ("été_1.0", "été_1.0")):
         source = replace(captioner, name=name).source
-        assert source_name(source) == wanted and is_source_name(wanted)
+        assert source_name(source) == expected and is_source_name(expected)

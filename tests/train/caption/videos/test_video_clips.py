@@ -69,15 +69,15 @@ def due(clip: WindowClip, times_s: NDArray[np.float64], sampling: Sampling = UNI
     ],
 )
 def test_windows_show_the_frames_on_screen(tmp_path: Path, name: str, how: dict[str, Any]) -> None:
-    found = clips(video(tmp_path, name, **how))
+    result = clips(video(tmp_path, name, **how))
     timing = {key: how[key] for key in ("variable_rate", "start_offset_s") if key in how}
     times_s = frame_times_s(35, fps=FPS, **timing)
     times_s -= times_s[0]  # a player begins with the first frame
-    assert [numbers(clip) for clip in found] == [due(clip, times_s) for clip in found]
-    assert found[0].window.begin_us == 0
-    assert all(before.window.end_us == after.window.begin_us for before, after in pairwise(found))
+    assert [numbers(clip) for clip in result] == [due(clip, times_s) for clip in result]
+    assert result[0].window.begin_us == 0
+    assert all(before.window.end_us == after.window.begin_us for before, after in pairwise(result))
     last_s = times_s[-1] + 0.1
-    assert found[-1].window.end_us / US_PER_S == pytest.approx(last_s, abs=0.11)
+    assert result[-1].window.end_us / US_PER_S == pytest.approx(last_s, abs=0.11)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_a_video_with_frames_left_out_ends_with_its_last_frame(
 @pytest.mark.parametrize("rule", ["stride", "lavila"])
 def test_rules_that_count_frames_count_those_of_the_file(tmp_path: Path, rule: str) -> None:
     sampling = Sampling(num_frames=4, rule=rule, stride=2)  # type: ignore[arg-type]
-    found = clips(video(tmp_path), sampling)
-    assert [numbers(clip) for clip in found] == [due(clip, np.arange(35) / 10, sampling) for clip in found]
-    assert numbers(found[1]) == ([11, 13, 15, 17] if rule == "stride" else numbers(found[1]))
+    result = clips(video(tmp_path), sampling)
+    assert [numbers(clip) for clip in result] == [due(clip, np.arange(35) / 10, sampling) for clip in result]
+    assert numbers(result[1]) == ([11, 13, 15, 17] if rule == "stride" else numbers(result[1]))
 
 
 def test_a_window_with_few_frames_repeats_them(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_a_longer_sound_track_changes_nothing(tmp_path: Path) -> None:
         target.mux(sound.encode(None))
     with av.open(str(loud)) as container:
         assert container.duration == pytest.approx(8_000_000, rel=0.01)
-    found = clips(loud)
-    assert [clip.window for clip in found] == [clip.window for clip in clips(silent)]
-    assert [numbers(clip) for clip in found] == [numbers(clip) for clip in clips(silent)]
+    result = clips(loud)
+    assert [clip.window for clip in result] == [clip.window for clip in clips(silent)]
+    assert [numbers(clip) for clip in result] == [numbers(clip) for clip in clips(silent)]
 
 
 def test_white_of_a_gif_is_white(tmp_path: Path) -> None:

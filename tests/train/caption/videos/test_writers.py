@@ -35,11 +35,11 @@ def test_empty_captions_are_counted_at_the_end(capsys: pytest.CaptureFixture[str
         for window in windows():
             progress.show(window)
     progress.say_done(" in a.srt")
-    said = "done: captions of 10 windows of 1 video in a.srt; 1 of 10 captions are empty; "
-    assert said in capsys.readouterr().err
+    message = "done: captions of 10 windows of 1 video in a.srt; 1 of 10 captions are empty; "
+    assert message in capsys.readouterr().err
 
 
-def written(path: Path, form: VideoFormat, captions: list[str] = CAPTIONS) -> str:
+def write_captions(path: Path, form: VideoFormat, captions: list[str] = CAPTIONS) -> str:
     with WRITERS[form](path) as write:
         for window in windows(captions):
             write(window)
@@ -49,13 +49,15 @@ def written(path: Path, form: VideoFormat, captions: list[str] = CAPTIONS) -> st
 
 @pytest.mark.parametrize("captions", [CAPTIONS, CAPTIONS[:1], []])
 def test_json_reads_back(tmp_path: Path, captions: list[str]) -> None:
-    found = json.loads(written(tmp_path / "c.json", "json", captions))
-    assert [one["text"] for one in found] == captions
-    assert [(one["begin_s"], one["end_s"]) for one in found] == [(2.5 * n, 2.5 * n + 2.5) for n in range(len(captions))]
+    objects = json.loads(write_captions(tmp_path / "c.json", "json", captions))
+    assert [caption["text"] for caption in objects] == captions
+    assert [(caption["begin_s"], caption["end_s"]) for caption in objects] == [
+        (2.5 * n, 2.5 * n + 2.5) for n in range(len(captions))
+    ]
 
 
 def test_srt_is_valid(tmp_path: Path) -> None:
-    text = written(tmp_path / "c.srt", "srt")
+    text = write_captions(tmp_path / "c.srt", "srt")
     assert "\n" not in text.replace("\r\n", "")
     blocks = text.removesuffix("\r\n\r\n").split("\r\n\r\n")
     assert len(blocks) == len(CAPTIONS) - 1  # nothing is said of the one without a caption
@@ -112,15 +114,15 @@ def test_a_place_that_takes_no_files_is_named_before_the_work(
 
 
 @pytest.mark.parametrize(
-    ("out", "videos", "there"),
+    ("out", "videos", "existing"),
     [
         ("c.json", ["a", "b"], "c.json"),
         ("a.srt", ["a"], "a.srt"),
         ("a", ["a", "b"], "a/b.srt"),
     ],
 )
-def test_a_file_that_is_there_is_not_replaced(tmp_path: Path, out: str, videos: list[str], there: str) -> None:
-    path = tmp_path / there
+def test_a_file_that_is_there_is_not_replaced(tmp_path: Path, out: str, videos: list[str], existing: str) -> None:
+    path = tmp_path / existing
     path.parent.mkdir(exist_ok=True)
     path.write_text("old")
     form: VideoFormat | None = None if Path(out).suffix else "srt"
