@@ -243,8 +243,8 @@ def find_vae(name: str) -> Vae:
     except ImportError:
         raise UserError("safetensors is not installed", hint="install clipmill[columns]") from None
     try:
-        with safe_open(weights, framework="numpy") as file:
-            is_vae = any(name.startswith("encoder.") for name in file.keys())  # noqa: SIM118 - it is not a dict
+        with safe_open(weights, framework="numpy") as tensors:
+            is_vae = any(name.startswith("encoder.") for name in tensors.keys())  # noqa: SIM118 - it is not a dict
     except (SafetensorError, OSError) as error:
         raise UserError(f"{weights} is damaged: {error}", hint="download or save the weights again") from None
     if not is_vae:
