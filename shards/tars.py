@@ -53,11 +53,11 @@ class TarBytes(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class _OpenTar:
     """A file descriptor that is closed with its last reference, so that it can be evicted while a thread reads it."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+    descriptor: int
 
     def __del__(self) -> None:
         os.close(self.descriptor)

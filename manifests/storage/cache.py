@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -43,6 +44,7 @@ class Damaged(OSError):
     """The fetched bytes are not the requested object."""
 
 
+@dataclass(eq=False)
 class CachedFile:
     """A copy that stays in the cache until it is closed and all mappings of `descriptor` are closed.
 
@@ -51,8 +53,8 @@ class CachedFile:
         descriptor: Descriptor of the open file; -1 once it is closed.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path, self.descriptor = path, descriptor
+    path: Path
+    descriptor: int
 
     def close(self) -> None:
         """Allow the copy to be evicted, unless it is mapped."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -121,6 +122,7 @@ class LocalModel:
         )
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LocalCaptioner:
     """Captioner that runs a model in this process, `batch` chunks at a time.
 
@@ -128,8 +130,9 @@ class LocalCaptioner:
     run and its rerun have the same batches.
     """
 
-    def __init__(self, model: LocalModel, settings: CaptionsSettings, *, batch: int) -> None:
-        self._model, self._settings, self._batch = model, settings, batch
+    model: LocalModel
+    settings: CaptionsSettings
+    batch: int
 
     def answer(self, questions: Questions) -> Stop | None:
         """Answer all questions (`clipmill.prep.captions.asking.Captioner`)."""
@@ -148,7 +151,7 @@ class LocalCaptioner:
                 if shown:
                     seed = questions.seed(shown[0][0])
                     pictures_of_rows = [pictures for _, pictures in shown]
-                    answers = self._model.captions(pictures_of_rows, settings=self._settings, seed=seed)
+                    answers = self.model.captions(pictures_of_rows, settings=self.settings, seed=seed)
                     for (row, _), answer in zip(shown, answers, strict=True):
                         questions.keep(row, answer)
         return None
@@ -156,7 +159,7 @@ class LocalCaptioner:
     def _batches(self, rows: Iterator[int]) -> Iterator[list[int]]:
         batch: list[int] = []
         for row in rows:
-            if batch and row // self._batch != batch[0] // self._batch:
+            if batch and row // self.batch != batch[0] // self.batch:
                 yield batch
                 batch = []
             batch.append(row)

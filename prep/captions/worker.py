@@ -146,4 +146,4 @@ def open_captioner(recipe: Recipe[CaptionsSettings], asking: Asking) -> Captione
         precision=settings.precision,
         num_threads=worker_threads() if asking.num_threads is None else asking.num_threads,
     )
-    return LocalCaptioner(model, settings, batch=asking.batch)
+    return LocalCaptioner(model=model, settings=settings, batch=asking.batch)

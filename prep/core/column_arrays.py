@@ -29,23 +29,22 @@ def tars_of(data_dir: Path) -> TarBytes | None:
     return None if mirror is None else BucketTars(mirror)
 
 
+@dataclass(eq=False)
 class BucketTars:
     """`TarBytes` by ranges, for commands that read a few chunks of many shards.
 
     Opening such a tar as a file would fetch all of it, half a gigabyte, for a single chunk.
     """
 
+    mirror: Mirror
     gap_bytes = 1 << 18
-
-    def __init__(self, mirror: Mirror) -> None:
-        self._mirror = mirror
 
     def name(self, path: Path) -> str:
         """Return the local path: the commands show addresses in place of the folders that mirror them."""
         return str(path)
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
-        content = self._mirror.read_range(path, offset, size)
+        content = self.mirror.read_range(path, offset, size)
         if len(content) != size:
             raise DamagedTar(path, f"truncated: it ends before byte {offset + size}, which the index refers to")
         return content
