@@ -118,7 +118,9 @@ def test_a_condition_selects_and_is_repeated_and_another_one_makes_the_rest(fold
     assert (wider["variant"], wider["num_shards_made"]) == (variant, 1) and folder.digests() == whole
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("video", "latents", "text")], ids=str)
+@pytest.mark.parametrize(
+    "case", with_tiers(case for case in CASES if case.name in ("video", "latents", "text")), ids=str
+)
 def test_what_is_left_out_is_counted_by_plan_run_and_status(folder: Folder, case: Case, tmp_path: Path) -> None:
     settings = {
         "video": (*case.flags, "--tail", "drop"),

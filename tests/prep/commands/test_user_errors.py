@@ -131,16 +131,18 @@ def test_a_video_is_explained_by_the_name_that_captions_and_messages_have(
         assert ran.stdout.startswith(f"{name}: video kitchen_v-")
 
 
-def test_no_cluster_at_the_address(data: Path) -> None:
-    for address in ("localhost:1", "no-such-host.invalid:6379"):
-        assert f'"{address}"' in prep("chunk", "--data", data, "--address", address, status=2).error
+@pytest.mark.parametrize(
+    "address", ["localhost:1", pytest.param("no-such-host.invalid:6379", marks=pytest.mark.nightly)]
+)
+def test_no_cluster_at_the_address(data: Path, address: str) -> None:
+    assert f'"{address}"' in prep("chunk", "--data", data, "--address", address, status=2).error
 
 
 @pytest.mark.parametrize(
     ("script", "named"),
     [
         ("#!/bin/sh\necho 'ffmpeg version 5.1 Copyright'\n", "has version 5.1"),
-        ("#!/bin/sh\nexit 3\n", "does not run"),
+        pytest.param("#!/bin/sh\nexit 3\n", "does not run", marks=pytest.mark.nightly),
         (None, "does not run"),
     ],
 )

@@ -181,6 +181,7 @@ def die_on_a_bad_node(task: Task) -> int:
     return task.number
 
 
+@pytest.mark.nightly
 def test_a_node_whose_workers_die_gets_no_further_tasks(cluster: Any, tmp_path: Path) -> None:
     node = cluster.add_node(num_cpus=1)
     (tmp_path / "bad-node").write_text(node.node_id)
@@ -272,7 +273,9 @@ def test_a_cluster_of_another_version_is_refused(cluster: Any) -> None:
     assert "the same Ray on every node" in str(raised.value.hint)
 
 
-@pytest.mark.parametrize(("max_count", "num_gpus", "room"), [(3, 6, 12), (-1, sys.maxsize, 1000)])
+@pytest.mark.parametrize(
+    ("max_count", "num_gpus", "room"), [(3, 6, 12), pytest.param(-1, sys.maxsize, 1000, marks=pytest.mark.nightly)]
+)
 def test_gpus_that_an_autoscaler_may_start_count(cluster: Any, max_count: int, num_gpus: int, room: int) -> None:
     ray = import_ray()
     config: Any = importlib.import_module("ray.core.generated.autoscaler_pb2").ClusterConfig()

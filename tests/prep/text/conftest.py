@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ class Checkpoints:
     def load(self) -> Any:
         """The model as open_clip loads it."""
         return open_clip.create_model(self.model, pretrained=str(self.safetensors)).eval()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tokenizers_are_built_once() -> Iterator[None]:
+    """CLIP's tokenizer takes longer to build than the towers of these tests to encode."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("open_clip.factory.SimpleTokenizer", build_tokenizer)
+        yield
+
+
+build_tokenizer = cache(open_clip.SimpleTokenizer)
 
 
 @pytest.fixture(scope="session", params=["together", pytest.param("apart", marks=pytest.mark.nightly)])

@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import open_clip
 import pytest
 import torch
 
 from clipmill.prep.text.recipe import TINY, TextSettings
 from clipmill.prep.text.tower import TINY_SHA256, TINY_WIDTH, Tower, load_tower, resolve
-from tests.prep.text.conftest import Checkpoints
+from tests.prep.text.conftest import Checkpoints, build_tokenizer
 from tests.prep.text.sets import (
     CAPTIONS,
     SPLITS,
@@ -28,7 +27,7 @@ TEXTS = ["", "a dog", "a dog runs over the green grass and jumps", "dog " * 100,
 def by_open_clip(model: Any, texts: list[str]) -> np.ndarray:
     """float32 [texts, width], one text at a time, as long as the context is."""
     with torch.inference_mode():
-        ids = [open_clip.SimpleTokenizer()([text]) for text in texts]
+        ids = [build_tokenizer()([text]) for text in texts]
         return np.concatenate([model.encode_text(each, normalize=True).numpy() for each in ids])
 
 
@@ -83,5 +82,5 @@ def test_an_embedding_does_not_depend_on_what_is_computed_with_it() -> None:
 
 
 def test_only_the_text_side_is_kept(checkpoints: Checkpoints) -> None:
-    tower = Tower(checkpoints.load(), open_clip.SimpleTokenizer(), device="cpu")
+    tower = Tower(checkpoints.load(), build_tokenizer(), device="cpu")
     assert not [name for name in tower._model.state_dict() if name.startswith("visual.")]
