@@ -127,10 +127,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     Keeps the garbage collector from looking, again and again, at what stays until the end, or for long.
     """
     if any(item.path.relative_to(ROOT / "tests").parts[0] not in WITHOUT_TRAINING for item in session.items):
-        from tests.narrow_text import narrow
+        from tests.small_tiny import shrink
         from tests.torch_work import omit_torch_work
 
-        narrow()
+        shrink()
         omit_torch_work()
     gc.freeze()
     gc.enable()

@@ -89,7 +89,12 @@ _HEAVY = (
         "clipmill.train.engine.loop",
         "clipmill.train.report.results",
     ),
-    *("torch.distributed.checkpoint", "torch.distributed.run", "torch.utils.flop_counter"),
+    *(
+        "torch.distributed.checkpoint",
+        "torch.distributed.pipelining",
+        "torch.distributed.run",
+        "torch.utils.flop_counter",
+    ),
     # Of workers that ask a server for captions: its client takes a second to import.
     *("clipmill.prep.captions.worker", "openai.resources.chat", "aiohttp"),
     *("diffusers.models.autoencoders.autoencoder_tiny", "open_clip"),
@@ -214,7 +219,7 @@ def servers(address: str) -> Server:
         if not handed_on.recv(1, socket.MSG_PEEK):  # nobody has asked for torch
             os._exit(0)
         _import(_HEAVY)
-        importlib.import_module("tests.narrow_text").narrow()
+        importlib.import_module("tests.small_tiny").shrink()
         importlib.import_module("tests.torch_work").omit_torch_work()
         logging.disable(logging.DEBUG)  # torch writes hundreds of records for each checkpoint
     _forget_ends_of_imports()

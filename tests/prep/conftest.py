@@ -27,12 +27,20 @@ def _no_trials(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def write_video() -> Callable[..., Path]:
     """Writes a small video whose frames read `first_number` and on; 30 fps."""
+    known: dict[tuple[int, int], bytes] = {}  # by number of frames and first number
 
     def write(path: Path, *, seconds: float = 4, first_number: int = 0) -> Path:
         frames = round(seconds * 30)
-        FrameNumberVideo(num_frames=frames, fps=Fraction(30), width=160, height=120, first_number=first_number).write(
-            path
-        )
+        if (content := known.get((frames, first_number))) is None:
+            video = FrameNumberVideo(
+                num_frames=frames, fps=Fraction(30), width=160, height=120, first_number=first_number
+            )
+            video.write(path)
+            known[frames, first_number] = path.read_bytes()
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # another name of the file keeps its content
+            path.write_bytes(content)
         return path
 
     return write

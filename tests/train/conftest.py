@@ -7,7 +7,8 @@ from open_clip.tokenizer import SimpleTokenizer
 
 from clipmill.train.tasks.caption.java import MetricUnavailable
 from clipmill.train.weights.hf_clip import cleaning_normalizer
-from tests.narrow_text import narrow, whole
+from tests.figures import encoded_once
+from tests.small_tiny import restore, shrink
 from tests.train.classify.moving import write_moving
 from tests.train.full_disk import small_disk
 from tests.train.latents.columns import write_columns
@@ -20,11 +21,11 @@ VIDEOS = {"a": "train", "b": "train", "c": "train", "d": "val"}
 
 
 @pytest.fixture(scope="module")
-def whole_text_tower() -> Iterator[None]:
+def complete_tiny() -> Iterator[None]:
     """The model `tiny` as users have it, for numbers and weights that are recorded."""
-    whole()
+    restore()
     yield
-    narrow()
+    shrink()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,6 +34,13 @@ def _tokenizers_are_built_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("open_clip.tokenizer.SimpleTokenizer", cache(SimpleTokenizer))
         patch.setattr("clipmill.train.weights.hf_clip.cleaning_normalizer", cache(cleaning_normalizer))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _figures_are_encoded_once() -> Iterator[None]:
+    """Evaluations of many runs show the same clips."""
+    with encoded_once():
         yield
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.train.classify.moving import write_moving
 from tests.train.running import losses, train
 
-pytestmark = pytest.mark.usefixtures("whole_text_tower")
+pytestmark = pytest.mark.usefixtures("complete_tiny")
 GOLDEN = Path(__file__).with_name("golden_runs.json")
 SMALL = "--model tiny --num-frames 2 --size-px 32 --warmup-steps 2 --lr 1e-3 --steps 6 --workers 1 --device cpu"
 FINE_TUNING = (

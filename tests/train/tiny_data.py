@@ -4,6 +4,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Caption:
     labels: Mapping[str, Any] = field(default_factory=dict)  # values of label columns, by name
 
 
+@cache  # many folders have the same chunks
 def encode_chunk(
     first_number: int,
     num_frames: int,

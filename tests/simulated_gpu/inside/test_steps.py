@@ -83,7 +83,6 @@ EVERY_DAY = (
     "mbcl, evaluated",
     "mae",
     "videomae",
-    "library, CLIP and T5",
     "language model, adapted",
     "captions",
 )

@@ -84,7 +84,7 @@ def test_its_wandb_run_has_the_documents_name_axes_and_world_size_and_the_result
     assert {run_record.run_id for run_record in runs} == {json.loads((run / "wandb.json").read_text())["id"]} and len(
         runs
     ) == 2
-    assert runs[0].display_name == "vatex_ws1_nc4_ss1.0_enl4_dnl1_dhs128_ehs128_nf2_ps16_lr0.001_bs3_rs42"
+    assert runs[0].display_name == "vatex_ws1_nc4_ss1.0_enl2_dnl1_dhs128_ehs128_nf2_ps16_lr0.001_bs3_rs42"
     config = {update.key: json.loads(update.value_json) for update in runs[0].config.update}
     assert config["world_size"] == 1 and config["seed"] == 42 and config["checkpoint_every"] == "1ep"
     axes = {record.name or record.glob_name: record.step_metric for record in records(run, "metric")}

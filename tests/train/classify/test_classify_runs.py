@@ -75,7 +75,7 @@ def test_it_starts_from_the_video_tower_of_a_run(
     assert "because a classifier has no such parts: head" not in printed
     assert "weights: not used" in printed and "video.proj" in printed and "interpolated along time" in printed
     theirs, ours = (read_weights(_latest(out)) for out in (first, second))
-    name = "video.transformer.resblocks.3.mlp.c_fc.weight"
+    name = "video.transformer.resblocks.1.mlp.c_fc.weight"
     assert (theirs[name] - ours[name]).abs().max() < 1e-6
     assert ours["head.weight"].shape == (4, 128) and "video.proj" not in ours
     assert len(ours["video.temporal_embedding"]) == 4

@@ -174,7 +174,7 @@ def test_an_export_whose_other_files_have_changed_or_are_missing_is_refused(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_hidden_layers": 5}, "the video tower of the weights has 4 blocks, but their configuration says 5"),
+        ({"num_hidden_layers": 5}, "the video tower of the weights has 2 blocks, but their configuration says 5"),
         ({"num_attention_heads": 12, "hidden_size": 768}, "has width 128, but their configuration says 12 heads"),
     ],
 )

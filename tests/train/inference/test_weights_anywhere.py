@@ -245,7 +245,7 @@ def rename_tensors(model: nn.Module, roots: dict[str, str], parts: dict[str, str
     return state
 
 
-@pytest.mark.usefixtures("whole_text_tower")
+@pytest.mark.usefixtures("complete_tiny")
 @pytest.mark.parametrize(
     ("project", "roots", "is_divided"),
     [pytest.param("AVION", AVION, False, marks=pytest.mark.nightly), ("LaViLa", LAVILA, True)],

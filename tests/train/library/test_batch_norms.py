@@ -71,7 +71,7 @@ def compiled(model: TwoTowers) -> TwoTowers:
     return model
 
 
-@pytest.mark.parametrize("prepare", [pytest.param(plain, marks=pytest.mark.nightly), compiled])
+@pytest.mark.parametrize("prepare", [plain, pytest.param(compiled, marks=pytest.mark.nightly)])
 def test_a_count_of_flops_leaves_the_tensors_and_generators_of_a_step(
     prepare: Callable[[TwoTowers], TwoTowers],
 ) -> None:

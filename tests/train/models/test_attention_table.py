@@ -114,7 +114,7 @@ def _number(reason: str, reasons: dict[str, int]) -> int:
     return reasons.setdefault(reason, len(reasons) + 1)
 
 
-@pytest.mark.usefixtures("whole_text_tower")
+@pytest.mark.usefixtures("complete_tiny")
 def test_the_documentation_has_the_kernel_of_every_preset_on_every_gpu(repository: Path) -> None:
     pytest.importorskip("xformers.ops")
     assert table() in (repository / "docs" / "models.md").read_text(), f"docs/models.md needs this table:\n{table()}"

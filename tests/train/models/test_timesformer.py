@@ -1,7 +1,10 @@
 """TimeSformer against transformers', with the same weights."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 from transformers import TimesformerConfig, TimesformerModel
 
 from clipmill.train.models.attention import Attend, attend_naively, attend_with_sdpa
@@ -9,6 +12,7 @@ from clipmill.train.models.timesformer import TimeSformer, nearest_places, neare
 from clipmill.train.models.transformer import TransformerSize, checkpoint_blocks, compile_blocks
 from clipmill.train.models.video_vit import VideoViTSize
 from clipmill.train.weights.hf_caption import from_hf_caption
+from tests.tiers import nightly_beyond
 from tests.train.models.small_captioners import clips, for_them
 from tests.train.models.small_towers import gradients, spread_out
 
@@ -123,17 +127,20 @@ def kept_values(model: torch.nn.Module, video: torch.Tensor) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) // 8
 
 
-def test_checkpointed_and_compiled_blocks_give_the_same_gradients(theirs: TimesformerModel) -> None:
+CHANGES: dict[str, Callable[[nn.Module], None]] = {
+    "checkpointed": checkpoint_blocks,
+    "compiled": lambda model: compile_blocks(model, backend="eager", fullgraph=True),
+}
+
+
+@pytest.mark.parametrize("name", nightly_beyond(["checkpointed"], CHANGES))
+def test_checkpointed_and_compiled_blocks_give_the_same_gradients(name: str, theirs: TimesformerModel) -> None:
     weights, video = our_weights(theirs), clips(2)
-    found = []
-    for change in (None, checkpoint_blocks, lambda model: compile_blocks(model, backend="eager", fullgraph=True)):
-        ours = ours_with(weights).train()
-        if change is not None:
-            change(ours)
-        found.append(gradients(ours, ours(video).square().sum()))
-    for other in found[1:]:
-        for name, gradient in found[0].items():
-            torch.testing.assert_close(other[name], gradient, atol=1e-9, rtol=1e-9, msg=name)
+    plain, changed = ours_with(weights).train(), ours_with(weights).train()
+    CHANGES[name](changed)
+    expected = gradients(plain, plain(video).square().sum())
+    for parameter, gradient in gradients(changed, changed(video).square().sum()).items():
+        torch.testing.assert_close(gradient, expected[parameter], atol=1e-9, rtol=1e-9, msg=parameter)
 
 
 def test_a_dropped_part_leaves_its_clip_as_it_was(theirs: TimesformerModel) -> None:

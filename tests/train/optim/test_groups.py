@@ -14,6 +14,8 @@ from clipmill.train.models.videomae import MaskedAutoencoder
 from clipmill.train.optim.parameters import freeze, layers_above, parameter_groups, plain_name
 from clipmill.train.tasks.classify.task import VideoClassifier
 
+pytestmark = pytest.mark.usefixtures("complete_tiny")
+
 
 class Temperature(Objective):
     def __init__(self) -> None:

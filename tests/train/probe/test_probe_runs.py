@@ -95,9 +95,10 @@ def test_towers_of_every_task_are_probed(moving: Path, tmp_path: Path, capsys: p
         assert trained_one["encoder"] == "trained" and random_one["encoder"] == "random"
         if name != "mae":  # whose latents here are noise
             assert random_one["found"]["top1"] > 0.8
-        # Two steps change little, and the seed draws what the run began with.
-        assert probed(capsys, out, *wanted)["findings"] == result["findings"]
-    assert "segments of 4 frames" in probed(capsys, tmp_path / "mae", *wanted)["data"]
+        if name == "mae":
+            assert "segments of 4 frames" in result["data"]
+    # Two steps change little, and the seed draws what the run began with.
+    assert probed(capsys, out, *wanted)["findings"] == result["findings"]
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_resumed(
     frozen = "(video, with adapters of rank 2; text, with adapters of rank 2)"
     assert RunFolder(adapted).read_facts()["parameters"].endswith(f"of them frozen {frozen}")
     names = stored(adapted, "model.")
-    # 4 and 2 blocks with 4 matrices each, and 2 tensors for a matrix.
-    assert len(names) == 6 * 4 * 2 and all(name.endswith((".lora.A", ".lora.B")) for name in names)
+    # 2 blocks of each tower with 4 matrices each, and 2 tensors for a matrix.
+    assert len(names) == 4 * 4 * 2 and all(name.endswith((".lora.A", ".lora.B")) for name in names)
     assert stored(adapted, "ema.") == names == {name.rpartition(".")[0] for name in stored(adapted, "optimizer.model.")}
     size, of_source = (sum(path.stat().st_size for path in latest(run).iterdir()) for run in (adapted, source))
     assert size < of_source / 10
@@ -31,7 +31,7 @@ def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_resumed(
     assert before.keys() == after.keys()
     matrices = {name.rpartition(".lora.")[0] for name in names}
     merged = {name for name in after if name.removesuffix(".weight") in matrices or name.endswith("in_proj_weight")}
-    assert {name for name in after if not torch.equal(before[name], after[name])} == merged and len(merged) == 24
+    assert {name for name in after if not torch.equal(before[name], after[name])} == merged and len(merged) == 16
 
     again = killed(adapted, tmp_path / "again")
     assert train("dual-encoder", "--resume", "--out", again) == 0
@@ -134,8 +134,7 @@ def test_what_weights_lack_is_trained_whole_beside_the_adapters(data_dir: Path, 
     trained = {name.rpartition(".")[0] for name in stored(out, "optimizer.model.")}
     assert names - trained == resized
     adapted = {name.partition(".lora.")[0] for name in stored(out, "model.") if ".lora." in name}
-    blocks = [*(f"video.transformer.resblocks.{number}" for number in (1, 2, 3)), "text.transformer.resblocks.0"]
-    blocks.append("text.transformer.resblocks.1")
+    blocks = ["video.transformer.resblocks.1", *(f"text.transformer.resblocks.{number}" for number in (0, 1))]
     assert adapted == {f"{block}.mlp.{layer}" for block in blocks for layer in ("c_fc", "c_proj")}
 
 
@@ -146,7 +145,7 @@ def test_a_captioner_has_adapters_in_its_tower_and_then_in_its_decoder(
     flags = ("--shards", data_dir, "--decoder.name", "tiny", "--decoder.max-tokens", 8, *LORA)
     assert train("caption", *SHORT, *flags, "--init.weights", masked, "--out", out) == 0
     names = stored(out, "model.")
-    assert sum(".lora." in name for name in names) == 4 * 4 * 2
+    assert sum(".lora." in name for name in names) == 2 * 4 * 2
     assert all(name.startswith("decoder.") or ".lora." in name for name in names)
     assert train("eval", "caption", out, "--decoding.min-tokens", 6) == 0
     whole = ("--shards", data_dir, "--init.weights", out, "--lora.towers", "video", "decoder", *LORA)

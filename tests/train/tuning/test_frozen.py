@@ -82,7 +82,8 @@ def test_the_first_blocks_are_run_without_a_graph(
     forward = DualEncoder.forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DualEncoder, "forward", watch)
-        flags = [*TINY, "--lr", "1e-3", "--steps", 1, "--shards", data_dir, "--out", tmp_path / "run"]
+        flags = [*TINY, "--towers.depth", 4, "--lr", "1e-3", "--steps", 1]
+        flags += ["--shards", data_dir, "--out", tmp_path / "run"]
         assert train("dual-encoder", *flags, "--freeze", "blocks:3", "text.blocks:1") == 0
     said = "--freeze blocks:3 text.blocks:1 keeps random weights: there are no --init.weights\n"
     assert said in capsys.readouterr().out

@@ -17,7 +17,7 @@ from tests.train.tuning.runs import LORA, TINY
         ("caption", ("--freeze", "encoder", "decoder"), "--freeze encoder decoder leaves nothing to train"),
         ("dual-encoder", ("--freeze", "vision"), "--freeze is vision"),
         ("dual-encoder", ("--freeze", "blocks:all"), "--freeze is blocks:all"),
-        ("dual-encoder", ("--freeze", "blocks:5"), "--freeze blocks:5, and the video tower has 4 blocks"),
+        ("dual-encoder", ("--freeze", "blocks:3"), "--freeze blocks:3, and the video tower has 2 blocks"),
         ("dual-encoder", ("--freeze", "text.blocks:3"), "--freeze text.blocks:3, and the text tower has 2 blocks"),
         ("classify", ("--freeze", "text"), "--freeze text: the model has no text tower"),
         ("dual-encoder", ("--freeze", "text", "--text-tower", "frozen"), "the model has no text tower"),

@@ -145,7 +145,7 @@ def test_what_does_not_fit_leaves_no_run_behind(
     assert train("dual-encoder", *arguments, "--init.weights", weights) == 2
     printed = capsys.readouterr()
     error, hint = printed.err.splitlines()
-    assert "does not fit the model: video of width 128 and 4 blocks" in error and "width 384 and 12 blocks" in error
+    assert "does not fit the model: video of width 128 and 2 blocks" in error and "width 384 and 12 blocks" in error
     assert "--model" in hint and "OTHER SHAPE" in printed.out
     assert train("dual-encoder", *arguments, "--init.weights", tmp_path / "none.pt") == 2
     assert "cannot read the weights" in capsys.readouterr().err
