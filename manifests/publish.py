@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,7 @@ def rename(source: Path, target: Path) -> Path:
     return renamed
 
 
-def remove(path: Path) -> None:
-    """Remove a file, if it exists."""
-    if (mirror := mirror_of(path)) is not None:
-        mirror.remove(path)
-    path.unlink(missing_ok=True)
-
-
-def remove_all(paths: Sequence[Path]) -> None:
+def remove(*paths: Path) -> None:
     """Remove files of a folder and its subfolders, in any order, with few requests to a bucket. Files may be missing.
 
     Raises:

@@ -345,7 +345,9 @@ def find_leakage(data_dir: Path) -> Leakage | None:
             if len(leaking):
                 counts[name, other_name] = len(leaking)
                 for row in leaking[:MAX_PAIRS].tolist():
-                    pairs.append(Pair(name, _key(table, row), other_name, _key(table, int(first[row, other]))))
+                    pairs.append(
+                        Pair(name, key_of_row(table, row), other_name, key_of_row(table, int(first[row, other])))
+                    )
     return Leakage(counts, pairs)
 
 
@@ -360,7 +362,7 @@ def keys_alike(data_dir: Path, *, split: str, other_split: str) -> set[str]:
         return set()
     first = first_of_each_part(table["phash"].to_numpy(), part, num_parts=len(names))
     alike = (part == names.index(split)) & (first[:, names.index(other_split)] >= 0)
-    return {_key(table, row) for row in np.flatnonzero(alike).tolist()}
+    return {key_of_row(table, row) for row in np.flatnonzero(alike).tolist()}
 
 
 def _look_alikes(data_dir: Path) -> tuple[pa.Table, NDArray[np.integer], list[str]]:
@@ -398,9 +400,10 @@ def _middles_us(data_dir: Path, table: pa.Table, *, is_needed: NDArray[np.bool_]
     }
     middles_us = table["start_ms"].to_numpy() * 1000
     for row in np.flatnonzero(is_needed).tolist():
-        middles_us[row] += round(length_s.get(_key(table, row), 0) * 500_000)
+        middles_us[row] += round(length_s.get(key_of_row(table, row), 0) * 500_000)
     return middles_us
 
 
-def _key(table: pa.Table, row: int) -> str:
+def key_of_row(table: pa.Table, row: int) -> str:
+    """Return the key of the chunk in a row of the table."""
     return chunk_key(table["video_id"][row].as_py(), table["start_ms"][row].as_py())

@@ -13,16 +13,10 @@ from clipmill.prep.captions.answers import Answer
 from clipmill.prep.core.chunk_content import ChunkContent
 from clipmill.prep.core.failures import SourceFailure
 from clipmill.prep.core.shard_result import Stop
+from clipmill.shards.pages.figures import evenly_within
 
 JPEG_QUALITY = 90
 Picture = NDArray[np.uint8]  # [H, W, 3], RGB
-
-
-def frames_to_show(num_frames: int, *, count: int) -> list[int]:
-    """Return the middle frame of each of `count` equal parts, in ascending order; all frames if there are fewer."""
-    if num_frames <= count:
-        return list(range(num_frames))
-    return [(2 * number + 1) * num_frames // (2 * count) for number in range(count)]
 
 
 def decode_pictures(content: ChunkContent, *, count: int, size: int) -> list[Picture]:
@@ -32,7 +26,7 @@ def decode_pictures(content: ChunkContent, *, count: int, size: int) -> list[Pic
         SourceFailure: The chunk cannot be decoded.
     """
     pictures = []
-    for frame in content.frames(frames_to_show(content.num_frames, count=count)):
+    for frame in content.frames(evenly_within(range(content.num_frames), at_most=count)):
         picture = np.asarray(frame.to_ndarray(format="rgb24", threads=1), np.uint8)
         height, width = picture.shape[:2]
         scale = size / max(height, width)

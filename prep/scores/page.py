@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
-from clipmill.manifests.keys import chunk_key
 from clipmill.prep.core.chunk_content import frame_rate, read_chunk
 from clipmill.prep.core.chunk_input import seconds_of
 from clipmill.prep.core.failures import SourceFailure
@@ -29,7 +28,7 @@ from clipmill.shards.pages.figures import data_uri, evenly_spaced_items, histogr
 from clipmill.shards.pages.templates import require_page_path
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.shards.score_fields import SCORES, Score
-from clipmill.shards.scores import open_scores
+from clipmill.shards.scores import key_of_row, open_scores
 from clipmill.shards.selection import selected_chunks
 from clipmill.shards.where import parse_where
 
@@ -65,14 +64,10 @@ class Chunks:
         self._shards = [shard for shard in video.shards() if is_readable(shard)]
         self._places: dict[int, tuple[CommittedShard, int] | None] = {}
 
-    def key(self, row: int) -> str:
-        """Return the key of a chunk."""
-        return chunk_key(self.table["video_id"][row].as_py(), self.table["start_ms"][row].as_py())
-
     def copy_of(self, row: int) -> str | None:
         """Return the key of the chunk of an earlier video that a chunk duplicates; None if there is none."""
         first = self.table["duplicate_of"][row].as_py()
-        return None if first < 0 else self.key(first)
+        return None if first < 0 else key_of_row(self.table, first)
 
     def duration_s(self, row: int) -> float | None:
         """Return the duration of a chunk; None if it is not in the video column, or damaged."""
@@ -127,7 +122,7 @@ class Chunks:
     def _find(self, row: int) -> tuple[CommittedShard, int] | None:
         """Return the shard of a chunk, and its row in the shard's index; None if there is none."""
         if row not in self._places:
-            key = self.key(row)
+            key = key_of_row(self.table, row)
             places = ((shard, pc.index(shard.index["key"], key).as_py()) for shard in self._shards)
             self._places[row] = next(((shard, number) for shard, number in places if number >= 0), None)
         return self._places[row]
@@ -221,7 +216,7 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
     pictures = chunks.thumbnails(middles, {row: _cut_frames_s(chunks, row) for row in cut}, on_picture=on_picture)
 
     def mark(row: int, name: str = "", value: float | None = None) -> dict[str, Any]:
-        chunk = {"picture": pictures[row, None], "key": chunks.key(row), "copy_of": chunks.copy_of(row)}
+        chunk = {"picture": pictures[row, None], "key": key_of_row(chunks.table, row), "copy_of": chunks.copy_of(row)}
         return {**chunk, "name": name, "value": value}
 
     num_videos = len(set(chunks.table["video_id"].chunk(0).indices.to_pylist()))
@@ -239,7 +234,7 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
         ],
         "cut": [
             {
-                "key": chunks.key(row),
+                "key": key_of_row(chunks.table, row),
                 "times_s": times_s,
                 "seconds": chunks.duration_s(row) or max(times_s),
                 "pictures": [(time_s, pictures[row, time_s]) for time_s in _cut_frames_s(chunks, row)],

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, duration_text, on_one_line, size_text
-from clipmill.manifests.publish import parse_json, remove_all, rename, target_of, temporaries_in, temporary_path
+from clipmill.manifests.publish import parse_json, rename, target_of, temporaries_in, temporary_path
 from clipmill.manifests.publish import remove as remove_file
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.manifests.store import MANIFEST_FOLDER, is_table_file, manifest_dir
@@ -245,7 +245,7 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
         # The order within a batch does not matter: it is one request in a bucket.
         while batch := list(islice(group, _BATCH)):
             try:
-                remove_all([item.path for item in batch])
+                remove_file(*(item.path for item in batch))
             except OSError:  # one file cannot be removed
                 for item in batch:
                     attempt(item, partial(remove_file, item.path))
