@@ -231,17 +231,14 @@ def write_caption_spans(
     texts_sha256 = digest.hexdigest()
     columns, facts = _read_columns(captions, video_ids, new_array=new_array)
     content = json.dumps({**facts, "texts_sha256": texts_sha256}).encode()
-    _write_spans(spans, columns, num_videos=len(video_ids), metadata={**(metadata or {}), _METADATA_KEY: content})
-
-
-def _write_spans(sink: Any, columns: dict[str, NDArray[Any]], *, num_videos: int, metadata: dict[bytes, bytes]) -> None:
     item = pa.struct([("source", pa.int16()), ("row", pa.int32()), ("caption_id", pa.int64())])
     if "split" in columns:
         item = pa.struct([*item, ("split", pa.int8())])
     kinds = [("video", pa.int32()), ("begin_s", pa.float64()), ("end_s", pa.float64()), ("captions", pa.list_(item))]
-    schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds], metadata=metadata)
-    with pa.ipc.new_file(sink, schema) as writer:
-        for rows in _rows_of_batches(columns["video"], num_videos=num_videos):
+    fields = [pa.field(name, kind, nullable=False) for name, kind in kinds]
+    schema = pa.schema(fields, metadata={**(metadata or {}), _METADATA_KEY: content})
+    with pa.ipc.new_file(spans, schema) as writer:
+        for rows in _rows_of_batches(columns["video"], num_videos=len(video_ids)):
             batch = {name: array[rows] for name, array in columns.items()}
             order = np.lexsort((batch["source"], batch["end_s"], batch["begin_s"], batch["video"]))
             batch = {name: array[order] for name, array in batch.items()}
@@ -249,10 +246,10 @@ def _write_spans(sink: Any, columns: dict[str, NDArray[Any]], *, num_videos: int
             is_new = np.any([np.r_[True, key[1:] != key[:-1]] for key in keys], axis=0)
             begins = np.flatnonzero(is_new)
             batch["row"] = rows[order]
-            captions = pa.StructArray.from_arrays([pa.array(batch[field.name]) for field in item], fields=list(item))
+            lists = pa.StructArray.from_arrays([pa.array(batch[field.name]) for field in item], fields=list(item))
             first = pa.array(np.append(begins, len(rows)).astype(np.int32))
             arrays = [pa.array(batch[name][begins]) for name in ("video", "begin_s", "end_s")]
-            writer.write_batch(pa.record_batch([*arrays, pa.ListArray.from_arrays(first, captions)], schema=schema))
+            writer.write_batch(pa.record_batch([*arrays, pa.ListArray.from_arrays(first, lists)], schema=schema))
 
 
 def _read_columns(

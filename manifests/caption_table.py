@@ -168,10 +168,10 @@ def _merge_rows(
         for begin in range(done, end, ROWS_PER_GROUP):
             rows = order[begin : min(begin + ROWS_PER_GROUP, end)]
             part = take_rows(captions, rows).append_column("caption_id", pa.array(ids[rows]))
-            yield _with_columns(part, schema)
+            yield in_schema(part, schema)
 
     for table in kept:
-        table = _with_columns(table, schema)
+        table = in_schema(table, schema)
         last_id = table["caption_id"][-1].as_py()
         end = int(np.searchsorted(ids_in_order, last_id))
         if end > done:
@@ -181,7 +181,8 @@ def _merge_rows(
     yield from new_rows(len(order))
 
 
-def _with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+def in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the columns of a schema, cast to its types; missing columns are null."""
     columns = [
         table[field.name].cast(field.type) if field.name in table.column_names else pa.nulls(len(table), field.type)
         for field in schema

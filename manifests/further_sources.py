@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from clipmill.manifests.caption_table import ROWS_PER_GROUP, Selection, captions_sha256, kept_batches
+from clipmill.manifests.caption_table import ROWS_PER_GROUP, Selection, captions_sha256, in_schema, kept_batches
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.previous import PreviousManifest, rows_of
@@ -94,7 +94,7 @@ class FurtherCaptions:
             names = set(pq.read_schema(old.captions_path).names)
             columns = [name for name in _SCHEMA.names if name in names]
             for table in kept_batches(old.captions_path, of_sources(old.further), columns=columns):
-                tables.append(_in_schema(table))
+                tables.append(in_schema(table, _SCHEMA))
         return FurtherCaptions(pa.concat_tables(tables).unify_dictionaries(), dict(old.further))
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class FurtherCaptions:
 
     def with_source(self, captions: pa.Table, *, ids: np.ndarray, records: Mapping[str, Any]) -> "FurtherCaptions":
         """Return these captions with new captions appended; `ids` are the IDs of the new captions."""
-        fresh = _in_schema(captions.append_column("caption_id", pa.array(ids)))
+        fresh = in_schema(captions.append_column("caption_id", pa.array(ids)), _SCHEMA)
         joined = pa.concat_tables([self.captions, fresh]).unify_dictionaries()
         return FurtherCaptions(joined, {**self.records, **records})
 
@@ -168,14 +168,6 @@ class FurtherCaptions:
 
 
 _SCHEMA = CAPTIONS.append(OPTIONAL_CAPTIONS.field("likelihood"))
-
-
-def _in_schema(captions: pa.Table) -> pa.Table:
-    columns = [
-        captions[field.name] if field.name in captions.column_names else pa.nulls(len(captions), field.type)
-        for field in _SCHEMA
-    ]
-    return pa.table(columns, names=_SCHEMA.names).cast(_SCHEMA)
 
 
 def _with_counts(

@@ -135,10 +135,10 @@ PACKAGES = ("manifests", "shards", "train", "prep")
 VAGUE_TEST_FUNCTIONS = frozenset({"counted", "decoded", "divided", "indexed", "opened", "refused", "served"})
 # Limits that only go down: files, functions, classes, and lines of imports in percent of all lines.
 IDEAS = {
-    "manifests": (54, 790, 109, 5.9),
+    "manifests": (54, 788, 109, 5.9),
     "shards": (36, 445, 71, 6.4),
     "train": (217, 2912, 491, 8.0),
-    "prep": (125, 1293, 264, 8.5),
+    "prep": (125, 1292, 264, 8.5),
 }
 # Patterns of a translated sentence; CONTRIBUTING says what to write instead.
 FOREIGN = re.compile(

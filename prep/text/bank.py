@@ -106,7 +106,7 @@ class Bank:
 
     def has(self, digests: np.ndarray) -> np.ndarray:
         """Return which of `digests`, DIGESTS [texts], are in the bank; bool [texts]."""
-        return self._positions(digests) >= 0
+        return positions_in(self._digests, digests, order=self._order) >= 0
 
     def find_missing(self, digests: np.ndarray) -> np.ndarray:
         """Return the `digests`, DIGESTS [texts], that the bank lacks."""
@@ -122,7 +122,7 @@ class Bank:
             Rows, float16 [sum of lengths, width], and the number of rows of each text, int64 [texts]; 0 if the bank
             lacks the text.
         """
-        positions = self._positions(digests)
+        positions = positions_in(self._digests, digests, order=self._order)
         lengths = np.zeros(len(digests), np.int64)
         stored = np.flatnonzero(positions >= 0)
         blocks = np.searchsorted(self._begins, positions[stored], side="right") - 1
@@ -139,13 +139,6 @@ class Bank:
             within = np.arange(len(values)) - np.repeat(np.cumsum(part_lengths) - part_lengths, part_lengths)
             embedded[np.repeat(begins[in_block], part_lengths) + within] = values
         return embedded, lengths
-
-    def _positions(self, digests: np.ndarray) -> np.ndarray:
-        if not len(self._digests):
-            return np.full(len(digests), -1, np.int64)
-        ranks = np.searchsorted(self._digests, digests, sorter=self._order)
-        positions = self._order[np.minimum(ranks, len(self._order) - 1)].astype(np.int64)
-        return np.where(self._digests[positions] == digests, positions, -1)
 
     def remove(self) -> None:
         """Remove the bank. Its rows are in committed shards, or no longer needed."""

@@ -127,12 +127,17 @@ def from_arrow(array: pa.FixedSizeBinaryArray) -> np.ndarray:
     return np.frombuffer(array.buffers()[1], DIGESTS)[array.offset : array.offset + len(array)]
 
 
-def positions_in(ordered: np.ndarray, digests: np.ndarray) -> np.ndarray:
-    """Return the position of each of `digests` in the strictly ascending array `ordered`; -1 if missing; int64."""
-    if not len(ordered):
+def positions_in(stored: np.ndarray, digests: np.ndarray, *, order: np.ndarray | None = None) -> np.ndarray:
+    """Return the position of each of `digests` in the array `stored`; -1 if missing; int64.
+
+    Args:
+        order: Indices that sort `stored`; None if it is strictly ascending.
+    """
+    if not len(stored):
         return np.full(len(digests), -1, np.int64)
-    positions = np.minimum(np.searchsorted(ordered, digests), len(ordered) - 1)
-    return np.where(ordered[positions] == digests, positions, -1).astype(np.int64)
+    ranks = np.minimum(np.searchsorted(stored, digests, sorter=order), len(stored) - 1)
+    positions = ranks if order is None else order[ranks]
+    return np.where(stored[positions] == digests, positions, -1).astype(np.int64)
 
 
 def owners_of(digests: np.ndarray, *, num_parts: int) -> np.ndarray:
