@@ -1,14 +1,14 @@
-"""The captions of a manifest in the order in which training opens them, in memory-mapped files.
+"""The captions of a manifest in memory-mapped files, in the order in which training needs them.
 
-    caption_spans.arrow   one row per span (video, begin_s, end_s), in this order, with its captions: a list of
+    caption_spans.arrow   one row per span, ordered by (video, begin_s, end_s), with the captions of the span: a list of
                           (source, row, caption_id), ordered by source and row; all spans of a video are in one batch
     caption_texts.arrow   the texts in the order of captions.parquet, uncompressed
 
 If captions have splits (schema.OPTIONAL_CAPTIONS), each caption also has the number of its split, or -1 for the split
-of its video. `video` and `row` are row numbers in videos.parquet and captions.parquet; `source` is a number in the
-order of `source_order`. Every write of the manifest derives both files from its tables, and publishes them together
-(clipmill.manifests.write). Labels and likelihoods are only in captions.parquet. Every rank maps the files; only the
-rank that computes the sample table verifies them.
+of its video. `video` and `row` are row numbers in videos.parquet and captions.parquet; `source` is the number of the
+source in the order of `source_order`. Every write of the manifest derives both files from its tables, and publishes
+them together (clipmill.manifests.write). Labels and likelihoods are only in captions.parquet. Every rank maps the
+files; only the rank that computes the sample table verifies them.
 """
 
 import json
@@ -40,23 +40,25 @@ from clipmill.manifests.store import (
     table_path,
 )
 
-_METADATA_KEY = b"clipmill_captions"  # metadata of the spans: names of the sources, digest of the texts
-_BATCH = 1 << 20  # captions per batch; more only if a single video has more
-_READ = 1 << 21  # captions read at a time; each block costs hashing the IDs of all videos
-_TEXTS = 1 << 18  # texts per batch
+_METADATA_KEY = b"clipmill_captions"  # schema metadata of the spans: names of the sources, digest of the texts
+_BATCH = 1 << 20  # number of captions per batch; more only if a single video has more
+_READ = 1 << 21  # number of captions read at a time; for each block, the IDs of all videos are hashed
+_TEXTS = 1 << 18  # number of texts per batch
 _NewArray = Callable[[int, Any], NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class SpanBlock:
-    """Consecutive spans of complete videos; zero-copy views of the file.
+    """The spans of consecutive videos, without gaps; zero-copy views of the file.
 
     Attributes:
         video: int32 [S], row of the video, in ascending order.
         begin_s, end_s: float64 [S].
         counts: int32 [S], number of captions of each span.
-        source: int16 [C]. row: int32 [C], row in captions.parquet. caption_id: int64 [C]. All are ordered span by span.
-        split: int8 [C], number in `CaptionSpans.splits`, -1 for the split of the video. None if no caption has a split.
+        source: int16 [C], number of the source. The captions of a span follow the captions of the previous span.
+        row: int32 [C], row in captions.parquet.
+        caption_id: int64 [C].
+        split: int8 [C], index into `CaptionSpans.splits`, -1 for the video's split; None if no caption has a split.
     """
 
     video: NDArray[np.int32]
@@ -69,7 +71,7 @@ class SpanBlock:
     split: NDArray[np.int8] | None = None
 
     def of_videos(self, videos: "SplitVideos") -> "SpanBlock | None":
-        """Return the captions of a split, with row numbers among its videos; None if the block has none."""
+        """Return the captions of a split, with row numbers among its videos; None if no caption is in the split."""
         video, counts = videos.row[self.video], self.counts
         is_kept = video >= 0
         if is_kept.all() and videos.is_of_split is None:
@@ -78,10 +80,10 @@ class SpanBlock:
             return None
         is_kept_caption = np.repeat(is_kept, counts)
         if videos.is_of_split is not None:
-            is_of_split = np.repeat(videos.is_of_split[self.video], counts)
+            is_in_split = np.repeat(videos.is_of_split[self.video], counts)
             if self.split is not None:
-                is_of_split = np.where(self.split < 0, is_of_split, self.split == videos.number)
-            is_kept_caption &= is_of_split
+                is_in_split = np.where(self.split < 0, is_in_split, self.split == videos.number)
+            is_kept_caption &= is_in_split
             counts = np.add.reduceat(is_kept_caption, np.cumsum(counts) - counts, dtype=np.int32)
             is_kept = counts > 0
             if not is_kept.any():
@@ -97,13 +99,13 @@ class SpanBlock:
 
 @dataclass(frozen=True)
 class SplitVideos:
-    """The videos of a split, and which of their captions belong to the split.
+    """The videos of a split, and information about which of their captions belong to the split.
 
     Attributes:
         row: int32 [videos of the manifest], row of each video among the videos of the split; -1 for other videos.
-        is_of_split: bool [videos of the manifest], True for a video that belongs to the split, and so do its captions
-            without a split. None if no caption has a split.
-        number: Number of the split in `CaptionSpans.splits`; -2 if no caption has this split.
+        is_of_split: bool [videos of the manifest], True for a video that itself belongs to the split. Its captions
+            without a split then belong to the split, too. None if no caption has a split.
+        number: Index of the split in `CaptionSpans.splits`; -2 if no caption has this split.
     """
 
     row: NDArray[np.int32]
@@ -118,7 +120,7 @@ class CaptionSpans:
         spans, texts: Contents of the two files.
 
     Attributes:
-        mark: Identity of the files. Arrays computed from these captions depend on it.
+        mark: Identity of the files, which identifies the inputs of arrays computed from these captions.
     """
 
     mark: tuple[object, ...] = ()
@@ -131,7 +133,7 @@ class CaptionSpans:
 
     @classmethod
     def of_table(cls, captions: pa.Table, video_ids: pa.Array) -> "CaptionSpans":
-        """Return the captions of a table with the columns of captions.parquet; `video_ids` as in videos.parquet."""
+        """Build the captions from a table with the columns of captions.parquet; `video_ids` as in videos.parquet."""
         spans, texts = pa.BufferOutputStream(), pa.BufferOutputStream()
         write_caption_spans(captions, video_ids, spans=spans, texts=texts)
         return cls(spans.getvalue(), texts.getvalue())
@@ -165,7 +167,7 @@ class CaptionSpans:
         """Yield the spans in order.
 
         Args:
-            videos: Split whose captions are yielded. None yields all captions, with row numbers among all videos.
+            videos: Split whose captions are yielded; None for all captions, with row numbers among all videos.
         """
         reader = pa.ipc.open_file(self._spans)
         for number in range(reader.num_record_batches):
@@ -181,12 +183,12 @@ class CaptionSpans:
 
 
 def is_of_model(source: str) -> bool:
-    """Return True if a model wrote the captions, as for `captioner@1f2e3d4c`; training uses them only on request."""
+    """Return True for a source of model captions, such as `captioner@1f2e3d4c`; training uses them only on request."""
     return "@" in source
 
 
 def source_order(name: str) -> tuple[bool, str]:
-    """Return the sort key of a source: by name, with models last."""
+    """Return the sort key of a source. Sources are sorted by name, with models last."""
     return is_of_model(name), name
 
 
@@ -199,15 +201,15 @@ def write_caption_spans(
     metadata: dict[bytes, bytes] | None = None,
     scratch_folder: Path | None = None,
 ) -> None:
-    """Write both files of a table of captions.
+    """Write both files for a table of captions.
 
     Args:
-        captions: Table, or a file that gives video_id and source as dictionaries.
-        video_ids: IDs of videos.parquet.
+        captions: Table, or a Parquet file opened with video_id and source as dictionaries.
+        video_ids: IDs in the order of videos.parquet.
         spans, texts: Path or Arrow stream of each file.
-        metadata: Metadata of their schemas.
-        scratch_folder: Folder for unnamed temporary files, because the columns take 30 bytes per caption; None for
-            memory.
+        metadata: Metadata of the schemas of both files.
+        scratch_folder: Folder for unnamed temporary files with the columns, which take 30 bytes per caption; None keeps
+            them in memory.
 
     Raises:
         ValueError: A caption refers to a video that is not in `video_ids`.
@@ -255,17 +257,18 @@ def write_caption_spans(
 def _read_columns(
     captions: pa.Table | pq.ParquetFile, video_ids: pa.Array, *, new_array: _NewArray
 ) -> tuple[dict[str, NDArray[Any]], dict[str, list[str]]]:
-    """Read the columns that the spans are made from, by row; the names of sources, and of captions' splits."""
+    """Read the columns that the spans are built from, by row, and the names of the sources and the captions' splits."""
     is_table = isinstance(captions, pa.Table)
     num_rows = captions.num_rows if is_table else captions.metadata.num_rows
     kinds = {"video": np.int32, "begin_s": np.float64, "end_s": np.float64, "caption_id": np.int64, "source": np.int16}
-    of_splits = {"split": np.int8} if "split" in (captions.schema if is_table else captions.schema_arrow).names else {}
-    columns = {name: new_array(num_rows, kind) for name, kind in {**kinds, **of_splits}.items()}
+    names = (captions.schema if is_table else captions.schema_arrow).names
+    split_kind = {"split": np.int8} if "split" in names else {}
+    columns = {name: new_array(num_rows, kind) for name, kind in {**kinds, **split_kind}.items()}
     codes: dict[str, int] = {}
     splits: dict[str, int] = {}
     begin = 0
-    read = ["video_id", "begin_s", "end_s", "caption_id", "source", *of_splits]
-    for table in caption_blocks(captions, read, num_rows=_READ):
+    input_names = ["video_id", "begin_s", "end_s", "caption_id", "source", *split_kind]
+    for table in caption_blocks(captions, input_names, num_rows=_READ):
         part = slice(begin, begin + len(table))
         begin += len(table)
         for name in ("begin_s", "end_s", "caption_id"):
@@ -278,17 +281,17 @@ def _read_columns(
         columns["video"][part] = video_row.to_numpy(zero_copy_only=False)[video.indices.to_numpy()]
         block_codes = [codes.setdefault(name, len(codes)) for name in source.dictionary.to_pylist()]
         columns["source"][part] = np.array(block_codes, np.int16)[source.indices.to_numpy()]
-        if of_splits:
+        if split_kind:
             split = table["split"].combine_chunks().dictionary_encode()
             numbers = [splits.setdefault(name, len(splits)) for name in split.dictionary.to_pylist()]
             columns["split"][part] = np.array([*numbers, -1], np.int8)[split.indices.fill_null(-1).to_numpy()]
-    names = sorted(codes, key=source_order)
-    number = np.empty(len(names), np.int16)
-    number[[codes[name] for name in names]] = np.arange(len(names))
+    sources = sorted(codes, key=source_order)
+    number = np.empty(len(sources), np.int16)
+    number[[codes[name] for name in sources]] = np.arange(len(sources))
     for begin in range(0, num_rows, _READ):
         part = slice(begin, begin + _READ)
         columns["source"][part] = number[columns["source"][part]]
-    return columns, {"sources": names, **({"splits": list(splits)} if splits else {})}
+    return columns, {"sources": sources, **({"splits": list(splits)} if splits else {})}
 
 
 def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArray[np.int32]]:
@@ -300,29 +303,29 @@ def _rows_of_batches(video: NDArray[np.int32], *, num_videos: int) -> Iterator[N
     batch_of_video = ((np.cumsum(counts) - counts) // _BATCH).astype(np.uint16)  # NumPy sorts 16-bit integers by radix
     ends = np.cumsum(np.bincount(batch_of_video, weights=counts)).astype(np.int64)
     begins = np.r_[0, ends][:-1]
-    order, filled = np.empty(len(video), np.int32), begins.copy()
+    order, next_free = np.empty(len(video), np.int32), begins.copy()
     for part in parts:
         batch = batch_of_video[video[part]]
-        rows, at = part.start + np.argsort(batch, kind="stable"), 0
+        rows, first = part.start + np.argsort(batch, kind="stable"), 0
         for number, count in enumerate(np.bincount(batch).tolist()):
-            order[filled[number] : filled[number] + count] = rows[at : at + count]
-            filled[number] += count
-            at += count
+            order[next_free[number] : next_free[number] + count] = rows[first : first + count]
+            next_free[number] += count
+            first += count
     for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
         if end > begin:
             yield order[begin:end]
 
 
 class StoredCaptions(CaptionSpans):
-    """The captions of a manifest as they were when opened. Only `verify` checks their files.
+    """A snapshot of the captions of a manifest. Only `verify` checks the content of the files.
 
     Args:
         paths: Paths of the files MAPPED_FILES.
-        recorded: Entry of each file in manifest.json.
+        entries: Entry of each file in manifest.json.
     """
 
-    def __init__(self, paths: Sequence[Path], recorded: Sequence[Mapping[str, Any]]) -> None:
-        self._paths, self._recorded = paths, recorded
+    def __init__(self, paths: Sequence[Path], entries: Sequence[Mapping[str, Any]]) -> None:
+        self._paths, self._entries = paths, entries
         stats = [path.stat() for path in paths]
         self.mark = tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats)
         report_lost_pages()
@@ -333,17 +336,17 @@ class StoredCaptions(CaptionSpans):
         super().__init__(*map(pa.py_buffer, self._buffers))
 
     def verify(self) -> None:
-        for path, recorded, buffer in zip(self._paths, self._recorded, self._buffers, strict=True):
-            if zlib.crc32(buffer) != recorded["crc32"]:
+        for path, entry, buffer in zip(self._paths, self._entries, self._buffers, strict=True):
+            if zlib.crc32(buffer) != entry["crc32"]:
                 raise DamagedManifest(path, "its checksum does not match manifest.json")
-            buffer.madvise(mmap.MADV_DONTNEED)  # otherwise these pages would count as memory of this process
+            buffer.madvise(mmap.MADV_DONTNEED)  # otherwise these pages would count towards the memory of this process
 
 
 def open_stored_captions(data_dir: Path) -> StoredCaptions:
-    """Map the captions of the current manifest. They do not change if another manifest is written later.
+    """Map the captions of the current manifest. They do not change if the manifest is replaced later.
 
     Raises:
-        UserError: There is no manifest, or a file is missing or has another length.
+        UserError: There is no manifest, or a file is missing or has the wrong length.
     """
 
     def read(manifest: dict[str, Any]) -> StoredCaptions:
@@ -355,25 +358,25 @@ def open_stored_captions(data_dir: Path) -> StoredCaptions:
 
 
 def split_videos(captions: CaptionSpans, data_dir: Path, split: str, *, video_ids: pa.Array) -> SplitVideos:
-    """Return the videos of a split, and which of the captions belong to it.
+    """Find the videos of a split, and which of their captions belong to it.
 
     Args:
         video_ids: Videos of the split (clipmill.manifests.divided_videos.find_split_videos).
 
     Raises:
-        UserError: `video_ids` are not the videos of the split, because another manifest was written in the meantime.
+        UserError: `video_ids` are not the videos of the split, because the manifest was replaced in the meantime.
     """
     videos = read_videos(data_dir, columns=["video_id", "split"])
-    is_of_split, given = pc.equal(videos["split"], split), pa.chunked_array([video_ids])
-    is_member = is_of_split
-    # Captions of other videos belong to the split.
-    if not (is_alike := videos["video_id"].filter(is_member).equals(given)):
-        is_member = pc.or_(is_of_split, pc.is_in(videos["video_id"], value_set=video_ids))
-        if not videos["video_id"].filter(is_member).equals(given):
+    is_in_split, expected_ids = pc.equal(videos["split"], split), pa.chunked_array([video_ids])
+    is_member = is_in_split
+    # If the IDs differ, captions of videos from other splits belong to the split.
+    if not (is_alike := videos["video_id"].filter(is_member).equals(expected_ids)):
+        is_member = pc.or_(is_in_split, pc.is_in(videos["video_id"], value_set=video_ids))
+        if not videos["video_id"].filter(is_member).equals(expected_ids):
             raise UserError(f"the manifest of {data_dir} was replaced while it was read", hint="run the command again")
     is_member = is_member.to_numpy()
     row = np.where(is_member, np.cumsum(is_member) - 1, -1).astype(np.int32)
     if is_alike and not captions.splits:
         return SplitVideos(row)
     number = captions.splits.index(split) if split in captions.splits else -2
-    return SplitVideos(row, is_of_split.to_numpy(), number)
+    return SplitVideos(row, is_in_split.to_numpy(), number)

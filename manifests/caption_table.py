@@ -1,12 +1,12 @@
-"""Caption tables: the streaming writer of captions.parquet, digests of captions, and tables of captions by models.
+"""Caption tables: a streaming writer for captions.parquet, digests of captions, and tables of model captions.
 
-The writer merges the captions of one dataset with the captions of the other datasets, in the order of their IDs. Each
-video has a digest of its captions, which lets a plan detect changed captions.
+The writer merges the captions of a dataset with the captions of other datasets, in the order of their IDs. Each video
+has a digest of its captions, so that a plan can detect changed captions.
 
 `train caption-chunks` and `prep captions` write pseudo-captions to a Parquet file, which `prep manifest captions` reads
 as a source of captions. The schema metadata of the file has a JSON object under METADATA_KEY: `kind`, `weights`,
-`weights_sha256` (null if unknown), `video_variant`, `settings`, and other keys that depend on the writer. The source of
-a caption is `<name>@<8 hexadecimal digits>`. Captions with the same name and other digits replace it.
+`weights_sha256` (null if unknown), `video_variant`, `settings`, and other keys that depend on the command. The source
+of a caption is `<name>@<8 hexadecimal digits>`. Captions with the same name but different digits replace it.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS
 
 LABEL_PREFIX = "label_"
 _PLAIN_COLUMNS = frozenset({"caption_id", "begin_s", "end_s", "text", "likelihood"})  # not dictionary-encoded
-# Row groups have a fixed size, so that equal tables give equal bytes.
+# Row groups have a fixed size, so that equal tables yield identical bytes.
 ROWS_PER_GROUP = 131_072
 # Function of the columns caption_id, video_id and source (dictionary-encoded) that returns a bool mask of rows.
 Selection = Callable[[pa.Table], np.ndarray]
@@ -35,13 +35,13 @@ Selection = Callable[[pa.Table], np.ndarray]
 
 @dataclass(frozen=True)
 class CaptionChange:
-    """The change that a write makes to a manifest's captions.
+    """A change to a manifest's captions.
 
     Attributes:
         added: New captions, in the format that `write_manifest` takes.
         ids: IDs of `added`, int64[N].
         next_id: First ID that was never used.
-        keep: Function that selects the previous captions to keep; None to keep none.
+        keep: Function that selects the previous captions to keep; None removes all.
         keep_labels: Keep the label columns of the previous captions.
     """
 
@@ -61,7 +61,7 @@ def write_caption_table(
         old_path: Previous table; None if there is none.
 
     Raises:
-        UserError: A label column already exists with another type.
+        UserError: A label column already exists with a different type.
     """
     captions, keep = change.added, change.keep
     kept: Iterator[pa.Table] = iter(())
@@ -101,7 +101,7 @@ def write_caption_table(
 
 
 def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
-    """Take rows (int64[N], N >= 1) of a table in the given order, and return them as one chunk.
+    """Take rows (int64[N], N >= 1) from a table in the given order, and return them as one chunk.
 
     Arrow's own `take` concatenates all chunks of a string column on each call. This function concatenates only the
     chunks that contain the rows.
@@ -128,7 +128,7 @@ def kept_batches(path: Path, keep: Selection, *, columns: list[str] | None = Non
 
 
 def caption_blocks(captions: pa.Table | pq.ParquetFile, columns: Sequence[str], *, num_rows: int) -> Iterator[pa.Table]:
-    """Yield `columns` of all captions in order, in blocks of at least `num_rows` rows except for the last one.
+    """Yield `columns` of all captions in order, in blocks of at least `num_rows` rows, except for the last block.
 
     Blocks of a file consist of complete row groups. Dictionaries are unified in each block.
     """
@@ -213,7 +213,7 @@ _ROWS_AT_ONCE = 131_072
 def captions_sha256(
     captions: pa.Table, *, caption_ids: np.ndarray, video_rows: np.ndarray, num_videos: int
 ) -> list[str]:
-    """Compute a digest of each video's captions (IDs, times, texts, sources, labels), sorted by begin, end and ID.
+    """Compute a digest of each video's captions (IDs, times, texts, sources, labels), sorted by start, end and ID.
 
     Columns of OPTIONAL_CAPTIONS are included only for videos that have a value; other digests do not depend on them.
 
@@ -264,14 +264,14 @@ def captions_sha256(
 class TextDigest:
     """SHA-256 of a sequence of texts.
 
-    It does not depend on the division into blocks; different sequences differ in it.
+    The digest does not depend on the division into blocks, and different sequences have different digests.
     """
 
     def __init__(self) -> None:
         self._lengths, self._bytes = hashlib.sha256(), hashlib.sha256()
 
     def add(self, texts: pa.StringArray) -> None:
-        """Add the next texts."""
+        """Add the next block of texts."""
         lengths, content = _streams(texts)[-2:]
         self._lengths.update(lengths.rows(0, len(texts)))
         self._bytes.update(content.rows(0, len(texts)))
@@ -283,9 +283,9 @@ class TextDigest:
 
 @dataclass(frozen=True)
 class _Stream:
-    """Bytes of rows, in order.
+    """The bytes of a column's rows, in order.
 
-    Rows a to b are data[offsets[a]:offsets[b]]; without offsets, a row has `row_bytes` bytes.
+    Rows a to b are data[offsets[a]:offsets[b]]; without offsets, each row has `row_bytes` bytes.
     """
 
     data: memoryview
@@ -304,7 +304,7 @@ class _Stream:
 
 
 def _streams(array: pa.Array) -> list[_Stream]:
-    """Return a column as streams. Lengths precede bytes, so that different columns give different streams."""
+    """Return a column as streams. Lengths precede bytes, so that different columns yield different streams."""
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
     streams = []
@@ -328,11 +328,11 @@ def _streams(array: pa.Array) -> list[_Stream]:
 
 
 def _optional_streams(name: str, array: pa.Array) -> tuple[bytes, np.ndarray, list[_Stream]]:
-    """Return the mark of an optional column in digests, where it has values (bool [rows]), and its streams."""
+    """Return an optional column for digests: its mark, the rows with a value (bool [rows]), and its streams."""
     has_value = array.is_valid().to_numpy(zero_copy_only=False)
     mark = b"" if name == "likelihood" else name.encode()  # likelihoods were part of digests before columns had marks
-    filled = array.fill_null("" if pa.types.is_string(array.type) else 0)
-    return mark, has_value, [_Stream.of_numbers(has_value), *_streams(filled)]
+    values = array.fill_null("" if pa.types.is_string(array.type) else 0)
+    return mark, has_value, [_Stream.of_numbers(has_value), *_streams(values)]
 
 
 PSEUDO_CAPTIONS = "pseudo-captions"  # value of `kind`
@@ -351,7 +351,7 @@ SCHEMA = pa.schema(
 
 
 def write_pseudo_captions(path: Path, tables: Iterable[pa.Table], *, record: Mapping[str, Any]) -> None:
-    """Publish `tables` (SCHEMA) as `path`, with one or more row groups per table and the metadata `record`."""
+    """Publish `tables` (SCHEMA) as a file, with one or more row groups per table, and the metadata `record`."""
     schema = SCHEMA.with_metadata({METADATA_KEY: json.dumps(record, sort_keys=True).encode()})
     with publish_atomically(path) as temporary, pq.ParquetWriter(temporary, schema, write_page_checksum=True) as writer:
         for rows in tables:

@@ -4,13 +4,13 @@
     ├── UserError      the request is invalid                         exit 2, `error:` and `hint:` lines
     │   ├── UserErrors several mistakes in one request                exit 2, two lines for each
     │   └── StorageRefused object storage refuses access              exit 3, `error:` and `hint:` lines
-    ├── Inaccessible   a bucket refuses a file, or does not answer    as the OSError that it wraps
+    ├── Inaccessible   a bucket refuses a file, or does not respond   as the OSError that it wraps
     ├── FailedWork     some of the work failed                        exit 1, a summary and the path of the list
     └── Stopped        stopped by SIGTERM after saving the work       exit 143, how to continue
 
-An OSError is always reported with its path. Missing permissions are a user error. A full or failing disk is failed
-work, and so is a lack of memory. If a package of an extra is not installed, this is a user error (`extras.py`). Any
-other exception at top level is a bug and keeps its traceback.
+An OSError is always reported with its path. Missing permissions are a user error, and so is a package of an extra that
+is not installed (`extras.py`). A full or failing disk and a lack of memory are failed work. Any other exception at top
+level is a bug and keeps its traceback.
 """
 
 import errno
@@ -23,19 +23,19 @@ from typing import NoReturn
 
 EXIT_FAILED_WORK = 1
 EXIT_USER_ERROR = 2
-EXIT_STORAGE_REFUSED = 3  # also if that ends a run: a scheduler may renew the credentials and start the command again
+EXIT_STORAGE_REFUSED = 3  # status at which a scheduler may renew the credentials and start the command again
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 143
 
-_MAX_CHARS, _NUM_FIRST_CHARS = 200, 60  # limits for a line from a library
+_MAX_CHARS, _NUM_FIRST_CHARS = 200, 60  # maximum length of a line from a library, and the length kept at its start
 _PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
 # Errors of a full or failing disk. They are neither invalid requests nor bugs.
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
-FOLDER_IN_PLACE = "there is a folder in place of this file; remove it or move it away"
+FOLDER_IN_PLACE = "this path is a folder, not a file; remove it or move it away"
 
 
 class ClipmillError(Exception):
-    """Base class of the errors above; `exit_code` is the exit code of a command that it ends."""
+    """Base class of the errors above; `exit_code` is the exit code of a command that ends with the error."""
 
     exit_code = EXIT_FAILED_WORK
 
@@ -46,7 +46,7 @@ class UserError(ClipmillError):
     Args:
         message: Description of the mistake, with the offending value.
         hint: Way to fix it, printed on a separate line.
-        flags: Flags that the mistake is about, the wrong flag first. Code that needs to know them reads this attribute,
+        flags: Flags that the mistake concerns, the wrong flag first. Code that needs the flags reads this attribute,
             never the message.
     """
 
@@ -59,11 +59,11 @@ class UserError(ClipmillError):
 
     @property
     def errors(self) -> "tuple[UserError, ...]":
-        """The mistakes as single errors."""
+        """The mistakes as separate errors."""
         return (self,)
 
     def add_hint(self, *hints: str) -> None:
-        """Append to the hint in place, so that cause and traceback are kept."""
+        """Append to the hint in place, so that the error keeps its cause and traceback."""
         self._set_hint("; ".join([*filter(None, [self.hint]), *hints]) or None)
 
     def rename_flags(self, rename: Callable[[str], str]) -> None:
@@ -78,11 +78,11 @@ class UserError(ClipmillError):
 
     def _set_hint(self, hint: str | None) -> None:
         self.hint = hint
-        self.__notes__ = [f"hint: {hint}"] if hint else []  # for tracebacks, in a user's own program
+        self.__notes__ = [f"hint: {hint}"] if hint else []  # shown in tracebacks of a user's own program
 
 
 class UserErrors(UserError):
-    """Several mistakes in one request. Message and hint have one line per mistake; `errors` has them individually."""
+    """Several mistakes in one request. Message and hint have one line per mistake; `errors` has separate errors."""
 
     def __init__(self, errors: Iterable[UserError]) -> None:
         self._errors = tuple(errors)
@@ -92,7 +92,7 @@ class UserErrors(UserError):
 
     @property
     def errors(self) -> tuple[UserError, ...]:
-        """The mistakes as single errors."""
+        """The mistakes as separate errors."""
         return self._errors
 
     def rename_flags(self, rename: Callable[[str], str]) -> None:
@@ -106,7 +106,7 @@ class StorageRefused(UserError):
     """Object storage refuses access to an object or a bucket, or the bucket does not exist.
 
     Attributes:
-        concerns_all: True if it refuses everything in the bucket, and not a single object.
+        concerns_all: True if storage refuses access to the complete bucket, not only to one object.
     """
 
     exit_code = EXIT_STORAGE_REFUSED
@@ -114,7 +114,7 @@ class StorageRefused(UserError):
 
 
 class StorageReason(str):
-    """Text of the reason why a machine must not work, if it is that object storage refuses it access."""
+    """Reason why a machine must not work, as text: object storage refuses it access."""
 
 
 class Inaccessible(ClipmillError):
@@ -123,7 +123,7 @@ class Inaccessible(ClipmillError):
     It is not an OSError, so that code that interprets an OSError as a damaged or missing file does not catch it.
 
     Attributes:
-        cause: Error of the storage.
+        cause: Error from the storage.
     """
 
     def __init__(self, cause: OSError) -> None:
@@ -136,7 +136,7 @@ class Inaccessible(ClipmillError):
 
 
 class FailedWork(ClipmillError):
-    """Some of the work failed. The message says how much, and names the list of failures."""
+    """Some of the work failed. The message contains the amount, and the path of the list of failures."""
 
     def __init__(self, message: str, *, exit_code: int = EXIT_FAILED_WORK) -> None:
         super().__init__(message)
@@ -153,9 +153,9 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
     """Run `command` and exit with the code for its outcome.
 
     Args:
-        program: Name of the program, and of the extra that has its packages.
+        program: Name of the program, which is also the name of the extra with its packages.
         has_daemons: If interrupted, exit without interpreter shutdown, because threads in the middle of an operation
-            could block the shutdown for ever.
+            could block the shutdown forever.
     """
     _open_closed_streams()
     try:
@@ -175,14 +175,14 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
         sys.exit(stop.exit_code)
     except KeyboardInterrupt as interrupt:
         # Python's own message is empty. A command may have added a note about how to continue.
-        how = f"; {interrupt}" if interrupt.args else ""
-        print(f"interrupted; finished work is kept{how}", file=sys.stderr, flush=True)
+        note = f"; {interrupt}" if interrupt.args else ""
+        print(f"interrupted; finished work is kept{note}", file=sys.stderr, flush=True)
         if has_daemons:
             sys.stdout.flush()
             os._exit(EXIT_INTERRUPTED)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output (`| head`) has exited. Flushing again would make Python report the broken pipe.
+        # The reader of the output (`| head`) has exited. Flushing again would make Python report the broken pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except MemoryError as error:
@@ -212,18 +212,15 @@ def _call(command: Callable[[], object], *, program: str) -> None:
 
 
 def folder_in_place(path: Path) -> IsADirectoryError:
-    """Return the error for a folder that has the name of a required file.
-
-    Commands neither read nor replace the folder.
-    """
+    """Return the error for a folder in the place of a required file. Commands neither read nor replace the folder."""
     return IsADirectoryError(errno.EISDIR, FOLDER_IN_PLACE, os.fspath(path))
 
 
 def _open_closed_streams() -> None:
     """Redirect standard streams that were closed at startup (`>&-`) to the null device.
 
-    Python sets such a stream to None. Its descriptor is then free: the first file that a command opens would get this
-    descriptor, and receive whatever a library or another process prints to the stream.
+    Python sets such a stream to None. Its descriptor is then free, so the first file that a command opens would get
+    this descriptor, and receive whatever a library or another process prints to the stream.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -243,7 +240,7 @@ def _exit_for(error: OSError) -> NoReturn:
         sys.exit(EXIT_FAILED_WORK)
     if error.errno in _PERMISSION_ERRORS:
         print(f"error: {where}{reason}", file=sys.stderr)
-        print("hint: grant this user access to it, or give another path", file=sys.stderr)
+        print("hint: grant this user access to it, or use a different path", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     if error.errno in DISK_ERRORS:
         where = os.fsdecode(path) if isinstance(path, str | bytes) else "a file"
@@ -256,9 +253,9 @@ def _exit_for(error: OSError) -> NoReturn:
             from clipmill.manifests.storage.clouds import CLOUDS
 
             endpoints = CLOUDS[scheme].endpoints if (scheme := where.partition("://")[0].lower()) in CLOUDS else ()
-            suspects = "address and the network"
+            suspects = "URL and the network"
             if endpoints:
-                suspects = f"address, the network and the endpoint ({endpoints[0]})"
+                suspects = f"URL, the network and the endpoint ({endpoints[0]})"
         advice = f"check the {suspects}, and run the same command again"
         print(f"failed: {where}{reason}; finished work is kept; {advice}", file=sys.stderr)
     sys.exit(EXIT_FAILED_WORK)
@@ -267,7 +264,7 @@ def _exit_for(error: OSError) -> NoReturn:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's type if the message is empty.
 
-    The middle of a long line is removed: libraries put what they did first, and the cause last.
+    The middle of a long line is removed, because libraries put the failed action first and the cause last.
     """
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if len(line) <= _MAX_CHARS:

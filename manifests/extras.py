@@ -1,9 +1,9 @@
-"""The extra of the distribution that installs a missing module."""
+"""Find the extra of clipmill's distribution that installs a missing module."""
 
 import re
 from importlib.metadata import PackageNotFoundError, requires
 
-# Modules whose distribution has another name; replacing `-` by `_` is not such a difference.
+# Modules whose distribution has a different name. A difference between `-` and `_` only does not count.
 _DISTRIBUTIONS = {
     "cv2": "opencv-python-headless",
     "ffmpeg": "ffmpeg-python",

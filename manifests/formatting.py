@@ -1,4 +1,4 @@
-"""Formatting of values for messages (sizes, durations, rates, counts, untrusted text); parsing of sizes in flags."""
+"""Format values for messages (sizes, durations, rates, counts, untrusted text); parse sizes and times in flags."""
 
 import math
 import re
@@ -23,7 +23,7 @@ def short_number(value: float) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    """Format a number of bytes with a suitable decimal unit: 999 bytes, 12.3 MB, 100 GB."""
+    """Format a size in bytes with a suitable decimal unit: 999 bytes, 12.3 MB, 100 GB."""
     power = 0
     while size_bytes >= 999.5 and power < len(_SIZE_UNITS) - 1:
         size_bytes, power = size_bytes / 1000, power + 1
@@ -49,7 +49,7 @@ def clock(seconds: float, *, decimals: int = 0) -> str:
     """Format a time as a media player does: 0:42, 1:02:03.
 
     Args:
-        decimals: Maximum number of decimals of the seconds; trailing zeros are omitted.
+        decimals: Maximum number of decimal places of the seconds; trailing zeros are omitted.
     """
     minutes, rest = divmod(round(seconds, decimals), 60)
     hours, minutes = divmod(int(minutes), 60)
@@ -63,9 +63,9 @@ def rate_text(per_s: float) -> str:
     return f"{per_s:,.0f}/s" if per_s >= 10 else f"{per_s:.1f}/s" if per_s >= 1 else f"{per_s * 60:.1f}/min"
 
 
-def percent(share: float | None) -> str:
+def percent(fraction: float | None) -> str:
     """Format a fraction as a percentage; return a dash for None."""
-    return "-" if share is None else f"{100 * share:.1f} %"
+    return "-" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def parse_size(text: str, *, flag: str) -> int:
@@ -78,7 +78,7 @@ def parse_size(text: str, *, flag: str) -> int:
     size_bytes = 0 if match is None else int(Fraction(match[1]) * 1000 ** " kmgtp".index((match[2] or " ").lower()))
     if size_bytes <= 0:
         raise UserError(
-            f'{flag} "{text}" is not a size', hint=f"give a number with a unit, such as {flag} 100GB", flags=(flag,)
+            f'{flag} "{text}" is not a size', hint=f"use a number with a unit, such as {flag} 100GB", flags=(flag,)
         )
     return size_bytes
 
@@ -96,7 +96,7 @@ def parse_length(text: str, *, flag: str, also: str = "") -> Fraction:
     if match is None or Fraction(match["number"]) == 0:
         raise UserError(
             f'{flag} "{text}" is not a length',
-            hint=f"write a number above 0 with a unit: 15s or 500ms{also}",
+            hint=f"use a number above 0 with a unit, such as 15s or 500ms{also}",
             flags=(flag,),
         )
     return Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
@@ -110,7 +110,7 @@ def parse_age(text: str, *, flag: str) -> float:
     """
     match = _AGE.fullmatch(text)
     if match is None or float(match[1]) == 0:
-        raise UserError(f'{flag} "{text}" is not an age', hint=f"give days or hours: {flag} 7d or 12h", flags=(flag,))
+        raise UserError(f'{flag} "{text}" is not an age', hint=f"use days or hours: {flag} 7d or 12h", flags=(flag,))
     return float(match[1]) * (86_400 if match[2] == "d" else 3600)
 
 
@@ -122,12 +122,12 @@ def parse_bitrate(text: str, *, flag: str) -> int:
     """
     if text.isdecimal() and int(text):
         likely = f"{int(text) // 1000}k" if int(text) >= 10_000 else f"{int(text)}k"
-        raise UserError(f'{flag} "{text}" has no unit', hint=f"write {flag} {likely} (bits per second)", flags=(flag,))
+        raise UserError(f'{flag} "{text}" has no unit', hint=f"use {flag} {likely} (bits per second)", flags=(flag,))
     match = _BITRATE.fullmatch(text)
     bits = Fraction(0) if match is None else Fraction(match["number"]) * (10**6 if match["unit"] == "M" else 1000)
     if not bits or bits.denominator != 1:
         raise UserError(
-            f'{flag} "{text}" is not a bitrate', hint="write 800k, 0.8M or 2M (bits per second)", flags=(flag,)
+            f'{flag} "{text}" is not a bitrate', hint="use 800k, 0.8M or 2M (bits per second)", flags=(flag,)
         )
     return int(bits)
 
@@ -167,7 +167,7 @@ def quote_value(value: object) -> str:
 
 
 def escape_invisible(text: str) -> str:
-    """Escape the invisible and misleading characters in a text or a page."""
+    """Escape invisible and misleading characters in text or HTML."""
     return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 

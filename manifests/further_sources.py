@@ -1,8 +1,8 @@
 """Further sources of captions, which `prep manifest captions` adds to videos of any dataset.
 
 Each source has a record in manifest.json: the kind of its table, the number of its captions, and the metadata of the
-models that wrote them. A dataset never uses the name of a further source, so the source of a caption shows whether it
-belongs to a dataset or to a further source.
+models that wrote them. A dataset never uses the name of a further source, so the source of a caption shows whether the
+caption comes from a dataset or from a further source.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def source_name(source: str) -> str:
 
 
 def is_source_name(source: str) -> bool:
-    """Return True if captions can be added under this name. Names with a model version are not allowed."""
+    """Return True if captions can be added under the name `source`. Names with a model version are not allowed."""
     return _NAME.fullmatch(source) is not None
 
 
@@ -54,7 +54,7 @@ def of_sources(names: Iterable[str]) -> Selection:
 
 
 def source_counts(file: pq.ParquetFile) -> dict[str, int]:
-    """Count the captions of each source in a table that was opened with `source` as a dictionary or as strings."""
+    """Count the captions of each source in a Parquet file, opened with `source` as a dictionary or as strings."""
     counts: Counter[str] = Counter()
     for batch in file.iter_batches(columns=["source"], batch_size=ROWS_PER_GROUP):
         for entry in pc.value_counts(batch["source"]).to_pylist():
@@ -63,7 +63,7 @@ def source_counts(file: pq.ParquetFile) -> dict[str, int]:
 
 
 def require_own_sources(captions: pa.Table, further: Mapping[str, Any], *, dataset: str) -> None:
-    """Raise UserError if captions of a dataset have the name of a further source."""
+    """Raise UserError if captions of a dataset use the name of a further source."""
     names = pc.unique(captions["source"]).to_pylist() if further else []
     for name in names:
         if name in further:
@@ -80,7 +80,7 @@ class FurtherCaptions:
 
     Attributes:
         captions: Table of schema.CAPTIONS with a likelihood, ordered by ID.
-        records: Source -> its record, without the number of captions.
+        records: Record of each source by name, without the number of captions.
     """
 
     captions: pa.Table
@@ -111,20 +111,20 @@ class FurtherCaptions:
         return self._select_rows(~of_sources(sources)(self.captions)) if len(self) else self
 
     def with_source(self, captions: pa.Table, *, ids: np.ndarray, records: Mapping[str, Any]) -> "FurtherCaptions":
-        """Return these captions with new captions appended; `ids` are the IDs of the new captions."""
-        fresh = in_schema(captions.append_column("caption_id", pa.array(ids)), _SCHEMA)
-        joined = pa.concat_tables([self.captions, fresh]).unify_dictionaries()
+        """Return these captions with `captions` appended, whose IDs are `ids`."""
+        new_captions = in_schema(captions.append_column("caption_id", pa.array(ids)), _SCHEMA)
+        joined = pa.concat_tables([self.captions, new_captions]).unify_dictionaries()
         return FurtherCaptions(joined, {**self.records, **records})
 
     def stored_records(self) -> dict[str, Any]:
-        """Return the records for manifest.json: sources with captions, and their number of captions."""
+        """Return the records for manifest.json: the sources that have captions, with their numbers of captions."""
         counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(self.captions["source"]).to_pylist()}
         return {
             name: {**record, "num_captions": counts[name]} for name, record in self.records.items() if name in counts
         }
 
     def select(self, table: pa.Table) -> np.ndarray:
-        """Return a mask of the rows of `table` whose ID belongs to these captions, which must not be empty."""
+        """Return a mask of the rows of `table` whose ID is among these captions; there must be at least one caption."""
         ids, table_ids = self.captions["caption_id"].to_numpy(), table["caption_id"].to_numpy()
         return np.asarray(ids[np.minimum(np.searchsorted(ids, table_ids), len(ids) - 1)] == table_ids)
 
@@ -132,7 +132,7 @@ class FurtherCaptions:
         """Add these captions to the counts and digests of `videos`, and return the new table.
 
         Args:
-            videos: Table of schema.VIDEOS and schema.OWN_DIGEST whose counts include only captions of datasets.
+            videos: Table of schema.VIDEOS and schema.OWN_DIGEST whose counts include only captions from datasets.
         """
         if not len(self):
             return videos
@@ -145,11 +145,13 @@ class FurtherCaptions:
             video_rows=rows[is_present],
             num_videos=videos.num_rows,
         )
-        dataset_digests, combined = videos["captions_sha256"].to_pylist(), []
+        dataset_digests, joint_digests = videos["captions_sha256"].to_pylist(), []
         for digest, further, count in zip(dataset_digests, digests, counts.tolist(), strict=True):
-            combined.append(hashlib.sha256(f"{digest} {further}".encode()).hexdigest() if count else digest)
-        kept = [digest if count else None for digest, count in zip(dataset_digests, counts.tolist(), strict=True)]
-        return _with_counts(videos, counts, digests=combined, dataset_digests=kept)
+            joint_digests.append(hashlib.sha256(f"{digest} {further}".encode()).hexdigest() if count else digest)
+        own_digests = [
+            digest if count else None for digest, count in zip(dataset_digests, counts.tolist(), strict=True)
+        ]
+        return _with_counts(videos, counts, digests=joint_digests, dataset_digests=own_digests)
 
     def removed_from(self, videos: pa.Table) -> pa.Table:
         """Inverse of `added_to`."""

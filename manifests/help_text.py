@@ -1,7 +1,7 @@
-"""Command lines of both programs: help texts in 80 columns, `--install-completion`, and checks of flag values.
+"""Command-line support for `prep` and `train`: help in 80 columns, `--install-completion`, and checks of flag values.
 
-`--help` shows the flags for a first run, `--help-all` shows all flags. If a command has few flags, or no `FIRST_RUN`
-flags, both show all flags except `RARE` ones.
+`--help` shows the flags for a first run, and `--help-all` shows all flags. If a command has few flags, or no
+`FIRST_RUN` flags, `--help` shows all flags except `RARE` flags.
 """
 
 import inspect
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from cyclopts.help import HelpEntry
 
 
-OPTIONS = Group("Options", sort_key=9)  # for flags without another group
+OPTIONS = Group("Options", sort_key=9)  # group of the flags that belong to no other group
 HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
-FIRST_RUN = "a flag that a first run needs"  # marks a flag's annotation
-RARE = "a flag that --help never shows"  # marks a flag's annotation
+FIRST_RUN = "a flag that a first run needs"  # marker in a flag's annotation
+RARE = "a flag that --help never shows"  # marker in a flag's annotation
 Metadata = tuple[Any, ...]  # annotation of a flag, without its type
-Tables = Mapping[str, Sequence[tuple[str, str]]]  # title -> rows
+Tables = Mapping[str, Sequence[tuple[str, str]]]  # mapping from title to rows
 
 _WIDTH = 80
 _WIDEST_LABEL, _WIDEST_SHORT_LABEL = 27, 22
@@ -40,7 +40,7 @@ _FIRST_SENTENCE = re.compile(r"(.+?)(?:\.(?=\s)|\.?$)")
 
 
 def wants_help(app: "App", words: Sequence[str]) -> bool:
-    """Return True if a command line asks for help, or names no command."""
+    """Return True if a command line requests help, or does not contain a command."""
     if not HELP.isdisjoint(words) or HELP_ALL in words:
         return True
     _, apps, rest = app.parse_commands(words)
@@ -54,11 +54,11 @@ def help_text(
     range_of: Callable[[Metadata], str] = lambda metadata: "",
     tables_of: Callable[["ArgumentCollection"], Tables] = lambda arguments: {},
 ) -> str:
-    """Return the help of the command that a command line names.
+    """Return the help for the command on a command line.
 
     Args:
-        range_of: Function that returns the range in a flag's annotation for `--help-all`, such as `1 to 64`; empty if
-            there is none.
+        range_of: Function that returns the range in a flag's annotation, such as `1 to 64`, for `--help-all`; empty if
+            the annotation has no range.
         tables_of: Function that returns tables to show after a command's flags.
     """
     commands, apps, _ = app.parse_commands([word for word in words if word not in HELP | {HELP_ALL}])
@@ -69,7 +69,7 @@ def help_text(
         lines += _table(summaries, width=_width([label for label, _ in summaries]))
         lines += ["", f"{name} COMMAND --help shows the flags of a command."]
         if " " not in name:
-            lines.append(f"{name} --install-completion makes the shell complete commands and flags.")
+            lines.append(f"{name} --install-completion enables shell completion of commands and flags.")
         return "\n".join(lines)
 
     page = command_help(command, name, everything=HELP_ALL in words, range_of=range_of, tables_of=tables_of)
@@ -84,12 +84,12 @@ def help_text(
 
 @dataclass(frozen=True)
 class CommandHelp:
-    """The help of one command.
+    """Content of the help for one command.
 
     Attributes:
         usage: Usage line.
-        paragraphs: Summary, then text. Examples are indented.
-        tables: Title -> rows of a flag and its description.
+        paragraphs: Summary, followed by text. Examples are indented.
+        tables: Rows of flag and description, by title.
         is_short: True if the tables contain only the flags for a first run.
         num_all: Number of all flags if some are omitted; otherwise None.
     """
@@ -109,11 +109,11 @@ def command_help(
     range_of: Callable[[Metadata], str] = lambda metadata: "",
     tables_of: Callable[["ArgumentCollection"], Tables] = lambda arguments: {},
 ) -> CommandHelp:
-    """Return the help of a command. `help_text` describes the arguments.
+    """Return the help for a command. `help_text` describes the other arguments.
 
     Args:
         name: Command, including its program.
-        everything: Include the flags that a first run does not need.
+        everything: Include all flags, even rare ones.
     """
     collection = command.assemble_argument_collection(parse_docstring=True)
     arguments = collection.filter_by(show=True)
@@ -133,7 +133,7 @@ def command_help(
             rows[group.name] = [_row(argument, is_short=is_short, range_of=range_of) for argument in members]
     rows.update(tables_of(collection))
 
-    # The usage line names required arguments and positional arguments.
+    # The usage line lists required arguments and positional arguments.
     usage = ["Usage:", name]
     for argument in arguments:
         entry = _entry(argument)
@@ -146,19 +146,19 @@ def command_help(
 
 
 def _commands(group: "App") -> list[tuple[str, str]]:
-    """Return the commands of a group with their summaries. A command whose summary is given is not loaded."""
+    """Return the commands of a group with their summaries. A command registered with a summary is not loaded."""
     from cyclopts.group_extractors import groups_from_app
 
     rows = [row for _, rows in groups_from_app(group) for row in rows]
-    given = {name: row.app.help for row in rows for name in row.names if not isinstance(row.app, type(group))}
+    summaries = {name: row.app.help for row in rows for name in row.names if not isinstance(row.app, type(group))}
     commands = []
     for name in group:
         if name.startswith("-"):
             continue
         try:
-            commands.append((name, given.get(name) or _paragraphs(group[name])[0]))
+            commands.append((name, summaries.get(name) or _paragraphs(group[name])[0]))
         except UnusablePart:
-            commands.append((name, "Cannot be used; the command says why."))
+            commands.append((name, "Cannot be used; the command reports why."))
     return commands
 
 
@@ -170,7 +170,7 @@ def _paragraph_lines(paragraphs: Sequence[str]) -> Iterator[str]:
 
 
 def _paragraphs(command: "App") -> list[str]:
-    """Return the description of a command: a summary first, then text and indented examples."""
+    """Return the description of a command: a summary, followed by text and indented examples."""
     doc = inspect.cleandoc(command.help if command.default_command is None else command.default_command.__doc__ or "")
     text = re.split(r"\n\nParameters\n-+\n", doc)[0]
     parts = text.split("\n\n")
@@ -242,7 +242,7 @@ def _width(labels: Sequence[str], *, is_short: bool = False) -> int:
 
 
 def _table(rows: Sequence[tuple[str, str]], *, width: int) -> Iterator[str]:
-    """Yield the lines of a table with two columns. A label that is wider than its column gets a separate line."""
+    """Yield the lines of a two-column table. A label that is wider than its column gets a separate line."""
     for label, words in rows:
         lines = textwrap.wrap(words, _WIDTH - width - 4, break_long_words=False, break_on_hyphens=False) or [""]
         lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
@@ -251,7 +251,7 @@ def _table(rows: Sequence[tuple[str, str]], *, width: int) -> Iterator[str]:
 
 
 Shell = Annotated[
-    Literal["bash", "zsh", "fish"] | None, Parameter(help="Shell. Default: the one that runs this command.")
+    Literal["bash", "zsh", "fish"] | None, Parameter(help="Shell. Default: the shell that runs this command.")
 ]
 
 
@@ -261,8 +261,8 @@ def register_completion(app: "App") -> None:
     def install_completion(*, shell: Shell = None) -> None:
         """Install shell completion for bash, zsh or fish.
 
-        It writes a file into the folder that the shell reads completions from, and for bash and zsh a line into
-        ~/.bashrc or ~/.zshrc that loads it. Run it again after an update.
+        It writes a file to the folder from which the shell reads completions. For bash and zsh, it also adds a line to
+        ~/.bashrc or ~/.zshrc that loads the file. Run it again after an update.
         """
         from cyclopts.completion.detect import ShellDetectionError
 
@@ -270,53 +270,53 @@ def register_completion(app: "App") -> None:
             path = app.install_completion(shell=shell)
         except ShellDetectionError as error:
             raise UserError(
-                f"the shell is unknown: {error}", hint="name it: --install-completion --shell bash"
+                f"the shell is unknown: {error}", hint="specify it, as in --install-completion --shell bash"
             ) from error
         except OSError as error:
             raise UserError(
                 f"cannot write {error.filename}: {error.strerror}", hint="check $HOME and its permissions"
             ) from error
-        words = f"completion of {app.name[0]}: {path}"
+        message = f"completion for {app.name[0]}: {path}"
         if path.suffix != ".fish":
             # Names of zsh's files begin with _. zsh reads them once, when a line of ~/.zshrc calls compinit.
             is_zsh = path.name.startswith("_")
-            words += f", loaded by a line in {'~/.zshrc, which must stand before compinit' if is_zsh else '~/.bashrc'}"
-        print(f"{words}; it works in new shells")
+            message += f", loaded by a line in {'~/.zshrc, which must precede compinit' if is_zsh else '~/.bashrc'}"
+        print(f"{message}; it works in new shells")
 
     app.command(install_completion, name="--install-completion")
 
 
 def check_values(_app: Any, _names: tuple[str, ...], arguments: Iterable[Any]) -> None:
-    """Reject values that would be changed silently by conversion (a cyclopts `config`).
+    """Reject values that conversion would change silently. This function is a cyclopts `config`.
 
     Args:
-        arguments: Argument collection of cyclopts, which has the values from flags and configuration files.
+        arguments: Argument collection of cyclopts, with the values from flags and configuration files.
 
     Raises:
-        UserError: The value of an integer flag has a fraction, which would be rounded; the value of a flag for local
-            paths is an address, which `Path` would turn into a local folder such as `s3:`; or the name of a group has a
-            value, which the group's first flag would take.
+        UserError: An integer flag has a fractional value, which would be rounded; a flag for local paths has a URL,
+            which `Path` would turn into a local folder such as `s3:`; or the name of a group has a value, which would
+            be assigned to the group's first flag.
     """
     for argument in arguments:
         values = [str(token.value) for token in argument.tokens]
-        # If a group is empty in a file, its value is empty.
+        # A group that is empty in a file has an empty value.
         if argument.children and any(values):
             raise UserError(
-                f"{argument.name} is {values[0]}, but it is a group of flags and takes no value",
-                hint=f"give a value to one of its flags, such as {argument.children[0].name}",
+                f"{argument.name} is {values[0]}, but it is a group of flags, which takes no value",
+                hint=f"set one of its flags, such as {argument.children[0].name}",
                 flags=(argument.name,),
             )
         # Without a decimal point, cyclopts itself reports invalid integers.
         if argument.hint in (int, int | None) and (fractions := [value for value in values if "." in value]):
             raise UserError(
-                f"{argument.name} is {fractions[0]}",
-                hint="give a whole number, without a decimal point",
+                f"{argument.name} is {fractions[0]}, which is not an integer",
+                hint="use an integer, without a decimal point",
                 flags=(argument.name,),
             )
         is_path = Path in (argument.hint, *get_args(argument.hint)) and argument.parameter.converter is None
-        if is_path and (addresses := [value for value in values if is_remote(value)]):
+        if is_path and (urls := [value for value in values if is_remote(value)]):
             raise UserError(
-                f"{argument.name} is {addresses[0]}, but it takes a local path",
-                hint="give a local path, and copy the files from or to that address",
+                f"{argument.name} is {urls[0]}, but it takes a local path",
+                hint="use a local path, and copy the files from or to that URL",
                 flags=(argument.name,),
             )

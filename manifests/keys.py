@@ -15,7 +15,7 @@ _KEY = re.compile(r"(?P<video_id>[A-Za-z0-9_-]{1,64})_(?P<start_ms>\d{9,})")
 
 
 def safe_video_id(source_id: str) -> str:
-    """Map a dataset's ID to an ID that is valid in a key.
+    """Map the ID of a video in a dataset to an ID that is valid in a key.
 
     A safe ID is returned unchanged. Any other ID keeps its readable characters, followed by the first ten hex digits of
     its SHA-256, so that different IDs never collide (`a.b` and `a/b` stay distinct).
@@ -33,7 +33,7 @@ def chunk_key(video_id: str, start_ms: int) -> str:
 
 
 def split_key(key: str) -> tuple[str, int]:
-    """Inverse of `chunk_key`: (video_id, start_ms).
+    """Split a chunk key into video_id and start_ms, the inverse of `chunk_key`.
 
     Raises:
         ValueError: `key` is not a chunk key.

@@ -1,10 +1,11 @@
-"""Locks between processes, by the kernel's `flock`. A lock ends with its holder, even if the holder is killed.
+"""Locks between processes, using the kernel's `flock`. A lock ends with its holder, even if the holder is killed.
 
 A lock belongs to an open file or folder, and lasts until its descriptor and all its mappings are closed. It also
 excludes processes on other nodes if the file system supports this: NFS and Lustre have mount options that restrict
-`flock` to a node, and options that turn locks off. In a bucket, locks are leases (`clipmill.manifests.storage.leases`).
+`flock` to a single node, and options that turn locks off. For buckets, locks are leases
+(`clipmill.manifests.storage.leases`).
 
-Below $TMPDIR, locks are held on folders that only their user can read (`open_private`). These folders contain local
+Under $TMPDIR, locks are held on folders that only their owner can read (`open_private`). These folders contain local
 copies of buckets and sources, and scratch data.
 """
 
@@ -23,7 +24,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import naming
 from clipmill.manifests.storage.mirrors import mirror_of
 
-_NUM_TRIES, _TRY_INTERVAL_S = 20, 0.1  # tries before a message says that the command waits
+_NUM_TRIES, _TRY_INTERVAL_S = 20, 0.1  # attempts before a message reports that the command is waiting
 
 
 def lock(descriptor: int, *, is_shared: bool = False, waits: bool = True) -> bool:
@@ -57,7 +58,7 @@ def hold_lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
     """Hold the lock of a lock file, which is created if missing; yield True if the lock is held.
 
     Args:
-        waits: Wait for other processes and threads. Otherwise the block may run without the lock.
+        waits: Wait for other processes and threads; otherwise, the block may run without the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -68,7 +69,7 @@ def hold_lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Wait for the exclusive lock of a folder, and hold it."""
+    """Wait for the exclusive lock of a folder, and hold the lock throughout the block."""
     mirror = mirror_of(folder)
     if mirror is not None and mirror.folder == folder:
         with mirror.folder_lock():
@@ -103,7 +104,7 @@ class FileLock:
 
     @classmethod
     def wait(cls, path: Path, *, on_wait: Callable[[], object]) -> "FileLock":
-        """Wait until the lock is free, and return it; call `on_wait` if that takes long.
+        """Wait until the lock is free, and return it; call `on_wait` if this takes long.
 
         Raises:
             UserError: See `take`.
@@ -122,10 +123,10 @@ class FileLock:
         try:
             return cls(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
         except OSError as error:
-            place = path if path.exists() else path.parent
+            unwritable = path if path.exists() else path.parent
             raise UserError(
-                f"{place} is not writable: {error.strerror}",
-                hint="grant write permission (to a group: chmod g+w), or give another folder with --data",
+                f"{unwritable} is not writable: {error.strerror}",
+                hint="grant write permission (to a group: chmod g+w), or use a different folder with --data",
             ) from None
 
     def _acquire(self, *, is_shared: bool, waits: bool) -> bool:
@@ -137,7 +138,7 @@ class FileLock:
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                 raise
             raise UserError(
-                f"the file system of {self.path.parent} has no locks: {error.strerror}",
+                f"the file system of {self.path.parent} does not support locks: {error.strerror}",
                 hint="mount Lustre with -o flock, or NFS with its lock service",
             ) from None
         finally:
@@ -161,7 +162,7 @@ class FileLock:
 
 
 def holder_of(path: Path) -> str:
-    """Return the note about the holder in a lock file; empty if there is none."""
+    """Return the note about the holder in a lock file; empty if there is no note."""
     try:
         return path.read_bytes()[:4000].decode("utf-8", "replace").strip()
     except OSError:
@@ -174,28 +175,28 @@ def this_process() -> str:
 
 
 def process_record() -> dict[str, Any]:
-    """Return what identifies this process for other processes, on any machine."""
+    """Return a record that identifies this process to processes on any machine."""
     process = os.getpid()
     return {"holder": this_process(), "machine": machine_id(), "process": process, "started": _start_of(process)}
 
 
 def is_abandoned(record: Mapping[str, Any]) -> bool:
-    """Return True if a `process_record` is of a process of this machine that does not run any more."""
+    """Return True if a `process_record` belongs to a process of this machine that has ended."""
     if record.get("machine") != machine_id():
         return False
     return _start_of(int(record.get("process", 0))) != record.get("started")
 
 
 def machine_id() -> str:
-    """Return the identity of a running machine and of its process numbers (containers have separate numbers)."""
+    """Return the identity of the running machine and its process IDs (containers have separate process IDs)."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    return secrets.token_hex(16)  # unknown, and therefore equal to no other machine
+    return secrets.token_hex(16)  # random, because an unknown machine must not equal any other machine
 
 
 def _start_of(process: int) -> str | None:
-    """Return the start time of a process, in ticks since the start of the machine; None if it does not run."""
+    """Return the start time of a process, in ticks since the machine started; None if the process is not running."""
     with suppress(OSError, IndexError):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
@@ -203,8 +204,8 @@ def _start_of(process: int) -> str | None:
 
 
 def private_root(purpose: str) -> Path:
-    """Return the path of this user's folder for `purpose`, which may not exist."""
-    # If $TMPDIR is unusable, gettempdir() silently returns another folder.
+    """Return the path of this user's folder for `purpose`. The folder may not exist."""
+    # If $TMPDIR is unusable, gettempdir() silently returns a different folder.
     return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"{purpose}-clipmill-{os.geteuid()}"
 
 
@@ -212,7 +213,7 @@ def open_private(folder: Path) -> int:
     """Create a private folder if it is missing, and return a descriptor that can be locked.
 
     Raises:
-        PermissionError: The path is a link or a file, or others have permissions for the folder.
+        PermissionError: The path is a link or a file, or other users have permissions for the folder.
         OSError: The folder cannot be created.
     """
     while True:
@@ -221,7 +222,7 @@ def open_private(folder: Path) -> int:
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:
-            continue  # another process has removed it since
+            continue  # another process has removed the folder in the meantime
         except OSError as error:
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
                 raise _not_private(folder) from None
@@ -234,7 +235,7 @@ def open_private(folder: Path) -> int:
 
 
 def is_still_at(folder: Path, descriptor: int) -> bool:
-    """Return True if the path still leads to an open folder; False if the folder was removed or replaced."""
+    """Return True if a path still refers to an open folder; False if the folder was removed or replaced."""
     try:
         return os.path.samestat(folder.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -242,5 +243,5 @@ def is_still_at(folder: Path, descriptor: int) -> bool:
 
 
 def _not_private(folder: Path) -> PermissionError:
-    message = "not a private folder of this user (mode 0700); remove it, or set TMPDIR to another folder"
+    message = "not a private folder of this user (mode 0700); remove it, or set TMPDIR to a different folder"
     return PermissionError(errno.EPERM, message, os.fspath(folder))

@@ -1,9 +1,9 @@
-"""Flags for the operation of long commands: metrics for Prometheus, and a log of JSON lines.
+"""Flags for monitoring long commands: metrics for Prometheus, and a log of JSON lines.
 
-`Monitoring` has the flags. Metrics are served by prometheus-client, which is imported only if a port is given; a
-program adds its own metrics to `metrics_registry`. A log of JSON lines is a stream in place of standard error, which
-makes an object of each line: with the time in UTC, the level, the node, the rank in a launch of several processes, and
-the line itself as the event.
+`Monitoring` defines the flags. Metrics are served by prometheus-client, which is imported only if a port is set; a
+program adds its own metrics to `metrics_registry`. For a log of JSON lines, a stream that replaces standard error
+writes an object for each line, with the time in UTC, the level, the node, the rank if several processes are launched
+together, and the line itself as the event.
 """
 
 import json
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 _MONITORING = Parameter(group=Group("Monitoring", sort_key=18.5))
-# Levels by the word with which a line of clipmill begins; other lines have the level "info".
+# Level of a line by its first word, as clipmill writes it; other lines have the level "info".
 _LEVELS = {"error": "error", "failed": "error", "hint": "error"}
 _LEVELS |= {"warning": "warning", "stopped": "warning", "interrupted": "warning"}
 _FIRST_WORD = re.compile(r"(\w+)[:;] ")
-_registry: "CollectorRegistry | None" = None  # while metrics are served
+_registry: "CollectorRegistry | None" = None  # registry of the metrics that are being served
 
 
 @dataclass(frozen=True, kw_only=True)
 class Monitoring(Checked):
-    """Settings of the operation of a command; none of them affects what it makes."""
+    """Settings for monitoring a command. They do not affect its results."""
 
     metrics_port: Annotated[int | None, _MONITORING, RARE, Range(0, 65_535)] = None
-    """Port on which to serve metrics for Prometheus while the command runs, on all network interfaces; 0: a free port,
-    which is printed. Of several ranks, the first serves the metrics of all. Default: no metrics."""
+    """Port on which to serve metrics for Prometheus while the command runs, on all network interfaces; 0 selects a free
+    port, which is printed. The first rank serves the metrics of all ranks. Default: no metrics."""
     log_format: Annotated[Literal["plain", "json"], _MONITORING, RARE] = "plain"
-    """Format of the log. json: an object per line on standard error, with time, level, node and event."""
+    """Format of the log on standard error. json: one object per line, with time, level, node and event."""
 
     @contextmanager
     def begin(self) -> Iterator[None]:
-        """Write the rest of the process's log in the format, and serve metrics within the block.
+        """Switch the log of the process to `log_format`, and serve metrics within the block.
 
         Raises:
             UserError: The port cannot be used.
@@ -69,7 +69,7 @@ class Monitoring(Checked):
         except OSError as error:
             raise UserError(
                 f"--metrics-port {self.metrics_port} cannot be used: {error.strerror}",
-                hint="give another port to each command of a node, or --metrics-port 0 for a free port",
+                hint="use a different port for each command on a node, or --metrics-port 0 for a free port",
                 flags=("--metrics-port",),
             ) from None
         sys.stderr.write(f"metrics are served at port {server.server_port}, path /metrics\n")
@@ -84,34 +84,34 @@ class Monitoring(Checked):
 
 
 def metrics_registry() -> "CollectorRegistry | None":
-    """Return the registry of the metrics that this process serves; None if it serves none."""
+    """Return the registry of the metrics that this process serves; None if it serves no metrics."""
     return _registry
 
 
 class JsonLog:
-    """A text stream that writes each line of a log as a JSON object."""
+    """Text stream that writes each line of a log as a JSON object."""
 
     has_times = True
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
-        self._begun: dict[int, str] = {}  # lines without their ends, by thread
+        self._partial_lines: dict[int, str] = {}  # the unfinished line of each thread
         self._origin = {"node": os.uname().nodename}
         if "RANK" in os.environ:
             self._origin["rank"] = os.environ["RANK"]
 
     def write(self, text: str) -> int:
-        """Write an object for each line that ends in `text`, and return the length of `text`."""
-        *lines, rest = (self._begun.pop(get_ident(), "") + text).split("\n")
+        """Write an object for each line that `text` completes, and return the length of `text`."""
+        *lines, rest = (self._partial_lines.pop(get_ident(), "") + text).split("\n")
         if rest:
-            self._begun[get_ident()] = rest
+            self._partial_lines[get_ident()] = rest
         for line in filter(str.strip, lines):
             word = _FIRST_WORD.match(line)
             self._write_event(_LEVELS.get(word[1], "info") if word else "info", line)
         return len(text)
 
     def write_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Write a traceback as one object, in place of `sys.excepthook`."""
+        """Write a traceback as one object. This method replaces `sys.excepthook`."""
         self._write_event("error", "".join(traceback.format_exception(kind, error, trace)).rstrip())
 
     def isatty(self) -> bool:

@@ -1,13 +1,13 @@
-"""`Parts`: named parts of one kind, from clipmill and other installed packages. Objects by their import paths.
+"""`Parts`: named parts of one kind, from clipmill and other installed packages. Import of objects by path.
 
-A package adds a part by an entry point in its `pyproject.toml`. The entry point has the name of the part
+A package adds a part with an entry point in its `pyproject.toml`. The name of the entry point is the name of the part
 (docs/plugins.md):
 
     [project.entry-points."clipmill.losses"]
     decoupled = "clipmill_example.decoupled:DECOUPLED"
 
 All names are known without importing a package; a part is imported when it is looked up. If a part is unusable, only
-the work that needs it stops: lists of parts omit it, and a single warning is written to standard error.
+the work that needs it fails: lists of parts omit it, and a single warning is written to standard error.
 """
 
 import re
@@ -36,9 +36,9 @@ class Parts(Mapping[str, Part], Generic[Part]):
         group: Entry-point group.
         kind: Class of the parts. A part's `name` must equal the name of its entry point.
         builtin: Parts of clipmill, or their import paths `package.module:NAME`.
-        taken: Additional names that are forbidden for parts, such as other commands.
+        taken: Additional names that are reserved, such as other commands.
         form: Pattern of names; by default, words of lower-case letters and digits that are joined by `-`.
-        fault: Function that describes what is wrong with a part of another package; empty if nothing is.
+        fault: Function that describes the problem with a part of another package; empty if the part is valid.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Parts(Mapping[str, Part], Generic[Part]):
 
         Raises:
             KeyError: There is no part with that name.
-            UnusablePart: The package that declares it cannot be imported, or declares something else.
+            UnusablePart: The package that declares the part cannot be imported, or the part is invalid.
         """
         if name in self._builtin:
-            place = self._builtin[name]
-            part: Part = import_object(place) if isinstance(place, str) else place
+            builtin = self._builtin[name]
+            part: Part = import_object(builtin) if isinstance(builtin, str) else builtin
             return part
         entry = self._added_entries()[name]
         if entry not in self._loaded:
@@ -82,17 +82,17 @@ class Parts(Mapping[str, Part], Generic[Part]):
         return self._loaded[entry]
 
     def list_usable(self) -> list[Part]:
-        """Return all usable parts; name the unusable ones on standard error."""
+        """Return all usable parts; report unusable parts on standard error."""
         parts = []
         for entry in _entries(self._group):
             if entry.name in self._taken:
-                error = self._refuse(entry, "has a name that is taken", hint="rename it in that package")
-                _say_once(_warning(error))
+                error = self._unusable_error(entry, "has a name that is in use", hint="rename it in that package")
+                _warn_once(_warning(error))
         for name in self:
             try:
                 parts.append(self[name])
             except UnusablePart as unusable:
-                _say_once(_warning(unusable))
+                _warn_once(_warning(unusable))
         return parts
 
     def find_usable(self, name: str) -> Part | None:
@@ -103,16 +103,18 @@ class Parts(Mapping[str, Part], Generic[Part]):
             return None
 
     def package_of(self, name: str) -> str | None:
-        """Return name and version of the package that declares a part; None if clipmill does."""
+        """Return the name and version of the package that declares a part; None for a part of clipmill."""
         entry = self._added_entries().get(name)
         return None if entry is None else _package(entry)
 
     def unknown_name_error(self, name: str, *, where: str) -> UserError:
-        """Return the error for an unknown name; `where` is the place of the name, such as a flag."""
-        return UserError(f"{where} is {name}", hint=f"{where} must be one of: {', '.join(self)}", flags=(where,))
+        """Return the error for an unknown name; `where` is the flag or setting that contains the name."""
+        return UserError(
+            f"{where} is {name}, which is unknown", hint=f"{where} must be one of: {', '.join(self)}", flags=(where,)
+        )
 
     def _added_entries(self) -> dict[str, EntryPoint]:
-        """Return the entry points of other packages by name. If two packages declare a name, the first one wins."""
+        """Return the entry points of other packages by name. If two packages declare a name, the first wins."""
         added: dict[str, EntryPoint] = {}
         for entry in _entries(self._group):
             if entry.name not in self._taken:
@@ -122,27 +124,28 @@ class Parts(Mapping[str, Part], Generic[Part]):
     def _load(self, entry: EntryPoint) -> Part:
         rivals = [_package(rival) for rival in _entries(self._group) if rival.name == entry.name]
         if len(rivals) > 1:
-            raise self._refuse(entry, f"is declared by {' and by '.join(rivals)}", hint="uninstall one of them")
+            raise self._unusable_error(entry, f"is declared by {' and by '.join(rivals)}", hint="uninstall one of them")
         if self._form.fullmatch(entry.name) is None:
             joint = "_" if self._form.fullmatch("a_a") else "-"
             allowed = f"a lower-case letter, then lower-case letters, digits and {joint}"
-            raise self._refuse(entry, "has a name that is not allowed", hint=f"rename it in that package: {allowed}")
+            raise self._unusable_error(entry, "has an invalid name", hint=f"rename it in that package: {allowed}")
         try:
             part = entry.load()
         except Exception as error:
-            raise self._refuse(entry, f"cannot be imported: {type(error).__name__}: {error}") from error
+            raise self._unusable_error(entry, f"cannot be imported: {type(error).__name__}: {error}") from error
         if not isinstance(part, self._kind):
-            raise self._refuse(entry, f"is of type {type(part).__name__}, not {self._kind.__name__}")
-        if (named := getattr(part, "name", None)) != entry.name:
-            raise self._refuse(entry, f"calls itself {named!r}", hint="give both the same name in that package")
+            raise self._unusable_error(entry, f"has type {type(part).__name__}, not {self._kind.__name__}")
+        if (part_name := getattr(part, "name", None)) != entry.name:
+            hint = "use the same name for the part and its entry point in that package"
+            raise self._unusable_error(entry, f"has the name {part_name!r} itself", hint=hint)
         if fault := self._fault(part):
-            raise self._refuse(entry, fault)
+            raise self._unusable_error(entry, fault)
         return part
 
-    def _refuse(self, entry: EntryPoint, why: str, *, hint: str = "") -> UnusablePart:
+    def _unusable_error(self, entry: EntryPoint, problem: str, *, hint: str = "") -> UnusablePart:
         package = _package(entry)
         return UnusablePart(
-            f"the {self.noun} {entry.name} of the package {package} {why} "
+            f"the {self.noun} {entry.name} of the package {package} {problem} "
             f'(entry point {entry.name} = "{entry.value}" of {entry.group})',
             hint=hint or f"update or uninstall {package.partition(' ')[0]}; everything else works without it",
         )
@@ -152,7 +155,7 @@ def _package(entry: EntryPoint) -> str:
     return "unknown" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
 
 
-_all_entries = cache(entry_points)  # a process reads the files of all installed packages only once
+_all_entries = cache(entry_points)  # function that reads the files of all installed packages only once per process
 
 
 @cache
@@ -161,7 +164,7 @@ def _entries(group: str) -> tuple[EntryPoint, ...]:
 
 
 def is_declared(group: str, name: str) -> bool:
-    """Return True if an installed package has an entry point of this name."""
+    """Return True if an installed package has an entry point with this name."""
     return any(entry.name == name for entry in _entries(group))
 
 
@@ -169,17 +172,17 @@ def _warning(error: UnusablePart) -> str:
     return f"warning: {error}\nhint: {error.hint}\n"
 
 
-@cache  # cached by the text, because each lookup raises a new error
-def _say_once(warning: str) -> None:
+@cache  # the key is the text, because each lookup raises a new error
+def _warn_once(warning: str) -> None:
     sys.stderr.write(warning)
 
 
 def import_object(path: str) -> Any:
-    """Import and return the object at `package.module:NAME`."""
+    """Import the object at `package.module:NAME`."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 def import_late(path: str) -> Callable[..., Any]:
     """Return a function that calls the function at `package.module:NAME`; the first call imports it."""
-    return lambda *arguments, **named: import_object(path)(*arguments, **named)
+    return lambda *arguments, **keywords: import_object(path)(*arguments, **keywords)

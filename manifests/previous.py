@@ -1,12 +1,12 @@
-"""The manifest before a write: order of videos, other datasets and caption IDs; merging a dataset with it.
+"""The manifest before a write: its order of videos, other datasets and caption IDs. Merging of a dataset into it.
 
-Only a complete manifest is used. If its files are damaged, a write may only restore exactly the same tables: other
-caption IDs would silently change the meaning of every shard that refers to captions.
+Only a complete manifest is used. If its files are damaged, a write may only restore exactly the same tables, because
+other caption IDs would silently change the meaning of every shard that refers to captions.
 
-A caption is identified by (video_id, begin_s, end_s, text, source). If several captions are equal, the n-th new one is
-matched with the n-th old one. Rows are compared by a 128-bit hash, so that millions of captions are matched by sorting
-integers, and the old texts need not stay in memory. The hash is multilinear with random weights (Carter & Wegman 1979,
-two independent 64-bit lanes); it is valid for one run and never stored.
+A caption is identified by (video_id, begin_s, end_s, text, source). If several captions are equal, the n-th new caption
+is matched with the n-th old caption. Rows are compared by a 128-bit hash, so that millions of captions are matched by
+sorting integers, and the old texts need not stay in memory. The hash is multilinear with random weights (Carter &
+Wegman 1979, two independent 64-bit lanes); it is valid for one run and never stored.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from clipmill.manifests.store import (
     table_path,
 )
 
-FURTHER_KEY = "further_sources"  # key of manifest.json; missing if there are none
+FURTHER_KEY = "further_sources"  # key of manifest.json; missing without further sources
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class PreviousManifest:
 
     Attributes:
         videos: Table of schema.VIDEOS and schema.OWN_DIGEST.
-        captions_path: Valid caption table, or None if there is none.
-        further: Name -> record of each further source of captions (clipmill.manifests.further_sources).
-        damage: Reason why the tables of an existing manifest cannot be read; all other fields are then empty.
+        captions_path: Path of the verified caption table; None if there is no manifest.
+        further: Record of each further source of captions by name (clipmill.manifests.further_sources).
+        damage: Reason why the tables of an existing manifest cannot be read; the tables are then empty.
         fingerprint: Fingerprint of the damaged manifest, if known.
     """
 
@@ -66,7 +66,7 @@ class PreviousManifest:
         if self.further:
             others += f", then `prep manifest captions` for the added sources ({', '.join(self.further)}),"
         raise UserError(
-            f"{self.damage}; this command cannot restore the manifest: caption IDs would change",
+            f"{self.damage}; this command cannot restore the manifest, because caption IDs would change",
             hint=f"restore {self.damage.path.parent} from a backup, or remove it and run `prep manifest` again "
             f"for each dataset{others} in the same order",
         )
@@ -79,7 +79,7 @@ def read_previous(
 
     Args:
         manifest: Content of manifest.json, or None if it is missing or damaged.
-        damage: Reason why it cannot be read.
+        damage: Reason why manifest.json cannot be read.
     """
     if manifest is None:
         fingerprint = _common_fingerprint(folder)
@@ -115,10 +115,10 @@ def read_previous(
 def stable_ids(
     previous: PreviousManifest, captions: pa.Table, *, is_replaced: Selection | None
 ) -> tuple[np.ndarray, int]:
-    """Return IDs int64[N] for `captions`, and the next free ID. A caption that equals a replaced caption gets its ID.
+    """Return IDs int64[N] for `captions`, and the next free ID. A caption that equals a replaced caption keeps its ID.
 
     Args:
-        is_replaced: Function that selects the captions to be replaced; None if there are none.
+        is_replaced: Function that selects the captions to replace; None to replace none.
     """
     hashes = caption_hashes(captions)
     old_hashes, old_ids = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
@@ -136,7 +136,7 @@ def stable_ids(
 
 
 def _common_fingerprint(folder: Path) -> str | None:
-    """Return the fingerprint of all three tables, or None if they are not from the same write."""
+    """Return the fingerprint that all three tables share, or None if they are not from the same write."""
     fingerprints = set()
     for name in TABLE_FILES:
         try:
@@ -150,23 +150,24 @@ def _common_fingerprint(folder: Path) -> str | None:
 def without_taken_ids(
     dataset: str, videos: pa.Table, captions: pa.Table, rejected: pa.Table, *, taken_ids: pa.ChunkedArray
 ) -> tuple[pa.Table, pa.Table, pa.Table]:
-    """Remove the videos whose IDs are in `taken_ids`; they become rejected rows.
+    """Remove the videos whose IDs are in `taken_ids`, and add rejected rows for them.
 
-    Return (videos, captions, rejected).
+    Returns:
+        Tables of videos, captions and rejected rows.
     """
     is_taken = pc.is_in(videos["video_id"], value_set=taken_ids.combine_chunks())
     if not pc.any(is_taken).as_py():
         return videos, captions, rejected
-    refused, videos = videos.filter(is_taken), videos.filter(pc.invert(is_taken))
-    owner = rows_of(captions["video_id"], refused["video_id"])
-    num_lost = np.bincount(owner[owner >= 0], minlength=refused.num_rows)
+    removed, videos = videos.filter(is_taken), videos.filter(pc.invert(is_taken))
+    owner = rows_of(captions["video_id"], removed["video_id"])
+    num_lost = np.bincount(owner[owner >= 0], minlength=removed.num_rows)
     rows = pa.table(
         {
-            "dataset": [dataset] * refused.num_rows,
-            "file": refused["path"],
-            "row": pa.nulls(refused.num_rows, pa.int64()),
-            "source_id": refused["source_id"],
-            "reason": [Reason.DUPLICATE_ID.value] * refused.num_rows,
+            "dataset": [dataset] * removed.num_rows,
+            "file": removed["path"],
+            "row": pa.nulls(removed.num_rows, pa.int64()),
+            "source_id": removed["source_id"],
+            "reason": [Reason.DUPLICATE_ID.value] * removed.num_rows,
             "detail": [f"another dataset has a video with the same ID; captions lost: {count}" for count in num_lost],
         },
         schema=REJECTED,
@@ -175,7 +176,7 @@ def without_taken_ids(
 
 
 def rows_of(column: pa.ChunkedArray, values: pa.ChunkedArray) -> np.ndarray:
-    """Return the row in `values` for each element of a dictionary-encoded column, int32[N]; -1 if it is missing."""
+    """Return the row in `values` of each element of a dictionary-encoded column, int32[N]; -1 if it is missing."""
     column = column.unify_dictionaries()
     if column.num_chunks == 0:
         return np.empty(0, np.int32)
@@ -195,15 +196,15 @@ def video_table(dataset: str, videos: pa.Table, *, num_captions: np.ndarray, dig
 
 
 def num_other_splits(old: pa.Table, new: pa.Table) -> int:
-    """Return the number of videos that are in both tables, with different splits."""
+    """Count the videos that are in both tables, but have different splits."""
     rows = pc.index_in(new["video_id"].combine_chunks(), value_set=old["video_id"].combine_chunks())
     is_known = pc.is_valid(rows)
-    before = old["split"].combine_chunks().take(rows.filter(is_known))
-    return pc.sum(pc.not_equal(before, new["split"].combine_chunks().filter(is_known))).as_py() or 0
+    old_splits = old["split"].combine_chunks().take(rows.filter(is_known))
+    return pc.sum(pc.not_equal(old_splits, new["split"].combine_chunks().filter(is_known))).as_py() or 0
 
 
 def replace_dataset(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
-    """Replace the videos of `dataset` in `old` with `new`: known videos keep their rows, others are appended."""
+    """Replace the videos of `dataset` in `old` with `new`. Known videos keep their rows; new videos are appended."""
     position = pc.index_in(new["video_id"], value_set=old["video_id"].combine_chunks()).to_numpy(zero_copy_only=False)
     position = np.where(np.isnan(position.astype(float)), old.num_rows + np.arange(new.num_rows), position)
     is_other = pc.not_equal(old["dataset"], dataset)
@@ -213,7 +214,7 @@ def replace_dataset(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
 
 
 def tables_fingerprint(*tables: pa.Table) -> str:
-    """Hash tables of strings and integers. The result identifies the files of one write."""
+    """Hash tables of strings and integers. The hash identifies the files of one write."""
     sha256 = hashlib.sha256()
     for table in tables:
         for batch in table.to_batches(max_chunksize=65_536):
@@ -246,7 +247,7 @@ def caption_hashes(captions: pa.Table) -> np.ndarray:
                 value_hashes[name] = _hash_strings(batch[name].dictionary)
             _mix(part, value_hashes[name][batch[name].indices.to_numpy()])
         for name in ("begin_s", "end_s"):
-            # Adding 0.0 turns -0.0 into 0.0.
+            # Adding 0.0 converts -0.0 to 0.0.
             _mix(part, (batch[name].to_numpy() + 0.0).view(np.uint64)[:, None])
         hashes[begin : begin + len(part)] = part
         begin += len(part)
@@ -263,15 +264,15 @@ def assign_ids(
     """
     ids = np.full(len(hashes), -1, np.int64)
     if len(old_ids):
-        # Processed in parts, so that sorting needs only a fraction of the memory.
+        # Captions are matched in parts, so that sorting needs only a fraction of the memory.
         part, old_part = _parts(hashes), _parts(old_hashes)
         for number in range(_PARTS):
             rows, old_rows = np.flatnonzero(part == number), np.flatnonzero(old_part == number)
-            matched, old_matched = _match(hashes[rows], old_hashes[old_rows])
-            ids[rows[matched]] = old_ids[old_rows[old_matched]]
-    fresh = np.flatnonzero(ids < 0)
-    ids[fresh] = np.arange(next_id, next_id + len(fresh))
-    return ids, next_id + len(fresh)
+            matches, old_matches = _match(hashes[rows], old_hashes[old_rows])
+            ids[rows[matches]] = old_ids[old_rows[old_matches]]
+    new_rows = np.flatnonzero(ids < 0)
+    ids[new_rows] = np.arange(next_id, next_id + len(new_rows))
+    return ids, next_id + len(new_rows)
 
 
 def _parts(hashes: np.ndarray) -> np.ndarray:
@@ -292,7 +293,7 @@ def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _rank_keys(hashes: np.ndarray) -> np.ndarray:
-    """Return keys uint64[N] that differ for equal rows: the first lane plus the number of equal rows before."""
+    """Return keys uint64[N] that differ for equal rows: the first lane plus the number of preceding equal rows."""
     keys = hashes[:, 0].copy()
     order = np.argsort(keys)
     in_order = keys[order]
@@ -313,7 +314,7 @@ def _rank_keys(hashes: np.ndarray) -> np.ndarray:
 
 
 def _mix(hashes: np.ndarray, values: np.ndarray) -> None:
-    """Mix values uint64[N, 1 or 2] into hashes uint64[N, 2], in position (the finalizer of SplitMix64)."""
+    """Mix values uint64[N, 1 or 2] into hashes uint64[N, 2] in place, with the finalizer of SplitMix64."""
     hashes ^= values
     for lane in range(_LANES):
         column = hashes[:, lane]
@@ -333,17 +334,17 @@ def _hash_strings(strings: pa.Array) -> np.ndarray:
         return hashes
     offsets = np.frombuffer(offset_buffer, np.int32)[strings.offset : strings.offset + len(strings) + 1]
     lengths = np.diff(offsets)
-    filled = np.flatnonzero(lengths)
-    if not len(filled):
+    nonempty = np.flatnonzero(lengths)
+    if not len(nonempty):
         return hashes
     data = np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]]
-    starts = (offsets[:-1] - offsets[0])[filled]
-    position = np.arange(len(data)) - np.repeat(starts, lengths[filled])
-    # Plus one, so that zero bytes affect the hash and strings of different lengths differ.
+    starts = (offsets[:-1] - offsets[0])[nonempty]
+    position = np.arange(len(data)) - np.repeat(starts, lengths[nonempty])
+    # Adding one makes zero bytes affect the hash, so that strings of different lengths differ.
     symbols = data.astype(np.uint64) + np.uint64(1)
     for lane in range(_LANES):
         weights = np.random.PCG64(lane).random_raw(int(lengths.max()))
-        hashes[filled, lane] = np.add.reduceat(weights[position] * symbols, starts)
+        hashes[nonempty, lane] = np.add.reduceat(weights[position] * symbols, starts)
     return hashes
 
 

@@ -1,11 +1,11 @@
-"""Progress of long work on standard error, from the first second.
+"""Progress reports of long work on standard error, from the first second.
 
-A terminal shows one line. rich redraws it several times a second, and erases it at the end. A log gets a line as soon
-as the work has lasted half a second, then a line every ten seconds, and after two minutes a line every minute. Each
-line begins with the time in UTC, and with the time since the program began in brackets:
+A terminal shows one line. rich redraws the line several times a second, and erases it at the end. A log gets its first
+line once the work has lasted half a second, then a line every ten seconds, and after two minutes a line every minute.
+Each line begins with the time in UTC, followed in brackets by the time since the program started:
 `2027-01-31T09:30:10Z [0:10] encoding: 12 of 24 chunks, 2.3x real time, 0:10 left`.
 
-If several processes are launched together, only the first one, by its launcher's RANK, shows progress.
+If several processes are launched together, only the first process, according to RANK, shows progress.
 """
 
 import os
@@ -27,15 +27,15 @@ _FIRST_LINE_S = 0.5
 _REDRAW_S = 0.25
 _INTERVAL_S, _LATER_INTERVAL_S, _LATER_S = 10.0, 60.0, 120.0
 _BAR_WIDTH = 16
-_MIN_WINDOW_S, _NUM_SEEN = 60.0, 100
-_PROGRAM_BEGIN_S = time.monotonic()  # both programs import this module first
+_MIN_WINDOW_S, _NUM_SAMPLES = 60.0, 100
+_PROGRAM_BEGIN_S = time.monotonic()  # start of the program: `prep` and `train` import this module first
 _lock = RLock()
-_shown: list["Activity"] = []  # the innermost activity is the last
-_close: Callable[[], object]  # ends the display
+_activities: list["Activity"] = []  # current activities, the innermost activity last
+_close: Callable[[], object]  # function that ends the display
 
 
 class Activity:
-    """Context manager that shows the current work until its block ends. An inner activity hides an outer one.
+    """Context manager that shows the current work until its block ends. An inner activity hides the outer activity.
 
     Args:
         what: Description of the work, such as "looking at 1,000 videos".
@@ -52,8 +52,8 @@ class Activity:
         global _close
         with _lock:
             self._begin_s = time.monotonic()
-            _shown.append(self)
-            if len(_shown) == 1:
+            _activities.append(self)
+            if len(_activities) == 1:
                 _close = _show()
         return self
 
@@ -61,25 +61,25 @@ class Activity:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with _lock:
-            _shown.remove(self)
-            if not _shown:
+            _activities.remove(self)
+            if not _activities:
                 _close()
 
     def say(self, details: str | Callable[[], str], *, what: str | None = None, share: float | None = None) -> None:
         """Set the details to show after the colon.
 
         Args:
-            details: Text, or a function that returns the text when it is shown.
+            details: Text, or a function that is called to return the text when it is shown.
             what: New description of the work.
-            share: Share of the work that is done, from 0 to 1, for the bar; None if unknown.
+            share: Fraction of the work that is done, from 0 to 1, for the bar; None if unknown.
         """
         self._what, self._details, self._share = what or self._what, details, share
 
     def counter(self, what: str, *, unit: str = "") -> Callable[[int, int | None], None]:
-        """Return a function of (number done, total or None) that shows both, with the rate and the time left.
+        """Return a function that takes the number done and the total (or None), and shows them with rate and time left.
 
         Args:
-            what: Text to show in place of the description until all units are done.
+            what: Text to show instead of the description until all units are done.
             unit: Singular noun for the units.
         """
         outer, pace = self._what, ProgressRate()
@@ -99,7 +99,7 @@ class Activity:
         return show
 
     def adder(self, total: int | None, *, unit: str) -> Callable[[int], None]:
-        """Return a function of the number of newly finished units, which shows the total as `counter` does."""
+        """Return a function that takes a number of newly finished units, and shows their sum as `counter` does."""
         show, num_done = self.counter(self._what, unit=unit), 0
 
         def add(count: int) -> None:
@@ -110,7 +110,7 @@ class Activity:
         return add
 
     def text(self) -> str:
-        """Return the description with its details."""
+        """Return the description and the details."""
         details = self._details if isinstance(self._details, str) else self._details()
         return f"{self._what}: {details}" if details else self._what
 
@@ -128,7 +128,7 @@ class Activity:
         return line
 
     def log(self) -> None:
-        """Write a line into a log if it is due."""
+        """Write a line to the log if a line is due."""
         now_s = time.monotonic()
         elapsed_s = now_s - self._begin_s
         if elapsed_s < _FIRST_LINE_S if self._line_s is None else now_s - self._line_s < log_interval(elapsed_s):
@@ -144,22 +144,22 @@ def is_terminal(stream: IO[str]) -> bool:
 
 
 def is_first_process() -> bool:
-    """Return True unless a launcher has given this process another rank than the first."""
+    """Return True unless a launcher has assigned this process a rank other than the first."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def log_time() -> str:
-    """Return the time in UTC as logs have it: `2027-01-31T09:30:10Z`."""
+    """Return the current time in UTC for logs: `2027-01-31T09:30:10Z`."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def line_time(stream: IO[str]) -> str:
-    """Return the time that begins a line about progress; empty for a terminal, and for a log that adds times."""
+    """Return the time at the start of a progress line; empty for a terminal, and for a log that adds times itself."""
     return "" if stream.isatty() or getattr(stream, "has_times", False) else f"{log_time()} "
 
 
 def log_interval(elapsed_s: float) -> float:
-    """Return the seconds between two lines of a log about work that has lasted `elapsed_s`."""
+    """Return the interval in seconds between two log lines about work that has lasted `elapsed_s` seconds."""
     return _INTERVAL_S if elapsed_s < _LATER_S else _LATER_INTERVAL_S
 
 
@@ -169,48 +169,48 @@ def join_parts(*parts: str) -> str:
 
 
 def amount_text(done: float, total: int | None, unit: str) -> str:
-    """Format an amount of a singular noun: `12 of 24 chunks`, or `12 chunks` if the total is not known."""
+    """Format an amount of `unit`, a singular noun: `12 of 24 chunks`, or `12 chunks` if the total is unknown."""
     amount = f"{done:,}" if total is None else f"{done:,} of {total:,}"
     ending = "" if not unit or (done if total is None else total) == 1 else "s"
     return f"{amount} {unit}{ending}".rstrip()
 
 
 class ProgressRate:
-    """The speed of work over the second half of the time so far, or the last minute if that is longer.
+    """The speed of work over the second half of the elapsed time, or over the last minute if that is longer.
 
     The first half includes work that happens only once, such as starting workers and loading a model.
 
     Args:
-        done: Amount of work done before.
+        done: Amount of work that is already done.
     """
 
     def __init__(self, done: float = 0.0) -> None:
         self._begin_s = time.monotonic()
-        self._seen = deque([(self._begin_s, done)])
+        self._samples = deque([(self._begin_s, done)])
 
     def add(self, done: float) -> None:
-        """Record the amount that is done now, in any unit."""
+        """Record the total amount that has been done, in any unit."""
         now_s = time.monotonic()
         window_s = max(_MIN_WINDOW_S, (now_s - self._begin_s) / 2)
-        if len(self._seen) > 1 and now_s - self._seen[-2][0] < window_s / _NUM_SEEN:
-            self._seen.pop()
-        self._seen.append((now_s, done))
-        while len(self._seen) > 2 and now_s - self._seen[1][0] > window_s:
-            self._seen.popleft()
+        if len(self._samples) > 1 and now_s - self._samples[-2][0] < window_s / _NUM_SAMPLES:
+            self._samples.pop()
+        self._samples.append((now_s, done))
+        while len(self._samples) > 2 and now_s - self._samples[1][0] > window_s:
+            self._samples.popleft()
 
     @property
     def per_s(self) -> float:
         """Amount done per second; 0 if unknown."""
-        (begin_s, before), (end_s, done) = self._seen[0], self._seen[-1]
-        return (done - before) / (end_s - begin_s) if end_s - begin_s >= 1 else 0.0
+        (begin_s, first_done), (end_s, done) = self._samples[0], self._samples[-1]
+        return (done - first_done) / (end_s - begin_s) if end_s - begin_s >= 1 else 0.0
 
     def rate(self) -> str:
-        """Return a text such as `12/s`; empty if unknown."""
+        """Return the rate as text, such as `12/s`; empty if unknown."""
         return rate_text(self.per_s) if self.per_s > 0 else ""
 
     def time_left(self, total: float | None) -> str:
-        """Return a text such as `0:42 left`; empty if unknown."""
-        end_s, done = self._seen[-1]
+        """Return the remaining time as text, such as `0:42 left`; empty if unknown."""
+        end_s, done = self._samples[-1]
         if total is None or self.per_s <= 0 or done >= total:
             return ""
         return f"{clock(max(0.0, (total - done) / self.per_s - (time.monotonic() - end_s)))} left"
@@ -221,7 +221,7 @@ def _program_clock() -> str:
 
 
 def _show() -> Callable[[], object]:
-    """Start to display the innermost activity; return the function that ends the display."""
+    """Start displaying the innermost activity; return a function that ends the display."""
     if not is_first_process():
         return lambda: None
     return _show_on_terminal() if is_terminal(sys.stderr) else _show_in_log()
@@ -233,7 +233,7 @@ def _show_on_terminal() -> Callable[[], object]:
 
     console = Console(file=sys.stderr, force_terminal=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
     live = Live(
-        get_renderable=lambda: next((activity.render() for activity in _shown[-1:]), ""),
+        get_renderable=lambda: next((activity.render() for activity in _activities[-1:]), ""),
         console=console,
         refresh_per_second=1 / _REDRAW_S,
         transient=True,
@@ -254,7 +254,7 @@ def _show_in_log() -> Callable[[], object]:
 
     def write_lines() -> None:
         while not has_ended.wait(_FIRST_LINE_S / 2):
-            for innermost in _shown[-1:]:
+            for innermost in _activities[-1:]:
                 innermost.log()
 
     def close() -> None:

@@ -1,8 +1,8 @@
-"""Atomic file writes: a reader sees either the old file or the complete new file. JSON records with a checksum.
+"""Atomic file writes, so that a reader sees either the old file or the complete new file. JSON records with checksums.
 
 Every durable file of the project is written under a temporary name in the same folder, flushed to disk, and renamed. A
-temporary name is `.tmp-<12 hex>-<name>`. If a process is killed, the temporary name shows which file was being written.
-The next process that holds the lock for that file removes the temporary file.
+temporary name has the form `.tmp-<12 hex>-<name>`. If a process is killed, the temporary name shows which file was
+being written. The next process that holds the lock for that file removes the temporary file.
 
 If a data folder is in a bucket, the object is written before the local file appears, and deleted before the local file
 is removed (`clipmill.manifests.storage.mirrors`).
@@ -29,7 +29,7 @@ _TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{12}}-(.+)", re
 
 @contextmanager
 def publish_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it to `path` if the block succeeds, and remove it otherwise."""
+    """Yield a temporary path next to `path`; rename it to `path` if the block succeeds, and remove it otherwise."""
     temporary = temporary_path(path)
     try:
         with naming(path):
@@ -37,7 +37,7 @@ def publish_atomically(path: Path) -> Iterator[Path]:
             sync(temporary)
             replace(temporary, path)
     except OSError as error:
-        if error.filename == os.fspath(temporary):  # the user does not know the temporary name
+        if error.filename == os.fspath(temporary):  # a name that the user does not know
             error.filename = os.fspath(path)
         raise
     finally:
@@ -45,7 +45,7 @@ def publish_atomically(path: Path) -> Iterator[Path]:
 
 
 def replace(temporary: Path, path: Path) -> None:
-    """Rename a complete file, which has been flushed to disk, from its temporary name to `path`."""
+    """Rename a complete file that has been flushed to disk from its temporary name to `path`."""
     if path.is_dir():
         raise folder_in_place(path)
     if (mirror := mirror_of(path)) is not None:
@@ -55,20 +55,20 @@ def replace(temporary: Path, path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> Path:
-    """Rename a file or folder in the same folder; return `target`."""
+    """Rename a file or folder within its folder; return `target`."""
     mirror = mirror_of(source)
     if mirror is not None:
         mirror.move(source, target)
-    renamed = source.rename(target)
+    new_path = source.rename(target)
     sync(target.parent)
-    return renamed
+    return new_path
 
 
 def remove(*paths: Path) -> None:
-    """Remove files of a folder and its subfolders, in any order, with few requests to a bucket. Files may be missing.
+    """Remove files from a folder and its subfolders, with few requests to a bucket. Files may be missing.
 
     Raises:
-        OSError: A file cannot be removed. Other files may then also be left.
+        OSError: A file cannot be removed. Other files may then remain as well.
     """
     if paths and (mirror := mirror_of(paths[0])) is not None:
         mirror.remove(*paths)
@@ -83,13 +83,13 @@ def publish_bytes(path: Path, content: bytes) -> None:
 
 
 def publish_json(path: Path, value: Any) -> None:
-    """Publish `value` as JSON with sorted keys, so that equal values give equal bytes."""
+    """Publish `value` as JSON with sorted keys, so that equal values yield identical bytes."""
     publish_bytes(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context manager that adds `path` to an OSError without a path: errors of reads, writes and flushes have none."""
+    """Context manager that adds `path` to an OSError without a path, such as the error of a read, write or flush."""
     try:
         yield
     except OSError as error:
@@ -102,15 +102,15 @@ def read_record(path: Path) -> bytes:
     """Read a small file.
 
     Raises:
-        OSError: The file cannot be read, or is not a regular file: reading a pipe might block for ever.
+        OSError: The file cannot be read, or is not a regular file. (Reading a pipe might block forever.)
     """
     with naming(path), open(path, "rb", opener=_open_regular) as file:
         return file.read()
 
 
 def require_regular(file: Path | int, *, path: Path) -> None:
-    """Raise an OSError that names `path` if a file or descriptor is a folder, a pipe, a socket or a device."""
-    mode = os.stat(file).st_mode  # noqa: PTH116 - of a descriptor too
+    """Raise an OSError with `path` if a file or descriptor is a folder, a pipe, a socket or a device."""
+    mode = os.stat(file).st_mode  # noqa: PTH116 - also accepts a descriptor
     if stat.S_ISDIR(mode):
         raise folder_in_place(path)
     if not stat.S_ISREG(mode):
@@ -128,14 +128,14 @@ def _open_regular(name: str, flags: int) -> int:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a new temporary name beside `path`."""
+    """Return a new temporary path next to `path`."""
     return path.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{path.name}"
 
 
 def target_of(name: str) -> str | None:
     """Return the final name of a temporary file; None if `name` is not a temporary name."""
     match = _TEMPORARY.fullmatch(name)
-    # A fetched object is written to a temporary file, whose name contains the temporary name of the cached copy.
+    # A fetched object is written to a temporary file whose name contains the temporary name of the cached copy.
     return (target_of(match[1]) or match[1]) if match else None
 
 
@@ -156,14 +156,14 @@ def temporaries_in(folder: Path, *, of: Callable[[str], bool] = lambda target: T
     """List the temporary files in `folder`, sorted; none if the folder does not exist.
 
     Args:
-        of: Predicate as in `remove_temporaries`.
+        of: Predicate on the final name, as in `remove_temporaries`.
     """
     try:
         with os.scandir(folder) as entries:
-            named = [entry for entry in entries if entry.name.startswith(TEMPORARY_PREFIX)]
+            candidates = [entry for entry in entries if entry.name.startswith(TEMPORARY_PREFIX)]
             return sorted(
                 Path(entry.path)
-                for entry in named
+                for entry in candidates
                 if (target := target_of(entry.name)) is not None and of(target) and entry.is_file(follow_symlinks=False)
             )
     except (FileNotFoundError, NotADirectoryError):
@@ -171,7 +171,7 @@ def temporaries_in(folder: Path, *, of: Callable[[str], bool] = lambda target: T
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to disk. An OSError has the path."""
+    """Flush a file's content, or a folder's entries, to disk. An OSError contains the path."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -187,7 +187,7 @@ def make_folder(path: Path) -> None:
         sync(path.parent)
 
 
-CHECKSUM_KEY = "sha256"  # key in a checked record: the SHA-256 of its other content
+CHECKSUM_KEY = "sha256"  # key of a checked record's checksum, which covers its other content
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -203,7 +203,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def record_sha256(record: dict[str, Any]) -> str:
-    """Compute the SHA-256 (hex) of the canonical JSON of `record`, independent of whitespace and key order."""
+    """Compute the SHA-256 (hex) of the canonical JSON of `record`. It does not depend on whitespace or key order."""
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -214,10 +214,10 @@ def publish_checked_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
-    """Read the record at `path` and remove its checksum.
+    """Read the record at `path`, verify its checksum, and return the record without the checksum.
 
     Raises:
-        OSError: The file cannot be read; the exception has the file name.
+        OSError: The file cannot be read; the exception contains the file name.
         ValueError: `path` is a folder, the content is not a JSON object, or its checksum is missing or does not match.
     """
     try:

@@ -1,19 +1,19 @@
-"""The tables in `<data>/manifest/`: the videos and captions to process. This module is their only definition.
+"""Definition of the tables in `<data>/manifest/`, which list the videos and captions to process.
 
     videos.parquet     one row per video; the order of rows never changes, and new videos are appended
-    captions.parquet   one row per caption, ordered by caption_id; IDs are dense from 0 and never reassigned
-    rejected.parquet   one row for each unusable input row, with the reason; rejected.csv has the same rows for humans,
-                       and its `entry` counts from 1
-    caption_spans*     derived from large tables (clipmill.manifests.caption_spans)
+    captions.parquet   one row per caption, ordered by caption_id; IDs are never reassigned
+    rejected.parquet   one row per unusable input row, with the reason; rejected.csv has the same rows for humans, with
+                       a column `entry` that counts from 1
+    caption_*.arrow    files derived from these tables for training (clipmill.manifests.caption_spans)
     manifest.json      format version, size and SHA-256 of each table, and its own SHA-256; for each dataset, counts and
                        rejected rows by reason; further sources of captions
 
-A further source has captions that `prep manifest captions` adds to videos of any dataset. They are kept when a dataset
-is read again. manifest.json names the model that wrote them.
+A further source provides captions that `prep manifest captions` adds to videos of any dataset. They are kept when a
+dataset is read again. manifest.json records the model that wrote them.
 
-Times are seconds from the start of the video as a player shows it. An end_s of +inf is the end of the video, whose
-duration is not in the manifest. If a dataset has labels, the captions table has additional columns whose names begin
-with `label_`.
+Times are in seconds from the start of the video, as shown by a player. An end_s of +inf means the end of the video,
+whose duration is not in the manifest. If a dataset has labels, the captions table has additional columns whose names
+begin with `label_`.
 """
 
 import pyarrow as pa
@@ -29,7 +29,7 @@ VIDEOS = pa.schema(
         pa.field("split", pa.string(), nullable=False),  # train, val or test
         pa.field("dataset", pa.string(), nullable=False),
         pa.field("num_captions", pa.int32(), nullable=False),
-        # SHA-256 over this video's captions. It lets a plan detect changed captions without reading them.
+        # SHA-256 of this video's captions, with which a plan detects changed captions without reading them.
         pa.field("captions_sha256", pa.string(), nullable=False),
     ]
 )
@@ -41,28 +41,28 @@ CAPTIONS = pa.schema(
         pa.field("begin_s", pa.float64(), nullable=False),
         pa.field("end_s", pa.float64(), nullable=False),
         pa.field("text", pa.string(), nullable=False),
-        # Origin of the caption: narrator, human, .
+        # Source of the caption, such as narrator or human.
         pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),
     ]
 )
 
-# Optional columns. A column is omitted if it would contain only nulls, so that manifests without such captions lack it.
+# Optional columns. A column that would contain only nulls is omitted.
 OPTIONAL_CAPTIONS = pa.schema(
     [
         pa.field("likelihood", pa.float32()),  # mean log-probability per token (natural logarithm), if a model wrote it
         pa.field("split", pa.string()),  # split of this span, if it differs from the split of the video
-        pa.field("group", pa.string()),  # name of the moment, which other videos show as well
+        pa.field("group", pa.string()),  # name of the moment, which other videos also show
         pa.field("view", pa.string()),  # name of the camera that recorded this span
     ]
 )
-# For videos with captions of further sources: the digest of the other captions.
+# Digest of the captions from the dataset, for videos that also have captions from further sources.
 OWN_DIGEST = pa.field("own_captions_sha256", pa.string())
 
 REJECTED = pa.schema(
     [
         pa.field("dataset", pa.string(), nullable=False),
         pa.field("file", pa.string(), nullable=False),  # the annotation file, or the video
-        pa.field("row", pa.int64()),  # 0-based row or entry in the file, if it has rows
+        pa.field("row", pa.int64()),  # 0-based row or entry in the file, if the file has rows
         pa.field("source_id", pa.string()),
         pa.field("reason", pa.string(), nullable=False),  # a code of clipmill.manifests.adapters.annotations
         pa.field("detail", pa.string(), nullable=False),

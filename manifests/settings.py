@@ -1,12 +1,12 @@
-"""Settings of a command: frozen dataclasses whose annotations declare the valid values. One function checks all fields.
+"""Settings of a command: frozen dataclasses whose annotations declare valid values. One function checks all fields.
 
     batch: Annotated[int, Range(1, 10**6)] = 64
-    \"\"\"Batch size, over all processes.\"\"\"
+    \"\"\"Batch size over all processes.\"\"\"
     stride: Annotated[int, Range(1, 10**6), GoesWith("sampling", ("stride",))] = 4
 
-A settings class is derived from `Checked`. Rules about several fields are in its generator `rules`. The construction of
-invalid settings raises a UserError with all mistakes. A command line builds groups before the settings that contain
-them; it defers the checks, and makes them once for the complete tree.
+A settings class is derived from `Checked`. Its generator `rules` checks rules that involve several fields. Constructing
+invalid settings raises a UserError with all mistakes. A command-line parser constructs groups before the settings that
+contain them, so it defers the checks, and runs them once for the complete tree.
 """
 
 import math
@@ -29,7 +29,7 @@ class Range:
     Attributes:
         least, most: Inclusive bounds.
         above, below: Exclusive bounds.
-        hint: Remedy for a value outside, if the bounds do not make it clear.
+        hint: Remedy for a value outside the range, if the bounds do not make it clear.
     """
 
     least: float = -math.inf
@@ -39,7 +39,7 @@ class Range:
     hint: str = ""
 
     def holds(self, value: Any) -> bool:
-        """Return True if `value` is in the range. NaN and infinity never are."""
+        """Return True if `value` is in the range. NaN and infinity are never in the range."""
         if value is None or isinstance(value, tuple):
             return all(map(self.holds, value or ()))
         return bool(self.least <= value <= self.most and self.above < value < self.below)
@@ -47,10 +47,12 @@ class Range:
     def mistakes(self, flag: str, value: Any) -> Iterator[UserError]:
         """Yield the mistake if the value of a flag is not in the range."""
         if not self.holds(value):
-            yield UserError(f"{flag} is {value}", hint=self.hint or f"{flag} must be {self}", flags=(flag,))
+            yield UserError(
+                f"{flag} is {value}, which is out of range", hint=self.hint or f"{flag} must be {self}", flags=(flag,)
+            )
 
     def __str__(self) -> str:
-        """Return the range in words: `from 1 to 1,024`."""
+        """Return the range as text: `from 1 to 1,024`."""
         if math.isfinite(self.least) and math.isfinite(self.most):
             return f"from {_number(self.least)} to {_number(self.most)}"
         bounds = {
@@ -69,12 +71,13 @@ PROBABILITY = Range(0, 1)
 
 @dataclass(frozen=True)
 class GoesWith:
-    """Dependency on a setting of the same group: without it, the annotated setting has no effect.
+    """Dependency on a setting of the same group, without which the annotated setting has no effect.
 
     Attributes:
-        name: Name of the other setting's field.
-        values: Values of the other setting that give the annotated setting an effect; if empty, any value but 0 does.
-        use: Text of the hint that replaces these values.
+        name: Field of the other setting.
+        values: Values of the other setting with which the annotated setting has an effect; if empty, any value except
+            0 or None.
+        use: Text that replaces these values in the hint.
     """
 
     name: str
@@ -87,11 +90,11 @@ class GoesWith:
 
 
 class Needs(GoesWith):
-    """Dependency on a setting of the same group: without it, giving the annotated setting anywhere is a mistake."""
+    """Dependency on a setting of the same group, without which it is a mistake to set the annotated setting at all."""
 
 
 class Checked:
-    """Base class of settings (frozen dataclasses): `prefix` of the flags, checks of fields, rules about several."""
+    """Base class of settings (frozen dataclasses), with the `prefix` of their flags. It checks all fields and rules."""
 
     prefix: ClassVar[str] = ""
 
@@ -100,7 +103,7 @@ class Checked:
             refuse(mistakes(self))
 
     def rules(self) -> Iterator[UserError]:
-        """Yield the mistakes that are about several fields. Each single field is already in its range."""
+        """Yield the mistakes that involve several fields. Each field is already in its range."""
         return iter(())
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
@@ -114,7 +117,7 @@ class Checked:
 
 
 class Annotations(NamedTuple):
-    """The annotations of a field. If annotations are nested, the outermost one counts."""
+    """The annotations of a field. If annotations are nested, the outermost annotation counts."""
 
     name: str
     default: Any
@@ -146,7 +149,7 @@ def mistakes(settings: Checked) -> list[UserError]:
 
 
 def _examine(settings: Checked) -> tuple[list[UserError], Any]:
-    """Return the mistakes, and the settings with defaults for values out of range, so that rules get valid values."""
+    """Return the mistakes, and the settings with out-of-range values replaced by defaults, so that rules can run."""
     errors: list[UserError] = []
     valid: dict[str, object] = {}
     for field in annotations_of(type(settings)):
@@ -184,7 +187,7 @@ def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterato
     accepted if its value is the default.
 
     Args:
-        typed: Flags of the command line, with their values.
+        typed: Flags on the command line, with their values.
     """
     for field in annotations_of(type(settings)):
         value, flag, goes_with = getattr(settings, field.name), settings.flag(field.name), field.goes_with
@@ -195,7 +198,7 @@ def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterato
         other, other_value = settings.flag(goes_with.name), getattr(settings, goes_with.name)
         if not goes_with.holds(other_value):
             use = goes_with.use or " or ".join(map(str, goes_with.values))
-            state = "not given" if other_value is None else other_value
+            state = "not set" if other_value is None else other_value
             yield without_effect(flag, typed, f"{other} is {state}", use=f"{other} {use}".strip())
     yield from settings.without_effect(typed)
 
@@ -209,7 +212,7 @@ def without_effect(flag: str, typed: Mapping[str, str], why: str, *, use: str) -
 
 @contextmanager
 def deferred_checks() -> Iterator[None]:
-    """Context in which settings are constructed without checks. The caller checks them later."""
+    """Context manager in which settings are constructed without checks. The caller checks them later."""
     token = _checks_are_deferred.set(True)
     try:
         yield
@@ -218,7 +221,7 @@ def deferred_checks() -> Iterator[None]:
 
 
 def errors_of(check: Callable[..., object], *arguments: Any, **more: Any) -> Iterator[UserError]:
-    """Yield the errors that a check raises. Rules of settings use it."""
+    """Call `check` and yield the errors that it raises, for use in rules of settings."""
     try:
         check(*arguments, **more)
     except UserError as error:
@@ -226,7 +229,7 @@ def errors_of(check: Callable[..., object], *arguments: Any, **more: Any) -> Ite
 
 
 def refuse(errors: Iterable[UserError]) -> None:
-    """Raise all mistakes at once, if there are any; of several mistakes about one flag, only the first."""
+    """Raise all mistakes at once, if there are any, but only the first mistake about each flag."""
     by_flag: dict[str, UserError] = {}
     for error in errors:
         by_flag.setdefault(next(iter(error.flags), str(error)), error)

@@ -1,9 +1,9 @@
-"""Reader of the manifest in a data folder: it finds the current table files and verifies their checksums.
+"""Reader for the manifest in a data folder, which finds the current table files and verifies their checksums.
 
 clipmill.manifests.schema defines the tables, and clipmill.manifests.write writes them. A write replaces one dataset and
-keeps the others. The result depends only on the given rows and the last complete manifest: files of an interrupted
-write are never read. The new tables are staged beside the old ones, and become valid when manifest.json is published.
-Each table stores the fingerprint of the manifest.
+keeps the others. The result depends only on the new rows and the last complete manifest; files of an interrupted write
+are never read. The new tables are staged next to the old tables, and become valid when manifest.json is published. Each
+table stores the fingerprint of the manifest.
 """
 
 import errno
@@ -68,7 +68,7 @@ def read_captions(data_dir: Path) -> pa.Table:
 
 
 def open_captions(data_dir: Path, *, coded: Sequence[str] = ()) -> pq.ParquetFile:
-    """Open the captions for reading by row group. The caller closes the file.
+    """Open the captions for reading by row group. The caller must close the file.
 
     The open table does not change if a new manifest is written later.
 
@@ -82,12 +82,12 @@ def open_captions(data_dir: Path, *, coded: Sequence[str] = ()) -> pq.ParquetFil
 
 
 def open_videos(data_dir: Path) -> pq.ParquetFile:
-    """Open the videos table for reading by row group. The caller closes the file. See `open_captions`."""
+    """Open the videos table for reading by row group. The caller must close the file. See `open_captions`."""
     return read_consistently(data_dir, lambda manifest: _open(data_dir, VIDEOS_FILE, VIDEOS, manifest))
 
 
 def captions_path(data_dir: Path) -> Path:
-    """Verify the captions file, and return its path, which is valid until the manifest is written again.
+    """Verify the captions file, and return its path, which is valid until the next write of the manifest.
 
     Raises:
         UserError: See `read_videos`.
@@ -110,7 +110,7 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
     """Read the content of manifest.json.
 
     Raises:
-        UserError: There is no manifest, or it uses another format.
+        UserError: There is no manifest, it is damaged, or it uses a different format.
     """
     path = manifest_dir(data_dir) / MANIFEST_FILE
     try:
@@ -118,26 +118,26 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(
             f"no manifest in {data_dir}",
-            hint=f"create one: prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
+            hint=f"create one with prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
         ) from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error}", hint="check its permissions") from error
     except ValueError as error:
         raise DamagedManifest(path, str(error)) from error
     if "format" not in content:
-        raise DamagedManifest(path, "not a manifest")
+        raise DamagedManifest(path, "it is not a manifest")
     if content["format"] != MANIFEST_FORMAT:
         raise UserError(
             f"{path} has format {content['format']}, but this version of clipmill reads format {MANIFEST_FORMAT}",
-            hint="use the version of clipmill that wrote it",
+            hint="use the version of clipmill that wrote the data",
         )
     if not isinstance(content.get("fingerprint"), str):
-        raise DamagedManifest(path, "the fingerprint is missing")
+        raise DamagedManifest(path, "its fingerprint is missing")
     return content
 
 
 def num_captions_of(data_dir: Path) -> int:
-    """Return the number of captions of datasets recorded in the manifest, without captions of further sources."""
+    """Return the number of captions from datasets in the manifest, without captions from further sources."""
     return sum(int(entry.get("num_captions", 0)) for entry in read_manifest(data_dir).get("datasets", {}).values())
 
 
@@ -164,7 +164,7 @@ def _read(
 
     def read(manifest: dict[str, Any]) -> pa.Table:
         with _open(data_dir, name, schema, manifest, coded) as file:
-            table = file.read(columns=columns)  # returns one chunk per row group; `read_table` returns several
+            table = file.read(columns=columns)  # one chunk per row group; `read_table` returns several
         return table if columns is None else table.select(columns)
 
     return read_consistently(data_dir, read).replace_schema_metadata().unify_dictionaries()
@@ -179,7 +179,7 @@ def _open(
     try:
         stored = file.schema_arrow
         if (stored.metadata or {}).get(FINGERPRINT_KEY, b"").decode("ascii", "replace") != manifest["fingerprint"]:
-            raise DamagedManifest(path, f"it does not belong to {MANIFEST_FILE}: a write was interrupted")
+            raise DamagedManifest(path, f"it does not belong to {MANIFEST_FILE}, because a write was interrupted")
         missing = [field.name for field in schema if field.name not in stored.names]
         if missing:
             raise DamagedManifest(path, f"column {missing[0]} is missing")
@@ -191,7 +191,7 @@ def _open(
 
 
 def read_consistently(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """Call `read` on the content of manifest.json; retry if a new manifest was published in the meantime."""
+    """Call `read` with the content of manifest.json; retry, because a new manifest may be published in the meantime."""
     for is_last in (False, False, True):
         manifest = read_manifest(data_dir)
         try:
@@ -212,10 +212,11 @@ REJECTED_LIST = "rejected.csv"  # human-readable copy of the rejected rows; no c
 TABLE_FILES = (CAPTIONS_FILE, REJECTED_FILE, VIDEOS_FILE)
 SPANS_FILE, TEXTS_FILE = "caption_spans.arrow", "caption_texts.arrow"
 MAPPED_FILES = (SPANS_FILE, TEXTS_FILE)  # derived from the tables (clipmill.manifests.caption_spans)
-FINGERPRINT_KEY = b"clipmill_manifest"  # metadata key of each table: the fingerprint of the write that created it
+FINGERPRINT_KEY = b"clipmill_manifest"  # metadata key for the fingerprint of the write that created a table
 _STAGED = re.compile(r"(captions|rejected|videos)-[0-9a-f]{16}\.parquet|caption_(spans|texts)-[0-9a-f]{16}\.arrow")
 _TOO_LARGE = "split the videos across several data folders, and pass all of them to `train`: --shards A --shards B"
-MAX_ROWS = MAX_TEXT_BYTES = 2**31 - 1  # rows per table, text bytes per column: row numbers and offsets are 32-bit
+# Maximum number of rows per table, and of bytes per text column, because row numbers and offsets have 32 bits.
+MAX_ROWS = MAX_TEXT_BYTES = 2**31 - 1
 REPAIR_HINT = "run the dataset's `prep manifest` command again; it rewrites the tables, or reports why it cannot"
 
 
@@ -236,7 +237,7 @@ def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None
     """Reject a table that is too large for 32-bit row numbers and offsets.
 
     Args:
-        videos: Videos table, if `path` is that table. Its text columns are also checked: each becomes one array.
+        videos: Videos table, if `path` is that table. Its text columns, which become one array each, are also checked.
 
     Raises:
         UserError: The table has too many rows, or a text column has too many bytes.
@@ -254,7 +255,11 @@ def require_numbers(path: Path, *, num_rows: int, videos: pa.Table | None = None
 
 
 def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:
-    """Return the path at which the write `fingerprint` stages table `name` before it renames it to its final name."""
+    """Return the path at which a write stages the table `name` before renaming it to its final name.
+
+    Args:
+        fingerprint: Fingerprint of the write.
+    """
     path = folder / name
     return path.with_name(f"{path.stem}-{fingerprint[:16]}{path.suffix}")
 
@@ -262,8 +267,8 @@ def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:
 def describe(path: Path) -> dict[str, Any]:
     """Return the entry of a table's file in manifest.json.
 
-    Mapped files use CRC-32, which costs a third of SHA-256: it is computed whenever the captions are opened, and there
-    may be tens of millions of captions.
+    Mapped files use CRC-32, which costs a third as much as SHA-256, because it is computed whenever the captions are
+    opened, and there may be tens of millions of captions.
     """
     size_bytes = path.stat().st_size
     if path.suffix == ".arrow":
@@ -274,7 +279,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def promote(folder: Path, *, fingerprint: str) -> None:
-    """Rename the staged tables of a write to their final names, and remove tables staged by interrupted writes."""
+    """Rename the staged tables of a write to their final names, and remove tables that interrupted writes staged."""
     for name in (*TABLE_FILES, *MAPPED_FILES):
         rename(staged_path(folder, name, fingerprint=fingerprint), folder / name)
     for path in folder.iterdir():
@@ -287,13 +292,13 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_chec
 
     Args:
         manifest: Content of manifest.json.
-        has_checksum: False to verify only the size.
+        has_checksum: Verify the checksum; False verifies only the size.
 
     Raises:
-        DamagedManifest: The file is missing, or is not the file that `manifest` records.
+        DamagedManifest: The file is missing, or does not match its entry in `manifest`.
         OSError: The file cannot be read.
     """
-    # Check the staged name first, because files are renamed from the staged name to the plain name, never back.
+    # Check the staged name first, because files are renamed from the staged name to the final name, never back.
     staged = staged_path(folder, name, fingerprint=manifest["fingerprint"])
     path = staged if staged.exists() else folder / name
     recorded = manifest.get("tables", {}).get(name)
@@ -312,11 +317,11 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_chec
 
 
 def check_data_dir(data_dir: Path, *, videos: "Place | None" = None) -> None:
-    """Reject a data folder that is inside the source code of clipmill, or is the folder of the videos.
+    """Reject a data folder that is inside the source code of clipmill, or is the folder with the videos.
 
     Raises:
-        UserError: `data_dir` is a file, is the folder of clipmill's packages, is inside one of them, or is the folder
-            of the videos.
+        UserError: `data_dir` is a file, is the folder of clipmill's packages, is inside one of the packages, or is the
+            folder with the videos.
     """
     if (mirror := mirror_of(data_dir)) is not None:
         if isinstance(videos, str) and videos.rstrip("/") == mirror.address.rstrip("/"):
@@ -325,27 +330,28 @@ def check_data_dir(data_dir: Path, *, videos: "Place | None" = None) -> None:
         return
     resolved = resolved_folder(data_dir)
     if resolved.exists() and not resolved.is_dir():
-        raise UserError(f"the data folder {data_dir} is a file", hint="give a folder with --data")
+        raise UserError(f"the data folder {data_dir} is a file", hint="pass a folder with --data")
     # `<tree>/shards` is a package of clipmill, but `<tree>/data` is not.
     packages = [folder for folder in (resolved, *resolved.parents) if (folder / "__init__.py").exists()]
     if _is_source_tree(resolved) or any(_is_source_tree(folder.parent) for folder in packages):
         raise UserError(
             f"the data folder {data_dir} is inside the source code of clipmill",
-            hint="give another folder with --data or $CLIPMILL_DATA",
+            hint="use a different folder, with --data or $CLIPMILL_DATA",
         )
     if isinstance(videos, Path) and resolved == resolved_folder(videos):
         raise _same_folder_error(data_dir)
 
 
 def address_of(data_dir: Path) -> "Place":
-    """Return the address of a data folder in a bucket, or the path of a local data folder."""
+    """Return the URL of a data folder in a bucket, or the path of a local data folder."""
     mirror = mirror_of(data_dir)
     return data_dir if mirror is None else mirror.address
 
 
-def _same_folder_error(place: "Place") -> UserError:
+def _same_folder_error(folder: "Place") -> UserError:
     return UserError(
-        f"{place} is both the data folder and the folder of the videos", hint="give a separate data folder with --data"
+        f"{folder} is both the data folder and the folder of the videos",
+        hint="use a separate data folder, with --data",
     )
 
 
@@ -353,7 +359,7 @@ def resolved_folder(folder: Path) -> Path:
     """Resolve symbolic links in `folder`, which need not exist, and verify that it is accessible.
 
     Raises:
-        UserError: The folder is not accessible: a loop of links, a very long name, or a parent without permission.
+        UserError: The folder is not accessible, because of a loop of links, a very long name, or missing permissions.
     """
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -362,7 +368,7 @@ def resolved_folder(folder: Path) -> Path:
     except OSError as error:
         why = "its symbolic links form a loop" if error.errno == errno.ELOOP else error.strerror or str(error)
         raise UserError(
-            f"cannot access {folder}: {why}", hint="give another folder, or fix its links and permissions"
+            f"cannot access {folder}: {why}", hint="use a different folder, or fix its links and permissions"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Writes of the manifest. A write replaces the rows of a dataset, or the captions of further sources.
+"""Write the manifest: replace the rows of a dataset, or the captions from further sources.
 
 Every write ends with `publish_manifest`, which publishes all tables at once.
 """
@@ -58,25 +58,26 @@ from clipmill.manifests.store import (
     staged_path,
 )
 
-FURTHER = "further captions"  # value of the column `dataset` of rejected rows; only rows of the last command are kept
-_MAX_REMOVED = 1 / 3  # share of a dataset's videos; removing more is probably a mistake
-_MAX_NAMED = 3
+# Value of `dataset` for rejected rows of further captions. Only the rows of the last command are kept.
+FURTHER = "further captions"
+_MAX_REMOVED = 1 / 3  # fraction of a dataset's videos; removing more is probably a mistake
+_MAX_NAMED = 3  # number of videos listed in a message
 
 
 @dataclass(frozen=True)
 class WriteResult:
-    """A dataset's entry in the manifest after a write.
+    """The result of writing a dataset to the manifest.
 
     Attributes:
-        num_captions_lost: Captions without a video.
+        num_captions_lost: Number of captions without a video.
         num_rejected: Number of rejected files and rows by reason.
         num_files_rejected: Number of rejected files; the other rejections are rows of files.
-        num_captions_removed: Captions of the dataset that left the manifest.
-        num_videos_removed: Videos of the dataset that left the manifest.
-        num_splits_changed: Videos of the dataset that had another split in the manifest.
-        num_further_kept: Captions of further sources in the manifest.
-        num_further_removed: Captions of further sources that were removed with their videos.
-        splits: Number of videos and of captions of the dataset, by split.
+        num_captions_removed: Number of captions of the dataset that were removed from the manifest.
+        num_videos_removed: Number of videos of the dataset that were removed from the manifest.
+        num_splits_changed: Number of videos of the dataset that had a different split in the manifest.
+        num_further_kept: Number of captions from further sources in the manifest.
+        num_further_removed: Number of captions from further sources that were removed with their videos.
+        splits: Numbers of videos and captions of the dataset, by split.
     """
 
     folder: Path
@@ -108,7 +109,7 @@ def write_manifest(
 ) -> WriteResult:
     """Replace the rows of `dataset` in the manifest; other datasets are unchanged.
 
-    Known videos keep their rows, and new videos are appended. Known captions keep their IDs. Captions of further
+    Known videos keep their rows, and new videos are appended. Known captions keep their IDs. Captions from further
     sources are kept as long as their videos. A video whose ID belongs to another dataset is rejected with its captions.
 
     Args:
@@ -117,11 +118,11 @@ def write_manifest(
             assigned here).
         rejected: Table of schema.REJECTED.
         num_captions_lost: Number of captions that the adapter could not use, because they have no video.
-        may_remove: Allow more than a third of the dataset's videos to leave the manifest.
+        may_remove: Allow more than a third of the dataset's videos to be removed.
 
     Raises:
-        UserError: The previous manifest is damaged, captions have the source of other captions or other types of
-            labels, or too many videos would leave the manifest.
+        UserError: The previous manifest is damaged, captions use the name of a further source or labels of a different
+            type, or too many videos would be removed.
     """
     folder = manifest_dir(data_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,9 +131,9 @@ def write_manifest(
     is_other = pc.not_equal(old.videos["dataset"], dataset)
     other_ids, own_ids = (old.videos.filter(mask)["video_id"] for mask in (is_other, pc.invert(is_other)))
     rejected = REJECTED.empty_table() if rejected is None else rejected
-    num_given = captions.num_rows
+    num_input_captions = captions.num_rows
     videos, captions, rejected = without_taken_ids(dataset, videos, captions, rejected, taken_ids=other_ids)
-    num_captions_lost += num_given - captions.num_rows
+    num_captions_lost += num_input_captions - captions.num_rows
 
     video_rows = rows_of(captions["video_id"], videos["video_id"])
     if (video_rows < 0).any():
@@ -182,17 +183,17 @@ def write_manifest(
             further=further.stored_records(),
         ),
     )
-    # Number of videos, and number of captions, by split.
+    # Count the videos and the captions by split.
     coded = videos["split"].combine_chunks().dictionary_encode()
     codes, names = coded.indices.to_numpy(), coded.dictionary.to_pylist()
-    of_captions = codes[video_rows]
+    caption_codes = codes[video_rows]
     if "split" in captions.column_names:
         split = captions["split"].combine_chunks()
         names += sorted(set(pc.unique(split).drop_null().to_pylist()).difference(names))
-        of_captions = np.where(
-            split.is_valid(), pc.index_in(split, value_set=pa.array(names)).fill_null(-1), of_captions
+        caption_codes = np.where(
+            split.is_valid(), pc.index_in(split, value_set=pa.array(names)).fill_null(-1), caption_codes
         )
-    counts = (np.bincount(part, minlength=len(names)).tolist() for part in (codes, of_captions))
+    counts = (np.bincount(part, minlength=len(names)).tolist() for part in (codes, caption_codes))
     splits = dict(zip(names, zip(*counts, strict=True), strict=True))
     num_added = int((ids >= old.next_caption_id).sum())
     num_before = int(old.datasets.get(dataset, {}).get("num_captions", 0))
@@ -219,12 +220,12 @@ def write_manifest(
 def _removal_error(removed: list[str], num_before: int, dataset: str, *, num_further: int) -> UserError:
     """Return the error for a write that would remove too many videos."""
     more = f", and {len(removed) - _MAX_NAMED:,} more" if len(removed) > _MAX_NAMED else ""
-    captions = f", and {count_noun(num_further, 'caption')} of added sources with them" if num_further else ""
+    captions = f", with {count_noun(num_further, 'caption')} from added sources" if num_further else ""
     return UserError(
         f"{len(removed):,} of {num_before:,} videos of dataset {dataset} would be removed from the manifest{captions}: "
         f"{', '.join(removed[:_MAX_NAMED])}{more}",
-        hint="check that the folder and the tables are the right ones; the manifest was not changed. If the videos are "
-        "gone or renamed on purpose, add --yes; their chunks stay on disk until prep gc",
+        hint="the manifest was not changed; check that the folder and the tables are correct. If the videos were "
+        "removed or renamed on purpose, add --yes; their chunks stay on disk until prep gc",
     )
 
 
@@ -246,7 +247,7 @@ class NewManifest:
     Attributes:
         videos: Table of schema.VIDEOS and schema.OWN_DIGEST.
         rejected: Table of schema.REJECTED.
-        captions: Captions of the previous manifest that are kept, and captions that are added.
+        captions: Change to the captions of the previous manifest.
         datasets, further: Records of the datasets and of the further sources, by name.
     """
 
@@ -261,7 +262,7 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
     """Publish a manifest in `folder`.
 
     Raises:
-        UserError: The previous manifest is damaged and this manifest is different, or labels have another type.
+        UserError: The previous manifest is damaged and `new` differs from it, or labels have a different type.
     """
     videos, rejected = new.videos, new.rejected
     if videos[OWN_DIGEST.name].null_count == videos.num_rows:
@@ -296,9 +297,9 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
     )
     promote(folder, fingerprint=fingerprint)
     number = rejected.schema.get_field_index("row")
-    counted_from_1 = rejected.set_column(number, "entry", pc.add(rejected["row"], 1))
+    readable_rows = rejected.set_column(number, "entry", pc.add(rejected["row"], 1))
     with publish_atomically(folder / REJECTED_LIST) as temporary:
-        csv.write_csv(counted_from_1, temporary)
+        csv.write_csv(readable_rows, temporary)
 
 
 @dataclass(frozen=True)
@@ -307,10 +308,10 @@ class FurtherResult:
 
     Attributes:
         folder: Folder of the manifest.
-        num_captions: Source -> number of captions.
-        num_added: Source -> number of captions that were not in the manifest.
-        num_removed: Source -> number of earlier captions that are not in the tables.
-        num_stale: Earlier version of a source -> number of captions that were replaced.
+        num_captions: Number of captions by source.
+        num_added: Number of captions that were not in the manifest, by source.
+        num_removed: Number of earlier captions that are not in the new tables, by source.
+        num_stale: Number of captions that were replaced, by earlier version of a source.
     """
 
     folder: Path
@@ -323,39 +324,39 @@ class FurtherResult:
 def write_further_captions(
     data_dir: Path, captions: pa.Table, rejected: pa.Table, *, records: Mapping[str, Mapping[str, Any]]
 ) -> FurtherResult:
-    """Add captions to videos in the manifest. They replace captions of the same sources and their earlier versions.
+    """Add captions to videos in the manifest. They replace captions from the same sources and their earlier versions.
 
     Captions that were in the manifest keep their IDs; all other captions of the manifest are unchanged.
 
     Args:
         captions: Columns video_id, begin_s, end_s, text, source and likelihood (IDs are assigned here).
         rejected: Table of schema.REJECTED.
-        records: Source -> {"kind", "models"} of each source in `captions`.
+        records: Record {"kind", "models"} of each source in `captions`, by name.
 
     Raises:
-        UserError: There is no manifest, it is damaged, or a source has the name of other captions.
+        UserError: There is no manifest, it is damaged, or the name of a source is already in use.
     """
-    old = _sound_manifest(data_dir)
-    before = _counts(old.captions_path)
+    old = _require_manifest(data_dir)
+    old_counts = _counts(old.captions_path)
     for source, record in records.items():
         kind = str(record["kind"])
         if source in old.further and old.further[source]["kind"] != kind:
             raise UserError(
-                f"the source {source!r} has captions of another kind ({old.further[source]['kind']}, not {kind})",
-                hint="give the new captions another name with --source",
+                f"the source {source!r} has captions of a different kind ({old.further[source]['kind']}, not {kind})",
+                hint="set a different name for the new captions with --source",
             )
-        if source in before and source not in old.further:
+        if source in old_counts and source not in old.further:
             raise UserError(
-                f"a dataset in the manifest has {count_noun(before[source], 'caption')} with the source {source!r}",
-                hint="give the new captions another name with --source",
+                f"a dataset in the manifest has {count_noun(old_counts[source], 'caption')} with the source {source!r}",
+                hint="set a different name for the new captions with --source",
             )
     versions: dict[tuple[str, str], str] = {}
     for source, record in records.items():
         other = versions.setdefault((source_name(source), str(record["kind"])), source)
         if other != source:
             raise UserError(
-                f"the tables have captions of two versions of a model: {other} and {source}",
-                hint="give the tables of the newer version, or another name with --source",
+                f"the tables have captions from two versions of a model: {other} and {source}",
+                hint="pass only the tables of the newer version, or set a different name with --source",
             )
     kinds = {source_name(source): record["kind"] for source, record in records.items()}
     replaced = {name for name, record in old.further.items() if kinds.get(source_name(name)) == record["kind"]}
@@ -371,42 +372,42 @@ def write_further_captions(
         num_captions=num_captions,
         num_added={name: num_added.get(name, 0) for name in num_captions},
         num_removed={
-            name: before.get(name, 0) - (count - num_added.get(name, 0)) for name, count in num_captions.items()
+            name: old_counts.get(name, 0) - (count - num_added.get(name, 0)) for name, count in num_captions.items()
         },
-        num_stale={name: before[name] for name in sorted(replaced) if name not in records},
+        num_stale={name: old_counts[name] for name in sorted(replaced) if name not in records},
     )
 
 
 def remove_further_sources(data_dir: Path, names: Collection[str]) -> dict[str, int]:
-    """Remove the captions of further sources; return source -> number of removed captions.
+    """Remove the captions of further sources; return the number of removed captions by source.
 
     All other captions of the manifest are unchanged. If the tables are added again, the captions get new IDs.
 
     Args:
-        names: Names of sources; a name without the version of a model stands for all versions.
+        names: Names of sources; a name without a model version selects all versions.
 
     Raises:
-        UserError: There is no manifest, it is damaged, or there is no such further source.
+        UserError: There is no manifest, it is damaged, or a further source does not exist.
     """
-    old = _sound_manifest(data_dir)
+    old = _require_manifest(data_dir)
     removed: set[str] = set()
     for name in names:
         sources = {name} if name in old.further else {source for source in old.further if source_name(source) == name}
         if not sources:
-            is_of_dataset = name in _counts(old.captions_path)
-            reason = "belongs to a dataset, whose captions come from its tables" if is_of_dataset else "does not exist"
+            is_in_dataset = name in _counts(old.captions_path)
+            reason = "belongs to a dataset, so it cannot be removed" if is_in_dataset else "does not exist"
             raise UserError(
                 f"the source {quote_value(name)} {reason}",
                 hint=f"sources that can be removed: {', '.join(old.further) or 'none'}",
             )
         removed |= sources
     counts = {name: int(old.further[name]["num_captions"]) for name in sorted(removed)}
-    nothing = FurtherCaptions.read(old).captions.slice(0, 0).drop_columns(["caption_id"])
-    _publish(data_dir, old, nothing, REJECTED.empty_table(), records={}, replaced=removed)
+    no_captions = FurtherCaptions.read(old).captions.slice(0, 0).drop_columns(["caption_id"])
+    _publish(data_dir, old, no_captions, REJECTED.empty_table(), records={}, replaced=removed)
     return counts
 
 
-def _sound_manifest(data_dir: Path) -> PreviousManifest:
+def _require_manifest(data_dir: Path) -> PreviousManifest:
     old = previous_manifest(data_dir)
     if old.damage is not None:
         raise old.damage
@@ -427,7 +428,7 @@ def _publish(
     is_replaced = of_sources(replaced)
     ids, next_id = stable_ids(old, captions, is_replaced=is_replaced if replaced else None)
     further = FurtherCaptions.read(old)
-    changed = further.without(replaced).with_source(captions, ids=ids, records=records)
+    new_further = further.without(replaced).with_source(captions, ids=ids, records=records)
     if (rows_of(captions["video_id"], old.videos["video_id"]) < 0).any():
         raise ValueError("captions refer to a video that is not in the manifest")
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], FURTHER))
@@ -435,11 +436,11 @@ def _publish(
         manifest_dir(data_dir),
         old,
         NewManifest(
-            videos=changed.added_to(further.removed_from(old.videos)),
+            videos=new_further.added_to(further.removed_from(old.videos)),
             rejected=pa.concat_tables([other_rejected, rejected.cast(REJECTED)]),
             captions=CaptionChange(captions, ids, next_id, keep=lambda table: ~is_replaced(table), keep_labels=True),
             datasets=old.datasets,
-            further=changed.stored_records(),
+            further=new_further.stored_records(),
         ),
     )
     return ids

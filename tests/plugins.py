@@ -48,4 +48,4 @@ def installed_here(folder: Path) -> Iterator[None]:
 def _look_again() -> None:
     plugins._all_entries.cache_clear()
     plugins._entries.cache_clear()
-    plugins._say_once.cache_clear()
+    plugins._warn_once.cache_clear()

@@ -21,8 +21,8 @@ DECOUPLED = "clipmill_example.decoupled:DECOUPLED"
     ("path", "said"),
     [
         ("no_such_module:LOSS", "cannot be imported: ModuleNotFoundError"),
-        ("clipmill_example.decoupled:decoupled", "is of type function, not LossSpec"),
-        (DECOUPLED, "calls itself 'decoupled'"),
+        ("clipmill_example.decoupled:decoupled", "has type function, not LossSpec"),
+        (DECOUPLED, "has the name 'decoupled' itself"),
     ],
 )
 def test_a_part_that_cannot_be_used_is_named_with_its_package_and_stops_nothing_else(
@@ -38,7 +38,7 @@ def test_a_part_that_cannot_be_used_is_named_with_its_package_and_stops_nothing_
         LOSSES.list_usable()
         warned = capsys.readouterr().err
         assert warned.count(said) == 1, "each lookup warned"
-        assert "infonce of the package odd 1.0 has a name that is taken" in warned
+        assert "infonce of the package odd 1.0 has a name that is in use" in warned
     assert "odd-one" not in LOSSES
 
 
@@ -49,7 +49,7 @@ def test_a_column_that_cannot_be_used_stops_neither_the_help_nor_the_completion(
         with installed_here(tmp_path):
             app = build_app()
             listed = help_text(app, ["--help"])
-            assert re.search(r"^  odd +Cannot be used; the command says why\.$", listed, re.MULTILINE)
+            assert re.search(r"^  odd +Cannot be used; the command reports why\.$", listed, re.MULTILINE)
             assert "odd" in app.generate_completion(shell="bash")  # noqa: S604 - no program is started
             for words in (["odd", "--every", "2"], ["plan", "odd"]):
                 with pytest.raises(UnusablePart, match="cannot be imported: ModuleNotFoundError"):
@@ -87,7 +87,7 @@ def test_a_name_that_is_not_allowed_is_refused_with_the_allowed_characters(
     tmp_path: Path, parts: Parts[object], allowed: str, name: str
 ) -> None:
     declare(tmp_path, "odd", {"losses": {name: DECOUPLED}, "fields": {name: DECOUPLED}})
-    with installed_here(tmp_path), pytest.raises(UnusablePart, match="has a name that is not allowed") as error:
+    with installed_here(tmp_path), pytest.raises(UnusablePart, match="has an invalid name") as error:
         parts[name]
     assert str(error.value.hint).endswith(f"a lower-case letter, then lower-case letters, {allowed}")
 

@@ -40,6 +40,6 @@ def __getattr__(name: str) -> Any:
         def refuse(*words: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> None:
             raise unusable
 
-        refuse.__doc__ = "Cannot be used; the command says why."
+        refuse.__doc__ = "Cannot be used; the command reports why."
         return refuse
     return make_command(spec) if verb == "make" else plan_command(spec)

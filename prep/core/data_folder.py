@@ -39,12 +39,12 @@ def require_data_folder(data_dir: Path) -> Path:
     if mirror is not None and mirror.is_empty:
         raise UserError(
             f"there is no data folder at {mirror.address}",
-            hint=f"create one: prep manifest folder VIDEOS --data {mirror.address}",
+            hint=f"create one with prep manifest folder VIDEOS --data {mirror.address}",
         )
     if not resolved_folder(data_dir).exists():
         raise UserError(
             f"the data folder {data_dir} does not exist",
-            hint=f"create one: prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
+            hint=f"create one with prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
         )
     if not data_dir.is_dir():
         raise UserError(f"{data_dir} is not a folder", hint="give a folder created by `prep manifest` with --data")

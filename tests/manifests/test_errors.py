@@ -18,7 +18,7 @@ from clipmill.manifests.publish import publish_bytes
 run_command(lambda: publish_bytes(Path({str(tmp_path / "table")!r}), bytes(10_000)))
 """
     ran = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-B", "-c", program],  # without .pyc files, which the limit would truncate
         capture_output=True,
         text=True,
         check=False,

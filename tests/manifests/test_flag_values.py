@@ -43,7 +43,10 @@ def test_a_fraction_is_refused_by_its_flag(
     error_lines: Refused, command: str, words: list[str], named: str, origin: str
 ) -> None:
     lines = error_lines(command, words, settings="batch: 7.5")
-    assert lines == [f"error: {named}", f"hint: give a whole number, without a decimal point{origin}"]
+    assert lines == [
+        f"error: {named}, which is not an integer",
+        f"hint: use an integer, without a decimal point{origin}",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,7 @@ def test_an_address_for_a_local_path_is_refused_and_makes_no_folder_of_its_name(
     error_lines: Refused, tmp_path: Path, command: str, words: list[str], name: str, origin: str
 ) -> None:
     lines = error_lines(command, words, settings="cache: s3://bucket/run")
-    hint = "hint: give a local path, and copy the files from or to that address"
+    hint = "hint: use a local path, and copy the files from or to that URL"
     assert lines == [f"error: {name} is s3://bucket/run, but it takes a local path", f"{hint}{origin}"]
     assert [path.name for path in tmp_path.iterdir()] == ["settings.yaml"]
 
@@ -80,6 +83,6 @@ def test_the_value_of_a_group_is_refused_with_the_flag_to_name(
     lines = error_lines("train", words, settings="optimizer: sgd")
     origin = f"; {group} is from settings.yaml" if "--config" in words else ""
     assert lines == [
-        f"error: {group} is {value}, but it is a group of flags and takes no value",
-        f"hint: give a value to one of its flags, such as {flag}{origin}",
+        f"error: {group} is {value}, but it is a group of flags, which takes no value",
+        f"hint: set one of its flags, such as {flag}{origin}",
     ]

@@ -191,7 +191,7 @@ def test_names_of_sources_that_are_taken_are_refused(data: Path, tmp_path: Path)
     before = file_hashes(data)
     with pytest.raises(UserError, match=r"has 3 captions with the source 'human'"):
         add(data, plain)
-    with pytest.raises(UserError, match="captions of another kind"):
+    with pytest.raises(UserError, match="captions of a different kind"):
         add(data, plain, source="narrator@aaaaaaaa")
     with pytest.raises(UserError, match="captions of another model under this name"):
         add(data, table, pseudo(tmp_path / "q.parquet", [{"video": "v", "text": "b"}], weights=SECOND), source="mine")

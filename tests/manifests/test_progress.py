@@ -133,5 +133,5 @@ def test_the_time_left_follows_the_present_pace(monkeypatch: pytest.MonkeyPatch)
         now_s += 1
         pace.add(done)
     assert pace.per_s == pytest.approx(1.0, rel=0.02), "what was slow long ago does not count"
-    assert join_parts(pace.rate(), pace.time_left(1260)) == "1.0/s, 1:00 left" and len(pace._seen) < 250
+    assert join_parts(pace.rate(), pace.time_left(1260)) == "1.0/s, 1:00 left" and len(pace._samples) < 250
     assert pace.time_left(1200) == ""

@@ -38,8 +38,8 @@ def test_all_mistakes_of_settings_and_their_groups_are_said_at_once() -> None:
     with pytest.raises(UserError) as caught:
         Loading(batch=0, cropping=raw(Cropping, side=1, share=0.5, rule="centre"))
     assert [str(error) for error in caught.value.errors] == [
-        "--batch is 0",
-        "--crop.side is 1",
+        "--batch is 0, which is out of range",
+        "--crop.side is 1, which is out of range",
         "--crop.share 0.5 does nothing with --crop.rule centre",
     ]
     assert caught.value.flags == ("--batch", "--crop.side", "--crop.share", "--crop.rule")
@@ -49,7 +49,7 @@ def test_all_mistakes_of_settings_and_their_groups_are_said_at_once() -> None:
 def test_a_rule_repeats_no_mistake_whatever_its_words() -> None:
     with pytest.raises(UserError) as caught:
         Loading(batch=0, group=3)  # the rule names no flag in its message
-    assert [str(error) for error in caught.value.errors] == ["--batch is 0"]
+    assert [str(error) for error in caught.value.errors] == ["--batch is 0, which is out of range"]
     with pytest.raises(UserError, match="the groups do not fill a batch"):
         Loading(batch=8, group=3)
 
@@ -68,7 +68,8 @@ def test_a_range_holds_its_bounds_and_is_said_in_words(
     assert all(not list(bounds.mistakes("--n", value)) for value in inside)
     for value in outside:
         (mistake,) = bounds.mistakes("--n", value)
-        assert (str(mistake), mistake.hint, mistake.flags) == (f"--n is {value}", f"--n must be {words}", ("--n",))
+        assert (str(mistake), mistake.flags) == (f"--n is {value}, which is out of range", ("--n",))
+        assert mistake.hint == f"--n must be {words}"
 
 
 def test_flags_are_called_by_other_names_whole_and_only_where_the_error_is_about_them() -> None:

@@ -60,7 +60,7 @@ def test_a_pipe_is_no_tar(tmp_path: Path) -> None:
         scan(tmp_path / "0.tar")
     with pytest.raises(DamagedIndex, match="not a regular file"):
         open_index(tmp_path / "0.tar")
-    with pytest.raises(OSError, match="folder in place of this file"):
+    with pytest.raises(OSError, match="this path is a folder"):
         LocalTars().read(tmp_path, 0, 1)
 
 

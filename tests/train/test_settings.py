@@ -72,7 +72,7 @@ def test_all_mistakes_are_named_at_once_and_none_twice() -> None:
         DualEncoderSettings(steps=0, lr=math.nan, batch=1, seed=-1, size_px=40, best="val/x")
     named = [str(one) for one in caught.value.errors]
     assert named == [
-        *("--steps is 0", "--lr is nan", "--seed is -1"),
+        *(f"{flag}, which is out of range" for flag in ("--steps is 0", "--lr is nan", "--seed is -1")),
         "--best val/x needs an evaluation in the loop",
         *("--batch is 1", "--size-px is 40"),
     ]
@@ -120,7 +120,11 @@ def test_a_rule_does_not_trip_over_what_is_out_of_range() -> None:
         "--towers.drop-path is 2",
         "--size-px is 40",
     ]
-    assert [str(one) for one in mistakes(mae)] == ["--lr is 0.0", "--mask-ratio is nan"]
+    out_of_range = "which is out of range"
+    assert [str(one) for one in mistakes(mae)] == [
+        f"--lr is 0.0, {out_of_range}",
+        f"--mask-ratio is nan, {out_of_range}",
+    ]
 
 
 @pytest.mark.parametrize(

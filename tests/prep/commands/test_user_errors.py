@@ -72,10 +72,10 @@ def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
     words = ("--crf", 99, "--short-side", 15, "--gop", "star", "--keyint", 601, "--threshold", 3)
     ran = prep_here("chunk", "--data", data, *words, status=2)
     assert [line for line in ran.stderr.splitlines() if line.startswith("error: ")] == [
-        "error: --keyint is 601",
-        "error: --short-side is 15",
+        "error: --keyint is 601, which is out of range",
+        "error: --short-side is 15, which is out of range",
         "error: --threshold 3.0 does nothing with --cut even",
-        "error: --crf is 99",
+        "error: --crf is 99, which is out of range",
     ]
     ran = prep_here("scores", "--data", data, "--workers", 0, "--address", "nonsense", status=2)
     assert "--workers must be 1 or more" in ran.stderr and 'error: --address "nonsense" is not' in ran.stderr
@@ -84,15 +84,15 @@ def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
-        ("inspect -rf_0", "unknown option: -rf_0", "given after -- and all flags: prep inspect ... -- -rf_0; "),
+        ("inspect -rf_0", "unknown option: -rf_0", "after all flags and --, as in prep inspect ... -- -rf_0; "),
         ("inspect -- -rf_0 --data x", "unknown option: --data.", "words after -- are values: put the flags before it"),
         ("inspect --data x -- -rf_0", "the data folder x does not exist", "create one"),
-        ("plan --explain -rf", "--explain requires an argument", "is given with =: --explain=-rf; see prep plan"),
+        ("plan --explain -rf", "--explain requires an argument", "with =, as in --explain=-rf; see prep plan"),
         ("latents --crop random", "--vae is required", "see prep latents --help"),
         ("plan --explain=-rf --data x", "the data folder x does not exist", "create one"),
         ("inspect --data y --data x", "the data folder x does not exist", "create one"),
         ("chunk extra", "unexpected argument: extra", "see prep chunk --help"),
-        ("chunk a/0.tar a/1.tar", "unexpected arguments: a/0.tar, a/1.tar", "quote it: the shell replaces"),
+        ("chunk a/0.tar a/1.tar", "unexpected arguments: a/0.tar, a/1.tar", "quote it, because the shell expands"),
         ("plan score", "unexpected argument: score. Did you mean scores?", "see prep plan --help"),
         (
             "chnk",

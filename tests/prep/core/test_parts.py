@@ -306,7 +306,7 @@ def test_a_file_system_without_locks_is_named(data: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(fcntl, "flock", flock)
     refused = prep_here("chunk", "--data", data, *HERE, "--part", "1/2", *QUICK, status=2)
-    assert "has no locks: Function not implemented" in refused.error
+    assert "does not support locks: Function not implemented" in refused.error
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o077, 0o600)])

@@ -47,7 +47,7 @@ def test_a_record_that_cannot_be_read_is_named_and_kept(
     path.mkdir()  # what reads it gets an error, also where this user may read everything
     ran = chunk_again(prep, shard_set.data, status=status)
     output = ran.stdout + ran.stderr
-    assert f"{path}" in output and "folder in place of this file; remove it or move it away" in output
+    assert f"{path}" in output and "this path is a folder, not a file; remove it or move it away" in output
     assert "Traceback" not in output
     path.rmdir()
     shutil.move(kept, path)

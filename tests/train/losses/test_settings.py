@@ -73,7 +73,9 @@ def test_every_kind_has_its_loss_and_no_other_name_has_one() -> None:
     with pytest.raises(KeyError, match="clip"):
         build_contrast(unknown, inputs=lambda batch: (batch["latents"], batch["text"]), dataset=None, world=World())
     [error] = unknown_parts(unknown)
-    assert str(error) == "--loss.kind is clip" and error.hint is not None and "fastclip-v3" in error.hint
+    assert (
+        str(error) == "--loss.kind is clip, which is unknown" and error.hint is not None and "fastclip-v3" in error.hint
+    )
 
 
 @pytest.mark.parametrize("kind", sorted(name for name, spec in LOSSES.items() if spec.is_global))
