@@ -148,7 +148,7 @@ def test_a_table_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     reseal(path)
     with pytest.raises(UserError, match=r"'\.\./elsewhere' is not a file name") as caught:
         read_weights(path)
-    assert caught.value.hint == "remove it: there is none before it, so training starts again"
+    assert caught.value.hint == "remove it: there is no earlier checkpoint, so training restarts at step 0"
     write(tmp_path, 2)
     with pytest.raises(UserError) as caught:
         read_weights(path)
@@ -261,7 +261,7 @@ def test_tensors_of_another_model_are_listed(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         check_fits(path, read_table(path), wanted, prefix="model.")
     assert str(caught.value).partition("; ")[2] == (
-        "missing: model.c [4]; unexpected: model.b [2]; of another size: model.a.weight [2, 3] to [3, 3]"
+        "missing: model.c [4]; unexpected: model.b [2]; of a different shape: model.a.weight [2, 3] to [3, 3]"
     )
 
 

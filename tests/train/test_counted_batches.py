@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from clipmill.manifests.progress import Activity
-from clipmill.train.run.tracking import Progress, counted_batches, counting_batches
+from clipmill.train.run.tracking import Progress, count_batches, show_batch_counts
 from tests.screens import open_screen
 
 
@@ -26,9 +26,9 @@ def test_batches_are_counted_for_a_command_and_not_in_a_training_loop(monkeypatc
 
     monkeypatch.setattr("clipmill.train.run.tracking.Activity", noted)
     batches: Any = [Loaded(), Loaded()]
-    assert list(counted_batches(batches, "embedding", total=9)) == batches and not said
-    with counting_batches():
-        assert list(counted_batches(batches, "embedding", total=9)) == batches
+    assert list(count_batches(batches, "embedding", total=9)) == batches and not said
+    with show_batch_counts():
+        assert list(count_batches(batches, "embedding", total=9)) == batches
     assert said[0].text() == "embedding: 6 of 9 clips"
 
 

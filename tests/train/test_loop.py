@@ -49,9 +49,9 @@ def test_a_batch_of_more_than_all_samples_is_refused_with_one_that_fits(
 ) -> None:
     samples = LoadedPoints(Points(), settings(tmp_path))
     samples.num_samples = num_samples
-    with pytest.raises(UserError, match=f"--batch is {batch}, and there (is|are) {num_samples} samples?") as raised:
+    with pytest.raises(UserError, match=f"--batch {batch} is larger than the {num_samples} training sample") as raised:
         check_batch(settings(tmp_path, batch=batch), samples)
-    assert raised.value.hint == f"use --batch {fitting}, or more data"
+    assert raised.value.hint == f"use --batch {fitting}, or add data"
     check_batch(settings(tmp_path, batch=fitting), samples)
 
 

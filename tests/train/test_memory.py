@@ -1,31 +1,31 @@
 """Which batch would fit: arithmetic on the figures of the GPU's memory."""
 
-from clipmill.train.engine.failures import fitting, too_large
+from clipmill.train.engine.failures import largest_fit, too_large
 
 GB = 10**9
 
 
 def test_it_is_at_most_half_of_what_did_not_fit_and_a_power_of_two() -> None:
-    assert fitting(256, before_bytes=2 * GB, peak_bytes=80 * GB, total_bytes=80 * GB) == 128
-    assert fitting(100, before_bytes=2 * GB, peak_bytes=80 * GB, total_bytes=80 * GB) == 32
-    assert fitting(2, before_bytes=2 * GB, peak_bytes=80 * GB, total_bytes=80 * GB) == 1
+    assert largest_fit(256, before_bytes=2 * GB, peak_bytes=80 * GB, total_bytes=80 * GB) == 128
+    assert largest_fit(100, before_bytes=2 * GB, peak_bytes=80 * GB, total_bytes=80 * GB) == 32
+    assert largest_fit(2, before_bytes=2 * GB, peak_bytes=80 * GB, total_bytes=80 * GB) == 1
 
 
 def test_it_is_less_where_weights_leave_little_room() -> None:
     # 64 samples took 100 GB in an earlier step, 1.5625 GB each; 72 - 40 GB are left: 20.
-    assert fitting(64, before_bytes=40 * GB, peak_bytes=140 * GB, total_bytes=80 * GB) == 16
+    assert largest_fit(64, before_bytes=40 * GB, peak_bytes=140 * GB, total_bytes=80 * GB) == 16
 
 
 def test_nothing_fits_where_one_sample_does_not() -> None:
-    assert fitting(1, before_bytes=2 * GB, peak_bytes=80 * GB, total_bytes=80 * GB) is None
-    assert fitting(8, before_bytes=79 * GB, peak_bytes=80 * GB, total_bytes=80 * GB) is None
+    assert largest_fit(1, before_bytes=2 * GB, peak_bytes=80 * GB, total_bytes=80 * GB) is None
+    assert largest_fit(8, before_bytes=79 * GB, peak_bytes=80 * GB, total_bytes=80 * GB) is None
 
 
 def test_the_error_names_the_flags() -> None:
     figures = {"before_bytes": 2 * GB, "peak_bytes": 78 * GB, "total_bytes": 80 * GB}
     error = too_large(batch=1024, share=256, at_once=256, **figures)
-    assert "out of GPU memory: a pass of 256 samples needs more than 80 GB" in str(error)
+    assert "out of GPU memory: a forward and backward pass over 256 samples needs more than 80 GB" in str(error)
     assert error.hint is not None
-    assert "--microbatch 128" in error.hint and "--batch 1024" in error.hint and "else --batch 512" in error.hint
+    assert "--microbatch 128" in error.hint and "--batch 1024" in error.hint and "use --batch 512" in error.hint
     alone = too_large(batch=4, share=1, at_once=1, **figures)
     assert alone.hint is not None and "--parallel.strategy fsdp" in alone.hint

@@ -35,7 +35,7 @@ def test_no_checkpoint_is_made_of_them_and_the_last_good_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = replace(settings(tmp_path / "run", steps=5, checkpoint_every=2), evaluate=EvaluationSettings(every=5))
-    with pytest.raises(FailedWork, match=r"after step 5 .* not finite .*: model\.0\.weight; no checkpoint is made"):
+    with pytest.raises(FailedWork, match=r"after step 5 .* not finite .*: model\.0\.weight; no checkpoint was saved"):
         train_plane(chosen, PoisonedTask())
     folder = RunFolder(chosen.out).checkpoints
     assert list(all_checkpoints(folder)) == [2, 4]
@@ -44,7 +44,7 @@ def test_no_checkpoint_is_made_of_them_and_the_last_good_one_stays(
         patch.setattr(clipmill.train.engine.loop, "require_finite_state", lambda *_, **__: None)
         train_plane(chosen, PoisonedTask())
     assert max(all_checkpoints(folder)) == 5
-    with pytest.raises(UserError, match=r"step_000005 holds .* not finite .* in model\.0\.weight") as caught:
+    with pytest.raises(UserError, match=r"step_000005 contains .* not finite .* in model\.0\.weight") as caught:
         train_plane(chosen, PlaneTask())
     assert caught.value.hint == "remove it: step_000004 is used instead"
 

@@ -67,8 +67,8 @@ def test_a_flag_or_preset_that_the_run_did_not_begin_with_is_named_with_both_val
 ) -> None:
     assert train(*line("dual-encoder", moving, begun, "--lr", 0.5, "--seed", 3)) == 2
     error, hint = two_lines(capsys)
-    assert f"--lr is 0.5, the run in {begun} has 0.001; --seed is 3, not 0" in error
-    assert "the run is complete: start another run from its weights" in hint and "continue" not in hint
+    assert f"--lr is 0.5, but the run in {begun} has 0.001; --seed is 3, not 0" in error
+    assert "the run is complete: start a new run from its weights" in hint and "continue" not in hint
     preset = tmp_path / "preset.yaml"
     preset.write_text("weight_decay: 0.3\n")
     assert train(*line("dual-encoder", moving, begun, "--config", preset)) == 2

@@ -21,7 +21,7 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path: Path, bad: str) -> None
 def test_a_line_that_lacks_what_is_asked_for_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{line}\n")
-    with pytest.raises(UserError, match="is not as clipmill wrote it"):
+    with pytest.raises(UserError, match="was not written by clipmill"):
         keep_lines(path, lambda value: value["step"] <= 3)
 
 

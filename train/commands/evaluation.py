@@ -23,7 +23,7 @@ from clipmill.train.evaluation.use import AS_IN_TRAINING, Use
 from clipmill.train.registry import evaluations, evaluations_of, tasks_where
 from clipmill.train.run.charts import add_evaluation
 from clipmill.train.run.folder import is_run, open_run, read_lines
-from clipmill.train.run.tracking import counting_batches
+from clipmill.train.run.tracking import show_batch_counts
 from clipmill.train.spec import EvaluationSpec, Tasks, take_tags
 
 
@@ -79,7 +79,7 @@ def score_run(
     with ExitStack() as held:
         held.enter_context(reading_variants_of_run(weights, use.shards, use.variant, say=say))
         opened = open_weights_as(tasks, weights, use, suited=_evaluations_of, say=say)
-        held.enter_context(counting_batches())
+        held.enter_context(show_batch_counts())
         result = score_opened(opened, evaluation, flags, out=out, written=written)
     if run is not None:
         with Activity(f"writing {run.page}"):

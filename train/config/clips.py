@@ -1,4 +1,4 @@
-"""Settings of clips, and of the video tower that encodes them: as pixels, or as latents."""
+"""Settings of clips (pixels or latents), and of the video tower that encodes them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -34,16 +34,16 @@ MAX_MAGNITUDE = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionSettings(Checked):
-    """Choice of the caption of a clip that a sample shows."""
+    """Choice of the caption that a sample shows for its clip."""
 
     prefix = "captions"
 
     sources: str | None = None
-    """Sampling weights of caption sources, such as `human=1,*rephraser*=2`; other sources are omitted. Default: all
-    sources alike, except sources of models (`captioner@1f2e3d4c`)."""
+    """Sampling weights of caption sources, such as `human=1,*rephraser*=2`; other sources are omitted. Default: equal
+    weights for all sources except models (`captioner@1f2e3d4c`)."""
     min_relevancy: Annotated[float | None, SHARE] = None
-    """Also show captions of other clips whose relevancy, by verb and nouns, exceeds this (0.1 for EK-100). Default:
-    only the clip's own captions."""
+    """Also show captions of other clips whose relevancy, by verb and nouns, exceeds this value (0.1 for EK-100).
+    Default: show only the clip's own captions."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error if the weights cannot be parsed."""
@@ -52,7 +52,7 @@ class CaptionSettings(Checked):
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """Return the weights in `name=weight,name=weight`, in the given order.
+    """Return the weights in `name=weight,name=weight`, in order.
 
     Raises:
         UserError: The text has another form, a weight is negative or not a number, or all weights are 0.
@@ -66,7 +66,7 @@ def parse_weights(text: str) -> dict[str, float]:
             weight = math.nan
         if not name or name in weights or not (math.isfinite(weight) and weight >= 0):
             raise UserError(
-                f"--captions.sources has {part.strip()!r}",
+                f"--captions.sources has an invalid entry: {part.strip()!r}",
                 hint="write each source once, as name=weight with a weight of 0 or more: human=1,rephraser=2",
                 flags=("--captions.sources",),
             )
@@ -74,7 +74,7 @@ def parse_weights(text: str) -> dict[str, float]:
     if not any(weights.values()):
         raise UserError(
             f"--captions.sources is {text!r}: every weight is 0",
-            hint="give one a weight of more than 0",
+            hint="use a weight above 0 for at least one source",
             flags=("--captions.sources",),
         )
     return weights
@@ -82,7 +82,7 @@ def parse_weights(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Augment(Checked):
-    """Augmentation of training clips. Parameters are drawn once per clip and hold for all of its frames."""
+    """Augmentation of training clips. Parameters are drawn once per clip and apply to all of its frames."""
 
     prefix = "augment"
 
@@ -95,7 +95,7 @@ class Augment(Checked):
     saturation: Annotated[float, _JITTER] = 0.0
     """Saturation jitter x: factor from max(0, 1 - x) to 1 + x, around the grey of each pixel."""
     hue: Annotated[float, Range(0, 0.5)] = 0.0
-    """Hue jitter x: shift from -x to x, as a share of the colour circle."""
+    """Hue jitter x: shift from -x to x, as a fraction of the colour circle."""
     blur: Annotated[float, PROBABILITY] = 0.0
     """Probability of a Gaussian blur."""
     rand_ops: Annotated[int, Range(0, 15)] = 0
@@ -105,7 +105,7 @@ class Augment(Checked):
     rand_std: Annotated[float, _JITTER, _RAND_OPS] = 0.5
     """Standard deviation of the RandAugment magnitude."""
     erase: Annotated[float, PROBABILITY] = 0.0
-    """Probability of random erasing: a box through all frames becomes noise (VideoMAE: 0.25)."""
+    """Probability of random erasing: a box in all frames is replaced by noise (VideoMAE: 0.25)."""
 
 
 # Weights that a command uses: a run, or other weights; --run is the former name of the flag.
@@ -115,7 +115,7 @@ Weights = Annotated[str, Parameter(name=("--weights", "--run"))]
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Overrides(Checked):
-    """Changes of how clips are shown to trained weights, compared to their training; fields of ClipSettings."""
+    """Fields of ClipSettings that an evaluation may change: how clips are shown to trained weights."""
 
     num_frames: Annotated[int | None, Range(1, 1024)] = None
     """Number of frames per clip; temporal embeddings are interpolated. Default: as in training."""
@@ -128,26 +128,25 @@ class Overrides(Checked):
         """Return the overrides that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def beside(self, settings: Any) -> "Overrides":
+    def changed_from(self, settings: Any) -> "Overrides":
         """Return the overrides that differ from a run's settings (`ClipSettings`).
 
         Raises:
-            UserError: Clips of latents cannot be shown in this way.
+            UserError: An override applies to pixels, but the model takes latents.
         """
         values = {name: value for name, value in self.given_values().items() if value != getattr(settings, name)}
         wrong = [name for name in values if name != "num_frames"]
         if wrong and settings.reads_latents:
             raise UserError(
-                f"--{wrong[0].replace('_', '-')} is {values[wrong[0]]}, which is about pixels, and the model takes "
-                "latents",
-                hint="omit it; --num-frames may differ from the training's",
+                f"--{wrong[0].replace('_', '-')} {values[wrong[0]]} applies to pixels, but the model takes latents",
+                hint="omit it; only --num-frames may differ from the training",
             )
         return Overrides(**values)
 
     def apply_to(self, settings: Settings) -> Settings:
         """Apply these overrides to a run's settings.
 
-        A model with a frame size in its name also accepts other sizes.
+        A model with a frame size in its name then also accepts other sizes.
         """
         changes, model = self.given_values(), getattr(settings, "model", "")
         if self.size_px is not None and model in PICTURE_PX:
@@ -161,13 +160,13 @@ AS_TRAINED = Overrides()
 NumFrames = Annotated[int, groups.CLIPS, FIRST_RUN, Range(1, 1024)]
 Sampling = Annotated[Literal["uniform", "stride", "lavila"], groups.CLIPS, FIRST_RUN]
 Crop = Annotated[Literal["random", "simple", "multi-scale", "centre"], groups.CLIPS]
-_OF_LATENTS = GoesWith("input", ("latents",))
+_WITH_LATENTS = GoesWith("input", ("latents",))
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ClipSettings(TrainingSettings):
-    """Clips, and the video tower that encodes them."""
+    """Settings of clips, and of the video tower that encodes them."""
 
     least_batch: ClassVar[int] = 1
     """Smallest batch for which the objective is defined."""
@@ -177,8 +176,8 @@ class ClipSettings(TrainingSettings):
     """True if the model has trained parameters besides its towers."""
 
     views: Annotated[str | None, groups.CLIPS] = None
-    """Cameras that recorded a moment, such as top,wrist: a sample shows the same moments from each of them. They are
-    views of the captions' groups (docs/python.md). Default: each caption is a sample of its own."""
+    """Cameras that recorded the same moments, such as top,wrist: a sample shows a moment from each camera. They are
+    the views in the groups of captions (docs/python.md). Default: each caption is a separate sample."""
     num_frames: NumFrames = 4
     """Number of frames per clip."""
     sampling: Sampling = "uniform"
@@ -187,15 +186,15 @@ class ClipSettings(TrainingSettings):
     stride: Annotated[int, groups.CLIPS, FIRST_RUN, COUNT, GoesWith("sampling", ("stride",))] = 4
     """Step of --sampling stride, in frames. It is reduced for clips that are too short."""
     size_px: Annotated[int, groups.CLIPS, FIRST_RUN, Range(2, 4096)] = 224
-    """Frame size in pixels. Frames are resized to squares; latents have their own size."""
+    """Frame size in pixels. Frames are resized to squares; it does not apply to latents."""
     crop: Crop = "random"
-    """Crop in training. random: torchvision's RandomResizedCrop; simple: a square at a random position, of one scale
-    (SimpleRandomCrop); multi-scale: VideoMAE's; centre: the centre square."""
+    """Crop in training. random: torchvision's RandomResizedCrop; simple: a square of fixed scale at a random position
+    (SimpleRandomCrop); multi-scale: as in VideoMAE; centre: the centre square."""
     min_crop_area: Annotated[float, groups.CLIPS, Range(above=0, most=1), GoesWith("crop", ("random",))] = 0.5
-    """Minimum area of a random crop, as a share of the frame's."""
+    """Minimum area of a random crop, as a fraction of the frame's area."""
     short_side_px: Annotated[int | None, groups.CLIPS, Range(2, 8192), GoesWith("crop", ("simple",))] = None
-    """Length that a simple crop scales the short side of a frame to before it takes --size-px of it. Default: 8/7 of
-    --size-px (256 for 224)."""
+    """Length in pixels to which a simple crop scales the short side of a frame before it cuts out a square of
+    --size-px. Default: 8/7 of --size-px (256 for 224)."""
     samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
     """Number of consecutive samples drawn from the same chunk, so that it is decoded only once."""
     augment: Annotated[Augment, groups.AUGMENTATION] = field(default_factory=Augment)
@@ -205,7 +204,7 @@ class ClipSettings(TrainingSettings):
     towers: Annotated[Towers, groups.TOWERS] = field(default_factory=Towers)
     """Architecture of the towers beyond their size."""
     init: Annotated[Init, groups.MODEL, groups.SEVERAL] = field(default_factory=Init)
-    """Weights to start from."""
+    """Initial weights."""
     freeze: Freeze = ()
     """Parts to freeze: a tower (video, text), or its embeddings and first N blocks (blocks:N of the video tower,
     text.blocks:N)."""
@@ -214,7 +213,7 @@ class ClipSettings(TrainingSettings):
 
     @property
     def view_names(self) -> tuple[str, ...]:
-        """Names in --views; empty without views."""
+        """Camera names in --views; empty without views."""
         return () if self.views is None else tuple(name.strip() for name in self.views.split(","))
 
     @property
@@ -239,11 +238,11 @@ class ClipSettings(TrainingSettings):
         yield from super().rules()
         if self.short_side_px is not None and self.short_side_px < self.size_px:
             yield UserError(
-                f"--short-side-px is {self.short_side_px}, less than --size-px {self.size_px}",
+                f"--short-side-px {self.short_side_px} is smaller than --size-px {self.size_px}",
                 hint="use a larger --short-side-px, or a smaller --size-px",
                 flags=("--short-side-px", "--size-px"),
             )
-        yield from self._mistakes_of_views() if self.views is not None else ()
+        yield from self._view_mistakes() if self.views is not None else ()
         yield from errors_of(check_frames, self.towers, num_frames=self.num_frames)
         yield from tuning_mistakes(
             self.freeze,
@@ -253,21 +252,21 @@ class ClipSettings(TrainingSettings):
             has_weights=self.adapts_pretrained(),
         )
 
-    def _mistakes_of_views(self) -> Iterator[UserError]:
+    def _view_mistakes(self) -> Iterator[UserError]:
         names = self.view_names
         if len(names) < 2 or len(set(names)) < len(names) or not all(names):
             yield UserError(
-                f"--views is {self.views}",
-                hint="name two or more different cameras, such as top,wrist",
+                f"--views {self.views} does not name two different cameras",
+                hint="use two or more different cameras, such as top,wrist",
                 flags=("--views",),
             )
         if self.reads_latents:
             yield UserError(
-                "--views needs decoded clips, and --input is latents", hint="use --input pixels", flags=("--views",)
+                "--views needs decoded clips, but --input is latents", hint="use --input pixels", flags=("--views",)
             )
         if self.parallel.stages > 1:
             yield UserError(
-                f"--views needs the complete tower, and --parallel.stages is {self.parallel.stages}",
+                f"--views needs the complete tower, but --parallel.stages is {self.parallel.stages}",
                 hint="omit --parallel.stages",
                 flags=("--views", "--parallel.stages"),
             )
@@ -276,20 +275,20 @@ class ClipSettings(TrainingSettings):
         """Yield an error for --towers.views without --views, and the errors of `DataSettings.without_effect`."""
         yield from super().without_effect(typed)
         if "--towers.views" in typed and self.views is None:
-            yield without_effect("--towers.views", typed, "clips are of one camera", use="--views top,wrist")
+            yield without_effect("--towers.views", typed, "clips are from one camera", use="--views top,wrist")
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class LatentSettings(ClipSettings):
-    """Clips that are decoded, or segments of the latents that prep made from them."""
+    """Settings of clips as decoded pixels, or as segments of the latents made by prep."""
 
     input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
     """Input of the model. pixels: decoded clips; latents: segments of the column made by prep latents."""
-    segment: Annotated[str | None, groups.CLIPS, _OF_LATENTS] = None
+    segment: Annotated[str | None, groups.CLIPS, _WITH_LATENTS] = None
     """Length of a segment of latents, such as 5s. Default: the stored segments of a video VAE; 5s for other
     latents."""
-    max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9), _OF_LATENTS] = None
+    max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9), _WITH_LATENTS] = None
     """Maximum number of segments of a training video, spread evenly over it. Default: all of them."""
 
     @property
@@ -298,17 +297,17 @@ class LatentSettings(ClipSettings):
         return self.input == "latents"
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for patch sizes in pixels with latents, which have their own patch sizes."""
+        """Yield errors for settings of pixels if the input is latents."""
         yield from super().rules()
         if self.reads_latents and self.towers.image is not None:
             yield UserError(
-                f"--towers.image is {self.towers.image}, which takes pixels",
+                f"--towers.image {self.towers.image} takes pixels, but --input is latents",
                 hint="use --input pixels",
                 flags=("--towers.image",),
             )
         if self.reads_latents and self.towers.patch_px is not None:
             yield UserError(
-                f"--towers.patch-px is {self.towers.patch_px}, and latents have their own patches",
+                f"--towers.patch-px {self.towers.patch_px} applies to pixels, but --input is latents",
                 hint="omit it, or use --input pixels",
                 flags=("--towers.patch-px",),
             )

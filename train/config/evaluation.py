@@ -24,14 +24,14 @@ _USE = "use [NAME=]DATA[@SPLIT]"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedData:
-    """The data of one evaluation in the training loop.
+    """Data of one evaluation in the training loop.
 
     Attributes:
         name: Prefix of the metrics.
         shards: Data folder; None for the run's data folder.
         split: Split to evaluate on.
-        protocol: Protocol to use in place of the task's protocol, for tasks with several; None for the task's protocol.
-        is_named: True if --evaluate.shards names the data; False for a folder of the training data.
+        protocol: Protocol that replaces the task's default, for tasks with several protocols; None for the default.
+        is_named: True if --evaluate.shards specifies the data; False for a folder of the training data.
     """
 
     name: str
@@ -41,26 +41,26 @@ class EvaluatedData:
     is_named: bool = True
 
     def text(self, *, base: Path) -> str:
-        """Return the value for --evaluate.shards. If its path is relative, it is placed below `base`."""
+        """Return the value for --evaluate.shards. A relative path is resolved against `base`."""
         shards = self.shards if self.shards is None or "://" in self.shards else base / self.shards
         return f"{self.name}={shards}@{self.split}" + (f":{self.protocol}" if self.protocol else "")
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Context in which errors about opening these data name flags of the evaluation, not of the training data."""
+        """Make errors about opening these data refer to flags of the evaluation, not of the training data."""
         try:
             yield
         except UserError as error:
             if not self.is_named:
-                instead = f"{error.hint or ''}; or name the data to evaluate with --evaluate.shards".removeprefix("; ")
-                raise UserError(f"evaluation of {self.shards}: {error}", hint=instead, flags=error.flags) from error
-            place, names = "", {"--split": "--evaluate.split"}
+                hint = f"{error.hint or ''}; or select the data to evaluate with --evaluate.shards".removeprefix("; ")
+                raise UserError(f"evaluation of {self.shards}: {error}", hint=hint, flags=error.flags) from error
+            prefix, names = "", {"--split": "--evaluate.split"}
             if self.shards is not None:
-                place = f"--evaluate.shards {self.name}={self.shards}: "
+                prefix = f"--evaluate.shards {self.name}={self.shards}: "
                 names = {"--split": f"--evaluate.shards {self.name}=DATA@SPLIT", "--shards": "--evaluate.shards"}
-            named = UserError(f"{place}{error}", hint=error.hint, flags=error.flags)
-            named.rename_flags(lambda flag: names.get(flag, flag))
-            raise named from error
+            renamed = UserError(f"{prefix}{error}", hint=error.hint, flags=error.flags)
+            renamed.rename_flags(lambda flag: names.get(flag, flag))
+            raise renamed from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +69,20 @@ class EvaluationSettings(Checked):
 
     prefix = "evaluate"
     lower_is_better: ClassVar[tuple[str, ...]] = ()
-    """Metrics for which lower is better, without the name of their data. --best keeps the lowest value."""
+    """Metrics for which lower values are better, without the name of their data. --best keeps the lowest value."""
 
     every: Annotated[int | str, FIRST_RUN, Steps(least=0)] = 0
-    """Steps between evaluations, or epochs, such as 1ep; 0: none. The last step is evaluated too."""
+    """Number of steps between evaluations, or epochs, such as 1ep; 0: none. The last step is evaluated too."""
     split: Annotated[str, EVERY] = "val"
     """Split to evaluate on."""
     shards: Annotated[tuple[str, ...], SEVERAL, EVERY] = ()
     """Data folders to evaluate on instead of the run's own, each as [NAME=]DATA[@SPLIT]. NAME is the prefix of the
     metrics; default: the folder's name. SPLIT defaults to --evaluate.split."""
     where: Annotated[str | None, EVERY] = None
-    """Condition that selects the samples to evaluate on, like --where, which does not apply here. Default: all."""
+    """Condition that selects the samples to evaluate on, in the form of --where, which does not apply to evaluations.
+    Default: all."""
     max_samples: Annotated[int, Range(least=2), EVERY] = 5000
-    """Maximum number of samples: every k-th of the split, with the smallest sufficient k."""
+    """Maximum number of samples. If the split has more, every k-th sample is used, with the smallest sufficient k."""
 
     def evaluated_data(self) -> tuple[EvaluatedData, ...]:
         """Return the data of each evaluation; raise UserError if --evaluate.shards cannot be parsed."""
@@ -89,24 +90,26 @@ class EvaluationSettings(Checked):
             return (EvaluatedData(name=self.split, shards=None, split=self.split),)
         data: dict[str, EvaluatedData] = {}
         for text in self.shards:
-            given = _NAME.match(text)
-            parts = _DATA.fullmatch(text, given.end() if given else 0)
-            if given and not _GOOD_NAME.fullmatch(given["name"]):
+            match = _NAME.match(text)
+            parts = _DATA.fullmatch(text, match.end() if match else 0)
+            if match and not _GOOD_NAME.fullmatch(match["name"]):
                 raise UserError(
-                    f"{self.flag('shards')} has {text!r}, whose NAME is {given['name']!r}",
-                    hint="use a name of letters, digits, '.', '-' and '_' that begins with a letter or digit, or leave "
-                    "out NAME=",
+                    f"{self.flag('shards')} {text!r}: {match['name']!r} is not a valid NAME",
+                    hint="use a name of letters, digits, '.', '-' and '_' that begins with a letter or digit, or omit "
+                    "NAME=",
                     flags=(self.flag("shards"),),
                 )
             if parts is None:
                 raise UserError(
-                    f"{self.flag('shards')} has {text!r}, without a folder", hint=_USE, flags=(self.flag("shards"),)
+                    f"{self.flag('shards')} {text!r} does not contain a data folder",
+                    hint=_USE,
+                    flags=(self.flag("shards"),),
                 )
-            name = given["name"] if given else short_name(parts["shards"].rstrip("/").rpartition("/")[2])
+            name = match["name"] if match else short_name(parts["shards"].rstrip("/").rpartition("/")[2])
             if name in data:
                 raise UserError(
                     f"{self.flag('shards')} has two data folders named {name!r}",
-                    hint="use NAME=DATA with other names",
+                    hint="use NAME=DATA with different names",
                     flags=(self.flag("shards"),),
                 )
             data[name] = EvaluatedData(
@@ -119,8 +122,8 @@ class EvaluationSettings(Checked):
 
     def from_anywhere(self) -> Self:
         """Return the settings with absolute paths of data folders, which are valid in any working directory."""
-        named = [data for data in self.evaluated_data() if data.shards is not None]
-        return replace(self, shards=tuple(data.text(base=Path.cwd()) for data in named))
+        all_data = [data for data in self.evaluated_data() if data.shards is not None]
+        return replace(self, shards=tuple(data.text(base=Path.cwd()) for data in all_data))
 
     def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
         """Return the metrics that --best can select, without the name of the data; empty if they depend on the data."""
@@ -134,7 +137,7 @@ class EvaluationSettings(Checked):
     def protocol_named(self, name: str) -> str:
         """Return the protocol with a name from --evaluate.shards; raise UserError if this task has no such protocol."""
         raise UserError(
-            f"{self.flag('shards')} names the protocol {name!r}, but this task has only one",
+            f"{self.flag('shards')} selects the protocol {name!r}, but this task has only one protocol",
             hint=_USE,
             flags=(self.flag("shards"),),
         )
@@ -150,34 +153,35 @@ PROBE_NUMBERS = ("top1", "top5", "mean_class")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeEvaluation(EvaluationSettings):
-    """Labels to predict from frozen features, and the methods. `max_samples` limits the number of scored samples."""
+    """Labels to predict from frozen features, and prediction methods. `max_samples` limits the evaluated samples."""
 
-    # The split is also read without an evaluation, for the reconstructions at the end.
+    # The split is read even if there is no evaluation, for the reconstructions at the end.
     split: str = "val"
     """Split to evaluate on, and to take the reconstructed clips of the results page from."""
     labels: Annotated[tuple[str, ...], FIRST_RUN, EVERY] = ()
-    """Labels to predict from frozen features. They are labels of the captions, such as motion."""
+    """Labels to predict from frozen features. They are label columns of the captions, such as motion."""
     methods: Annotated[tuple[Method, ...], EVERY] = ("knn",)
-    """knn: k-nearest-neighbour classifier; linear: linear probe trained on the features."""
+    """Methods of prediction. knn: k-nearest-neighbour classifier; linear: linear probe trained on the features."""
     neighbours: Annotated[int, NEIGHBOURS, EVERY] = 20
-    """knn: number of neighbours (k)."""
+    """Number of neighbours of knn (k)."""
     temperature: Annotated[float, Range(1e-3, 1e3), EVERY] = 0.07
-    """knn: temperature; the vote of a neighbour has weight exp(cosine / temperature)."""
+    """Temperature of knn; the vote of a neighbour has weight exp(cosine / temperature)."""
     max_bank: Annotated[int, Range(least=2), EVERY] = 20_000
-    """Maximum number of samples of the training split, spread evenly, for neighbours and the linear probe."""
+    """Maximum number of training samples, spread evenly over the split, for neighbours and the linear probe."""
 
     def number_names(self, data: EvaluatedData) -> tuple[str, ...]:
         """Return the metric names of each label and method."""
-        return tuple(f"{label}_{way}_{name}" for label in self.labels for way in self.methods for name in PROBE_NUMBERS)
+        return tuple(
+            f"{label}_{method}_{name}" for label in self.labels for method in self.methods for name in PROBE_NUMBERS
+        )
 
     def rules(self) -> Iterator[UserError]:
         """Yield errors for missing or repeated labels and methods."""
         yield from super().rules()
         if self.every and not self.labels:
             yield UserError(
-                f"--evaluate.every is {self.every}, and --evaluate.labels is missing: the label to predict from frozen "
-                "features",
-                hint="name a label column of the captions, such as --evaluate.labels motion, or omit --evaluate.every",
+                f"--evaluate.every {self.every} needs --evaluate.labels, the labels to predict from frozen features",
+                hint="use a label column of the captions, such as --evaluate.labels motion, or omit --evaluate.every",
                 flags=("--evaluate.every", "--evaluate.labels"),
             )
         yield from named_once(self.flag("labels"), self.labels)
@@ -187,6 +191,6 @@ class ProbeEvaluation(EvaluationSettings):
 def named_once(flag: str, values: tuple[str, ...], *, known: tuple[str, ...] = ()) -> Iterator[UserError]:
     """Yield errors for a flag with several values: a repeated value, or no value."""
     if len(set(values)) < len(values):
-        yield UserError(f"{flag} has a repeated value: {', '.join(values)}", hint="name each value once", flags=(flag,))
+        yield UserError(f"{flag} has a repeated value: {', '.join(values)}", hint="use each value once", flags=(flag,))
     if known and not values:
         yield UserError(f"{flag} has no value", hint=f"choices: {', '.join(known)}", flags=(flag,))

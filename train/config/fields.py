@@ -1,6 +1,6 @@
-"""Building blocks of training settings: groups of the help, steps in epochs, named parts, and choices.
+"""Building blocks of training settings: help groups, steps in epochs, named parts, and choices.
 
-`clipmill.manifests.settings` has the annotations that both programs share.
+`clipmill.manifests.settings` contains the annotations that both programs share.
 
     batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
     \"\"\"Batch size, over all processes.\"\"\"
@@ -20,11 +20,11 @@ from clipmill.manifests.plugins import Parts
 from clipmill.manifests.settings import Checked, Range, annotations_of, errors_of
 
 _EPOCHS = re.compile(r"(\d+\.?\d*|\.\d+)ep")
-# Groups of flags in the help, and options of flags for the command line. Groups with lower positions come first.
+# Groups of flags in the help, and command-line options of flags. Groups with lower positions come first.
 
 
 def help_group(title: str, position: int) -> Parameter:
-    """Return a group of flags for the help. Groups of a single task have positions from 6 to 9."""
+    """Return a group of flags for the help. Groups that belong to a single task have positions from 6 to 9."""
     return Parameter(group=Group(title, sort_key=position))
 
 
@@ -34,7 +34,7 @@ CLIPS = help_group("Clips", 3)
 MODEL = help_group("Model", 4)
 TOWERS = help_group("Towers", 5)
 TOWER_SIZES = help_group("Sizes of towers", 5)
-TOWERS_BY_NAME = help_group("Towers of other libraries", 5)
+TOWERS_BY_NAME = help_group("Towers from other libraries", 5)
 ADAPTERS = help_group("Adapters (LoRA)", 13)
 EVALUATION = help_group("Evaluation", 10)
 CAPTIONS = help_group("Captions", 11)
@@ -53,7 +53,7 @@ class Steps(Range):
     """Range of a number of steps, which may be given in epochs: `500`, or `0.1ep` for a tenth of an epoch.
 
     The number of steps per epoch is known only once the samples are open (`clipmill.train.data.loader.TrainingSet`).
-    Settings keep the given value; the loop uses their `in_steps`.
+    Settings keep the value as specified; the loop converts it with `in_steps`.
     """
 
     def holds(self, value: Any) -> bool:
@@ -61,18 +61,18 @@ class Steps(Range):
         return epochs_of(value) is not None if isinstance(value, str) else super().holds(value)
 
     def __str__(self) -> str:
-        """Return the range in words: `1 or more, or a number of epochs such as 0.1ep`."""
+        """Return the range as text: `1 or more, or a number of epochs such as 0.1ep`."""
         return f"{super().__str__()}, or a number of epochs such as 0.1ep"
 
 
-def epochs_of(given: int | str) -> float | None:
+def epochs_of(value: int | str) -> float | None:
     """Return the number of epochs in a value such as `0.1ep`, if it is above 0; None for any other value."""
-    match = _EPOCHS.fullmatch(given) if isinstance(given, str) else None
+    match = _EPOCHS.fullmatch(value) if isinstance(value, str) else None
     return float(match[1]) or None if match else None
 
 
-def num_steps(given: int | str, *, epoch_steps: float | None = None, flag: str = "") -> int:
-    """Return the number of steps for a setting, at least 1 if it is given in epochs.
+def num_steps(value: int | str, *, epoch_steps: float | None = None, flag: str = "") -> int:
+    """Return the number of steps for the value of a setting; at least 1 for a value in epochs.
 
     Args:
         epoch_steps: Steps per epoch; None if unknown, as in a stream of tars.
@@ -81,13 +81,13 @@ def num_steps(given: int | str, *, epoch_steps: float | None = None, flag: str =
     Raises:
         UserError: The number is in epochs, and `epoch_steps` is None.
     """
-    if isinstance(given, int):
-        return given
-    epochs = epochs_of(given)
+    if isinstance(value, int):
+        return value
+    epochs = epochs_of(value)
     if epoch_steps is None or epochs is None:
         raise UserError(
-            f"{flag} is {given}, and the length of an epoch of these data is unknown",
-            hint="give a number of steps",
+            f"{flag} is {value}, but the length of an epoch is unknown for these data",
+            hint="use a number of steps",
             flags=(flag,),
         )
     return max(1, round(epochs * epoch_steps))
@@ -96,30 +96,30 @@ def num_steps(given: int | str, *, epoch_steps: float | None = None, flag: str =
 def in_steps(settings: Any, epoch_steps: float | None) -> Any:
     """Convert all numbers in epochs to steps; raises the errors of `num_steps`."""
     changed: dict[str, dict[str, int]] = {"": {}, "evaluate": {}}
-    for group, name, flag, given in _numbers(settings):
-        changed[group][name] = num_steps(given, epoch_steps=epoch_steps, flag=flag)
+    for group, name, flag, value in _numbers(settings):
+        changed[group][name] = num_steps(value, epoch_steps=epoch_steps, flag=flag)
     return replace(settings, **changed[""], evaluate=replace(settings.evaluate, **changed["evaluate"]))
 
 
 def given_in_epochs(settings: Any, epoch_steps: float | None) -> list[str]:
     """Return log lines about settings that are given in epochs; raises the errors of `num_steps`."""
-    given = [(flag, value) for _, _, flag, value in _numbers(settings) if epochs_of(value)]
-    steps = [num_steps(value, epoch_steps=epoch_steps, flag=flag) for flag, value in given]
-    return [f"{flag} {value} = {count_noun(num, 'step')}" for (flag, value), num in zip(given, steps, strict=True)]
+    values = [(flag, value) for _, _, flag, value in _numbers(settings) if epochs_of(value)]
+    steps = [num_steps(value, epoch_steps=epoch_steps, flag=flag) for flag, value in values]
+    return [f"{flag} {value} = {count_noun(num, 'step')}" for (flag, value), num in zip(values, steps, strict=True)]
 
 
 def _numbers(settings: Any) -> Iterator[tuple[str, str, str, int | str]]:
     """Yield group, field, flag and value of each setting that may be in epochs."""
     for group, name in (("", "warmup_steps"), ("", "checkpoint_every"), ("evaluate", "every")):
-        of = getattr(settings, group) if group else settings
-        yield group, name, of.flag(name), getattr(of, name)
+        owner = getattr(settings, group) if group else settings
+        yield group, name, owner.flag(name), getattr(owner, name)
 
 
 class Published(NamedTuple):
     """Published settings of a choice, such as the hyperparameters of a loss.
 
     Attributes:
-        source: Publication that has the values.
+        source: Publication that contains the values.
         values: Values, nested as in a settings file.
     """
 
@@ -128,7 +128,7 @@ class Published(NamedTuple):
 
 
 class Choice(Checked):
-    """Base of settings in which the value of one field determines which other fields apply.
+    """Base class of settings in which the value of one field determines which other fields apply.
 
     Attributes:
         choice: Name of that field, such as the name of an optimizer.
@@ -140,25 +140,25 @@ class Choice(Checked):
 
     @classmethod
     def hyperparameters(cls) -> Mapping[str, Mapping[str, Any]]:
-        """Return, for each value of `choice`, the fields that only some values take, with their defaults."""
+        """Return, for each value of `choice`, the fields that only some values use, with their defaults."""
         return {}
 
-    def not_taken(self) -> Iterator[UserError]:
-        """Yield the hyperparameters that were given but that the chosen value does not take."""
-        of_choices, chosen = self.hyperparameters(), getattr(self, self.choice)
-        for name in dict.fromkeys(name for names in of_choices.values() for name in names):
+    def unused_hyperparameters(self) -> Iterator[UserError]:
+        """Yield errors for hyperparameters that are set, but that the chosen value does not use."""
+        names_by_choice, chosen = self.hyperparameters(), getattr(self, self.choice)
+        for name in dict.fromkeys(name for names in names_by_choice.values() for name in names):
             value = getattr(self, name)
-            if name not in of_choices[chosen] and value not in (None, False):
-                users = ", ".join(sorted(other for other, names in of_choices.items() if name in names))
+            if name not in names_by_choice[chosen] and value not in (None, False):
+                users = ", ".join(sorted(choice for choice, names in names_by_choice.items() if name in names))
                 yield UserError(
-                    f"{self.flag(name)} is {value}, and {chosen} does not use it",
+                    f"{self.flag(name)} is {value}, but {chosen} does not use it",
                     hint=f"omit {self.flag(name)}, or use {self.flag(self.choice)} with one of: {users}",
                     flags=(self.flag(name),),
                 )
 
 
 class NamedPart(NamedTuple):
-    """A part that settings name: the flag, the known parts of this kind, and the name."""
+    """Part that settings refer to by name: its flag, the known parts of its kind, and its name."""
 
     flag: str
     parts: Parts[Any]
@@ -166,18 +166,18 @@ class NamedPart(NamedTuple):
 
 
 def named_parts(settings: Checked) -> Iterator[NamedPart]:
-    """Yield the parts that settings and their groups name: the fields in the `parts` of their classes.
+    """Yield the parts that settings and their groups refer to, in the fields that `parts` of their classes lists.
 
-    The construction of settings does not check names of parts. Therefore a run's settings can be read, and its model
+    Names of parts are not checked when settings are constructed. Therefore a run's settings can be read, and its model
     used, even if some of its packages are missing.
     """
-    of_class: Mapping[str, Parts[Any]] = getattr(type(settings), "parts", {})
+    parts_by_field: Mapping[str, Parts[Any]] = getattr(type(settings), "parts", {})
     for field in annotations_of(type(settings)):
         value = getattr(settings, field.name)
         if isinstance(value, Checked):
             yield from named_parts(value)
-        elif field.name in of_class and value is not None:
-            yield NamedPart(settings.flag(field.name), of_class[field.name], value)
+        elif field.name in parts_by_field and value is not None:
+            yield NamedPart(settings.flag(field.name), parts_by_field[field.name], value)
 
 
 def unknown_parts(settings: Checked) -> Iterator[UserError]:

@@ -1,11 +1,11 @@
 """Settings in YAML files: the file of a run, `--config` files, and presets.
 
-A value may come from these sources, the strongest first: a flag; a `--config` file (later files are stronger); the
-`--preset`; with `--resume`, the saved settings of the run; the default. A run saves its effective settings as
-RUN/settings.yaml, which loads as an equal object. A comment at the top lists the sources of the values.
+A value comes from the first of these sources that sets it: a flag; a `--config` file (later files override earlier
+ones); the `--preset`; with `--resume`, the saved settings of the run; the default. A run saves its effective settings
+as RUN/settings.yaml, which loads as an equal object. A comment at the top lists the sources of the values.
 
-If another loss or optimizer is chosen than the preset has, `chosen_parts` uses the published values for that choice, or
-the defaults, and adds a remark.
+If a loss or optimizer is chosen that differs from the preset, `chosen_parts` uses the published values for the choice,
+or the defaults, and adds a remark.
 """
 
 import textwrap
@@ -25,13 +25,13 @@ from clipmill.train.config.training import TrainingSettings, flatten, plain_valu
 
 PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
 Settings = TypeVar("Settings", bound=TrainingSettings)
-# Presets of a single loss have become presets for all losses. The loss is now a flag; its default is the former loss.
+# Presets for a single loss were replaced by presets for all losses; the loss is now a flag, with the same default.
 RENAMED = {f"fastclip-v3-{size}": f"fastclip-{size}" for size in ("medium", "large", "xlarge")}
 # Limits of a settings file. A file that exceeds them contains something else.
 _MAX_VALUES, _MAX_DEPTH, _MAX_LETTERS = 10_000, 20, 10_000
-_MOST_PARSED = 64
+_MAX_PARSED = 64  # maximum number of settings in the cache
 _PARSED: dict[tuple[type, bytes], Any] = {}  # cache of (frozen) settings by kind and file content
-_FLAGS_HINT = "one `key: value` a line, keys spelled as the flags"
+_FLAGS_HINT = "write one `key: value` per line, with keys spelled like the flags"
 _TOO_MUCH = "has too many or too deeply nested values for a settings file"
 
 
@@ -40,11 +40,11 @@ def settings_yaml(settings: TrainingSettings) -> str:
     import yaml
 
     values = plain_values(asdict(settings))
-    return str(yaml.dump(values, Dumper=_in_c("SafeDumper"), sort_keys=False, allow_unicode=True))
+    return str(yaml.dump(values, Dumper=_fast_class("SafeDumper"), sort_keys=False, allow_unicode=True))
 
 
 def save_settings(settings: TrainingSettings, path: Path, *, comment: str = "") -> None:
-    """Publish the settings as a YAML file, below `comment`."""
+    """Publish a YAML file of `comment`, followed by the settings."""
     publish_bytes(path, f"{comment}{settings_yaml(settings)}".encode())
 
 
@@ -60,24 +60,24 @@ def load_settings(path: Path, kind: type[Settings]) -> Settings:
         content = path.read_bytes()
     except OSError:
         return _parse_file(path, kind)  # raises the error
-    known: Settings | None = _PARSED.get((kind, content))
-    if known is None:
-        known = _parse_file(path, kind)
-        if len(_PARSED) == _MOST_PARSED:
+    settings: Settings | None = _PARSED.get((kind, content))
+    if settings is None:
+        settings = _parse_file(path, kind)
+        if len(_PARSED) == _MAX_PARSED:
             _PARSED.clear()
-        _PARSED[kind, content] = known
-    return known
+        _PARSED[kind, content] = settings
+    return settings
 
 
 def _parse_file(path: Path, kind: type[Settings]) -> Settings:
     from cyclopts import CycloptsError
 
-    app = _reader(kind)  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
-    place = ""  # errors about the file itself already contain its path, errors about its values do not
+    app = _reader(kind)  # type: ignore[arg-type]  # classes are hashable, even if their instances are not
+    prefix = ""  # errors about the file itself already contain its path, errors about its values do not
     try:
-        app.config, place = [yaml_source(path, kind)], f"{path}: "
+        app.config, prefix = [yaml_source(path, kind)], f"{path}: "
         with deferred_checks():
-            # An address would be mounted; the folder of the run is where the file is.
+            # Do not mount an address: the run's folder is the folder of the file.
             is_in_bucket = is_remote(str(read_values(path).get("out")))
             settings: Settings = app([f"--out={path.parent}"] if is_in_bucket else [])
         refuse(mistakes(settings))
@@ -85,26 +85,26 @@ def _parse_file(path: Path, kind: type[Settings]) -> Settings:
     except (CycloptsError, UserError) as error:
         from clipmill.manifests.usage_errors import usage_message
 
-        wrong = f"{place}{error}" if isinstance(error, UserError) else usage_message(error)  # adds the path of the file
+        message = f"{prefix}{error}" if isinstance(error, UserError) else usage_message(error)  # contains the path
         hints = ["restore the run's files"]
         if isinstance(error, UserError) and error.hint:
             hints += error.hint.splitlines()
         if path.is_file() and not path.read_bytes().endswith(b"\n"):
-            # A run ends each of its files with a newline.
-            wrong = f"{path} is cut off in the middle of a line; {wrong}"
-        raise UserError(wrong, hint="; ".join(hints)) from error
+            # Files that a run writes end with a newline.
+            message = f"{path} is cut off in the middle of a line; {message}"
+        raise UserError(message, hint="; ".join(hints)) from error
 
 
 @cache
 def _reader(kind: type[Settings]) -> Any:
-    """Return a command line whose flags are the fields of the settings, and which returns the settings."""
+    """Return a command-line app whose flags are the fields of the settings, and which returns the settings."""
     from cyclopts import App
 
     app = App(exit_on_error=False, print_error=False, result_action="return_value")
     default = kind()
 
     @app.default
-    def give(settings: kind = default) -> Settings:  # type: ignore[valid-type]
+    def return_settings(settings: kind = default) -> Settings:  # type: ignore[valid-type]
         return settings
 
     return app
@@ -117,8 +117,8 @@ def yaml_source(
 
     Args:
         kind: Class of the settings.
-        preset: Name of the preset; None for another file.
-        remarks: List to which remarks about used rows and ignored values are appended.
+        preset: Name of the preset; None for other files.
+        remarks: List to which remarks about published rows and ignored values are appended.
 
     Raises:
         UserError: The file does not exist, or is not a YAML mapping.
@@ -126,15 +126,15 @@ def yaml_source(
     from cyclopts.config import Dict
 
     # Keys may be spelled like the field or like the flag.
-    spelled = {str(key).replace("-", "_"): value for key, value in read_values(path).items()}
+    values = {str(key).replace("-", "_"): value for key, value in read_values(path).items()}
     name = str(path) if preset is None else f"preset {preset}"
 
     def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
         given = {argument.name: str(argument.tokens[-1].value) for argument in arguments if argument.tokens}
-        parts, new_remarks = chosen_parts(spelled, kind(), name=name, given=given, preset=preset)
-        named = _by_name()(arguments)
+        parts, new_remarks = chosen_parts(values, kind(), name=name, given=given, preset=preset)
+        collection = _collection_by_name()(arguments)
         for part in parts:
-            Dict(part.values, source=part.source, use_commands_as_keys=False)(app, commands, named)
+            Dict(part.values, source=part.source, use_commands_as_keys=False)(app, commands, collection)
         if remarks is not None:
             remarks.extend(new_remarks)
 
@@ -142,11 +142,11 @@ def yaml_source(
 
 
 @cache
-def _by_name() -> type[Any]:
-    """Return a collection of arguments that finds an argument by its complete name in a dict.
+def _collection_by_name() -> type[Any]:
+    """Return a class for collections of arguments that looks up complete names in a dict.
 
-    cyclopts compares every key of a file with every argument, which takes most of the time before a `train` command
-    begins. cyclopts still handles names that are not found here, and reports unknown ones.
+    cyclopts compares every key of a file with every argument, which takes most of the startup time of a `train`
+    command. cyclopts still handles names that are not in the dict, and reports unknown names.
     """
     from cyclopts.argument import Argument, ArgumentCollection
 
@@ -179,11 +179,11 @@ def read_values(path: Path) -> dict[object, Any]:
         _require_shallow(content, path)
         values = yaml.load(content, Loader=_loader())
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}", hint="name a YAML file of settings") from error
+        raise UserError(f"cannot read {path}: {error.strerror}", hint="use a YAML file of settings") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or number
-        raise UserError(f"{path} is not YAML: {_fault(error)}", hint="one `key: value` a line") from error
+        raise UserError(f"{path} is not YAML: {_fault(error)}", hint="write one `key: value` per line") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path} has no settings", hint=_FLAGS_HINT)
+        raise UserError(f"{path} contains no settings", hint=_FLAGS_HINT)
     _require_small(values, path)
     return values
 
@@ -197,8 +197,8 @@ def _fault(error: Exception) -> str:
     return error.problem if error.problem_mark is None else f"{error.problem} (line {error.problem_mark.line + 1})"
 
 
-def _in_c(name: str) -> Any:
-    """Return a PyYAML class, if possible in libyaml's version, which is ten times as fast."""
+def _fast_class(name: str) -> Any:
+    """Return a PyYAML class, preferably of libyaml, which is ten times as fast."""
     import yaml
 
     return getattr(yaml, f"C{name}", None) or getattr(yaml, name)
@@ -206,19 +206,19 @@ def _in_c(name: str) -> Any:
 
 @cache
 def _loader() -> type[Any]:
-    """Return a safe loader that reports duplicate keys. PyYAML's own loader silently uses the last one."""
+    """Return a safe loader that reports duplicate keys. PyYAML's own loader silently uses the last value."""
     import yaml
 
-    class UniqueKeys(_in_c("SafeLoader")):  # type: ignore[misc]
+    class UniqueKeys(_fast_class("SafeLoader")):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen: set[str] = set()
+            names: set[str] = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode):
-                    if (name := key.value.replace("-", "_")) in seen:
+                    if (name := key.value.replace("-", "_")) in names:
                         raise yaml.constructor.ConstructorError(
                             problem=f"it has the key {key.value} twice", problem_mark=key.start_mark
                         )
-                    seen.add(name)
+                    names.add(name)
             return super().construct_mapping(node, deep)
 
     return UniqueKeys
@@ -236,24 +236,24 @@ def _require_shallow(content: bytes, path: Path) -> None:
 
 
 def _require_small(values: dict[object, Any], path: Path) -> None:
-    """Raise a UserError for values that settings never have: recursive ones, thousands of them, or long texts."""
-    waiting: list[tuple[Any, int]] = [(values, 1)]
-    num_seen = 0
-    while waiting:
-        value, depth = waiting.pop()
-        num_seen += 1
+    """Raise a UserError for content that settings never have: recursion, thousands of values, or long strings."""
+    stack: list[tuple[Any, int]] = [(values, 1)]
+    num_values = 0
+    while stack:
+        value, depth = stack.pop()
+        num_values += 1
         if isinstance(value, str) and len(value) > _MAX_LETTERS:
-            raise UserError(f"{path} has a value of {len(value):,} characters", hint="one `key: value` a line")
-        if num_seen > _MAX_VALUES or depth > _MAX_DEPTH:
+            raise UserError(f"{path} has a value of {len(value):,} characters", hint="write one `key: value` per line")
+        if num_values > _MAX_VALUES or depth > _MAX_DEPTH:
             raise UserError(f"{path} {_TOO_MUCH}", hint=_FLAGS_HINT)
         if isinstance(value, dict):
-            waiting += [(inner, depth + 1) for pair in value.items() for inner in pair]
+            stack += [(inner, depth + 1) for pair in value.items() for inner in pair]
         elif isinstance(value, list | tuple | set):
-            waiting += [(inner, depth + 1) for inner in value]
+            stack += [(inner, depth + 1) for inner in value]
 
 
 def preset_path(name: str, command: str = "") -> Path:
-    """Return the file of a preset: for `tiny` in `train mae`, tiny-mae.yaml if it exists, otherwise tiny.yaml.
+    """Return the path of a preset: for `tiny` in `train mae`, tiny-mae.yaml if it exists, otherwise tiny.yaml.
 
     Raises:
         UserError: The preset does not exist; the hint lists the presets, or names its successor.
@@ -268,9 +268,9 @@ def preset_path(name: str, command: str = "") -> Path:
 
 
 def presets_of(kind: type[TrainingSettings]) -> dict[str, str]:
-    """Return the presets of a command by name, with their purpose, which is the first line of the file.
+    """Return the presets of a command by name, each with its purpose, which is the first line of the file.
 
-    A preset belongs to all commands that have all of its settings.
+    A preset is available in every command that has all of its settings.
     """
     purposes = {}
     for path, values in _presets().items():
@@ -301,11 +301,11 @@ _OFF = (None, False)
 
 @dataclass(frozen=True)
 class Provenance:
-    """Origin of a command's settings.
+    """Sources of a command's settings.
 
     Attributes:
-        sources: Preset, row or file of each value, by flag; "" for a typed flag.
-        remarks: Remarks about used rows, and about values of a preset that another choice does not take.
+        sources: Preset, row or file of each value, by flag; "" for a flag on the command line.
+        remarks: Remarks about published rows that are used, and about values of a preset that are ignored.
     """
 
     sources: dict[str, str] = field(default_factory=dict)
@@ -318,7 +318,7 @@ class Provenance:
         by_source: dict[str, list[str]] = {"flags": []}
         for flag, source in self.sources.items():
             by_source.setdefault(on_one_line(source) or "flags", []).append(flag)
-        lines = ["Where the values come from; all others are defaults."]
+        lines = ["Sources of the values; all other values are defaults."]
         lines += [f"{source}: {' '.join(flags)}" for source, flags in by_source.items() if flags]
         wrapped = [
             textwrap.wrap(line, 118, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
@@ -329,7 +329,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Part:
-    """Settings from the same source, nested as in a file, and the name of the source."""
+    """Settings from one source, nested as in a file, and the name of the source."""
 
     source: str
     values: dict[str, Any]
@@ -338,14 +338,14 @@ class Part:
 def chosen_parts(
     values: Mapping[str, Any], defaults: TrainingSettings, *, name: str, given: Mapping[str, str], preset: str | None
 ) -> tuple[list[Part], list[str]]:
-    """Return the parts of a file that apply, the strongest first, and remarks about the choice.
+    """Return the parts of a file that apply, by descending priority, and remarks about the choice.
 
     Args:
         values: Values of the file.
         defaults: Settings without flags and files.
         name: Name of the file or preset, for messages.
-        given: Values from flags and stronger files, by flag.
-        preset: Name of the preset; None for another file.
+        given: Values from flags and files with higher priority, by flag.
+        preset: Name of the preset; None for other files.
     """
     common, parts, remarks = dict(values), list[Part](), list[str]()
     groups = sorted(field.name for field in fields(defaults)) if preset is not None else ()
@@ -353,55 +353,55 @@ def chosen_parts(
         kind = getattr(defaults, group)
         if not isinstance(kind, Choice):
             continue
-        of_group, flag = common.get(group, {}), kind.flag(kind.choice)
-        preset_choice = str(of_group.get(kind.choice, getattr(kind, kind.choice)))
+        group_values, flag = common.get(group, {}), kind.flag(kind.choice)
+        preset_choice = str(group_values.get(kind.choice, getattr(kind, kind.choice)))
         chosen = given.get(flag, preset_choice)
         if rows := kind.published.get(preset or "", {}):
             if (row := rows.get(chosen)) is not None:
                 where = f"{name}, {flag} {chosen} ({row.source})"
                 parts.append(Part(where, row.values))
-                remarks.append(f"{where}: {_words(flatten(row.values), given)}")
+                remarks.append(f"{where}: {_format_flags(flatten(row.values), given)}")
             else:
-                words = _words(_defaults_beside(rows, group, chosen, defaults), given)
-                others = ", ".join(rows)
-                remarks.append(f"{name} has no values for {flag} {chosen}, only for {others}; defaults: {words}")
+                flags = _format_flags(_defaults_for_choice(rows, group, chosen, defaults), given)
+                choices = ", ".join(rows)
+                remarks.append(f"{name} has no values for {flag} {chosen}, only for {choices}; defaults: {flags}")
         elif chosen != preset_choice:
-            names = {hyperparameter for taken in kind.hyperparameters().values() for hyperparameter in taken}
-            left_out = {f"{group}.{key}": value for key, value in of_group.items() if key in names}
-            common[group] = {key: value for key, value in of_group.items() if key not in names}
-            if set(map(_flag, left_out)) - set(given):
-                words = _words(left_out, given)
-                remarks.append(f"{name}: values for {flag} {preset_choice} are not used with {chosen}: {words}")
+            names = {name for hyperparameters in kind.hyperparameters().values() for name in hyperparameters}
+            unused = {f"{group}.{key}": value for key, value in group_values.items() if key in names}
+            common[group] = {key: value for key, value in group_values.items() if key not in names}
+            if set(map(_flag, unused)) - set(given):
+                flags = _format_flags(unused, given)
+                remarks.append(f"{name}: values for {flag} {preset_choice} are not used with {chosen}: {flags}")
     chosen_values = list[Part]()
     for part in (*parts, Part(name, common)):
         kept, idle = _drop_idle(part.values, defaults, given)
         chosen_values.append(Part(part.source, kept))
-        remarks += [f"{part.source}: {flag} is not used with {beside}" for flag, beside in idle.items()]
+        remarks += [f"{part.source}: {flag} is not used with {reason}" for flag, reason in idle.items()]
     return chosen_values, remarks
 
 
-def _defaults_beside(
+def _defaults_for_choice(
     rows: Mapping[str, Published], group: str, chosen: str, defaults: TrainingSettings
 ) -> dict[str, Any]:
     """Return defaults for the settings in published rows, and for all hyperparameters of a choice without a row."""
-    taken = getattr(defaults, group).hyperparameters()
-    of_choices = {f"{group}.{name}" for names in taken.values() for name in names}
-    others = {name for row in rows.values() for name in flatten(row.values)} - of_choices
-    of_choice = {f"{group}.{name}": value for name, value in taken.get(chosen, {}).items()}
-    return {name: reduce(getattr, name.split("."), defaults) for name in sorted(others)} | of_choice
+    choices = getattr(defaults, group).hyperparameters()
+    hyperparameters = {f"{group}.{name}" for names in choices.values() for name in names}
+    common = {name for row in rows.values() for name in flatten(row.values)} - hyperparameters
+    chosen_values = {f"{group}.{name}": value for name, value in choices.get(chosen, {}).items()}
+    return {name: reduce(getattr, name.split("."), defaults) for name in sorted(common)} | chosen_values
 
 
 def _drop_idle(
     values: Mapping[str, Any], defaults: Checked, given: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Drop values of a file that have no effect because of flags or stronger files; return the rest, and the reasons.
+    """Drop values of a file that flags or files with higher priority make ineffective.
 
     Args:
         values: Values of the file, nested as the settings.
-        given: Values from flags and stronger files, by flag.
+        given: Values from flags and files with higher priority, by flag.
 
     Returns:
-        The remaining values; and for each dropped value (by its flag), the flag and value that make it ineffective.
+        The remaining values, and the flag and value that make each dropped value ineffective, by its flag.
     """
     kept, idle = dict(values), dict[str, str]()
     annotations = {setting.name: setting for setting in annotations_of(type(defaults))}
@@ -409,13 +409,13 @@ def _drop_idle(
         setting = annotations.get(str(key).replace("-", "_"))
         group = getattr(defaults, setting.name) if setting else None  # the parser reports unknown keys
         if isinstance(group, Checked) and isinstance(value, Mapping):
-            kept[key], of_group = _drop_idle(value, group, given)
-            idle |= of_group
+            kept[key], idle_in_group = _drop_idle(value, group, given)
+            idle |= idle_in_group
         elif setting and setting.needs is not None and value != setting.default:
-            other = defaults.flag(setting.needs.name)
-            if other in given and given[other] not in map(str, setting.needs.values):
+            flag = defaults.flag(setting.needs.name)
+            if flag in given and given[flag] not in map(str, setting.needs.values):
                 del kept[key]
-                idle[defaults.flag(setting.name)] = f"{other} {given[other]}"
+                idle[defaults.flag(setting.name)] = f"{flag} {given[flag]}"
     return kept, idle
 
 
@@ -423,8 +423,8 @@ def _flag(setting: str) -> str:
     return f"--{setting.replace('_', '-')}"
 
 
-def _words(values: Mapping[str, Any], given: Mapping[str, str]) -> str:
-    """Format values as flags, except flags that are given in another way."""
+def _format_flags(values: Mapping[str, Any], given: Mapping[str, str]) -> str:
+    """Format values as flags, except flags in `given`."""
     shown = {_flag(name): value for name, value in values.items() if value not in _OFF}
-    words = " ".join(f"{flag} {value}" for flag, value in shown.items() if flag not in given)
-    return words or ("all are given otherwise" if shown else "none")
+    text = " ".join(f"{flag} {value}" for flag, value in shown.items() if flag not in given)
+    return text or ("all are set elsewhere" if shown else "none")

@@ -1,6 +1,6 @@
-"""`--shards` and `--mix`: the data of a run, their kinds, names and proportions; errors about missing places.
+"""`--shards` and `--mix`: the data of a run, their kinds, names and proportions; errors about missing paths.
 
-`KINDS` has one row per kind of data. Other modules know a kind only by its row.
+`KINDS` has one row per kind of data. Other modules know a kind only through its row.
 """
 
 import os
@@ -35,21 +35,21 @@ _PRODUCERS = "clipmill.train.data.producers"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of data.
+    """Kind of data.
 
     Attributes:
         openers: Import paths of the functions that open its samples, by content. A run loads only the modules that its
-            own data need.
+            data need.
         noun: Plural noun for messages: "DIR/0.tar names video tars, and chunks are in a data folder".
         lacks: Reasons why samples lack some content, by content: the part after "and" in such a message.
         spelling: Regular expression that matches addresses of this kind.
-        test: Import path of a function that looks at the data of an address with this spelling, and returns True if
-            they are of this kind. Empty if the spelling is sufficient.
+        test: Import path of a function that reads the data at an address with this spelling, and returns True if they
+            are of this kind. Empty if the spelling is sufficient.
         has_manifest: True if the data have a manifest: splits, sources of captions, labels, scores, and variants.
-        can_be_mixed: True if samples are found by number, so that several addresses can be mixed.
+        can_be_mixed: True if samples are accessed by index, so that several addresses can be mixed.
         has_images: True if samples are images, without time.
-        class_names: Import path of a function that reads the class names of a label without a manifest. Empty if there
-            are no labels without a manifest.
+        class_names: Import path of a function that reads the class names of a label from data without a manifest.
+            Empty if such data have no labels.
     """
 
     openers: Mapping[Content, str]
@@ -101,8 +101,8 @@ def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
     """Return the kind of data at an address.
 
     Args:
-        settings: Settings with which the data are read. None to decide only by the spelling: the first kind with this
-            spelling is returned. Kinds with the same spelling have the same `has_manifest`.
+        settings: Settings with which the data are read. None to decide only by the spelling, and return the first kind
+            with it; kinds with the same spelling have the same `has_manifest`.
 
     Raises:
         UserError: The address names tars, and a tar is missing or cannot be read.
@@ -117,16 +117,16 @@ def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
 
 
 def no_data_folder(address: str, reason: str, *, kind: Kind | None = None, flags: tuple[str, ...] = ()) -> UserError:
-    """Return the error for data without a manifest if a data folder is required.
+    """Return the error for data without a manifest where a data folder is required.
 
     Args:
         reason: End of the message that begins with "DIR/0.tar names video tars, ".
         kind: Kind of the data; None for all kinds with this spelling.
     """
     spelling = kind_of(address).spelling.pattern
-    kinds = [other for other in KINDS if other.spelling.pattern == spelling] if kind is None else [kind]
+    kinds = [known for known in KINDS if known.spelling.pattern == spelling] if kind is None else [kind]
     nouns = " or ".join(kind.noun for kind in kinds)
-    return UserError(f"{address} names {nouns}, {reason}", hint="name the data folder that prep made", flags=flags)
+    return UserError(f"{address} names {nouns}, {reason}", hint="use the data folder that prep made", flags=flags)
 
 
 def is_local_folder(address: str) -> bool:
@@ -141,7 +141,7 @@ def absolute_address(address: str) -> str:
 
 
 def normalise_address(address: str) -> str:
-    """Return an address in the form in which addresses are compared. A loop of links is kept."""
+    """Return an address in the form in which addresses are compared. A loop of symbolic links is left as it is."""
     parts = address.split("::")
     return "::".join(part.rstrip("/") if is_remote(part) else os.path.realpath(part) for part in parts)
 
@@ -152,7 +152,7 @@ def folders_of(shards: Shards) -> tuple[str, ...]:
 
 
 def short_name(text: str) -> str:
-    """Return a name for metrics and failures: letters, digits, '.', '-' and '_', beginning with a letter or digit."""
+    """Return a name for metrics and failures: letters, digits, '.', '-' and '_', starting with a letter or digit."""
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "data"
 
 
@@ -180,13 +180,13 @@ def parse_mix(mix: str) -> tuple[Fraction, ...]:
             weights.append(Fraction(0))
         if weights[-1] <= 0:
             raise UserError(
-                f"--mix is {mix}, and {part.strip()!r} is not a weight",
-                hint="give a number above 0 for each --shards; omit folders that are not to be trained on",
+                f"--mix {mix}: {part.strip()!r} is not a number above 0",
+                hint="use a number above 0 for each --shards, and omit folders that should not be used",
                 flags=("--mix",),
             )
         if max(weights[-1].as_integer_ratio()) > _MAX_WHOLE:
             raise UserError(
-                f"--mix is {mix}, and {part.strip()!r} has too many digits",
+                f"--mix {mix}: {part.strip()!r} has too many digits",
                 hint="use weights such as 2,1 or 0.7,0.3",
                 flags=("--mix",),
             )
@@ -195,23 +195,23 @@ def parse_mix(mix: str) -> tuple[Fraction, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(Checked):
-    """Location of the training data."""
+    """Location and mixture of the training data."""
 
     shards: Annotated[Shards, groups.WHERE, FIRST_RUN, _REPEATED] = "data"
-    """Data folder made by prep, or tars; several are mixed. A path, an address (s3://bucket/data), or video tars or
-    image tars: 'DIR/{000000..000099}.tar'. Several are given as --shards A --shards B."""
+    """Data folder made by prep, or tars; several are mixed. A path, an address (s3://bucket/data), or video or image
+    tars ('DIR/{000000..000099}.tar'). Repeat the flag for several: --shards A --shards B."""
     mix: Annotated[str | None, groups.WHERE] = None
-    """Sampling weights of several --shards, in their order, such as 2,1. Default: in proportion to their sizes, so that
-    each sample is visited once per epoch."""
+    """Sampling weights of several --shards, in the same order, such as 2,1. Default: in proportion to their sizes, so
+    that each sample is visited once per epoch."""
     cache: Annotated[Path | None, groups.WHERE] = None
     """Folder for local copies of remote --shards. Default: the user's cache folder."""
     cache_size: Annotated[str | None, groups.WHERE] = None
     """Maximum size of the complete tars in the cache, such as 100GB; the least recently used tars are removed first.
-    Default: 80% of the free disk, with the content of the cache counted as free."""
+    Default: 80% of the free disk space, where the content of the cache counts as free."""
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The data folders."""
+        """Data folders in --shards."""
         return folders_of(self.shards)
 
     @property
@@ -220,8 +220,8 @@ class DataSettings(Checked):
         if len(self.folders) == 1:
             return self.folders[0]
         raise UserError(
-            f"--shards names {len(self.folders)} data folders, and this command reads one: {', '.join(self.folders)}",
-            hint=f"name one of them: --shards {self.folders[0]}",
+            f"--shards names {len(self.folders)} data folders, but this command reads one: {', '.join(self.folders)}",
+            hint=f"use one of them: --shards {self.folders[0]}",
             flags=("--shards",),
         )
 
@@ -237,11 +237,11 @@ class DataSettings(Checked):
         if len(self.folders) > 1:
             first: dict[str, str] = {}
             for folder in self.folders:
-                if (other := first.get(path := normalise_address(folder))) is not None:
-                    same = "twice" if other == folder else f"and {other}, which are the same folder"
+                if (previous := first.get(path := normalise_address(folder))) is not None:
+                    same = "twice" if previous == folder else f"and {previous}, which are the same folder"
                     yield UserError(
                         f"--shards names {folder} {same}",
-                        hint="name it once, and give it more weight with --mix",
+                        hint="use it once, with a larger weight in --mix",
                         flags=("--shards",),
                     )
                     break
@@ -262,27 +262,27 @@ def _require_weights(mix: str, *, num_folders: int) -> None:
     if (num_weights := len(parse_mix(mix))) != num_folders:
         weights = count_noun(num_weights, "weight")
         raise UserError(
-            f"--mix is {mix}: {weights} for {num_folders} data folders",
-            hint=f"give a weight for each --shards, in their order, as {','.join('1' * num_folders)}",
+            f"--mix {mix} has {weights} for {num_folders} data folders",
+            hint=f"use one weight for each --shards, in the same order, such as {','.join('1' * num_folders)}",
             flags=("--mix",),
         )
 
 
-def local_folder(place: str | Path) -> Path:
-    """Return the folder of a run: a path as it is; for an address, the local folder that mirrors it, as it is now.
+def local_folder(address: str | Path) -> Path:
+    """Return the local folder of a run: a path unchanged; for an address in a bucket, the current mirror of the run.
 
     Raises:
         UserError: The address cannot hold a run, or the bucket cannot be read.
     """
-    if isinstance(place, Path) or not is_remote(place):
-        return Path(place)
+    if isinstance(address, Path) or not is_remote(address):
+        return Path(address)
     from clipmill.manifests.storage.mounting import open_run
 
-    return open_run(place)
+    return open_run(address)
 
 
 def _run_folder(_type: Any, tokens: Sequence[Token]) -> Path:
-    """Convert --out: a path, or the address of a run in a bucket, which a local folder then mirrors."""
+    """Convert --out: a path, or the address of a run in a bucket, which is then mirrored by a local folder."""
     require_not_mistyped(tokens[0].value)
     return local_folder(tokens[0].value)
 
@@ -295,15 +295,14 @@ HUB_PREFIX = "hf:"  # prefix of a model name on the Hugging Face Hub
 
 
 def is_name_and_tag(weights: str) -> bool:
-    """Return True if weights are named as open_clip's NAME:TAG, or as hf:NAME on the Hugging Face Hub."""
+    """Return True for open_clip's NAME:TAG, and for hf:NAME on the Hugging Face Hub."""
     return NAME_AND_TAG.fullmatch(weights) is not None or weights.startswith(HUB_PREFIX)
 
 
 def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...] = ()) -> None:
     """Raise a UserError if a local data folder or the initial weights do not exist.
 
-    With several processes, nothing is checked: folders may differ from node to node, and the ranks must agree on the
-    error.
+    With several processes, nothing is checked: folders may differ between nodes, and the ranks must agree on the error.
     """
     if "RANK" in os.environ:
         return
@@ -311,13 +310,13 @@ def require_places(*, shards: tuple[str | None, ...] = (), init: tuple[str, ...]
         if address is not None and is_local_folder(address) and not Path(address).exists():
             raise UserError(
                 f"there is no data folder {address}",
-                hint="name, with --shards, the data folder that prep made",
+                hint="use --shards with the data folder that prep made",
                 flags=("--shards",),
             )
     for weights in init:
         if not is_name_and_tag(weights) and not local_folder(weights).exists():
             raise UserError(
-                f"cannot read the weights {weights}: No such file or directory", hint="name a file or a folder"
+                f"cannot read the weights {weights}: No such file or directory", hint="use an existing file or folder"
             )
 
 
@@ -328,14 +327,14 @@ def require_named_weights(weights: str | Path, *, takes_tags: bool) -> None:
 
 
 def no_weights(weights: str | Path, *, takes_tags: bool) -> UserError:
-    """Return the error for a place that contains no weights.
+    """Return the error for a path or address without weights.
 
     Args:
         takes_tags: True if open_clip's NAME:TAG is allowed.
     """
-    kinds = ["a run (a training command's --out)", "an exported folder", "a file of weights"]
-    kinds += ["a NAME:TAG of open_clip", "hf:NAME of the Hugging Face Hub"] if takes_tags else []
+    kinds = ["a run (a training command's --out)", "an exported folder", "a weights file"]
+    kinds += ["NAME:TAG of open_clip", "hf:NAME on the Hugging Face Hub"] if takes_tags else []
     return UserError(
-        f"there is no run in {weights}, and there are no other weights",
-        hint=f"name {', '.join(kinds[:-1])}, or {kinds[-1]}",
+        f"there is no run in {weights}, and no other weights",
+        hint=f"use {', '.join(kinds[:-1])}, or {kinds[-1]}",
     )

@@ -32,18 +32,18 @@ def _rows(
     beta1: float, beta2: float, eps: float, *, source: str = "FastCLIP, tables 7 and 10", **rates: tuple[float, float]
 ) -> dict[str, Published]:
     """Return FastCLIP's rows for a setting: betas and epsilon, and each optimizer's learning rate and weight decay."""
-    given = {"beta1": beta1, "beta2": beta2, "eps": eps}
+    common = {"beta1": beta1, "beta2": beta2, "eps": eps}
     rows = {}
     for name, (lr, weight_decay) in rates.items():
         values = {"lr": lr, "weight_decay": weight_decay}
-        taken = {key: given[key] for key in DEFAULTS[name] if key in given}
-        row = Published(source, values | {"optimizer": taken}) if taken else Published("FastCLIP, table 10", values)
+        used = {key: common[key] for key in DEFAULTS[name] if key in common}
+        row = Published(source, values | {"optimizer": used}) if used else Published("FastCLIP, table 10", values)
         rows[name] = row
     return rows
 
 
-# Wei et al. 2024: table 7 has betas and epsilon, table 10 learning rates and decays. The public code passes the same
-# betas and epsilon to LAMB.
+# Wei et al. 2024: table 7 lists betas and epsilon, and table 10 learning rates and weight decays. The public code
+# passes the same betas and epsilon to LAMB.
 _MEDIUM = _rows(0.9, 0.999, 1e-8, adamw=(1e-3, 0.1), lamb=(2e-3, 0.1), lion=(2e-4, 0.3), sgd=(1.0, 3e-6))
 PUBLISHED = {
     "fastclip-medium": _MEDIUM,
@@ -55,7 +55,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Choice):
-    """Optimizer, learning rate of each parameter in each step, and averaging of the weights."""
+    """Optimizer, learning rate schedule, and averaging of the weights."""
 
     prefix = "optimizer"
     choice = "name"
@@ -76,15 +76,16 @@ class OptimizerSettings(Choice):
     schedule: Literal["cosine", "linear", "fixed"] = "cosine"
     """Learning rate schedule after warmup, from --lr to --optimizer.end-lr. fixed: constant at --lr."""
     start_lr: Annotated[float | None, Range(above=0, hint="use a number above 0, and at most --lr")] = None
-    """Learning rate of the first warmup step (AVION: 1e-6); the last one has --lr. Default: --lr / --warmup-steps."""
+    """Learning rate of the first warmup step (AVION: 1e-6); the last step uses --lr. Default: --lr / --warmup-steps."""
     end_lr: Annotated[float, Range(least=0, hint="use 0 or more, and at most --lr")] = 0.0
     """Final learning rate of the schedule."""
     lr_batch: Annotated[int | None, Range(1, 10**6)] = None
-    """Reference batch size: learning rates are multiplied by --batch / this (linear scaling). Default: no scaling."""
+    """Reference batch size: learning rates are multiplied by --batch divided by this value (linear scaling). Default:
+    no scaling."""
     layer_decay: Annotated[float, Range(above=0, most=1)] = 1.0
-    """Layer-wise learning rate decay: factor from each block to the one below."""
+    """Layer-wise learning rate decay: factor from each block to the block below."""
     ema: Annotated[float, SHARE] = 0.0
-    """Decay of an exponential moving average of the weights, which is then the model that is evaluated; 0: none."""
+    """Decay of an exponential moving average (EMA) of the weights; the averaged weights are evaluated. 0: no EMA."""
 
     @classmethod
     def hyperparameters(cls) -> dict[str, dict[str, float]]:
@@ -92,8 +93,8 @@ class OptimizerSettings(Choice):
         return DEFAULTS
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for hyperparameters that the optimizer lacks."""
-        yield from self.not_taken()
+        """Yield errors for hyperparameters that the optimizer does not use."""
+        yield from self.unused_hyperparameters()
 
     def lr_scale(self, batch: int) -> float:
         """Return the factor for learning rates at a batch size: linear scaling (Goyal et al. 2017, section 2.1)."""
@@ -114,7 +115,7 @@ Schedule = Literal["1f1b", "gpipe"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings(Checked):
-    """Distribution of a model over several processes."""
+    """Distribution of the training over several processes."""
 
     prefix = "parallel"
 
@@ -122,21 +123,21 @@ class ParallelSettings(Checked):
     """Data parallelism. ddp: full replicas; zero1: sharded optimizer state; fsdp: sharded weights, gradients and
     optimizer state."""
     stages: Annotated[int, Range(1, 4096)] = 1
-    """Number of pipeline stages, one process each. More processes form replicas of the pipeline."""
+    """Number of pipeline stages, with one process per stage. More processes form replicas of the pipeline."""
     schedule: Schedule = "1f1b"
     """Pipeline schedule. gpipe: all forward passes, then all backward passes; 1f1b: each backward pass as early as
     possible."""
     partition: str = "parameters"
-    """How layers are assigned to stages. parameters: balanced by size; uniform: equal counts; type:KIND: equal counts
-    of a kind (type:block); 5,9: these counts."""
+    """Assignment of layers to stages. parameters: balanced by size; uniform: equal numbers of layers; type:KIND: equal
+    numbers of layers of a kind (type:block); 5,9: these numbers of layers."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield errors for an invalid partition, and for a strategy that a pipeline does not support."""
         yield from errors_of(check_rule, self.partition)
         if self.stages > 1 and self.strategy == "fsdp":
             yield UserError(
-                f"--parallel.strategy fsdp and --parallel.stages {self.stages} do not go together",
-                hint="a stage has only its own layers: use ddp, or zero1 to shard the optimizer's state too",
+                f"--parallel.strategy fsdp and --parallel.stages {self.stages} cannot be combined",
+                hint="use ddp, or zero1 to shard the optimizer state; a stage holds only its own layers anyway",
                 flags=("--parallel.strategy", "--parallel.stages"),
             )
 
@@ -156,15 +157,15 @@ def check_rule(rule: str) -> None:
     ):
         return
     raise UserError(
-        f"--parallel.partition is {rule!r}",
-        hint="use parameters, uniform, type:KIND (as type:block), or the number of layers of each stage, as 5,9",
+        f"--parallel.partition {rule!r} is not a valid partition",
+        hint="use parameters, uniform, type:KIND (type:block), or the number of layers of each stage (5,9)",
         flags=("--parallel.partition",),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackSettings(Checked):
-    """Places where metrics are logged in addition to the console and metrics.jsonl."""
+    """Trackers to which metrics are logged in addition to the console and metrics.jsonl."""
 
     prefix = "track"
 
@@ -177,11 +178,11 @@ class TrackSettings(Checked):
 
 
 Device = Literal["auto", "cpu", "cuda"]
-# Values out of these ranges would fail later and less clearly, because of a lack of memory, threads or digits.
+# Values outside these ranges would fail later with less clear errors, for lack of memory, threads or digits.
 STEPS = Range(1, 10**10)
 EVERY = Steps(1, 10**10)
 COUNT = Range(1, 10**6)
-# Fields with task-specific defaults. Their meaning is inherited.
+# Types of fields with task-specific defaults. Their help texts are inherited.
 LearningRate = Annotated[float, groups.TRAINING, FIRST_RUN, Range(1e-12, 1e3)]
 WeightDecay = Annotated[float, groups.TRAINING, FIRST_RUN, Range(0, 1e3)]
 
@@ -199,7 +200,7 @@ class TrainingSettings(DataSettings):
     """Settings that concern only the training data, with the values to use for other data."""
 
     out: Annotated[Path, groups.WHERE, FIRST_RUN, RUN_FOLDER] = Path("run")
-    """Run folder: a path, or an address such as s3://bucket/run, with which nodes need no shared disk. It holds
+    """Run folder: a path, or an address such as s3://bucket/run, for which nodes need no shared disk. It contains
     settings, metrics, checkpoints and the results page."""
     split: Annotated[str, groups.WHERE, FIRST_RUN] = "train"
     """Split to train on."""
@@ -210,14 +211,14 @@ class TrainingSettings(DataSettings):
     """Condition that selects the samples to train on, on scores, captions and videos: 'motion > 0.2 and cuts = 0 and
     not duplicate' (docs/data.md). A clip is used if all of its chunks are selected. Default: all."""
     share: Annotated[float, groups.WHERE, Range(above=0, most=1)] = 1.0
-    """Share of the videos to train on: the same ones for the same --seed, and with a larger share more of them."""
+    """Fraction of the videos to train on. The same --seed selects the same videos; a larger fraction adds videos."""
 
     steps: Annotated[int, groups.TRAINING, FIRST_RUN, STEPS] = 10_000
     """Number of optimizer steps."""
     batch: Annotated[int, groups.TRAINING, FIRST_RUN, COUNT] = 64
     """Batch size, over all processes."""
     lr: LearningRate = 3e-4
-    """Peak learning rate. It is reached after warmup; --optimizer.schedule takes over from there."""
+    """Peak learning rate. It is reached at the end of warmup; from there, it follows --optimizer.schedule."""
     warmup_steps: Annotated[int | str, groups.TRAINING, FIRST_RUN, Steps(0, 10**10)] = 500
     """Number of linear warmup steps, or epochs, such as 0.1ep."""
     weight_decay: WeightDecay = 0.1
@@ -229,16 +230,16 @@ class TrainingSettings(DataSettings):
     optimizer: Annotated[OptimizerSettings, groups.OPTIMIZER] = field(default_factory=OptimizerSettings)
     """Optimizer, schedule and weight averaging."""
     microbatch: Annotated[int | None, groups.TRAINING, FIRST_RUN, Range(least=1)] = None
-    """Samples per forward pass of a process. A smaller number saves memory, and the gradients are still of the complete
-    batch. Default: the process's share of the batch."""
+    """Number of samples per forward pass of a process. A smaller number saves memory; gradients are still computed for
+    the complete batch. Default: the process's share of the batch."""
 
     checkpoint_every: Annotated[int | str, groups.CHECKPOINTS, EVERY] = 500
-    """Number of steps between checkpoints, or epochs, such as 1ep. The last step always writes one."""
+    """Number of steps between checkpoints, or epochs, such as 1ep. A checkpoint is also written after the last step."""
     keep_checkpoints: Annotated[int, groups.CHECKPOINTS, COUNT] = 3
     """Number of most recent checkpoints to keep."""
     best: Annotated[str | None, groups.CHECKPOINTS] = None
-    """Metric of the evaluation, as SPLIT/NAME, whose best checkpoint is also kept. The best is the highest, except for
-    losses and ranks."""
+    """Metric of the evaluation, as SPLIT/NAME, whose best checkpoint is also kept. The highest value is the best,
+    except for losses and ranks."""
     parallel: Annotated[ParallelSettings, groups.PARALLEL] = field(default_factory=ParallelSettings)
     """Distribution over processes."""
 
@@ -249,21 +250,21 @@ class TrainingSettings(DataSettings):
     """Evaluation during training."""
 
     device: Annotated[Device, groups.MACHINE, FIRST_RUN] = "auto"
-    """Device to train on. auto: the GPU, or the CPU where no GPU can be used, with the reason."""
+    """Device to train on. auto: the GPU; the CPU if no GPU can be used, in which case the reason is printed."""
     require_gpu: Annotated[bool, groups.MACHINE] = False
-    """Refuse to train on the CPU, as --device auto does on a machine whose GPU cannot be used."""
+    """Fail if --device auto finds no usable GPU, instead of training on the CPU."""
     precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], groups.MACHINE, FIRST_RUN] = "auto"
     """Precision of matrix products. auto: bf16 if the GPU supports it, else fp32. Weights and losses are float32."""
     attention: Annotated[Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"], groups.MACHINE] = "auto"
-    """Attention backend. auto: xformers on a GPU, else sdpa (PyTorch's); flash, cudnn: PyTorch's kernel of that name,
-    where it supports the shape; naive: materialises all scores, for comparison."""
+    """Attention backend. auto: xformers on a GPU, else sdpa (PyTorch); flash, cudnn: PyTorch's kernel of that name, if
+    it supports the shape; naive: materialises all scores, for comparison."""
     compile: Annotated[bool, groups.MACHINE] = False
     """Compile each block with torch.compile: slower start, faster steps."""
     workers: Annotated[int, groups.MACHINE, FIRST_RUN, Range(1, 1024)] = 4
     """Number of decoding threads of each process."""
     decode: Annotated[Literal["packets", "filter", "plain"], groups.MACHINE] = "packets"
-    """Decoding path. packets: only the packets that the frames need, by the packet table; plain, filter: through the
-    container, for comparison."""
+    """Decoding path. packets: reads only the packets that the frames need, using the packet table; plain, filter:
+    through the container, for comparison."""
     batches_ahead: Annotated[int, groups.MACHINE, Range(1, 1000)] = 2
     """Number of batches to prefetch."""
     max_failures: Annotated[int, groups.MACHINE, Range(0, 10**12)] = 100
@@ -271,9 +272,9 @@ class TrainingSettings(DataSettings):
 
     def on(self, shards: str) -> Self:
         """Return the settings for an evaluation on other data, or for one of the run's data folders."""
-        is_own = normalise_address(shards) in map(normalise_address, self.folders)
-        # --best names a metric of the complete run, whose evaluations cover all of its folders.
-        return replace(self, shards=shards, best=None, **({} if is_own else self.of_other_data))
+        is_run_folder = normalise_address(shards) in map(normalise_address, self.folders)
+        # --best refers to a metric of the complete run, whose evaluations cover all of its folders.
+        return replace(self, shards=shards, best=None, **({} if is_run_folder else self.of_other_data))
 
     @property
     def best_is_lowest(self) -> bool:
@@ -281,26 +282,26 @@ class TrainingSettings(DataSettings):
         return self.best is not None and self.best.rpartition("/")[2] in self.evaluate.lower_is_better
 
     def evaluated_data(self) -> tuple[EvaluatedData, ...]:
-        """Return the data of each evaluation during training: the run's data folders, unless others are named.
+        """Return the data of each evaluation during training: by default, the run's data folders.
 
         Raises:
             UserError: --evaluate.shards cannot be parsed.
         """
         if self.evaluate.shards or len(self.folders) == 1:
             return self.evaluate.evaluated_data()
-        split, named = self.evaluate.split, zip(folder_names(self.folders), self.folders, strict=True)
-        return tuple(EvaluatedData(name=name, shards=folder, split=split, is_named=False) for name, folder in named)
+        split, folders = self.evaluate.split, zip(folder_names(self.folders), self.folders, strict=True)
+        return tuple(EvaluatedData(name=name, shards=folder, split=split, is_named=False) for name, folder in folders)
 
     @property
     def selection(self) -> str | None:
         """Condition that selects the training samples, from --where and --share; None for all."""
         if self.share == 1:
             return self.where
-        kept = f"md5(concat(video, ' {self.seed}')) < '{int(self.share * 2**32):08x}'"
-        return kept if self.where is None else f"{kept} and ({self.where})"
+        in_share = f"md5(concat(video, ' {self.seed}')) < '{int(self.share * 2**32):08x}'"
+        return in_share if self.where is None else f"{in_share} and ({self.where})"
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for --best without an evaluation, and for learning rates above the peak."""
+        """Yield errors for --best without an evaluation, learning rates above the peak, and contradictory devices."""
         yield from super().rules()
         if self.best is not None and not self.evaluate.every:
             yield UserError(
@@ -317,16 +318,16 @@ class TrainingSettings(DataSettings):
         start_lr = self.optimizer.start_lr
         if start_lr is not None and start_lr > self.lr:
             yield UserError(
-                f"--optimizer.start-lr is {start_lr}, more than --lr {self.lr}",
-                hint="use a smaller one",
+                f"--optimizer.start-lr {start_lr} is larger than --lr {self.lr}",
+                hint="use a smaller --optimizer.start-lr",
                 flags=("--optimizer.start-lr", "--lr"),
             )
         yield from errors_of(check_best, self.best, self)
         yield from errors_of(check_where, self.where)
         if self.optimizer.end_lr > self.lr:
             yield UserError(
-                f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}",
-                hint="use a smaller one",
+                f"--optimizer.end-lr {self.optimizer.end_lr} is larger than --lr {self.lr}",
+                hint="use a smaller --optimizer.end-lr",
                 flags=("--optimizer.end-lr", "--lr"),
             )
 
@@ -353,7 +354,7 @@ def check_best(best: str | None, settings: TrainingSettings) -> None:
         )
 
 
-# Settings that may differ when a run is resumed, because they change the weights at most by rounding.
+# Settings that may differ when a run is resumed, because they affect the weights by rounding at most.
 FREE_ON_RESUME = frozenset(
     {
         *("shards", "variant", "cache", "cache_size", "out", "checkpoint_every", "keep_checkpoints", "best"),
@@ -364,7 +365,7 @@ FREE_ON_RESUME = frozenset(
 
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as a dict, with paths, and the addresses that local folders mirror, as strings."""
+    """Return settings as a dict, with paths as strings; for a local mirror of a bucket, the string is its address."""
     plain = {name: show_addresses(str(value)) if isinstance(value, Path) else value for name, value in values.items()}
     return {name: plain_values(value) if isinstance(value, dict) else value for name, value in plain.items()}
 
@@ -388,8 +389,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# Hint to start from the weights of a run with other settings or data. OLD and NEW are run folders.
-NEW_RUN = "start another run from its weights: --init.weights OLD --out NEW"
+# Hint for training with other settings or data. OLD and NEW are run folders.
+NEW_RUN = "start a new run from its weights: --init.weights OLD --out NEW"
 GO_ON = (
     "to continue the run as it is, omit these flags, and a --preset or --config that sets them; otherwise " + NEW_RUN
 )
@@ -399,12 +400,12 @@ def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: 
     """Raise a UserError if settings that determine the weights differ (both as returned by `shaping`).
 
     Args:
-        where: Description of where the old settings come from, for the message.
+        where: Source of the old settings, for the message.
         hint: Hint of the error.
     """
     changed = [name for name in new if name in old and old[name] != new[name]]
     if changed:
         first, *more = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in changed]
-        words = [first.format(f"{where} has "), *(text.format("not ") for text in more)]
+        differences = [first.format(f"but {where} has "), *(text.format("not ") for text in more)]
         flags = [f"--{name.replace('_', '-')}" for name in changed]
-        raise UserError("; ".join(words), hint=hint, flags=flags)
+        raise UserError("; ".join(differences), hint=hint, flags=flags)

@@ -1,6 +1,6 @@
-"""The NVIDIA driver: its version, the version that torch needs, and the reason why a GPU cannot be used.
+"""The NVIDIA driver: its version, the version that torch needs, and the reason if a GPU cannot be used.
 
-torch is imported only inside functions, so that `train doctor` can report the driver even if torch cannot be loaded.
+torch is imported only inside functions, so that `train doctor` can report the driver even if torch cannot be imported.
 """
 
 import ctypes
@@ -13,15 +13,15 @@ from clipmill.manifests.errors import first_line
 
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-# Oldest Linux driver that runs programs of any CUDA release with this major number (CUDA Toolkit release notes, table
-# "CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility").
+# Oldest Linux driver for each major version of CUDA, with any minor version (CUDA Toolkit release notes, table "CUDA
+# Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility").
 _OLDEST = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
-# Results of cuInit that mean there is no usable GPU: a stub of the library, no device.
+# Results of cuInit that mean that there is no GPU: the library is a stub; no device.
 _NO_DEVICE = (34, 100)
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver from /proc; None if there is none."""
+    """Return the version of the NVIDIA driver from /proc; None without a driver."""
     try:
         text = _VERSION_FILE.read_text()
     except OSError:
@@ -31,7 +31,7 @@ def driver_version() -> str | None:
 
 
 def required_driver(cuda: str | None) -> str | None:
-    """Return the oldest driver for a CUDA version such as 13.2; None without CUDA, or if it is unknown."""
+    """Return the oldest driver for a CUDA version such as 13.2; None without CUDA, or if the driver is unknown."""
     return None if cuda is None else _OLDEST.get(cuda.partition(".")[0])
 
 
@@ -42,10 +42,10 @@ def is_older(driver: str, other: str) -> bool:
 
 @cache
 def why_no_gpu() -> str | None:
-    """Return why torch cannot use the NVIDIA GPU of this machine; None if it can, or if there is none to use."""
+    """Return why torch cannot use the NVIDIA GPU of this machine; None if it can, or if there is no GPU to use."""
     import torch
 
-    # The user may have chosen an empty list of GPUs.
+    # The user may have hidden all GPUs.
     if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return None
     driver = driver_version()
@@ -55,7 +55,7 @@ def why_no_gpu() -> str | None:
     if cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     if driver is not None and needed is not None and is_older(driver, needed):
-        return f"its driver {driver} is older than {needed}, which torch {torch.__version__} needs"
+        return f"its driver {driver} is older than {needed}, the oldest that torch {torch.__version__} supports"
     try:
         torch.cuda.init()
         reason = "torch finds no GPU"
@@ -65,7 +65,7 @@ def why_no_gpu() -> str | None:
 
 
 def _has_cuda_device() -> bool:
-    """Return True if the driver's library finds a GPU, or fails for a reason other than the lack of a GPU."""
+    """Return True if the driver's library finds a GPU, or fails for a reason other than a missing GPU."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuInit(0) not in _NO_DEVICE
     except (OSError, AttributeError):

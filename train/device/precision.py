@@ -22,18 +22,18 @@ _STEPS_TO_DOUBLE = 2000
 
 @dataclass
 class Precision:
-    """The precision of a run and, for fp16, dynamic loss scaling.
+    """Precision of a run and, for fp16, dynamic loss scaling.
 
     Loss scaling follows torch.amp.GradScaler: a step with non-finite gradients is skipped and halves the scale; 2000
     successful steps in a row double it. The decision uses the global gradient norm, which clipping computes anyway, so
-    all ranks decide alike. The decision stays on the device, without synchronising with the host.
+    all ranks decide alike. It is made on the device, without synchronising with the host.
 
     Attributes:
         name: Name of the precision: bf16, fp16, tf32 or fp32.
         reason: Reason for the choice, for the log.
         device_type: Type of the device: cpu or cuda.
-        loss_scale: Factor for losses before their backward pass. After the first fp16 step, it and the two counts are
-            zero-dimensional float64 tensors on the device.
+        loss_scale: Factor for losses before their backward pass. After the first fp16 step, this factor and the two
+            counts are zero-dimensional float64 tensors on the device.
         num_skipped: Number of skipped steps.
         num_good: Number of steps taken since the last skipped step or since the scale was doubled.
     """
@@ -65,11 +65,11 @@ class Precision:
 
     @property
     def skips_steps(self) -> bool:
-        """True if steps with non-finite gradients are skipped and the run continues."""
+        """True if steps with non-finite gradients are skipped, and the run continues."""
         return self.name == "fp16"
 
     def accepts(self, grad_norm: Scalar) -> torch.Tensor:
-        """Return True, a bool on the device, if a step may be taken; update the scale. Call it once per step."""
+        """Return True, as a bool on the device, if a step may be taken; update the scale. Call this once per step."""
         norm = torch.as_tensor(grad_norm)
         if not self.skips_steps:
             return torch.ones_like(norm, dtype=torch.bool)
@@ -81,14 +81,14 @@ class Precision:
             )
         num_good = self.num_good + 1
         is_doubled = is_good & (num_good == _STEPS_TO_DOUBLE)
-        # Not in place, because metrics of the previous step may still be in transfer.
+        # Not in place, because metrics of the previous step may still be in transfer to the host.
         self.loss_scale = self.loss_scale * torch.where(is_good, torch.where(is_doubled, 2.0, 1.0), 0.5)
         self.num_skipped = self.num_skipped + ~is_good
         self.num_good = torch.where(is_good & ~is_doubled, num_good, 0.0)
         return is_good
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state for checkpoints; synchronises with the device."""
+        """Return the state for checkpoints; this synchronises with the device."""
         scale, num_skipped, num_good = float(self.loss_scale), int(self.num_skipped), int(self.num_good)
         return {"loss_scale": scale, "num_skipped": num_skipped, "num_good": num_good}
 
@@ -99,22 +99,22 @@ class Precision:
 
 
 def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
-    """Select a precision for a device (`cpu`, `cuda`) and set whether torch may use TF32.
+    """Select a precision for a device (`cpu`, `cuda`), and allow TF32 in torch or not.
 
     TF32 is used only with --precision tf32: it is too coarse for similarities at a temperature of 0.01. Raises a
-    UserError if bf16 was requested and the GPU does not support it.
+    UserError if bf16 was requested but the GPU does not support it.
     """
     has_bf16 = device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if choice == "bf16" and device_type == "cuda" and not has_bf16:
         raise UserError(
-            f"{torch.cuda.get_device_name()} has no bf16 (requested by --precision bf16)",
-            hint="use --precision fp16, or fp32",
+            f"{torch.cuda.get_device_name()} does not support bf16 (requested by --precision bf16)",
+            hint="use --precision fp16 or fp32",
             flags=("--precision",),
         )
     name, reason = str(choice), f"requested by --precision {choice}"
     if choice == "auto":
         name = "bf16" if has_bf16 else "fp32"
-        reason = "the GPU has it" if has_bf16 else f"a {device_type} without bf16"
+        reason = "the GPU supports it" if has_bf16 else f"a {device_type} without bf16"
         if device_type == "cpu":
             reason = "the device is a CPU"
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
@@ -137,15 +137,15 @@ def choose_device(name: str, *, needs_gpu: bool = False) -> torch.device:
         flag = "--require-gpu" if needs_gpu else "--device cuda"
         raise UserError(
             f"torch finds no CUDA device{f': {reason}' if reason else ''} (requested by {flag})",
-            hint="use --device cpu or auto" if not needs_gpu else "repair it, or omit --require-gpu",
+            hint="use --device cpu or auto" if not needs_gpu else "fix the GPU's setup, or omit --require-gpu",
             flags=(flag,),
         )
     if reason is not None:
-        _say_once(f"note: the CPU is used, because the GPU of this machine cannot be: {reason}")
+        _print_once(f"note: the CPU is used, because the GPU of this machine cannot be used: {reason}")
     return torch.device("cpu")
 
 
 @cache
-def _say_once(line: str) -> None:
+def _print_once(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{line}\n")

@@ -1,7 +1,7 @@
 """Random numbers for training: pure functions of the seed, the purpose, and the position of a sample.
 
-They depend neither on the other samples of a batch nor on earlier draws, so ranks, resumed runs and evaluations of a
-single sample draw the same numbers. `draw_uniform` and `integers_below` draw the same count for many positions at once
+They do not depend on the other samples of a batch or on earlier draws, so ranks, resumed runs and evaluations of a
+single sample draw the same numbers. `draw_uniform` and `integers_below` draw numbers for many positions at once
 (captions, augmentation, masks), and `device_uniform` does so on any device. `generator` draws for one position (frames,
 crops), or for an epoch (the window of a stream).
 """
@@ -35,7 +35,7 @@ def integers_below(bounds: NDArray[np.int64], positions: Positions, *, seed: int
 
 
 def generator(position: int, *, seed: int, purpose: str) -> np.random.Generator:
-    """Return a generator for one position, for functions that do not know in advance how many numbers they draw."""
+    """Return a generator for one position, for code that does not know in advance how many numbers it draws."""
     return np.random.default_rng((_key(seed=seed, purpose=purpose), position))
 
 
@@ -49,7 +49,7 @@ def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _hashes(positions: Positions, count: int, *, seed: int, purpose: str) -> NDArray[np.uint64]:
     key = np.array([_key(seed=seed, purpose=purpose)], dtype=np.uint64)
     keys = splitmix64(np.asarray(key + np.arange(count, dtype=np.uint64), dtype=np.uint64))
-    # Hashed twice: otherwise, keys that differ in a few bits would pair positions that differ in the same bits.
+    # Hash twice: otherwise, keys that differ in a few bits would give equal numbers to positions that differ in them.
     return splitmix64(splitmix64(positions.astype(np.uint64))[:, None] ^ keys[None, :])
 
 
@@ -62,7 +62,7 @@ def _key(*, seed: int, purpose: str) -> int:
 def device_uniform(
     positions_B: "torch.Tensor", count: int, *, seed: int, purpose: str, device: "torch.device | None" = None
 ) -> "torch.Tensor":
-    """Draw the same numbers as `draw_uniform`, bit by bit, on any device: float64 [B, count].
+    """Draw bit-identical numbers to `draw_uniform` on any device: float64 [B, count].
 
     Args:
         positions_B: Positions, int64 [B].
@@ -89,7 +89,7 @@ def _device_splitmix64(values: "torch.Tensor") -> "torch.Tensor":
 
 
 def _shift_right(values: "torch.Tensor", bits: int) -> "torch.Tensor":
-    """Shift to the right logically. torch's own shift would copy the sign bit."""
+    """Shift to the right without copying the sign bit, which torch's operator would do."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

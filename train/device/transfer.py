@@ -6,7 +6,7 @@ The host launches the next step before it reads the metrics of the current one:
     device                  | step 1 ........... | step 2 ........... | ...
 
 The device always has work. The host waits once per step, for the end of the previous step. Metrics are stacked and
-copied to pinned memory as part of the step, so reading them means waiting for one event. They are read at once if
+copied to pinned memory as part of the step, so reading them means waiting for one event. They are read immediately if
 something depends on them (a checkpoint, an evaluation, a request to stop, the last step).
 
 One more step is launched before a non-finite metric is read. `StepGuard` prevents both steps from changing the weights.
@@ -14,9 +14,9 @@ One more step is launched before a non-finite metric is read. `StepGuard` preven
 `torch.tensor(..., device="cuda")`, and `.to` without `non_blocking`, wait for all work queued on the GPU. A copy from
 pageable memory may also wait. A training step uses `send` and `constant_tensor` instead.
 
-A copy that does not wait reads its source later. Memory from `pinned_memory` is therefore never refilled: each batch
-has its own memory. torch's allocator reuses it once nothing refers to it and all copies from it have ended. (It records
-an event of the stream for each copy, no matter which code made the copy.)
+A non-blocking copy reads its source later. Memory from `pinned_memory` is therefore never refilled: each batch has its
+own memory. torch's allocator reuses the memory once nothing refers to it and all copies from it have ended. (The
+allocator records an event of the stream for each copy, no matter which code made the copy.)
 """
 
 import time
@@ -39,7 +39,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 
 
 class DeviceEvent:
-    """An event that marks the end of all work queued on a device so far."""
+    """Event that marks the end of all work queued on a device so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -56,22 +56,22 @@ class DeviceEvent:
         if self._event is not None:
             self._event.synchronize()
 
-    def since(self, other: "DeviceEvent") -> float:
-        """Return the seconds from another event of the device to this one. Both must have been reached."""
-        if self._event is None or other._event is None:
-            return self._at_s - other._at_s
-        return other._event.elapsed_time(self._event) / 1e3
+    def since(self, earlier: "DeviceEvent") -> float:
+        """Return the seconds from an earlier event of the device to this event. Both must have been reached."""
+        if self._event is None or earlier._event is None:
+            return self._at_s - earlier._at_s
+        return earlier._event.elapsed_time(self._event) / 1e3
 
 
 class LateMetrics:
-    """Numbers and zero-dimensional tensors on their way to the host; `end` is the event of their arrival."""
+    """Metrics in transfer to the host: numbers and zero-dimensional tensors; `end` is the event of their arrival."""
 
     def __init__(self, numbers: Mapping[str, Scalar], device: torch.device) -> None:
         self._numbers: dict[str, Scalar] = dict(numbers)
-        waiting = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
-        self._names, self._values = list(waiting), torch.empty(0)
-        if waiting:
-            values = torch.stack([value.detach().double() for value in waiting.values()])
+        tensors = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
+        self._names, self._values = list(tensors), torch.empty(0)
+        if tensors:
+            values = torch.stack([value.detach().double() for value in tensors.values()])
             if device.type == "cuda":
                 self._values = pinned_memory(values.shape, values.dtype).copy_(values, non_blocking=True)
             else:
@@ -88,16 +88,19 @@ class LateMetrics:
 
 
 class StepGuard:
-    """Prevention of optimizer steps after a non-finite loss or gradient norm, without synchronising with the device.
+    """Guard that blocks optimizer steps after a non-finite loss or gradient norm, without waiting for the device.
 
-    All ranks have the same metrics, and therefore skip the same steps.
+    All ranks have the same metrics, and therefore block the same steps.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_sound = torch.ones((), dtype=torch.bool, device=device)
 
     def after(self, loss: Scalar, grad_norm: Scalar, *, skips: bool) -> torch.Tensor:
-        """Return True, a bool on the device, if this step may be taken. With `skips` (fp16), later steps may follow."""
+        """Return True, as a bool on the device, if this step may be taken.
+
+        With `skips` (fp16), a non-finite gradient norm blocks only this step.
+        """
         is_loss_good, is_norm_good = (
             torch.as_tensor(value, device=self._is_sound.device).isfinite() for value in (loss, grad_norm)
         )
@@ -109,12 +112,12 @@ class StepGuard:
 
 
 def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate pinned memory that may be filled only once, because copies from it may be pending for a long time."""
+    """Allocate pinned memory. Fill it only once, because copies from it may be pending for a long time."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def send(values: torch.Tensor | NDArray[np.generic], device: torch.device | str) -> torch.Tensor:
-    """Copy to `device` without synchronising, through pinned memory. The caller may change `values` at once.
+    """Copy to `device` through pinned memory, without synchronising. The caller may change `values` immediately.
 
     If the device is a CPU, or already holds the values, memory is shared.
     """
@@ -126,7 +129,7 @@ def send(values: torch.Tensor | NDArray[np.generic], device: torch.device | str)
 
 
 def send_pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Send a tensor in `pinned_memory` memory without another copy on the host; send other tensors as `send` does."""
+    """Send a tensor from `pinned_memory` without a further copy on the host; send other tensors as `send` does."""
     # torch would first copy a tensor with gaps to pageable memory.
     if tensor.is_pinned() and _is_dense(tensor):
         return tensor.to(device, non_blocking=True)
@@ -146,7 +149,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def with_index(device: torch.device | str) -> torch.device:
     """Return the device with its index.
 
-    "cuda" means the current GPU of a thread, and other threads begin with GPU 0.
+    "cuda" means the current GPU of a thread, but other threads start with GPU 0.
     """
     device = torch.device(device)
     if device == torch.device("cuda"):
@@ -156,18 +159,18 @@ def with_index(device: torch.device | str) -> torch.device:
 
 @cache
 def constant_tensor(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return a cached tensor for nested tuples that are the same in every step. Do not write to it."""
+    """Return a cached tensor for nested tuples that are the same in every step. Do not modify the tensor."""
     return send(torch.tensor(values, dtype=dtype), device)
 
 
 # Buffers that forward passes in training mode change: running statistics of batch norms, vectors of spectral norms.
 #
 # Each microbatch of a step changes them once, in its forward pass with gradients. Other passes (GradCache's first pass,
-# the measurement of a pipeline's borders, recomputed activations) must not change them.
+# the pass that measures tensors between pipeline stages, recomputed activations) must not change them.
 
 
 def changing_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return, by name, the buffers that training may change: in modules in training mode, and in checkpoints."""
+    """Return the buffers that training may change, by name: persistent buffers of modules in training mode."""
     return {
         name: buffer
         for path, module in model.named_modules()
@@ -179,13 +182,13 @@ def changing_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def keep_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of `model` after additional forward passes in this context."""
+    """Restore the buffers of `model` after additional forward passes within the block."""
     kept = {name: buffer.clone() for name, buffer in changing_buffers(model).items()}
     try:
         yield
     finally:
         with torch.no_grad():
-            # Looked up again, because a module may replace its buffer instead of changing it in place.
+            # Look up the buffers again, because a module may replace a buffer instead of changing it in place.
             for name, buffer in changing_buffers(model).items() if kept else ():
                 buffer.copy_(kept[name])
 
@@ -211,5 +214,5 @@ def _keep_in_recomputation(module: nn.Module) -> None:
             contexts.close()
 
     module.register_forward_pre_hook(begin)
-    # Called after errors too: torch ends a recomputation with an error once it has the required activations.
+    # The hook must also run after an exception, with which torch ends a recomputation once it has all activations.
     module.register_forward_hook(end, always_call=True)

@@ -3,15 +3,15 @@
 The life cycle of a failed sample ("why was this sample skipped?"):
 
 1. Reading or decoding raises `SampleFailed` with a reason code (clipmill.train.data.outcomes). The loader turns it into
-   `FailedSample`, which comes with the next batch; that batch is filled from the samples that follow.
+   a `FailedSample` that is returned with the next batch; following samples fill up that batch.
 2. Before each step, `FailureLog.next_batch` gathers the failures of all ranks. The first rank appends them to
    failures.jsonl: position in the order of samples, chunk, reason, detail.
 3. Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run. A loader whose
-   own failures exceed the budget stops with `TooManyFailures`, which is caught here and counted like the others.
+   own failures exceed the budget stops with `TooManyFailures`, which is caught here and counted like other failures.
 4. A resumed run drops the lines of samples that come after its checkpoint, and visits these samples again. The results
-   page lists the rest.
+   page lists the remaining failures.
 
-The same exchange tells all ranks whether one of them is to stop, so that all take a step or none does.
+The same exchange tells all ranks whether one of them must stop, so that either all ranks take a step or none does.
 """
 
 import sys
@@ -35,7 +35,7 @@ from clipmill.train.run.folder import RunFolder, append_lines, keep_lines
 
 @dataclass(frozen=True)
 class SyncedBatch:
-    """This rank's batch, and what all ranks know. Of a pipeline's stages only the first has the pictures.
+    """This rank's batch, with facts that all ranks share. Only the first stage of a pipeline has the frames.
 
     Attributes:
         stops: True if a rank was told to stop, so this step is not taken.
@@ -48,10 +48,11 @@ class SyncedBatch:
 
 
 class FailureLog:
-    """The failed samples of all ranks.
+    """Log of the failed samples of all ranks.
 
     Args:
-        cursor: Place where the run starts or continues in the order of samples; later failures in the file are dropped.
+        cursor: Position in the order of samples where the run starts or continues; later failures in the file are
+            dropped.
     """
 
     def __init__(self, run: RunFolder, *, world: World, max_failures: int, cursor: Cursor) -> None:
@@ -74,14 +75,14 @@ class FailureLog:
         return self._max_failures - self.num_failed
 
     def next_batch(self, batches: Generator[LoadedBatch, None, None], *, stops: bool) -> SyncedBatch:
-        """Return the next batch once every rank has one; all ranks call it before each step.
+        """Return the next batch once every rank has one; all ranks call this method before each step.
 
         Args:
             stops: True if this rank was told to stop.
 
         Raises:
             FailedWork: Too many samples failed.
-            ClipmillError: The error that the loader of a rank raised; all ranks raise it.
+            ClipmillError: The loader of a rank raised this error; all ranks raise it.
         """
         began_s = time.perf_counter()
         loaded, error = None, None
@@ -92,8 +93,8 @@ class FailureLog:
                 failed = loaded.failed
         except TooManyFailures as too_many:
             failed = too_many.failed
-        except ClipmillError as own_error:
-            error = own_error
+        except ClipmillError as loader_error:
+            error = loader_error
         waited_s = time.perf_counter() - began_s
         # Four numbers per step; objects are exchanged only if something failed.
         counts_14 = torch.tensor([[len(failed), float(stops), float(error is not None), waited_s]], dtype=torch.float64)
@@ -102,7 +103,7 @@ class FailureLog:
         if num_failed:
             self._record([sample for samples in self._world.gather_objects(failed) for sample in samples])
         if num_errors:
-            raise next(of_rank for of_rank in self._world.gather_objects(error) if of_rank is not None)
+            raise next(rank_error for rank_error in self._world.gather_objects(error) if rank_error is not None)
         loaded = on_all_stages(loaded, self._world.stages)
         assert loaded is not None  # otherwise _record or the error above has been raised
         return SyncedBatch(loaded, stops=num_stops > 0, waited_s=all_R4[:, 3].max().item())
@@ -120,8 +121,8 @@ class FailureLog:
         if self._world.is_first and not self._is_told:
             self._is_told = True
             sys.stderr.write(
-                f"note: a sample could not be loaded, the run continues without it: {last}; the run ends after "
-                f"{self._max_failures} of them (--max-failures), listed in {self._path}{_remedy(failed)}\n"
+                f"note: a sample could not be loaded and is skipped: {last}; the run ends if more than "
+                f"{self._max_failures} samples fail (--max-failures), listed in {self._path}{_remedy(failed)}\n"
             )
 
 
@@ -129,16 +130,16 @@ def _remedy(failed: list[FailedSample]) -> str:
     """Return what to do about missing and damaged shards; empty if the last sample failed for another reason."""
     if failed[-1].reason not in ("shard_unreadable", "checksum"):
         return ""
-    return "; prep verify names missing and damaged shards, and the commands that make them again"
+    return "; prep verify lists missing and damaged shards, and the commands that rebuild them"
 
 
-# Reserved for cuBLAS, NCCL and fragmentation.
+# Fraction of GPU memory reserved for cuBLAS, NCCL and fragmentation.
 _SPARE = 0.1
 
 
 @contextmanager
 def explain_out_of_memory(settings: TrainingSettings, world: World, *, device: torch.device) -> Iterator[None]:
-    """Turn out-of-memory errors within the block into a UserError that says which batch would probably fit.
+    """Turn an out-of-memory error within the block into a UserError that states which batch would probably fit.
 
     Raises:
         UserError: Raised instead of torch.OutOfMemoryError, or the RuntimeError of the CPU allocator.
@@ -170,7 +171,7 @@ def explain_out_of_memory(settings: TrainingSettings, world: World, *, device: t
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the GPU memory that this process can use: what others leave, at most its memory fraction."""
+    """Return the GPU memory (bytes) that other processes leave to this process, at most its memory fraction."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     limit_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
     return min(limit_bytes, free_bytes + torch.cuda.memory_reserved(device))
@@ -182,15 +183,15 @@ def too_large(
     """Return the error for a step that needs more than `total_bytes`, the memory that this process can use.
 
     Args:
-        batch: Samples of a step on all ranks; `share` on this rank; `at_once` of them in a microbatch.
+        batch: Number of samples of a step on all ranks; `share` are on this rank, `at_once` are in a microbatch.
         before_bytes: Bytes allocated when the step began: weights, optimizer state, buffers.
-        peak_bytes: Bytes allocated when memory ran out, a lower bound of what the step needs.
+        peak_bytes: Bytes allocated when memory ran out, a lower bound on the memory that the step needs.
     """
-    fits = fitting(at_once, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
+    fits = largest_fit(at_once, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
     message = (
-        f"out of GPU memory: a pass of {count_noun(at_once, 'sample')} needs more than "
+        f"out of GPU memory: a forward and backward pass over {count_noun(at_once, 'sample')} needs more than "
         f"{size_text(total_bytes)}: "
-        f"{size_text(before_bytes)} were taken before the step and {size_text(peak_bytes)} at its peak"
+        f"{size_text(before_bytes)} were allocated before the step, and {size_text(peak_bytes)} at its peak"
     )
     if fits is None:
         return UserError(
@@ -199,20 +200,20 @@ def too_large(
         )
     return UserError(
         message,
-        hint=f"--microbatch {fits} would probably fit and trains on the same --batch {batch}; "
-        f"else --batch {batch // share * fits}, or --towers.activation-checkpointing",
+        hint=f"--microbatch {fits} would probably fit and keeps --batch {batch}; "
+        f"or use --batch {batch // share * fits}, or --towers.activation-checkpointing",
     )
 
 
-def fitting(at_once: int, *, before_bytes: int, peak_bytes: int, total_bytes: int) -> int | None:
-    """Return the largest power of two of samples that probably fits, as `at_once` did not; None if not even one does.
+def largest_fit(at_once: int, *, before_bytes: int, peak_bytes: int, total_bytes: int) -> int | None:
+    """Return the largest power of two of samples that probably fits after `at_once` did not; None if none fits.
 
-    A sample needs at least (peak - before) / at_once: the peak is where memory ran out, and not what a complete step
-    would have needed. The result is therefore never more than half of `at_once`.
+    A sample needs at least (peak - before) / at_once: the peak is where memory ran out, not the need of a complete
+    step. The result is therefore at most half of `at_once`.
     """
     if at_once < 2:
         return None
-    room_bytes = (1 - _SPARE) * total_bytes - before_bytes
+    free_bytes = (1 - _SPARE) * total_bytes - before_bytes
     sample_bytes = max(peak_bytes - before_bytes, 1) / at_once
-    most = min(at_once // 2, int(room_bytes / sample_bytes))
-    return 1 << (most.bit_length() - 1) if most >= 1 else None
+    largest = min(at_once // 2, int(free_bytes / sample_bytes))
+    return 1 << (largest.bit_length() - 1) if largest >= 1 else None

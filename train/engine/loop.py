@@ -2,12 +2,12 @@
 
 `train` sets a run up and repeats: next batch, `run_step` (forward, backward, clip, step), log, evaluate, save.
 
-All ranks run it in lockstep. Before each step they exchange whether each has a batch and whether one has to stop; an
-error or signal on one rank therefore ends all ranks (clipmill.train.engine.failures).
+All ranks run it in lockstep. Before each step, the ranks tell each other whether they have a batch and whether they
+must stop; an error or signal on one rank therefore ends all ranks (clipmill.train.engine.failures).
 
-The metrics of a step are read after the next step has been started (clipmill.train.device.transfer), or at once for a
-checkpoint or an evaluation. A loss or gradient norm that is not finite ends the run, and no later step is saved.
-First steps without any gradient end the run too.
+The metrics of a step are read after the next step has been started (clipmill.train.device.transfer), or immediately
+if a checkpoint or an evaluation follows. A loss or gradient norm that is not finite ends the run, and no later step
+is saved. A run without gradients in all of its first steps ends too.
 """
 
 import shlex
@@ -75,11 +75,11 @@ def train(
         UserError: The checkpoint does not fit, or a batch is larger than the sample set or than memory.
     """
     check_batch(settings, samples)
-    # Checkpoints keep the settings as they were given; the loop converts settings in epochs to steps.
-    counted = in_steps(settings, epoch_steps(settings, samples))
+    # Checkpoints store the settings as the user specified them; the loop converts settings in epochs to steps.
+    step_settings = in_steps(settings, epoch_steps(settings, samples))
     state = new_state(task, samples, settings, world=world, device=device)
 
-    # Create the writer before the latest checkpoint is looked up: it renames a complete one that a killed process left.
+    # Create the writer before looking up the latest checkpoint: it renames a complete one left by a killed process.
     writer = CheckpointWriter(
         run.checkpoints,
         world=world,
@@ -104,8 +104,8 @@ def train(
     log = MetricsLog(trackers, throughput, run=run, world=world, num_samples=settings.batch, num_steps=settings.steps)
     guard = StepGuard(device)
     consumption = Consumption(run, world=world, device=device)
-    folders = getattr(samples, "folders", None)  # the metrics of a mixture count the samples of each data folder
-    # Pipeline stages exchange batches on the CPU: there, only the pictures are sent to the device ahead of the step.
+    folders = getattr(samples, "folders", None)  # the metrics of a mixture count the samples from each data folder
+    # Pipeline stages exchange batches on the CPU, so only the frames are sent to the device ahead of the step.
     batches = prefetch(
         samples.batches(max_failures=failures.num_left), device, names=PICTURES if world.stages.size > 1 else TENSORS
     )
@@ -113,17 +113,17 @@ def train(
     def save(metrics: dict[str, float]) -> None:
         nonlocal saved_step
         if state.step == saved_step:
-            return  # stopped right after this state was saved; that checkpoint may have metrics
+            return  # the run was stopped right after this state was saved; that checkpoint may have metrics
         tensors = state.tensors()
         require_finite_state(tensors, step=state.step, world=world, run=run)
         write_consumption = consumption.measure()
 
-        def write_beside() -> None:
+        def write_run_files() -> None:
             write_consumption()
             run.upload_growing_files()
 
         facts = state.facts(task, samples, settings, world=world, metrics=metrics)
-        writer.save(tensors, facts, beside=write_beside)
+        writer.save(tensors, facts, write_extras=write_run_files)
         saved_step = state.step
 
     # However the loop ends, join the threads of loader and writer, and log the last metrics.
@@ -136,14 +136,14 @@ def train(
         StopSignal().handle() as stop,
     ):
         while state.step < settings.steps:
-            # Next batch: every rank gets one, or no rank takes the step: a collective waits forever for a missing rank.
+            # Next batch: either all ranks get one, or no rank takes the step: a collective would wait forever.
             began = log.end or DeviceEvent(device)
             try:
                 synced = failures.next_batch(batches, stops=stop.is_received)
             except ClipmillError:
                 log.settle()  # all ranks raise here; report a non-finite loss of the previous step first
                 if state.step:
-                    save({})  # the data, or access to it, is at fault, and not the weights
+                    save({})  # the data, or access to it, failed; the weights are good
                     writer.wait()
                 raise
             if synced.stops:
@@ -158,7 +158,7 @@ def train(
             # Forward, backward, clip, step.
             step = next_step(state, samples, settings, world=world)
             with explain_out_of_memory(settings, world.replicas, device=device):
-                metrics = run_step(step, state, loaded, counted, world=world, throughput=throughput, guard=guard)
+                metrics = run_step(step, state, loaded, step_settings, world=world, throughput=throughput, guard=guard)
 
             # Log: the previous step, while the device computes this one, so that neither host nor device waits.
             if samples.visits_per_epoch:
@@ -177,11 +177,11 @@ def train(
                 )
             )
 
-            # Evaluate and save: both first need the metrics of this step, which prove that its weights are good.
+            # Evaluate and save: both first need the metrics of this step, which show that its weights are finite.
             is_last = state.step == settings.steps
-            every = num_steps(counted.evaluate.every)
+            every = num_steps(step_settings.evaluate.every)
             is_evaluated = bool(every) and (state.step % every == 0 or is_last)
-            is_saved = state.step % counted.checkpoint_every == 0 or is_last
+            is_saved = state.step % step_settings.checkpoint_every == 0 or is_last
             if is_evaluated or is_saved:
                 evaluation: dict[str, float] = {}
                 batch_metrics: dict[str, list[float]] = {}
@@ -233,7 +233,7 @@ def run_step(
         repeated=state.repeated_parameters(),
     )
 
-    # Step, unless the loss or the norm is not finite. The device decides that, so the host need not wait for them.
+    # Step, unless the loss or the norm is not finite. The device decides that, so the host does not wait for them.
     state.precision.accepts(grad_norm)
     take_step(state.optimizer, guard.after(metrics["loss"], grad_norm, skips=skips), skips=skips)
     if state.zero is not None:
@@ -251,7 +251,7 @@ def run_step(
 
 
 def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *, world: World) -> Step:
-    """Return the step that follows `state`, as an objective gets it."""
+    """Return the step that follows `state`, as it is passed to the objective."""
     return Step(
         number=state.step + 1,
         epoch=_epoch(state, samples, settings),
@@ -266,7 +266,7 @@ def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *,
 
 def _epoch(state: State, samples: TrainingSet, settings: TrainingSettings) -> float:
     """Return the epochs completed so far; 0 for an endless set."""
-    # The cursor's position cannot tell: which failures of other ranks it counts depends on where the run was resumed.
+    # Not from the cursor's position: which failures of other ranks it counts depends on where the run was resumed.
     visits = samples.visits_per_epoch
     return state.step * settings.batch / visits if visits else 0.0
 
@@ -274,7 +274,7 @@ def _epoch(state: State, samples: TrainingSet, settings: TrainingSettings) -> fl
 def _evaluate(
     task: Task, state: State, settings: TrainingSettings, *, world: World
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return the metrics of the current model, and separately the metrics that have a value for each batch."""
+    """Return the metrics of the current model, and separately the metrics that have one value per batch."""
     with state.evaluation_model() as model, state.precision.autocast():
         metrics = task.evaluate(model, world.replicas)
     batch_metrics = {name: value for name, value in metrics.items() if isinstance(value, list)}
@@ -291,10 +291,9 @@ def _evaluate(
 def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
     """Raise a UserError if a batch would contain a sample twice."""
     if samples.num_samples is not None and settings.batch > samples.num_samples:
-        verb = "is" if samples.num_samples == 1 else "are"
         raise UserError(
-            f"--batch is {settings.batch}, and there {verb} {count_noun(samples.num_samples, 'sample')} to train on",
-            hint=f"use --batch {1 << (samples.num_samples.bit_length() - 1)}, or more data",
+            f"--batch {settings.batch} is larger than the {count_noun(samples.num_samples, 'training sample')}",
+            hint=f"use --batch {1 << (samples.num_samples.bit_length() - 1)}, or add data",
             flags=("--batch",),
         )
 
@@ -302,9 +301,9 @@ def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
 def describe_epochs(settings: TrainingSettings, samples: TrainingSet) -> Iterator[str]:
     """Describe an epoch if settings are given in epochs; raise a UserError if its length is unknown."""
     steps = epoch_steps(settings, samples)
-    if given := given_in_epochs(settings, steps):
+    if converted := given_in_epochs(settings, steps):
         unit = "sample" if samples.visits_per_epoch == samples.num_samples else "caption"
-        yield f"an epoch is {steps:,.1f} steps, as many as show every {unit} once; {', '.join(given)}"
+        yield f"an epoch is {steps:,.1f} steps, which show every {unit} once; {', '.join(converted)}"
 
 
 def epoch_steps(settings: TrainingSettings, samples: TrainingSet) -> float | None:
@@ -317,10 +316,10 @@ def epoch_steps(settings: TrainingSettings, samples: TrainingSet) -> float | Non
 
 
 class StopSignal:
-    """SIGTERM, remembered until the loop has finished its step.
+    """Record of a received SIGTERM, which the loop reads between steps.
 
-    The ranks exchange it before each step (clipmill.train.engine.failures): once one rank has received it, all ranks
-    save a checkpoint and stop.
+    The ranks exchange the record before each step (clipmill.train.engine.failures): once one rank has received the
+    signal, all ranks save a checkpoint and stop.
     """
 
     def __init__(self) -> None:
@@ -336,11 +335,11 @@ class StopSignal:
         def remember(_: int, __: FrameType | None) -> None:
             self.is_received = True
 
-        before = signal.signal(signal.SIGTERM, remember)
+        previous = signal.signal(signal.SIGTERM, remember)
         try:
             yield self
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
@@ -350,5 +349,5 @@ def resume_hint(run: RunFolder, *, command: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         step = "the latest checkpoint" if latest_checkpoint(run.checkpoints) else "step 0 (no checkpoint yet)"
-        words = ("train", *filter(None, [command]), "--resume", "--out", str(run.path))
-        raise KeyboardInterrupt(f"{shlex.join(words)} continues from {step}") from interrupt
+        arguments = ("train", *filter(None, [command]), "--resume", "--out", str(run.path))
+        raise KeyboardInterrupt(f"{shlex.join(arguments)} continues from {step}") from interrupt

@@ -23,7 +23,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.run.folder import RunFolder
 from clipmill.train.run.tracking import Trackers
 
-# A backward pass has two matrix products for each one of the forward pass.
+# A backward pass computes two matrix products for each matrix product of the forward pass.
 _FORWARD_AND_BACKWARD = 3
 # torch 2.11 has no formula for attention on a CPU; it is the same as on a GPU.
 flop_registry.setdefault(
@@ -48,15 +48,15 @@ class Throughput:
 
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
-        """Count the FLOPs of the step in the block while it computes.
+        """Count the FLOPs of the step that runs within the block.
 
-        Only forward passes with gradients count, so that recomputed activations count once, as MFU defines it. Later
-        steps are assumed to cost the same. With frozen parameters nothing is counted: the factor of the backward pass
-        is not known then.
+        Only forward passes with gradients are counted, so that recomputed activations count once, as MFU is defined.
+        Later steps are assumed to cost the same. A model with frozen parameters is not counted, because the cost of
+        its backward pass relative to the forward pass is unknown.
 
-        Compiled blocks would run in eager mode while they are counted, and round otherwise than in later steps. So a
-        model with such blocks is counted by an additional forward pass, which leaves generators and buffers as they
-        were.
+        Counting makes compiled blocks run in eager mode, which rounds differently from later steps. A model with
+        compiled blocks is therefore counted in an additional forward pass that leaves generators and buffers
+        unchanged.
         """
         if not all(parameter.requires_grad for parameter in model.parameters()):
             self.flops_per_step = 0
@@ -88,10 +88,10 @@ class Throughput:
         self.flops_per_step = _FORWARD_AND_BACKWARD * counter.num_flops
 
     def metrics(self, *, step_s: float, waited_s: float, num_samples: int) -> dict[str, float]:
-        """Return metrics of a step of `step_s`, including `waited_s` for data, with `num_samples` on all ranks.
+        """Return metrics of a step that took `step_s`, including `waited_s` for data, for `num_samples` on all ranks.
 
         `gpu_memory_gb` is the peak of allocated memory since the run began, in 10^9 bytes. `mfu` is omitted if the
-        peak FLOP/s of the GPU are not known.
+        GPU's peak FLOP/s are unknown.
         """
         metrics = {
             "samples_per_s": num_samples / step_s,
@@ -109,7 +109,7 @@ class Throughput:
 
 
 class FlopCounter(TorchDispatchMode):
-    """Sum of torch's FLOP formulas of the operations in the block: matrix products, convolutions, attention.
+    """FLOPs of the operations in the block by torch's formulas: matrix products, convolutions, attention.
 
     Attributes:
         num_flops: Sum so far.
@@ -132,7 +132,7 @@ class FlopCounter(TorchDispatchMode):
         elif packet in flop_registry:
             self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif str(packet) == "xformers_flash.flash_fwd":
-            # xformers wraps torch's kernel in another operator, without a formula and with one more argument.
+            # xformers wraps torch's kernel in an operator that has no formula and takes one more argument.
             query, key, value, starts_q, starts_k, _, longest_q, longest_k = args[:8]
             formula = flop_registry[torch.ops.aten._flash_attention_forward]
             self.num_flops += formula(query, key, value, starts_q, starts_k, longest_q, longest_k)
@@ -148,16 +148,16 @@ def efficient_flops(
     *others: Any,
     **options: Any,
 ) -> int:
-    """Return FLOPs of the kernel that xformers calls, with [B, M, H, K]; torch's formula takes [B, H, M, K]."""
+    """Return the FLOPs of xformers' kernel for inputs [B, M, H, K]; torch's formula takes [B, H, M, K]."""
     if cu_seqlens_q is not None:
         formula = flop_registry[torch.ops.aten._efficient_attention_forward]
         return int(formula(query, key, value, bias, cu_seqlens_q, *others, **options))
     return int(sdpa_flop_count(*(x.transpose(1, 2).shape for x in (query, key, value))))
 
 
-# Peak TFLOP/s of GPUs, the 100 % of model FLOP/s utilisation (MFU): dense bf16 or fp16 matrix products with float32
-# accumulation at boost clock, from NVIDIA's data sheets and architecture white papers, which mostly print the doubled
-# figure for sparse matrices. A name must match complete words; the longest that occurs in the device's name applies.
+# Peak TFLOP/s of GPUs, which are 100 % of model FLOP/s utilisation (MFU): dense bf16 or fp16 matrix products with
+# float32 accumulation at boost clock, from NVIDIA's data sheets and architecture white papers, which mostly print
+# twice this figure, for sparse matrices. A name must match complete words; the longest matching name applies.
 _TFLOPS = {
     "B200": 2250.0,
     "GB200": 2500.0,
@@ -191,14 +191,14 @@ _TFLOPS = {
     "T4": 65.0,
 }
 _WITHOUT_TF32 = ("V100", "V100-PCIE", "V100S-PCIE", "T4")
-# A slice of a GPU, and GPUs that share the name of another one and have another speed.
-_OTHERS = re.compile(r"\bMIG\b|\b(Laptop|Max-Q|Mobile)\b|\bRTX \d+ (D|Ti|SUPER)\b")
+# MIG slices, and GPUs whose name contains a name in the table although their speed differs.
+_NOT_IN_TABLE = re.compile(r"\bMIG\b|\b(Laptop|Max-Q|Mobile)\b|\bRTX \d+ (D|Ti|SUPER)\b")
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a GPU by its name in torch, in bf16, fp16 or tf32; None if the table lacks it."""
+    """Return the peak FLOP/s of a GPU in bf16, fp16 or tf32, by its name in torch; None if it is not in the table."""
     names = [name for name in _TFLOPS if re.search(rf"(?<![\w-]){re.escape(name)}\b", device_name)]
-    if not names or _OTHERS.search(device_name) or precision not in ("bf16", "fp16", "tf32"):
+    if not names or _NOT_IN_TABLE.search(device_name) or precision not in ("bf16", "fp16", "tf32"):
         return None
     name = max(names, key=len)
     if precision == "tf32":
@@ -207,19 +207,19 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return _TFLOPS[name] * 1e12
 
 
-# A run whose loss, gradients or state are not finite ends before anything is saved; so does a run without gradients.
+# A run with a non-finite loss, gradient or state ends before anything is saved; so does a run without gradients.
 
-_MAX_NAMED = 3
-_NUM_IDLE = 10  # steps from the first on without gradients that end a run; a trained model may have such steps
+_MAX_LISTED = 3  # maximum number of tensors named in a message
+_NUM_IDLE = 10  # number of first steps without gradients that ends a run; a trained model may have such steps later
 
 
 @dataclass(frozen=True)
 class BatchIds:
-    """Identity of the samples that a rank had in a step, for error messages; without pictures, which would fill a GPU.
+    """Identifiers of a rank's samples in a step, for error messages; without frames, which would fill a GPU.
 
     Attributes:
         keys: Keys of the chunks, as in the batch.
-        caption_id: Ids of the captions, int64 [B] on the CPU; None for batches without captions.
+        caption_id: Caption ids, int64 [B] on the CPU; None for batches without captions.
     """
 
     keys: Sequence[str]
@@ -227,7 +227,7 @@ class BatchIds:
 
 
 def require_finite(what: str, value: float, batch: BatchIds, *, step: Step, world: World, run: RunFolder) -> None:
-    """Stop all ranks if a value that they share is not finite, and list the samples of all in bad_batch.json.
+    """End the run on all ranks if a value that they share is not finite; list all ranks' samples in bad_batch.json.
 
     Raises:
         FailedWork: The value is NaN or infinite.
@@ -245,29 +245,29 @@ def require_finite(what: str, value: float, batch: BatchIds, *, step: Step, worl
 
 
 def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, world: World, run: RunFolder) -> None:
-    """Refuse to save a state that no run could continue from; all ranks call it before they save a checkpoint.
+    """Reject a state from which no run could continue; all ranks call this function before they save a checkpoint.
 
     Raises:
-        FailedWork: A tensor holds NaN or infinity; all ranks raise it.
+        FailedWork: A tensor contains NaN or infinity; all ranks raise this error.
     """
     if (names := not_finite(tensors, world=world)) is not None:
         raise FailedWork(
-            f"after step {step} these tensors hold values that are not finite (NaN or infinity): {names}; "
-            f"no checkpoint is made of them, and earlier checkpoints stay in {run.checkpoints}"
+            f"after step {step} these tensors contain values that are not finite (NaN or infinity): {names}; "
+            f"no checkpoint was saved, and earlier checkpoints are still in {run.checkpoints}"
         )
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | None:
-    """Name the tensors that hold NaN or infinity, abbreviated; None if all are finite. All ranks call it.
+    """Return a short list of the tensors that contain NaN or infinity; None if all are finite. All ranks call it.
 
-    Each rank checks its shards without copying them, and waits for the device once. Losses keep logarithms, which
-    are -inf until a sample is first seen: there, only NaN and +inf count.
+    Each rank checks its shards without copying them, and waits for the device once. Some losses store logarithms that
+    are -inf until a sample is first seen, so only NaN and +inf count in their state.
 
     Args:
         tensors: Tensors by their names in checkpoints, complete or sharded.
     """
-    parts = {name: local_part(one) for name, one in tensors.items() if one.is_floating_point()}
-    parts = {name: one.detach() for name, one in parts.items() if one.numel()}
+    parts = {name: local_part(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    parts = {name: part.detach() for name, part in parts.items() if part.numel()}
     bad: set[str] = set()
     by_device: dict[torch.device, list[str]] = {}
     for name, part in parts.items():
@@ -281,8 +281,8 @@ def not_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | No
     if not world.sum(torch.tensor([float(len(bad))])).item():
         return None
     names_of_ranks = sorted({name for names in world.gather_objects(bad) for name in names})
-    more = f" and {len(names_of_ranks) - _MAX_NAMED} more" if len(names_of_ranks) > _MAX_NAMED else ""
-    return ", ".join(names_of_ranks[:_MAX_NAMED]) + more
+    more = f" and {len(names_of_ranks) - _MAX_LISTED} more" if len(names_of_ranks) > _MAX_LISTED else ""
+    return ", ".join(names_of_ranks[:_MAX_LISTED]) + more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,13 +290,13 @@ class PendingStep:
     """A step whose metrics the device may not have computed yet.
 
     Attributes:
-        metrics: `loss`, `grad_norm` and the others of its line in metrics.jsonl, without throughput and evaluation.
-        began: Event at which the device finished the previous step or, if there was none, the host began.
+        metrics: `loss`, `grad_norm` and further metrics for metrics.jsonl, without throughput and evaluation.
+        began: Event at the end of the previous step on the device; for a first step, at its start on the host.
         waited_s: Time that the host waited for the batch.
-        num_failed: Number of samples that had failed by then.
+        num_failed: Number of samples that have failed so far.
         batch: Samples of this rank.
-        skips: True if the gradient norm may be infinite, as the step is skipped then (fp16).
-        sources: Number of samples of each data folder of a mixture so far, failed ones included.
+        skips: True if the gradient norm may be infinite, because such a step is skipped (fp16).
+        sources: Number of samples so far from each data folder of a mixture, including failed samples.
     """
 
     step: Step
@@ -313,10 +313,10 @@ class MetricsLog:
     """Log of metrics that holds a pending step until its metrics arrive. All ranks call its methods in the same order.
 
     It is one step late: the device may still compute a step when the host begins the next one. The log waits for the
-    metrics, checks that they are finite, and gives them to the trackers, each step once and in order.
+    metrics, checks that they are finite, and passes them to the trackers, each step once and in order.
 
     Args:
-        num_samples: Number of samples of a step, on all ranks.
+        num_samples: Number of samples per step, over all ranks.
         num_steps: Number of steps of the run.
     """
 
@@ -338,7 +338,7 @@ class MetricsLog:
 
     @property
     def end(self) -> DeviceEvent | None:
-        """Event at which the pending step ends on the device; None if there is none."""
+        """Event at which the pending step ends on the device; None without a pending step."""
         return None if self._pending is None else self._pending.metrics.end
 
     def add(self, pending: PendingStep) -> None:
@@ -351,7 +351,7 @@ class MetricsLog:
 
         Raises:
             FailedWork: The loss or the norm of the gradients is not finite, or all gradients of the first steps are 0;
-                all ranks raise it.
+                all ranks raise this error.
         """
         self._check()
         self._is_evaluated = True
@@ -372,8 +372,9 @@ class MetricsLog:
         if not self._learns and pending.step.number == self._idle_until:
             raise FailedWork(
                 f"nothing is learned: the loss is {metrics['loss']:.4f}, and the gradients of the first "
-                f"{count_noun(self._idle_until, 'step')} are exactly 0. Either nothing is left to predict (captions "
-                "without tokens, a single class, a margin that all pairs keep), or what the loss depends on is frozen"
+                f"{count_noun(self._idle_until, 'step')} are exactly 0. Either there is nothing to predict (captions "
+                "without tokens, a single class, a margin that all pairs satisfy), or all parameters that affect the "
+                "loss are frozen"
             )
 
     def settle(
@@ -386,7 +387,7 @@ class MetricsLog:
             batch_metrics: Metrics of each of its batches.
 
         Raises:
-            FailedWork: See `check`; the line is not written then.
+            FailedWork: See `check`; in that case, the line is not written.
         """
         self._check()
         pending, self._pending = self._pending, None
@@ -396,7 +397,7 @@ class MetricsLog:
             self._trackers.log(self._line(pending, evaluation or {}) | more)
 
     def close(self) -> None:
-        """Log a pending step that was finite when something else ended the run; without other ranks."""
+        """Log a pending step with finite metrics when the run ends for another reason; without communication."""
         pending, self._pending = self._pending, None
         if pending is None or self._is_evaluated:
             return
@@ -420,11 +421,11 @@ class MetricsLog:
         return {**line, **speed, **evaluation, **sources, "num_failed": pending.num_failed}
 
 
-# GPU hours and energy of a run, kept in its run.json; without a GPU there is nothing to keep.
+# GPU hours and energy of a run, recorded in its run.json; runs without a GPU record nothing.
 #
-# All ranks meet at each checkpoint and add up what they have used since the run was started or resumed. What was used
-# after the last checkpoint of a process that was killed is not known. Energy is counted only of the GPUs, by
-# NVIDIA's driver (NVML), as long as every GPU of the run has one.
+# At each checkpoint, all ranks add up their consumption since the run was started or resumed. Consumption between the
+# last checkpoint and a kill is not recorded. Energy covers only the GPUs, as counted by NVIDIA's driver (NVML), and is
+# omitted unless it is counted for every GPU of the run.
 
 FACT = "consumption"
 _JOULES_PER_KWH = 3.6e6
@@ -435,25 +436,25 @@ class Consumption:
 
     def __init__(self, run: RunFolder, *, world: World, device: torch.device) -> None:
         self._run, self._world, self._device = run, world, device
-        self._before = world.first(lambda: dict(run.read_facts().get(FACT, {})))
+        self._previous = world.first(lambda: dict(run.read_facts().get(FACT, {})))
         self._began_s, self._began_j = time.monotonic(), _energy_j(device)
 
     def measure(self) -> Callable[[], None]:
-        """Return a function that writes the sums of all ranks until now to run.json, for rank 0."""
+        """Return a function with which rank 0 writes the current sums over all ranks to run.json."""
         if self._device.type != "cuda":
             return lambda: None
         now_j = _energy_j(self._device)
         used_j = None if now_j is None or self._began_j is None else now_j - self._began_j
         ranks = self._world.gather_objects((time.monotonic() - self._began_s, used_j))
-        sums = {"gpu_hours": self._before.get("gpu_hours", 0.0) + sum(used_s for used_s, _ in ranks) / 3600}
+        sums = {"gpu_hours": self._previous.get("gpu_hours", 0.0) + sum(used_s for used_s, _ in ranks) / 3600}
         joules = [used_j for _, used_j in ranks if used_j is not None]
-        if len(joules) == len(ranks) and ("gpu_kwh" in self._before or not self._before):
-            sums["gpu_kwh"] = self._before.get("gpu_kwh", 0.0) + sum(joules) / _JOULES_PER_KWH
+        if len(joules) == len(ranks) and ("gpu_kwh" in self._previous or not self._previous):
+            sums["gpu_kwh"] = self._previous.get("gpu_kwh", 0.0) + sum(joules) / _JOULES_PER_KWH
         return lambda: publish_json(self._run.facts, {**self._run.read_facts(), FACT: sums})
 
 
 def _energy_j(device: torch.device) -> float | None:
-    """Return the energy that a GPU has used since its driver was loaded; None without a GPU that counts it."""
+    """Return the energy that a GPU has used since its driver was loaded (J); None if the device does not count it."""
     if device.type != "cuda":
         return None
     import pynvml
@@ -472,5 +473,5 @@ def _energy_j(device: torch.device) -> float | None:
 
 
 def consumption_entry(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of run.json, for a run that is resumed."""
+    """Return the `consumption` entry of run.json for a resumed run; {} if it has none."""
     return {FACT: facts[FACT]} if FACT in facts else {}

@@ -20,7 +20,7 @@ from clipmill.train.distributed.launch import COMMAND, Start, difference
 from clipmill.train.distributed.world import World
 from clipmill.train.run.environment import versions
 
-# Location of the data and speed of reading; neither affects what is trained.
+# Flags for the location of the data and the reading speed; they do not affect the trained weights.
 MACHINE_FLAGS = frozenset({"shards", "cache", "cache_size", "workers", "batches_ahead"})
 SAME_LAUNCH = (
     "start every rank with the same command and flags, and the same versions of clipmill and torch; only "
@@ -29,11 +29,11 @@ SAME_LAUNCH = (
 
 
 class NamedSamples(TrainingSet, Protocol):
-    """A training set that names the variant of its data."""
+    """A training set that knows the variant of its data."""
 
     @property
     def variant_name(self) -> str:
-        """The variants that it is made of."""
+        """Variants of the columns that the samples are read from."""
         ...
 
 
@@ -41,12 +41,12 @@ Samples = TypeVar("Samples", bound=NamedSamples)
 
 
 def launch_facts(settings: TrainingSettings, *, resume: object) -> Start:
-    """Return command, versions and settings of this rank, as ranks compare them."""
+    """Return this rank's command, versions and settings, in the form in which ranks are compared."""
     values = flatten(
         {name: value for name, value in plain_values(asdict(settings)).items() if name not in MACHINE_FLAGS}
     )
     # Paths may differ here too.
-    evaluated = [f"{one.name}: split {one.split}, {one.protocol}" for one in settings.evaluate.evaluated_data()]
+    evaluated = [f"{data.name}: split {data.split}, {data.protocol}" for data in settings.evaluate.evaluated_data()]
     values["evaluate.shards"] = evaluated if settings.evaluate.shards else []
     installed = versions()
     return {
@@ -61,10 +61,10 @@ def launch_facts(settings: TrainingSettings, *, resume: object) -> Start:
 def open_consistent(
     open_samples: Callable[[], Samples], settings: TrainingSettings, *, columns: tuple[str, ...], world: World
 ) -> Samples:
-    """Open the training set on every rank, and compare what they found.
+    """Open the training set on every rank, and check that all ranks have the same data.
 
     Args:
-        columns: Columns of the shard set that the samples are made of.
+        columns: Columns of the shard set that the samples are read from.
 
     Raises:
         UserError: The data differ, or a rank cannot open its data; all ranks raise the same error.
@@ -74,22 +74,22 @@ def open_consistent(
         return samples
     ranks: list[Start] = world.gather_objects(world.each(lambda: _content(samples, settings, columns=columns)))
     if content_difference := difference(ranks):
-        places = difference([{"--shards": " ".join(folders)} for folders in world.gather_objects(settings.folders)])
+        paths = difference([{"--shards": " ".join(folders)} for folders in world.gather_objects(settings.folders)])
         raise UserError(
-            f"the ranks do not have the same data: {content_difference}" + (f"; {places}" if places else ""),
-            hint="give every rank the same data folder, or an exact copy of it",
+            f"the ranks do not have the same data: {content_difference}" + (f"; {paths}" if paths else ""),
+            hint="use the same data folder, or an exact copy of it, on every rank",
         )
     return samples
 
 
 def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tuple[str, ...]) -> Start:
-    """Return facts that determine the bytes on which a rank trains and evaluates."""
+    """Return facts that identify the data on which a rank trains and evaluates."""
     content: dict[str, object] = {}
     folders = settings.folders
     named_folders = dict(zip([f" of {name}" for name in folder_names(folders)], folders, strict=True))
     named_folders = named_folders if len(folders) > 1 else {"": settings.folder}
-    others = {f" of {one.name}": one.shards for one in settings.evaluated_data() if one.shards is not None}
-    for name, shards in {**named_folders, **(others if settings.evaluate.every else {})}.items():
+    evaluated = {f" of {data.name}": data.shards for data in settings.evaluated_data() if data.shards is not None}
+    for name, shards in {**named_folders, **(evaluated if settings.evaluate.every else {})}.items():
         if is_local_folder(shards):
             content[f"manifest{name}"] = str(read_manifest(Path(shards))["fingerprint"])[:16]
             for column in columns:

@@ -1,4 +1,4 @@
-"""The state of a run that changes from step to step; saving it to checkpoints and restoring it."""
+"""Training state: everything that changes from step to step, saved to checkpoints and restored from them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +18,7 @@ from clipmill.train.distributed.parallel import ZeroOptimizer, unshard, wrap_mod
 from clipmill.train.distributed.storage import dtype_of
 from clipmill.train.distributed.world import World
 from clipmill.train.engine.metrics import not_finite
-from clipmill.train.engine.task import ClipTask, Task, own_part
+from clipmill.train.engine.task import ClipTask, Task, take_stage
 from clipmill.train.losses.objective import Objective
 from clipmill.train.optim.optimizer import make_optimizer
 from clipmill.train.optim.parameters import plain_name, set_training_mode
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class State:
-    """A run between two steps.
+    """State of a run between two steps.
 
     Attributes:
         model: Model as the task built it; with FSDP its parameters are DTensors.
         trained: Module that a training step calls: the model or its wrapper (clipmill.train.distributed.parallel,
             clipmill.train.distributed.pipeline).
-        zero: Broadcasts the parameters that this rank's optimizer updates; None unless the strategy is zero1.
-        pipeline: `trained`, if the model is cut into stages.
-        base: Frozen weights that checkpoints omit; None if they omit none.
-        cursor: End of this rank's batches in the order of samples.
+        zero: Object that broadcasts the parameters updated by this rank's optimizer; None unless the strategy is zero1.
+        pipeline: `trained`, if the model is cut into stages; else None.
+        base: Frozen weights that checkpoints omit; None if checkpoints are complete.
+        cursor: Position after this rank's last batch in the order of samples.
     """
 
     model: nn.Module
@@ -57,12 +57,12 @@ class State:
     cursor: Cursor = field(default_factory=lambda: Cursor(0))
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return all parameters, the objective's last."""
+        """Return all parameters: the model's, then the objective's."""
         return [*self.model.parameters(), *self.objective.parameters()]
 
     @property
     def counted_module(self) -> nn.Module:
-        """The module whose calls are counted as the FLOPs of a step."""
+        """Module whose calls are counted to measure the FLOPs of a step."""
         return self.trained if self.pipeline is None else self.model
 
     def repeated_parameters(self) -> list[nn.Parameter]:
@@ -70,10 +70,10 @@ class State:
         return [] if self.pipeline is None else self.pipeline.repeated
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors of the state, by their names in checkpoints; not copied."""
+        """Return all tensors of the state, not copied, by their names in checkpoints."""
         tensors = _weights(self.model, "model.") | _weights(self.objective, "objective.")
         for name in self.base.tensors if self.base else ():
-            tensors.pop(f"model.{name}", None)  # another pipeline stage may have it
+            tensors.pop(f"model.{name}", None)  # a different pipeline stage may have it
         if self.ema is not None:
             tensors |= {f"ema.{name}": average for name, average in self.ema.state_dict().items()}
         for name, parameter in self._optimized_parameters().items():
@@ -90,7 +90,7 @@ class State:
         world: World,
         metrics: dict[str, float],
     ) -> CheckpointMetadata:
-        """Return the rest of the state, with the metrics of an evaluation; all ranks call it."""
+        """Return the metadata of a checkpoint: the rest of the state, and evaluation metrics. All ranks call it."""
         loader = LoaderState(
             position=self.cursor.position,
             ahead=list(self.cursor.ahead),
@@ -111,11 +111,11 @@ class State:
     def restore(
         self, path: Path, samples: TrainingSet, settings: TrainingSettings, *, task: Task, world: World
     ) -> CheckpointMetadata:
-        """Restore a checkpoint, whatever number of ranks wrote it; all ranks call it.
+        """Restore a checkpoint that was written by any number of ranks; all ranks call this method.
 
         Raises:
-            UserError: `path` cannot be read, is not finite, or is of another task, model, set of samples, or of other
-                settings.
+            UserError: The checkpoint cannot be read, is not finite, or belongs to a different task, model or sample
+                set, or to different settings.
         """
         facts = read_metadata(path, world=world)
         if facts.task != task.name:
@@ -126,7 +126,7 @@ class State:
         weights = {name: tensor for name, tensor in self.tensors().items() if not name.startswith("optimizer.")}
         for prefix in ("model.", "ema.", "objective."):
             part = {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
-            check_fits(path, table, _on_all_stages(part, world.stages), prefix=prefix)
+            check_fits(path, table, _gather_stages(part, world.stages), prefix=prefix)
         moments = self._optimizer_tensors(table)
         flat = {f"optimizer.{name}.{key}": tensor for name, state in moments.items() for key, tensor in state.items()}
         fill(path, table, weights | flat, world=world)
@@ -139,20 +139,20 @@ class State:
         self.optimizer.load_state_dict(packed)
         if (names := not_finite(self.tensors(), world=world)) is not None:
             raise UserError(
-                f"checkpoint {path} holds values that are not finite (NaN or infinity) in {names}",
+                f"checkpoint {path} contains values that are not finite (NaN or infinity) in {names}",
                 hint=removal_hint(path),
             )
         if self.base is not None:
-            # The path is absolute there; the run may have been resumed in another folder.
+            # The path in the checkpoint is absolute; the run may have been resumed in another folder.
             self.base = replace(self.base, weights=facts.base["weights"])
         self.precision.load_state_dict(facts.precision)
         self.step = facts.step
-        self.cursor = merge_cursors([Cursor(one["position"], tuple(one["ahead"])) for one in facts.loader])
+        self.cursor = merge_cursors([Cursor(rank["position"], tuple(rank["ahead"])) for rank in facts.loader])
         return facts
 
     @contextmanager
     def evaluation_model(self) -> Iterator[nn.Module]:
-        """The model in evaluation mode, unsharded on every rank, with the EMA weights if there are any."""
+        """Provide the model in evaluation mode, unsharded on every rank, with the EMA weights if there are any."""
         with ExitStack() as stack:
             if self.ema is not None:
                 stack.enter_context(self.ema.swap_in(self.model))
@@ -167,36 +167,36 @@ class State:
     def _optimized_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank's optimizer, by their names in checkpoints."""
         optimized = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        named = [(f"model.{plain_name(name)}", one) for name, one in self.model.named_parameters()]
-        named += [(f"objective.{name}", one) for name, one in self.objective.named_parameters()]
-        return {name: parameter for name, parameter in named if id(parameter) in optimized}
+        pairs = [(f"model.{plain_name(name)}", parameter) for name, parameter in self.model.named_parameters()]
+        pairs += [(f"objective.{name}", parameter) for name, parameter in self.objective.named_parameters()]
+        return {name: parameter for name, parameter in pairs if id(parameter) in optimized}
 
     def _optimizer_tensors(self, table: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-        """Return empty tensors for this rank's optimizer state in a checkpoint: {parameter name: {key: tensor}}."""
+        """Return zero tensors to read this rank's optimizer state into: {parameter name: {key: tensor}}."""
         keys: dict[str, list[str]] = {}
         for name in table:
             if name.startswith("optimizer."):
-                of, _, key = name.removeprefix("optimizer.").rpartition(".")
-                keys.setdefault(of, []).append(key)
+                parameter_name, _, key = name.removeprefix("optimizer.").rpartition(".")
+                keys.setdefault(parameter_name, []).append(key)
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in self._optimized_parameters().items():
             for key in keys.get(name, []):
                 entry = table[f"optimizer.{name}.{key}"]
-                # Of the weight's shape and sharded like it; or the number of steps, which is on the CPU.
+                # A tensor of the weight's shape is sharded like the weight; the number of steps is on the CPU.
                 is_like = key != "step" and entry["size"] == list(parameter.shape)
                 dtype = dtype_of(entry["dtype"])
-                room = torch.zeros_like(parameter, dtype=dtype) if is_like else torch.zeros(entry["size"], dtype=dtype)
-                tensors.setdefault(name, {})[key] = room
+                value = torch.zeros_like(parameter, dtype=dtype) if is_like else torch.zeros(entry["size"], dtype=dtype)
+                tensors.setdefault(name, {})[key] = value
         return tensors
 
 
 def new_state(
     task: Task, samples: TrainingSet, settings: TrainingSettings, *, world: World, device: torch.device
 ) -> State:
-    """Return a run before its first step; its weights depend only on the seed."""
+    """Return the state of a run before its first step; its weights depend only on the seed."""
     torch.manual_seed(settings.seed)
-    # A pipeline stage is cut out of the complete model, so that its initial weights do not depend on the cut.
-    model = own_part(task, task.build_model(samples), settings.parallel, stages=world.stages).to(device)
+    # A pipeline stage is cut from the complete model, so that its initial weights do not depend on the cut.
+    model = take_stage(task, task.build_model(samples), settings.parallel, stages=world.stages).to(device)
     objective = task.build_objective(samples, world.replicas).to(device)
     set_training_mode(model)
     precision = open_precision(settings.precision, device_type=device.type)
@@ -243,10 +243,10 @@ def _weights(module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _on_all_stages(tensors: dict[str, torch.Tensor], stages: World) -> dict[str, torch.Tensor]:
+def _gather_stages(tensors: dict[str, torch.Tensor], stages: World) -> dict[str, torch.Tensor]:
     """Return the tensors of all stages, on the meta device."""
     if stages.size == 1:
         return tensors
-    sizes = {name: list(one.shape) for name, one in tensors.items()}
-    of_all = {name: size for of_stage in stages.gather_objects(sizes) for name, size in of_stage.items()}
-    return {name: torch.empty(size, device="meta") for name, size in of_all.items()}
+    sizes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    all_sizes = {name: size for stage in stages.gather_objects(sizes) for name, size in stage.items()}
+    return {name: torch.empty(size, device="meta") for name, size in all_sizes.items()}

@@ -48,7 +48,7 @@ class Task(Protocol):
 
     Attributes:
         name: Name on the command line.
-        columns: Columns of the shard set that its samples are made of.
+        columns: Columns of the shard set that the samples are read from.
     """
 
     name: str
@@ -59,24 +59,24 @@ class Task(Protocol):
         ...
 
     def build_model(self, samples: Any) -> nn.Module:
-        """Return a new model for `samples`, one of the task's own sets; torch's generator initialises the weights."""
+        """Return a new model for `samples`, a set of this task; torch's default generator initialises the weights."""
         ...
 
     def build_objective(self, samples: Any, world: World) -> Objective:
-        """Return the loss. Its state per sample covers all of `samples`, sharded over the ranks."""
+        """Return the objective. Its per-sample state covers all of `samples` and is sharded over the ranks."""
         ...
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the modules that FSDP shards one by one: the blocks of the transformers."""
+        """Return the modules that FSDP shards individually: the blocks of the transformers."""
         ...
 
     def evaluate(self, model: nn.Module, world: World) -> Mapping[str, float | list[float]]:
         """Return the metrics of the evaluations in the loop, equal on all ranks; {} if there are no evaluations.
 
         There is one evaluation for each entry of `settings.evaluated_data()`; its metrics are named `<name>/<metric>`.
-        A list has a value for each batch, such as the loss; it is logged, and --best cannot select it.
-        All ranks call it at the same step, with the model in evaluation mode and without gradients. Forward passes
-        must not communicate, as ranks may make different numbers of them.
+        A list contains one value per batch, such as the loss; lists are logged, but --best cannot select them.
+        All ranks call this method at the same step, with the model in evaluation mode and without gradients. Forward
+        passes must not communicate, because their number may differ between ranks.
         """
         ...
 
@@ -97,7 +97,7 @@ class StartableTask(Task, Protocol):
         ...
 
     def files(self) -> dict[str, bytes]:
-        """Return files by path that a run keeps next to run.json, so that its weights can be used without the data."""
+        """Return files ({path: content}) to store next to run.json; with them, the weights can be used without data."""
         ...
 
 
@@ -112,22 +112,23 @@ class PipelineTask(Protocol):
         ...
 
     def part(self, model: Any, layers: range) -> nn.Module:
-        """Return a module of some layers, which are removed from the model; parameters keep their names."""
+        """Move the given layers of the model into a new module and return it; parameters keep their names."""
         ...
 
 
 def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world: World) -> None:
-    """Check that the task's model can be cut into --parallel.stages, on the meta device.
+    """Check, on the meta device, that the task's model can be cut into --parallel.stages stages.
 
     Raises:
-        UserError: The task's models cannot be cut into so many stages, or at all, or the microbatches do not fit.
+        UserError: The task's models cannot be cut into stages, or not into that many, or the microbatches do not fit.
     """
     parallel = settings.parallel
     if parallel.stages == 1:
         return
     if not isinstance(task, PipelineTask):
         raise UserError(
-            f"--parallel.stages is {parallel.stages}, and the models of train {task.name} cannot be cut into stages",
+            f"--parallel.stages {parallel.stages} is not supported: "
+            f"the models of train {task.name} cannot be cut into stages",
             hint="use --parallel.strategy fsdp for models that are larger than a GPU",
             flags=("--parallel.stages",),
         )
@@ -140,22 +141,22 @@ def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world:
     partition(task.layers(model), num_stages=parallel.stages, rule=parallel.partition)
 
 
-def own_part(task: object, model: nn.Module, parallel: ParallelSettings, *, stages: World) -> nn.Module:
-    """Return this rank's layers of a model; the model itself if there is a single stage.
+def take_stage(task: object, model: nn.Module, parallel: ParallelSettings, *, stages: World) -> nn.Module:
+    """Return the layers of a model that belong to this rank's stage; the entire model if there is only one stage.
 
     Raises:
-        UserError: The model cannot be cut into so many stages.
+        UserError: The model cannot be cut into that many stages.
     """
     if stages.size == 1:
         return model
     from clipmill.train.distributed.pipeline import partition
 
     assert isinstance(task, PipelineTask)
-    cut = partition(task.layers(model), num_stages=stages.size, rule=parallel.partition)
-    return task.part(model, cut[stages.rank])
+    layers_of_stages = partition(task.layers(model), num_stages=stages.size, rule=parallel.partition)
+    return task.part(model, layers_of_stages[stages.rank])
 
 
-# Parts of other models that a video tower is not initialised from: prefix of their tensors, description.
+# Parts of pretrained models that a video tower does not use: prefix of the tensor names, description.
 UNUSED_PARTS = {
     "text.": "the text tower",
     "head.": "a classifier's last layer (head)",
@@ -171,16 +172,16 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class ClipTask(Generic[Settings, Samples, Model]):
-    """Settings, device, initial weights and model input of a task; the task adds samples, model and objective.
+    """Base class of the tasks that train a video tower on clips.
 
-    It is the base class of the tasks that train a video tower on clips. A task outside of clipmill may derive from it
-    too; the loop requires only `StartableTask`.
+    It holds settings, device and initial weights, and prepares the model input; a subclass adds samples, model and
+    objective. Tasks outside clipmill may derive from it too, but the loop requires only `StartableTask`.
 
     Args:
-        shape: Shape of models for weights that are used as they are; `build_model` then needs no samples.
+        shape: Shape of the model, if it is known from existing weights; `build_model` then needs no samples.
 
     Attributes:
-        base: Weights that checkpoints omit; set by `start_from` in a run with adapters, else None.
+        base: Frozen weights that checkpoints omit; set by `start_from` in a run with adapters, else None.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         shape: ModelShape | None = None,
     ) -> None:
         self._settings, self._attention, self._device, self._shape = settings, attention, device, shape
-        size_of(settings.model, settings.towers)  # a mistake in the size is reported before training starts
+        size_of(settings.model, settings.towers)  # report an invalid model size before training starts
         self._start: Loaded | None = None
         self.base: Base | None = None
         self._evaluations: dict[str, dict[str, Any]] = {}
@@ -204,20 +205,20 @@ class ClipTask(Generic[Settings, Samples, Model]):
             shards: Data of the evaluation; None for the data of the run.
         """
         settings = self._settings if shards is None else self._settings.on(shards)
-        return self._with(replace(settings, where=settings.evaluate.where, share=1.0))
+        return self._copy_with(replace(settings, where=settings.evaluate.where, share=1.0))
 
-    def open_mixture(self, open_one: Callable[[Self], Opened]) -> "Opened | MixedSamples":
-        """Open the training set of a data folder, or the mixture of several folders, each opened by a task of its own.
+    def open_mixture(self, open_folder: Callable[[Self], Opened]) -> "Opened | MixedSamples":
+        """Open the training set of a data folder; for several folders, their mixture, with a copy of the task for each.
 
         Raises:
             UserError: See `open_mixed`.
         """
-        return open_mixed(lambda folder: open_one(self._with(self._settings.on(folder))), self._settings)
+        return open_mixed(lambda folder: open_folder(self._copy_with(self._settings.on(folder))), self._settings)
 
-    def _with(self, settings: Settings) -> Self:
-        other = copy(self)
-        other._settings = settings
-        return other
+    def _copy_with(self, settings: Settings) -> Self:
+        task = copy(self)
+        task._settings = settings
+        return task
 
     def note_evaluation(
         self, evaluated: EvaluatedData, samples: "EvaluatedSet", *, means_of: tuple[int, str] | None = None, **more: str
@@ -225,7 +226,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """Record the data of an evaluation in the loop, for run.json and the results page.
 
         Args:
-            means_of: Number and noun of the items over which its metrics are means, if these are not clips.
+            means_of: Number of the items that metrics are averaged over, and a noun for them, if they are not clips.
         """
         from clipmill.train.data.held_out import held_out_facts
 
@@ -242,7 +243,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         }
 
     def new_model(self, samples: Samples) -> Model:
-        """Return a model with new weights, for clips as `samples` has them."""
+        """Return a model with new weights for the clips in `samples`."""
         raise NotImplementedError
 
     def fit_weights(self, model: Model, source: Source, *, say: Say) -> "Loaded":
@@ -252,7 +253,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return fit_to(model, source, allow=self._settings.init.allow, say=say)
 
     def fit_whole(self, model: Model, source: Source, *, say: Say) -> "Loaded":
-        """Fit all parameters of a model on any device to weights; see `clipmill.train.weights.loading.load_whole`."""
+        """Fit weights to all parameters of a model on any device; see `clipmill.train.weights.loading.load_whole`."""
         from clipmill.train.weights.loading import fit_to
 
         return fit_to(model, source, say=say)
@@ -261,7 +262,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """Make `build_model` initialise models from these weights.
 
         Raises:
-            UserError: The weights do not fit, and nothing explains why.
+            UserError: The weights do not fit the model, for no reason that `fit_to` accepts.
         """
         with torch.device("meta"):
             model = self.new_model(samples)
@@ -278,17 +279,17 @@ class ClipTask(Generic[Settings, Samples, Model]):
         for tower in self.towers_of_start():
             if not any(name.startswith(f"{tower}.") for name in fitted):
                 raise UserError(
-                    f"--lora.towers {tower} adapts pretrained weights, and {source.title} has none of that tower",
-                    hint="name other weights, or other --lora.towers",
+                    f"--lora.towers {tower} adapts pretrained weights, but {source.title} has no weights of that tower",
+                    hint="use other weights, or other --lora.towers",
                     flags=("--lora.towers",),
                 )
-        # Resized tensors are new objects: checkpoints keep them, so that reading the base needs no resizing.
-        frozen = [plain_name(name) for name, one in model.named_parameters() if not one.requires_grad]
+        # Resized tensors are new objects. Checkpoints contain them, so reading the base needs no resizing.
+        frozen = [plain_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
         names = [name for name in frozen if name in theirs and fitted.get(name) is theirs[name]]
         return base_of(source, self._settings.init, names=names, scale=self._settings.lora.scale)
 
     def build_model(self, samples: Samples) -> Model:
-        """Return a model for clips as `samples` has them, with the weights to start from if there are any."""
+        """Return a model for the clips in `samples`, with the weights passed to `start_from`, if any."""
         model = self.new_model(samples)
         if self._start is not None:
             from clipmill.train.weights.loading import copy_into
@@ -300,7 +301,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return model
 
     def tune(self, model: Model) -> Model:
-        """Return a new model with frozen parts and adapters, as the settings say.
+        """Freeze parts of a new model and add adapters, as the settings specify.
 
         In a tower with adapters, tensors that the initial weights lack (a new projection, a temporal embedding for
         image weights) are trained too.
@@ -316,19 +317,19 @@ class ClipTask(Generic[Settings, Samples, Model]):
         from clipmill.train.models.transformer import add_adapters, add_library_adapters
 
         lora, module = self._settings.lora, model.get_submodule(tower)
-        before = {id(one) for one in module.parameters() if not one.requires_grad}
+        frozen = {id(parameter) for parameter in module.parameters() if not parameter.requires_grad}
         if isinstance(module, LibraryTower):
             module.requires_grad_(False)
-            add_library_adapters(module.model, lora, blocks=module.blocks(), frozen=before)
+            add_library_adapters(module.model, lora, blocks=module.blocks(), frozen=frozen)
         else:
-            add_adapters(module, rank=lora.rank, scale=lora.scale, targets=lora.targets, frozen=before)
+            add_adapters(module, rank=lora.rank, scale=lora.scale, targets=lora.targets, frozen=frozen)
         for inner, parameter in module.named_parameters():
             is_new = self._start is not None and f"{tower}.{plain_name(inner)}" not in self._start.fitted.tensors
-            if is_new and id(parameter) not in before:
+            if is_new and id(parameter) not in frozen:
                 parameter.requires_grad_(True)
 
     def towers_of_start(self) -> Sequence[Tower]:
-        """Return the towers with adapters, whose weights --init.weights has to have."""
+        """Return the towers with adapters; --init.weights must contain their weights."""
         return adapted_towers(self._settings)
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -338,24 +339,24 @@ class ClipTask(Generic[Settings, Samples, Model]):
     def frozen_parts(self) -> list[str]:
         """Describe the frozen parts, for the log."""
         settings, lora = self._settings, self._settings.lora
-        adapted = [f"{one}, with adapters of rank {lora.rank}" for one in adapted_towers(settings)]
+        adapted = [f"{tower}, with adapters of rank {lora.rank}" for tower in adapted_towers(settings)]
         return [*settings.freeze, *adapted]
 
     def facts(self) -> dict[str, Any]:
-        """Return entries of run.json: the evaluations in the loop by name."""
+        """Return entries of run.json: the evaluations in the loop, by name."""
         return {"evaluations": self._evaluations} if self._evaluations else {}
 
     def files(self) -> dict[str, bytes]:
-        """Return the files that the run keeps; none by default."""
+        """Return the files to store next to run.json; {} by default."""
         return {}
 
     def pixels(self, batch: Batch, rows: slice, *, mean: Rgb, std: Rgb, is_training: bool) -> torch.Tensor:
-        """Return normalised clips [B, C, T, H, W] of some rows of a batch, augmented in training.
+        """Return normalised clips [B, C, T, H, W] for a slice of a batch, augmented in training.
 
-        Clips of several cameras are [B, V, C, T, H, W], and all views of a moment are augmented alike.
+        Clips from several cameras have shape [B, V, C, T, H, W], and all views of a clip are augmented alike.
 
         Args:
-            mean, std: Values of each channel, unless --init.pixel-mean and --init.pixel-std give others.
+            mean, std: Per-channel values; --init.pixel-mean and --init.pixel-std override them.
         """
         settings, init = self._settings, self._settings.init
         positions = batch["position"][rows].numpy() if is_training else None
@@ -375,10 +376,10 @@ class ClipTask(Generic[Settings, Samples, Model]):
 
 
 def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say) -> Source:
-    """Return the weights without the parts that a model does not have, and print which parts these are.
+    """Return the weights without the parts that a model does not have, and print which parts are unused.
 
     Args:
-        parts: Description by the prefix of tensor names.
+        parts: Descriptions of parts, by prefix of their tensor names.
         model: Noun for the message, such as "a classifier".
     """
     tensors = source.converted.tensors
@@ -391,7 +392,7 @@ def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: 
 
 
 def outline(task: Task, samples: Any) -> nn.Module | None:
-    """Return the model of a `ClipTask` as it is trained, without memory for its weights; None for any other task."""
+    """Return the model of a `ClipTask` as it is trained, on the meta device; None for any other task."""
     if not isinstance(task, ClipTask):
         return None
     with torch.device("meta"):
@@ -403,7 +404,7 @@ def describe_parameters(task: Task, model: nn.Module | None) -> dict[str, str]:
     """Return the entry of run.json about the parameters: their number and the frozen parts; {} without an outline."""
     if model is None or not isinstance(task, ClipTask):
         return {}
-    sizes = [(one.numel(), one.requires_grad) for one in model.parameters()]
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     total, num_frozen = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if not is_trained)
     which = f"{num_frozen:,} of them frozen ({'; '.join(task.frozen_parts())})" if num_frozen else "none of them frozen"
     return {"parameters": f"{total:,}, {which}"}

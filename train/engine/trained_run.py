@@ -1,4 +1,4 @@
-"""Open a trained run: its latest checkpoint, and the device, precision and attention to use it with."""
+"""Open a trained run: its latest checkpoint, and the device, precision and attention to run its model with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,13 +27,13 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun(Generic[Settings]):
-    """Trained weights, of a run or of another source, and what to run their model with.
+    """Trained weights from a run or another source, and the device, precision and attention for their model.
 
     Attributes:
-        run: Run folder; None for weights of another source.
-        facts: Content of the training's run.json, {} for weights of another project.
+        run: Run folder; None for weights from another source.
+        facts: Content of the run's run.json; {} for weights from another project.
         settings: Settings of the model, with the requested overrides.
-        step: Step of the checkpoint; None for weights of another source.
+        step: Step of the checkpoint; None for weights from another source.
         weights: Description of the weights (EMA or not) and of the precision.
         load: Function that copies the weights into a model on the device.
     """
@@ -49,9 +49,9 @@ class TrainedRun(Generic[Settings]):
     load: Callable[[nn.Module], None]
 
     def fill(self, model: Model) -> Model:
-        """Load the weights into a model, the EMA weights if the run has them, on the device and in evaluation mode.
+        """Load the weights (EMA weights if the run has them) into a model; return it on the device, in evaluation mode.
 
-        Adapters are merged: afterwards only a language model has any.
+        Adapters are merged into the weights, except in a language model.
 
         Raises:
             UserError: The weights are damaged, or do not fit the model.
@@ -63,7 +63,7 @@ class TrainedRun(Generic[Settings]):
 
 
 def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | None = None) -> TrainedRun[Settings]:
-    """Open the latest checkpoint of a run, or the one that is named, without data or a model.
+    """Open `checkpoint`, or the latest checkpoint of a run, without data or a model.
 
     Raises:
         UserError: There is no checkpoint, it is damaged, it was trained with other settings, or this
@@ -95,8 +95,8 @@ def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:
     """
     path = run.require_checkpoint()
     sizes = {name: entry["size"] for name, entry in read_table(path).items()}
-    left_out = content_of(path).get("base", {}).get("tensors", {})  # of a checkpoint with adapters
-    sizes |= {f"model.{name}": size for name, size in left_out.items()}
+    base_tensors = content_of(path).get("base", {}).get("tensors", {})  # omitted from a checkpoint with adapters
+    sizes |= {f"model.{name}": size for name, size in base_tensors.items()}
     size, image_px = size_of(settings.model, settings.towers, num_views=settings.num_views), settings.size_px
     if (conv := sizes.get(f"model.{CONV}")) is not None:
         size = replace(size, video=replace(size.video, num_channels=conv[1], patch_px=conv[-1]))
@@ -117,17 +117,17 @@ def prepare_run(
     weights: str,
     load: Callable[[nn.Module], None],
 ) -> TrainedRun[Settings]:
-    """Return the weights with the device, precision and attention that the settings name.
+    """Return the weights with the device, precision and attention that the settings specify.
 
     Args:
-        facts, weights: See `TrainedRun`; without the precision.
+        facts, weights: See `TrainedRun`; `weights` does not yet state the precision.
 
     Raises:
         UserError: This machine lacks what the settings require.
     """
     device = choose_device(settings.device)
-    # The backend that the run was trained with, if that was on a GPU too.
-    before = previous_backend(facts, device_type=device.type) if is_chosen(settings, device=device) else None
+    # The backend that the run was trained with, if the training was on a GPU too.
+    previous = previous_backend(facts, device_type=device.type) if is_chosen(settings, device=device) else None
     precision = open_precision(settings.precision, device_type=device.type)
     return TrainedRun(
         run=run,
@@ -136,7 +136,7 @@ def prepare_run(
         step=step,
         weights=f"{weights}, {precision.name}",
         device=device,
-        attention=before or open_attention(settings.attention, device_type=device.type, compiles=settings.compile),
+        attention=previous or open_attention(settings.attention, device_type=device.type, compiles=settings.compile),
         precision=precision,
         load=load,
     )

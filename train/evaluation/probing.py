@@ -26,7 +26,7 @@ from clipmill.train.evaluation.probe import METHOD_TITLES, ProbeFlags
 from clipmill.train.evaluation.probe_classifiers import LabelledFeatures, probe
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
 from clipmill.train.evaluation.tables import majority_baseline
-from clipmill.train.run.tracking import counted_batches
+from clipmill.train.run.tracking import count_batches
 
 if TYPE_CHECKING:
     from clipmill.train.data.samples import Samples
@@ -63,7 +63,7 @@ class ProbeSets:
         parts = []
         for samples, every in ((self.queries, self.queries_every), (self.bank, self.bank_every)):
             batches = samples.evaluation_batches(every=every)
-            batches = counted_batches(batches, "extracting features", total=-(-len(samples) // every))
+            batches = count_batches(batches, "extracting features", total=-(-len(samples) // every))
             features = extract(towers, batches, inputs=inputs, device=device)
             parts.append(gather_features(features, world))
         queries, bank = parts

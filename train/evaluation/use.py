@@ -37,7 +37,7 @@ class Use:
         """
         settings = replace(settings, device=self.device or settings.device)
         settings = replace(settings if self.shards is None else settings.on(self.shards), where=self.where, share=1.0)
-        overrides = self.overrides.beside(settings)
+        overrides = self.overrides.changed_from(settings)
         return overrides.apply_to(settings), overrides
 
 

@@ -1,11 +1,11 @@
-"""Contrastive objectives: towers embed clips and captions, a loss compares all of them, gradients flow back.
+"""Contrastive objectives: towers embed clips and captions, a loss compares all embeddings, gradients flow back.
 
 b: pairs of this rank. B: pairs of all ranks, in the order of ranks. E: embedding width. R: pairs of a microbatch, or
 rows of a block.
 
-The loss needs all embeddings of a batch at once, but the towers need not hold the activations of all of them
-(GradCache, Gao et al. 2021): embed the microbatches without a graph, and compute the gradients of the loss with respect
-to the embeddings; then embed each microbatch again, with the same dropout, and backpropagate its part of the gradients.
+The loss needs all embeddings of a batch at once, but the towers do not have to hold the activations of all samples
+(GradCache, Gao et al. 2021): embed the microbatches without a graph, and compute the gradients of the loss for the
+embeddings; then embed each microbatch again, with the same dropout, and backpropagate its part of the gradients.
 
 The gradients of a loss with respect to the embeddings come from autograd (`AutogradObjective`), or in closed form from
 `Similarities`, as follows. Such a loss is a function of the similarities s_ij of clip i and caption j. A rank has the
@@ -16,7 +16,7 @@ respect to s_ij, in the form
     W_ij = h(s_ij, x_i) + h(s_ij, y_j)   for i != j, and one value for each pair i = j
 
 with a few values x_i of each clip and y_j of each caption, which the ranks exchange. In closed form, three passes over
-blocks of the matrix are enough, and the matrix is not copied.
+blocks of the matrix are sufficient, and the matrix is not copied.
 """
 
 import math
@@ -35,16 +35,16 @@ from clipmill.train.distributed.world import World
 from clipmill.train.losses.objective import Objective
 from clipmill.train.losses.settings import LOSSES, Loss
 
-# Replaces the similarity of a pair itself: no loss treats it as a negative, and 0 times it is 0.
+# Value that replaces the similarity of a pair itself: no loss treats it as a negative, and 0 times it is 0.
 MASKED = -1e4
-_BLOCK = 1 << 21  # similarities per block: they and their copies fit in a cache or in a few megabytes
+_BLOCK = 1 << 21  # number of similarities per block; with their copies, they fit in a cache or in a few megabytes
 
 # Function h of a block [R, B] of similarities, and of K values [K, R, 1] of its rows or [K, 1, B] of its columns.
 Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Similarities:
-    """Similarities of the clips and captions of this rank with those on all ranks. No tensor in it has a gradient.
+    """Similarities of this rank's clips and captions with the clips and captions of all ranks, without gradients.
 
     Args:
         video_bE: Clip embeddings of unit length. Half precision is cast to float32, because temperatures magnify
@@ -67,7 +67,7 @@ class Similarities:
         self.video_bE, self.text_bE = _widen(video_bE), _widen(text_bE)
         self.world = world
         width = video_bE.shape[1]
-        # One exchange for clips and captions.
+        # A single exchange for clips and captions.
         self.both_B2E = world.gather(torch.cat([self.video_bE, self.text_bE], dim=1))
         self._video_BE, self._text_BE = self.both_B2E[:, :width], self.both_B2E[:, width:]
         self.num_pairs = len(self.both_B2E)
@@ -134,7 +134,7 @@ class Similarities:
 
 
 def blocks(similarity_bB: torch.Tensor) -> Iterator[slice]:
-    """Return slices of rows. Each is small enough to be processed at once."""
+    """Return slices of rows, each small enough to be processed at once."""
     num_rows, num_columns = similarity_bB.shape
     step = max(1, _BLOCK // num_columns)
     return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
@@ -150,15 +150,15 @@ def softmax_means(similarity_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b:
     """Return each row's mean similarity, weighted by softmax(scale_i s_ij), [b]; `log_sum_b` is from `log_sums`."""
     parts = []
     for rows in blocks(similarity_bB):
-        share_RB = (similarity_bB[rows] * scale_b[rows, None]).sub_(log_sum_b[rows, None]).exp_()
-        parts.append(share_RB.mul_(similarity_bB[rows]).sum(dim=1))
+        weight_RB = (similarity_bB[rows] * scale_b[rows, None]).sub_(log_sum_b[rows, None]).exp_()
+        parts.append(weight_RB.mul_(similarity_bB[rows]).sum(dim=1))
     return torch.cat(parts)
 
 
 def exponential_gradients(
     similarities: Similarities, *, clips_3B: torch.Tensor, captions_3B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return gradients of a loss that depends on sum_j exp((s_ij - s_ii) / tau_i) of clips, and likewise of captions.
+    """Return gradients of a loss that depends on sum_j exp((s_ij - s_ii) / tau_i) over clips, and likewise captions.
 
     The derivative with respect to s_ij is exp(scale_i s_ij + log factor_i) of clip i plus the same term of caption j.
     With respect to s_ii, it is minus the sum of both terms over all negatives.
@@ -179,13 +179,13 @@ def exponential_gradients(
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
     """Compute products of embeddings without autocast and TF32, which a run may use in its model."""
-    chosen = torch.get_float32_matmul_precision()
+    previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(chosen)
+        torch.set_float32_matmul_precision(previous)
 
 
 def _widen(features: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ def _widen(features: torch.Tensor) -> torch.Tensor:
     return features.float() if features.dtype in (torch.bfloat16, torch.float16) else features
 
 
-# Turns a batch into the arguments of the model. It may draw from torch's generators.
+# Function that converts a batch into the arguments of the model. It may draw from torch's generators.
 Inputs = Callable[[Batch], tuple[Any, ...]]
 FeatureGradients = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -235,19 +235,19 @@ class Contrast:
 
 
 class ContrastiveObjective(Objective):
-    """A loss of pairs. The model returns unit-length embeddings of clips and of captions, [b, E] each.
+    """Loss over pairs. The model returns unit-length embeddings of clips and of captions, [b, E] each.
 
     Args:
         inputs: Function that converts a batch into the arguments of the model.
-        dataset, world: Size of the training set, and ranks, for losses with state per sample.
+        dataset, world: Size of the training set, and ranks, for losses with per-sample state.
 
     Attributes:
-        logit_scale: Logarithm of 1 / temperature, as CLIP stores it. Losses that take `temperature` have it, except
-            global losses with another parameter; otherwise None.
+        logit_scale: Logarithm of 1 / temperature, as CLIP stores it; None for losses without `temperature`, and for
+            global losses with a different parameter.
     """
 
     logit_scale: nn.Parameter | None
-    # Exchange of embeddings and gradients between ranks; `train bench` compares two kinds.
+    # Exchange of embeddings and gradients between ranks; `train bench` compares two implementations.
     exchange: type[Similarities] = Similarities
 
     def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
@@ -259,11 +259,11 @@ class ContrastiveObjective(Objective):
             self.add_logit_scale(is_trained=not settings.freeze_temperature)
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Return loss and gradients of a batch, and update the state per sample. The caller turns grad mode off."""
+        """Return loss and gradients of a batch, and update the per-sample state. The caller disables gradients."""
         raise NotImplementedError
 
     def add_logit_scale(self, *, is_trained: bool) -> None:
-        """Add `logit_scale`, with the temperature in the settings."""
+        """Add `logit_scale`, initialised with the temperature in the settings."""
         start = torch.tensor(-math.log(self._settings.number("temperature")))
         self.logit_scale = nn.Parameter(start, requires_grad=is_trained)
 
@@ -272,7 +272,7 @@ class ContrastiveObjective(Objective):
         return None if self.logit_scale is None else self.logit_scale.detach()
 
     def learning_rate(self, scheduled: float) -> Scalar:
-        """Return the temperature's own learning rate, if it has one."""
+        """Return the temperature's learning rate: its own rate if it is set, else the model's rate."""
         return self._settings.own_temperature_lr or scheduled
 
     @torch.no_grad()
@@ -285,8 +285,8 @@ class ContrastiveObjective(Objective):
         """Add the gradients of the loss over the batch of all ranks.
 
         Returns:
-            loss; batch_accuracy: share of clips whose nearest caption is their own; temperature before the step, if the
-            loss has one; and the metrics of the loss.
+            loss; batch_accuracy: fraction of clips whose nearest caption is their own; temperature before the step, if
+            the loss has a temperature; and the metrics of the loss.
         """
         metrics: dict[str, Scalar] = {}
 
@@ -316,7 +316,7 @@ class ContrastiveObjective(Objective):
 
 
 def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step, gradients: FeatureGradients) -> None:
-    """Add the gradients of a loss of all embeddings to the model's gradients, `step.microbatch` samples at a time.
+    """Add the gradients of a loss over all embeddings to the model's gradients, `step.microbatch` samples at a time.
 
     Args:
         gradients: Function that returns the gradients with respect to this rank's embeddings [b, E]; called once.
@@ -335,7 +335,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
         return
     first = []
     with torch.no_grad():
-        # The second pass begins with the same buffers. Both passes together change the buffers as one pass would.
+        # The second pass starts with the same buffers, so both passes together change the buffers as one pass would.
         with keep_buffers(model):
             for number, part in enumerate(parts):
                 with step.seed_generators(number):
@@ -343,7 +343,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
         video_bE, text_bE = (torch.cat(side) for side in zip(*first, strict=True))
         grads_bE = gradients(video_bE, text_bE)
     grads_RE = zip(*(grad_bE.split([len(video_RE) for video_RE, _ in first]) for grad_bE in grads_bE), strict=True)
-    # A frozen tower is left out of the second pass. (If a model has replicas, it is in its wrapper's `module`.)
+    # The second pass omits a frozen tower. (If a model has replicas, it is in its wrapper's `module`.)
     skips = getattr(getattr(model, "module", model), "has_frozen_tower", False)
     options = {"only_trained": True} if skips else {}
     for number, (part, grads) in enumerate(zip(parts, grads_RE, strict=True)):
@@ -352,9 +352,9 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
 
 
 def split(batch: Batch, size: int | None) -> list[Batch]:
-    """Split a batch into microbatches of `size` samples. The last one may be smaller.
+    """Split a batch into microbatches of `size` samples; the last one may be smaller.
 
-    None gives a single microbatch.
+    Without a size, return a single microbatch.
     """
     num_samples = len(batch["caption_id"])
     if size is None or size >= num_samples:
@@ -370,7 +370,7 @@ def split(batch: Batch, size: int | None) -> list[Batch]:
 
 
 def _push(embedded: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], step: Step) -> None:
-    # Scaled before the cast to half precision, in which small values underflow. Frozen towers get no gradients.
+    # Scale before the cast to half precision, in which small values underflow. Frozen towers get no gradients.
     pairs = [
         (embedding, step.scale(gradient).to(embedding.dtype))
         for embedding, gradient in zip(embedded, gradients, strict=True)
@@ -379,7 +379,7 @@ def _push(embedded: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...
     torch.autograd.backward([embedding for embedding, _ in pairs], [gradient for _, gradient in pairs])
 
 
-# Losses as functions: a forward pass over the embeddings of all ranks. Autograd computes its gradients.
+# Losses as functions: a forward pass over the embeddings of all ranks, with gradients by autograd.
 #
 # b: pairs of this rank. B: pairs of all ranks, in the order of ranks. E: embedding width.
 #
@@ -390,7 +390,7 @@ def _push(embedded: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Embeddings of a batch, of unit length and with gradient; float32 for any precision of the towers.
+    """Unit-length embeddings of a batch, with gradients; at least float32 for any precision of the towers.
 
     Attributes:
         video_bE, text_bE: Embeddings of this rank's clips and captions. Row i of both tensors is a pair.
@@ -414,7 +414,7 @@ LossFunction = Callable[[Pairs, Loss], torch.Tensor]
 
 
 class AutogradObjective(ContrastiveObjective):
-    """A loss of the batch: a row of `LOSSES` has it as a function or, with further parameters, as a subclass."""
+    """Objective for a loss that a row of `LOSSES` defines as a function or, with further parameters, as a subclass."""
 
     def value(self, pairs: Pairs) -> torch.Tensor:
         """Return the mean loss of this rank's pairs (scalar, with gradient)."""

@@ -1,11 +1,11 @@
-"""The global contrastive losses: SogCLR, iSogCLR, FastCLIP v0 to v3 (Wei et al. 2024, algorithm 1).
+"""Global contrastive losses: SogCLR, iSogCLR, FastCLIP v0 to v3 (Wei et al. 2024, algorithm 1).
 
 B: pairs of the batch of all ranks. b: pairs of this rank. C: columns in the state of a clip or caption.
 
-The paper's g_i compares pair i with all other pairs of the *training set*. A batch gives a rough estimate of g_i. The
+The paper's g_i compares pair i with all other pairs of the *training set*. A batch gives a rough estimate of g_i; the
 moving average u_i over the visits of i is a better estimate. The algorithm uses the gradient of log(epsilon + g_i) with
-u_i in place of g_i, held constant. Clips and captions have separate IDs and averages, because a clip may have another
-caption in each epoch.
+u_i in place of g_i, held constant. Clips and captions have separate IDs and averages, because a clip may have a
+different caption in each epoch.
 
 The losses differ in the temperature: one for all pairs (SogCLR, FastCLIP v0, v1, v3), or one per sample (iSogCLR, v2).
 """
@@ -38,14 +38,15 @@ from clipmill.train.losses.settings import Convention, GammaSchedule, Loss
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One side of a batch: its clips, or its captions.
+    """Clips or captions of a batch, with their state.
 
     Attributes:
         table: State of all clips, or all captions, of the training set.
         num_all: Number of clips or captions in the training set.
-        ids_B: IDs of all ranks' clips or captions.
+        ids_B: IDs of the clips or captions of all ranks.
         group_B: Group of each ID (`groups`).
-        state_BC: Their rows of the table, before the step.
+        state_BC: Rows of the table for these IDs, before the step.
+        temperature_B: Temperature of each clip or caption.
     """
 
     table: ShardedRows
@@ -76,7 +77,7 @@ class Estimate:
 
 
 class GlobalContrast(ContrastiveObjective):
-    """A global loss except for its temperatures and the weights of its pairs.
+    """Base class of global losses, without temperatures and weights of pairs.
 
     Args:
         further_state: Initial values of the state's columns after log u.
@@ -101,18 +102,18 @@ class GlobalContrast(ContrastiveObjective):
         self._gamma_epochs = settings.gamma_epochs or max(1, round(dataset.num_epochs / 2))
         self._log_epsilon = math.log(settings.epsilon) if settings.epsilon else -math.inf
         self.rho = settings.number("rho") if "rho" in settings.spec.settings else 0.0
-        # The public code averages the losses of clips and captions, while the paper adds them: half the gradient.
+        # The public code averages the losses of clips and captions; the paper adds them, which doubles the gradient.
         self.side_weight = 0.5 if self._is_code else 1.0
         self._dataset = dataset
         self.clips = ShardedRows(dataset.num_clips, start=(UNSEEN, *further_state), world=world)
         self.captions = ShardedRows(dataset.num_captions, start=(UNSEEN, *further_state), world=world)
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """Return the temperature of each of B rows of a table."""
+        """Return the temperature of each of B rows of a table, [B]."""
         raise NotImplementedError
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factors of each log(epsilon + g) in the published loss, and in its gradient."""
+        """Return the factors [B] of log(epsilon + g) in the published loss, and in its gradient."""
         raise NotImplementedError
 
     def further_values(
@@ -128,7 +129,7 @@ class GlobalContrast(ContrastiveObjective):
     def parameter_gradients(
         self, estimates: tuple[Estimate, Estimate], scale_gradient: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return gradients of the objective's own parameters, from this rank's `Similarities.scale_gradient`."""
+        """Return gradients of the objective's parameters, from this rank's `Similarities.scale_gradient`."""
         return {}
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
@@ -182,7 +183,7 @@ class GlobalContrast(ContrastiveObjective):
     def _sides(self, similarities: Similarities, batch: Batch, step: Step) -> tuple[Side, Side]:
         if "clip_id" not in batch:
             raise UserError(
-                f"--loss.kind {self._settings.kind} needs clips that have ids, and these have none",
+                f"--loss.kind {self._settings.kind} needs clips with ids, but these clips have none",
                 hint="use --loss.kind infonce with these data",
                 flags=("--loss.kind",),
             )
@@ -200,13 +201,13 @@ class GlobalContrast(ContrastiveObjective):
 
 
 def _check_ids(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
-    """Return the IDs on the host, where the loader left them, so that the check does not synchronise with a device."""
+    """Return the IDs after a check on the host, where the loader left them, without synchronising with a device."""
     is_outside_b = (ids_b < 0) | (ids_b >= size)
     if is_outside_b.any():
         outside = ids_b[is_outside_b].unique().tolist()
-        named = ", ".join(str(one) for one in outside[:5]) + (", ..." if len(outside) > 5 else "")
+        ids = ", ".join(map(str, outside[:5])) + (", ..." if len(outside) > 5 else "")
         raise UserError(
-            f"{name} ids {named}: the loss keeps a number for each of {size} {name}s, 0 to {size - 1}",
+            f"{name} ids {ids} are out of range: the loss has state for {size} {name}s, with ids 0 to {size - 1}",
             hint=f"the data have changed since the run began: {NEW_RUN}",
         )
     return ids_b
@@ -221,7 +222,7 @@ UNSEEN = -math.inf  # log u before the first visit
 def inner_rate(epoch: int, *, least: float, schedule: GammaSchedule, num_epochs: int, convention: Convention) -> float:
     """Return gamma, the weight of the new value in the averages, for epoch 0, 1, ... (FastCLIP, section 5).
 
-    Gamma is constant within an epoch. In the public code, the constant schedule also begins with an epoch of gamma = 1.
+    Gamma is constant within an epoch. In the public code, the constant schedule also starts with an epoch of gamma = 1.
     """
     if schedule == "constant":
         return 1.0 if convention == "fast_clip" and epoch == 0 else least
@@ -239,14 +240,14 @@ def groups(ids_B: torch.Tensor) -> torch.Tensor:
 
 
 def group_means(values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the group of each of B values."""
+    """Return, for each of B values, the mean over its group."""
     zeros_B = torch.zeros_like(values_B)
     sums_B = zeros_B.index_add(0, group_B, values_B)
     return (sums_B / zeros_B.index_add(0, group_B, torch.ones_like(values_B)).clamp(min=1))[group_B]
 
 
 def log_group_means(log_values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Return the logarithm of the mean of exp over the group of each of B values."""
+    """Return, for each of B values, the logarithm of the mean of exp over its group."""
     highest_B = torch.full_like(log_values_B, -math.inf).scatter_reduce(0, group_B, log_values_B, "amax")[group_B]
     return highest_B + group_means((log_values_B - highest_B).exp(), group_B).log()
 
@@ -276,15 +277,15 @@ _NUM_COLUMNS = {"paper": 5, "fast_clip": 4}
 
 
 class OneTemperature(GlobalContrast):
-    """GCL (SogCLR and v1: constant temperature; v0: trained temperature) and RGCL-g (v3: trained).
+    """GCL (SogCLR and v1: constant temperature; v0: trained temperature) and RGCL-g (v3: trained temperature).
 
-    The paper trains the temperature itself. The public code trains the logarithm of its inverse (`logit_scale`), with
+    The paper trains the temperature itself. The public code trains the logarithm of its inverse (`logit_scale`), for
     which the optimizer takes different steps.
 
     Attributes:
         temperature: The paper's parameter; None in the public code's convention.
-        is_slow: True once v3's temperature learns at a third of its rate: in the paper after it was below 0.03 once, in
-            the public code while it is at most 0.03.
+        is_slow: True while v3's temperature learns at a third of its rate: in the paper, from the first time that it is
+            below 0.03; in the public code, as long as it is at most 0.03.
     """
 
     temperature: nn.Parameter | None
@@ -313,9 +314,9 @@ class OneTemperature(GlobalContrast):
         return (-self.log_scale()).exp().to(state_BC.dtype).expand(len(state_BC))
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the temperature; 1 in v0.
+        """Return the temperature as both factors; 1 in v0.
 
-        The public code also returns 1, except for v3 (its commands scale only v3).
+        The public code also uses 1, except for v3 (its commands scale only v3).
         """
         is_scaled = self._is_v3 or not (self._is_v0 or self._is_code)
         factor_B = temperature_B if is_scaled else torch.ones_like(temperature_B)
@@ -332,7 +333,7 @@ class OneTemperature(GlobalContrast):
         if not (self._is_v0 or self._is_v3):
             return {}
         temperature = (-self.log_scale()).exp().to(scale_gradient.dtype)
-        # The term from inside g. The gradients of embeddings are halved, this one is not.
+        # The term from inside g. The gradients of embeddings are halved, but this gradient is not.
         gradient = -scale_gradient / self.side_weight / temperature
         if self._is_v3:
             logs_B = [estimate.log_u_B if self._is_code else estimate.log_inner_B for estimate in estimates]
@@ -340,9 +341,9 @@ class OneTemperature(GlobalContrast):
         return {"logit_scale": -temperature * gradient} if self._is_code else {"temperature": gradient}
 
     def learning_rate(self, scheduled: float) -> Scalar:
-        """Return the temperature's own learning rate, if it has one.
+        """Return the temperature's learning rate, which may differ from the model's rate.
 
-        For v3, the device divides it by 3 if `is_slow`.
+        For v3, the device divides the rate by 3 if `is_slow`.
         """
         temperature_lr = super().learning_rate(scheduled)
         if not self._is_v3 or isinstance(temperature_lr, torch.Tensor):
@@ -391,11 +392,11 @@ class SampleTemperature(GlobalContrast):
     def further_values(
         self, rows_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the mean similarity with the negatives, with the weights that they have in g."""
+        """Return the mean similarity [b] with the negatives, weighted as in g."""
         return (softmax_means(rows_bB, scale_b, log_sum_b),)
 
     def moved_state(self, side: Side, estimate: Estimate, step: Step) -> torch.Tensor:
-        """Return averages, and temperatures after a step along equation 9; both are averaged over equal IDs."""
+        """Return new averages, and temperatures after a step along equation 9; both are averaged over equal IDs."""
         (mean_B,) = estimate.further_B
         inside_B = (estimate.log_g_B - estimate.log_inner_B).exp() * (mean_B - estimate.pair_B) / side.temperature_B
         gradient_B = estimate.log_inner_B + self.rho - inside_B
@@ -417,7 +418,7 @@ class SampleTemperature(GlobalContrast):
         return state_BC
 
     def _count(self, side: Side, state_BC: torch.Tensor, step: Step) -> tuple[torch.Tensor, float, float]:
-        """Return t + 1 of procedure 4 for each sample of B, and the betas. Visits are counted in `state_BC`."""
+        """Return t + 1 of procedure 4 for each of B samples, and the betas. Visits are counted in `state_BC`."""
         if not self._is_code:
             state_BC[:, _VISITS] = side.state_BC[:, _VISITS] + 1
             return state_BC[:, _VISITS], _BETA1, _BETA2

@@ -1,8 +1,8 @@
-"""Losses of a batch: InfoNCE and FastCLIP's MBCL, SigLIP, max-margin.
+"""Losses over a batch: InfoNCE and FastCLIP's MBCL, SigLIP, max-margin.
 
-`info_nce` is the definition of InfoNCE, differentiated by autograd. Runs use the classes below it. They compute
-gradients in closed form, block by block, and never store the logits and probabilities that autograd would keep. This
-takes half of the CPU time (docs/losses.md).
+`info_nce` is the definition of InfoNCE, differentiated by autograd. Runs use the classes below it, which compute
+gradients in closed form, block by block, and never store the logits and probabilities that autograd would keep. They
+take half of the CPU time (docs/losses.md).
 
 b: pairs of this rank. B: pairs of all ranks. E: embedding width. R: pairs of a block of rows.
 """
@@ -30,13 +30,13 @@ from clipmill.train.losses.contrastive import (
 )
 from clipmill.train.losses.settings import Loss
 
-_INITIAL_BIAS = -10.0  # Zhai et al. 2023: near the log of the share of true pairs, so that gradients begin small
+_INITIAL_BIAS = -10.0  # Zhai et al. 2023: near the log of the fraction of true pairs, so that first gradients are small
 
 
 def info_nce(pairs: Pairs, settings: Loss) -> torch.Tensor:
     """Return InfoNCE, the loss of CLIP (van den Oord et al. 2018, eq. 4; Radford et al. 2021, figure 3).
 
-    It is the mean cross-entropy of each clip's caption, and of each caption's clip, in the batch of all ranks.
+    It is the mean cross-entropy of each clip's caption, and of each caption's clip, over the batch of all ranks.
     `InfoNCE` has the same value and gradients (tests/train/losses/test_closed_forms.py).
 
     If a batch contains two equal captions, each is a negative of the other, as in CLIP. The loss is then lowest if both
@@ -132,24 +132,24 @@ class SigLIP(ContrastiveObjective):
 
 
 class MaxMargin(ContrastiveObjective):
-    """Max-margin loss for multi-instance retrieval in EPIC-Kitchens, with which LaViLa and AVION fine-tune.
+    """Max-margin loss for multi-instance retrieval on EPIC-Kitchens, used by LaViLa and AVION for fine-tuning.
 
     It is the mean over i != j of max(0, m + s_ij - s_ii) and max(0, m + s_ji - s_ii): 2 B (B - 1) terms. AVION's margin
     m is a constant; LaViLa's adaptive margin is `margin` times the relevancy of the pair.
     """
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Compute the loss and its gradients: dL/ds_ij is the averaged number of margins that s_ij violates."""
+        """Compute the loss and its gradients: dL/ds_ij is the number of margins that s_ij violates / 2 B (B - 1)."""
         margin_b = torch.full_like(similarities.pair_b, self._settings.number("margin"))
         if self._settings.use_relevancy:
             if "relevancy" not in batch:
                 raise UserError(
-                    "--loss.use-relevancy needs captions with a relevancy, and these have none",
-                    hint="use captions of a source that has it, or omit --loss.use-relevancy",
+                    "--loss.use-relevancy needs captions with a relevancy, but these captions have none",
+                    hint="use captions from a source with relevancies, or omit --loss.use-relevancy",
                     flags=("--loss.use-relevancy",),
                 )
             margin_b = margin_b * batch["relevancy"].to(similarities.pair_b)
-        # The highest similarity that a negative may have at no cost.
+        # The highest similarity of a negative without a loss.
         limit_b = similarities.pair_b - margin_b
         excess_and_count_2b = _violations(similarities.clips_bB, limit_b)
         excess_and_count_2b = excess_and_count_2b + _violations(similarities.captions_bB, limit_b)
@@ -166,9 +166,9 @@ class MaxMargin(ContrastiveObjective):
 
 
 def _violations(similarity_bB: torch.Tensor, limit_b: torch.Tensor) -> torch.Tensor:
-    """Return two values per row, [2, b]: the sum by which similarities exceed the limit, and their number."""
+    """Return two values per row, [2, b]: the summed excess of similarities over the limit, and their number."""
     parts = []
     for rows in blocks(similarity_bB):
-        over_RB = (similarity_bB[rows] - limit_b[rows, None]).clamp_(min=0)
-        parts.append(torch.stack([over_RB.sum(dim=1), (over_RB > 0).sum(dim=1).to(limit_b.dtype)]))
+        excess_RB = (similarity_bB[rows] - limit_b[rows, None]).clamp_(min=0)
+        parts.append(torch.stack([excess_RB.sum(dim=1), (excess_RB > 0).sum(dim=1).to(limit_b.dtype)]))
     return torch.cat(parts, dim=1)

@@ -1,4 +1,4 @@
-"""The training objective: the part of a task, besides the model, that the loop uses."""
+"""The training objective: besides the model, the part of a task that the training loop calls."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,29 +11,30 @@ from clipmill.train.distributed.step import Step
 
 
 class Objective(nn.Module):
-    """A loss with its parameters (a temperature) and its state per sample.
+    """Loss with its parameters (such as a temperature) and its per-sample state.
 
     The parameters are small and equal on all ranks. The loop trains them together with the model's parameters, and
-    averages their gradients over the ranks. Checkpoints contain the `state_dict`, in which a tensor that is sharded
-    over ranks is a DTensor.
+    averages their gradients over the ranks. Checkpoints contain the `state_dict`; tensors that are sharded over ranks
+    are DTensors.
     """
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> Mapping[str, Scalar]:
         """Add this rank's gradients to the parameters of the model and of the objective.
 
-        Their average over the ranks is the gradient of the batch's loss. The method must not synchronise with the
-        device: everything that the host must know about a batch is in the batch's host tensors.
+        The average of these gradients over the ranks is the gradient of the batch's loss. The method must not
+        synchronise with the device: all facts about a batch that the host needs are in the batch's host tensors.
 
         Returns:
-            Metrics for the log, equal on all ranks. `loss` is the loss of the batch of all ranks. Values computed on
+            Metrics for the log, equal on all ranks. `loss` is the loss over the batch of all ranks. Values computed on
             the device stay there, as zero-dimensional tensors that are not modified later.
         """
         raise NotImplementedError
 
     def learning_rate(self, scheduled: float) -> Scalar:
-        """Return the objective's learning rate in a step in which the schedule gives the model the rate `scheduled`.
+        """Return the objective's learning rate for a step in which the model's rate is `scheduled`.
 
-        If the device decides, it is a zero-dimensional tensor: float32 on a GPU, as torch's fused optimizers require.
+        A rate that the device computes is a zero-dimensional tensor: float32 on a GPU, as torch's fused optimizers
+        require.
         """
         return scheduled
 
@@ -46,14 +47,14 @@ def backward_microbatches(
 ) -> list[torch.Tensor]:
     """Run forward and backward passes of a rank's share of the batch, microbatch by microbatch.
 
-    Gradients accumulate over microbatches. Ranks exchange them only in the last one. Each microbatch has different
-    random numbers (`Step.random`).
+    Gradients accumulate over microbatches. Ranks exchange them only in the last microbatch. Each microbatch has
+    different random numbers (`Step.seed_generators`).
 
     Args:
-        loss_of: Function that returns the loss of some rows, as a summand of the loss of the rank's share.
+        loss_of: Function that returns the loss of a slice of rows, as a summand of the loss of the rank's share.
         num_samples: Number of samples in the share.
-        gradient_factor: Factor for the gradients, but not for the returned losses. It is the number of ranks if the
-            losses are summands of the batch's loss, because gradients are averaged over ranks.
+        gradient_factor: Factor for the gradients, but not for the returned losses: the number of ranks if the losses
+            are summands of the batch's loss, because gradients are averaged over ranks.
 
     Returns:
         The detached losses of the microbatches.

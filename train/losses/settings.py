@@ -1,7 +1,7 @@
-"""The contrastive losses that `--loss.kind` knows, and their settings, `--loss.*`.
+"""Contrastive losses for `--loss.kind`, and their settings, `--loss.*`.
 
-`LOSSES` has one row per loss: clipmill's losses and the losses of installed packages. A row states which settings the
-loss takes, and their defaults.
+`LOSSES` has one row per loss, for clipmill's losses and the losses from installed packages. A row states which settings
+the loss uses, and their defaults.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,14 +18,14 @@ from clipmill.train.config.fields import FIRST_RUN, Choice, Published
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """A loss, and the facts about it that the command line needs.
+    """Loss, and the facts about it that the command line needs.
 
     Attributes:
         name: Value of `--loss.kind`.
-        loss: A function of `Pairs` and settings, whose gradients autograd computes; or a ContrastiveObjective, which
-            has gradients in closed form or state. A string "module:name" is imported when a run needs it.
-        settings: The `--loss.*` settings that this loss takes but others may not, with their published defaults. None
-            means off by default. All losses take `convention`, `min_temperature` and `epsilon`.
+        loss: Function of `Pairs` and settings, whose gradients autograd computes; or a ContrastiveObjective, for
+            gradients in closed form or for state. A string "module:name" is imported when a run needs it.
+        settings: `--loss.*` settings that this loss uses but others may not, with their published defaults. None means
+            off by default. All losses use `convention`, `min_temperature` and `epsilon`.
     """
 
     name: str
@@ -50,7 +50,7 @@ _TRAINED = {"freeze_temperature": False, "temperature_lr": None}
 _CONSTANT = {"gamma_schedule": "constant", "gamma_epochs": None}
 _COSINE = {"gamma_schedule": "cosine", "gamma_epochs": None}
 _ONE, _EACH = "global_losses:OneTemperature", "global_losses:SampleTemperature"
-# SigLIP takes no temperature_lr, because its bias would learn at that rate too. FastCLIP's values: appendix B, medium.
+# SigLIP has no temperature_lr, because its bias would learn at that rate too. FastCLIP's values: appendix B, medium.
 _ROWS = (
     _row("infonce", "in_batch:InfoNCE", temperature=0.07, **_TRAINED),
     _row("siglip", "in_batch:SigLIP", temperature=0.1, freeze_temperature=False),
@@ -71,7 +71,7 @@ def _fault(spec: LossSpec) -> str:
 
 
 LOSSES = Parts("loss", group="losses", kind=LossSpec, builtin={spec.name: spec for spec in _ROWS}, fault=_fault)
-# The settings that some losses take and others do not.
+# Settings that only some losses use.
 SETTINGS = tuple(dict.fromkeys(name for spec in _ROWS for name in spec.settings))
 
 # Published settings by preset: `--preset NAME --loss.kind KIND` uses the row of KIND. Wei et al. 2024.
@@ -92,7 +92,7 @@ def _cosine(gamma: float, *, epochs: int) -> dict[str, Any]:
     return {"gamma": gamma, "gamma_schedule": "cosine", "gamma_epochs": epochs}
 
 
-# Table 3 has other combinations only for v2.
+# Table 3 lists different combinations only for v2.
 _MBCL = _published_row("FastCLIP, appendix B, scaling performance")
 _MEDIUM = {
     "mbcl": _MBCL,
@@ -154,7 +154,7 @@ class Loss(Choice):
     kind: Annotated[str, FIRST_RUN, Parameter(help=_KINDS)] = "infonce"
     convention: Convention = "fast_clip"
     """Gradients of the FastCLIP losses where the paper and its public code differ. The published hyperparameters
-    belong to the code."""
+    are for the code."""
     temperature: Annotated[float | None, _POSITIVE] = None
     """Initial temperature. Default: the published value of the loss."""
     freeze_temperature: Annotated[bool, Parameter(negative="")] = False
@@ -162,13 +162,13 @@ class Loss(Choice):
     min_temperature: Annotated[float, _PORTION] = 0.01
     """Lower bound of a trained temperature."""
     temperature_lr: Annotated[float | None, _POSITIVE] = None
-    """Learning rate of the temperature, scaled with the batch size as --lr is (--optimizer.lr-batch). Default: the
-    published value of the loss, or else the model's rate."""
+    """Learning rate of the temperature, scaled with the batch size like --lr (--optimizer.lr-batch). Default: the
+    published value of the loss, else the model's rate."""
     rho: Annotated[float | None, Range(least=0)] = None
     """Weight of the temperature in the robust losses (isogclr, fastclip-v2, fastclip-v3). Default: as published."""
     gamma: Annotated[float | None, _PORTION] = None
-    """Weight of the new value in the moving averages of the global losses; with the cosine schedule, its final
-    value. Default: as published."""
+    """Weight of the new value in the moving averages of the global losses; with the cosine schedule, the final
+    weight. Default: as published."""
     gamma_schedule: GammaSchedule | None = None
     """Schedule of gamma, by epoch. cosine: from 1 down to --loss.gamma. Default: as published."""
     gamma_epochs: Annotated[int | None, Range(least=1)] = None
@@ -187,29 +187,29 @@ class Loss(Choice):
         return {spec.name: spec.settings for spec in LOSSES.list_usable()}
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for settings that the loss does not take."""
+        """Yield errors for settings that the loss does not use."""
         spec = LOSSES.find_usable(self.kind)
         if spec is None:
             return
-        yield from self.not_taken()
+        yield from self.unused_hyperparameters()
         if "temperature" in spec.settings and (start := self.number("temperature")) < self.min_temperature:
             yield UserError(
-                f"--loss.temperature is {start}",
-                hint=f"--loss.temperature must be at least --loss.min-temperature, {self.min_temperature}",
+                f"--loss.temperature {start} is lower than --loss.min-temperature {self.min_temperature}",
+                hint="use a higher --loss.temperature, or a lower --loss.min-temperature",
                 flags=("--loss.temperature",),
             )
 
     @property
     def spec(self) -> LossSpec:
-        """The loss's row in `LOSSES`."""
+        """Row of the loss in `LOSSES`."""
         return LOSSES[self.kind]
 
     def number(self, name: str) -> float:
-        """Return the effective `temperature`, `rho`, `gamma` or `margin`: the given value, or the loss's default."""
-        given: float | None = getattr(self, name)
-        if given is None and name == "margin" and self.use_relevancy:
+        """Return the effective `temperature`, `rho`, `gamma` or `margin`: the set value, or the loss's default."""
+        value: float | None = getattr(self, name)
+        if value is None and name == "margin" and self.use_relevancy:
             return ADAPTIVE_MARGIN
-        return cast(float, self.spec.settings[name] if given is None else given)
+        return cast(float, self.spec.settings[name] if value is None else value)
 
     @property
     def own_temperature_lr(self) -> float | None:
@@ -223,5 +223,5 @@ class Loss(Choice):
 
     @property
     def effective_gamma_schedule(self) -> GammaSchedule:
-        """The given schedule, or the default of the loss."""
+        """Schedule in the settings, or the default of the loss."""
         return cast(GammaSchedule, self.gamma_schedule or self.spec.settings["gamma_schedule"])

@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of weights and statistics, which evaluations use."""
+"""Exponential moving average (EMA) of a model's weights and running statistics, for evaluations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +13,11 @@ from clipmill.train.optim.parameters import plain_name
 
 
 class Ema:
-    """average = d average + (1 - d) weights, computed after every step.
+    """Moving average of weights: average = d average + (1 - d) weights, updated after every step.
 
     d rises to `decay` as (1 + step) / (10 + step), so that the first steps have little weight. Averages are sharded
-    like the weights. The running statistics of batch norms are averaged too, because statistics of the last steps
-    belong to other weights than the average.
+    like the weights. The running statistics of batch norms are averaged too, because the current statistics belong to
+    the current weights, not to the averaged weights.
 
     Args:
         model: Model in training mode.
@@ -28,7 +28,7 @@ class Ema:
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         statistics = {name for name, buffer in changing_buffers(model).items() if buffer.is_floating_point()}
         averaged = {plain_name(name) for name in trained | statistics}
-        self._averages = {name: one.detach().clone() for name, one in _tensors(model).items() if name in averaged}
+        self._averages = {name: value.detach().clone() for name, value in _tensors(model).items() if name in averaged}
 
     @torch.no_grad()
     def update(self, model: nn.Module, *, step: int) -> None:
@@ -38,32 +38,32 @@ class Ema:
         if not self._averages:
             return
         torch._foreach_lerp_(
-            [local_part(one) for one in self._averages.values()],
+            [local_part(average) for average in self._averages.values()],
             [local_part(weights[name].detach()) for name in self._averages],
             1 - decay,
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the averages by tensor name, not copied; DTensors for sharded weights."""
+        """Return the averages by tensor name, without a copy; DTensors for sharded weights."""
         return dict(self._averages)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore the state from `state_dict`; ValueError if it belongs to other weights."""
+        """Restore the state from `state_dict`; ValueError if it contains different tensors."""
         if state.keys() != self._averages.keys():
-            raise ValueError(f"averages of other tensors: {sorted(state.keys() ^ self._averages.keys())[:5]}")
+            raise ValueError(f"averages of different tensors: {sorted(state.keys() ^ self._averages.keys())[:5]}")
         for name, average in self._averages.items():
             average.copy_(state[name])
 
     @contextmanager
     def swap_in(self, model: nn.Module) -> Iterator[None]:
-        """Context in which the weights of `model` are the averages. The model must not be trained or saved within."""
+        """Replace the weights of `model` by the averages within the block. Do not train or save the model within."""
         weights = _tensors(model)
         self._swap(weights)
         try:
             yield
         finally:
-            # FSDP may still hold gathered averages, with which training must not continue.
+            # FSDP may still hold gathered averages, which training must not use.
             reshard(model)
             self._swap(weights)
 
@@ -71,12 +71,12 @@ class Ema:
     def _swap(self, weights: dict[str, torch.Tensor]) -> None:
         for name, average in self._averages.items():
             weight, average = local_part(weights[name].detach()), local_part(average)
-            kept = weight.clone()
+            previous = weight.clone()
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(previous)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return all parameters and buffers of a model by their plain names."""
     reshard(model)
-    return {plain_name(name): one for name, one in chain(model.named_parameters(), model.named_buffers())}
+    return {plain_name(name): tensor for name, tensor in chain(model.named_parameters(), model.named_buffers())}

@@ -1,6 +1,7 @@
 """The optimizer of a run: construction, learning rate schedule, gradient clipping and steps.
 
-AdamW is torch's. SGD, Lion and LAMB update many tensors at once, complete or sharded. A GPU may skip their steps.
+AdamW is torch's implementation. SGD, Lion and LAMB are implemented here: they update many tensors at once, complete or
+sharded, and a GPU can skip their steps without the host.
 """
 
 import math
@@ -21,7 +22,7 @@ from clipmill.train.optim.parameters import parameter_groups
 
 
 class ForeachOptimizer(Optimizer):
-    """An optimizer that updates the parameters of a group together.
+    """Base class of optimizers that update the parameters of a group together.
 
     Attributes:
         found_inf: Zero-dimensional float on the device. If it is not 0, the step is skipped, as in torch's fused
@@ -50,8 +51,8 @@ class ForeachOptimizer(Optimizer):
                 if trained:
                     self.update(trained, group)
                 continue
-            # The device decides: if the step is skipped, copies from before the update are restored. This is done in
-            # buckets, because copies of everything might not fit into memory.
+            # The device decides: if the step is skipped, copies made before the update are restored. This is done in
+            # buckets, because copies of all tensors might not fit into memory.
             for bucket in buckets(trained):
                 changed = [local_part(parameter) for parameter in bucket]
                 for parameter in bucket:
@@ -60,18 +61,18 @@ class ForeachOptimizer(Optimizer):
                         # A step count on the CPU cannot depend on the device's decision.
                         state[name] = send(value, parameter.device)
                         changed.append(local_part(state[name]))
-                before = [tensor.clone() for tensor in changed]
+                copies = [tensor.clone() for tensor in changed]
                 self.update(bucket, group)
-                for now, old in zip(changed, before, strict=True):
-                    torch.where(self.found_inf == 0, now, old, out=now)
+                for tensor, copy in zip(changed, copies, strict=True):
+                    torch.where(self.found_inf == 0, tensor, copy, out=tensor)
 
 
 class Sgd(ForeachOptimizer):
-    """SGD with momentum (FastCLIP procedure 4), with the values and state of torch's SGD.
+    """SGD with momentum (FastCLIP procedure 4), with the same results and state as torch's SGD.
 
     g += decay theta;  m = momentum m + g;  theta -= lr m. The momentum of the first step is g.
 
-    torch's own SGD cannot skip steps. Its fused version can, but its momentum is uninitialised if the first step is
+    torch's SGD cannot skip steps. Its fused version can, but leaves the momentum uninitialised if the first step is
     skipped.
     """
 
@@ -85,7 +86,7 @@ class Sgd(ForeachOptimizer):
         weights, updates = _weights_and_gradients(trained)
         if group["weight_decay"]:
             updates = list(torch._foreach_add(updates, weights, alpha=group["weight_decay"]))
-        momenta = [local_part(self.state[one]["momentum_buffer"]) for one in trained]
+        momenta = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in trained]
         torch._foreach_mul_(momenta, group["momentum"])
         torch._foreach_add_(momenta, updates)
         subtract(weights, momenta, lr=group["lr"])
@@ -105,7 +106,7 @@ class Lion(ForeachOptimizer):
 
     def update(self, trained: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         weights, gradients = _weights_and_gradients(trained)
-        momenta = [local_part(self.state[one]["exp_avg"]) for one in trained]
+        momenta = [local_part(self.state[parameter]["exp_avg"]) for parameter in trained]
         beta1, beta2 = group["betas"]
         updates = list(torch._foreach_lerp(momenta, gradients, 1 - beta1))
         torch._foreach_sign_(updates)
@@ -119,8 +120,8 @@ class Lamb(ForeachOptimizer):
     """LAMB: Adam with a trust ratio per tensor (You et al. 2020, algorithm 2; FastCLIP procedure 4).
 
     theta -= lr alpha (r + decay theta), with Adam's update r and alpha = |theta| / |r + decay theta|; the norms are
-    over complete tensors. alpha is 1 (AdamW) in groups with `adapts` False, for tensors of zeros, which could not grow
-    otherwise, and for updates of zeros.
+    over complete tensors. alpha is 1 (AdamW) in groups with `adapts` False, for updates of zeros, and for tensors of
+    zeros, which otherwise could not grow.
     """
 
     def __init__(
@@ -134,12 +135,12 @@ class Lamb(ForeachOptimizer):
         return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
     def update(self, trained: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        states = [self.state[one] for one in trained]
+        states = [self.state[parameter] for parameter in trained]
         for state in states:
             state["step"] += 1
         weights, gradients = _weights_and_gradients(trained)
-        # If the device decides about steps, only the device knows how many were taken.
-        steps = [int(one["step"]) if self.found_inf is None else one["step"].double() for one in states]
+        # If the device decides about steps, only the device knows how many steps were taken.
+        steps = [int(state["step"]) if self.found_inf is None else state["step"].double() for state in states]
         updates = _adam_updates(states, gradients, steps=steps, betas=group["betas"], eps=group["eps"])
         if group["weight_decay"]:
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
@@ -163,7 +164,8 @@ def subtract(weights: Sequence[torch.Tensor], updates: Sequence[torch.Tensor], *
 
 
 def _weights_and_gradients(trained: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return [local_part(one) for one in trained], [local_part(one.grad) for one in trained if one.grad is not None]
+    gradients = [local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
+    return [local_part(parameter) for parameter in trained], gradients
 
 
 def _adam_updates(
@@ -183,10 +185,10 @@ def _adam_updates(
     torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
     # r = (m / b1) / (sqrt(v / b2) + eps). The divisor contains both bias corrections b, so one copy is enough.
     corrections = [1 - beta1**step for step in steps]
-    factors = [one / (1 - beta2**step) ** 0.5 for one, step in zip(corrections, steps, strict=True)]
+    factors = [correction / (1 - beta2**step) ** 0.5 for correction, step in zip(corrections, steps, strict=True)]
     updates = list(torch._foreach_sqrt(second))
     torch._foreach_mul_(updates, factors)
-    torch._foreach_add_(updates, [one * eps for one in corrections])
+    torch._foreach_add_(updates, [correction * eps for correction in corrections])
     torch._foreach_reciprocal_(updates)
     torch._foreach_mul_(updates, first)
     return updates
@@ -194,7 +196,7 @@ def _adam_updates(
 
 Schedule = Literal["cosine", "linear", "fixed"]
 
-_FUSED = {"cpu", "cuda"}  # device types with a fused AdamW, which takes a seventh of the time on a CPU
+_FUSED = {"cpu", "cuda"}  # device types with a fused AdamW, which is seven times as fast on a CPU
 _ONE_STAGE = World()
 
 
@@ -222,7 +224,7 @@ def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainingSet
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, step: int, settings: TrainingSettings, *, objective: Objective
 ) -> float:
-    """Set the learning rate of each group for step 1, 2, ..., and return the rate from the schedule."""
+    """Set the learning rate of each group for step 1, 2, ..., and return the scheduled rate."""
     scale = settings.optimizer.lr_scale(settings.batch)
     lr = learning_rate(
         step,
@@ -251,12 +253,12 @@ def clip_gradients(
     Parameters may be complete or sharded (DTensor). All ranks call this function and get the same norm.
 
     Args:
-        stages: The ranks that have the other stages of the model, in a pipeline.
-        repeated: Parameters of this rank that are tied to parameters of another stage, which counts them.
+        stages: Ranks with the stages of the model, in a pipeline.
+        repeated: Parameters of this rank that are tied to parameters of a different stage, which counts them.
 
     Returns:
-        The global gradient norm before clipping, zero-dimensional float64; not finite if a gradient is not, in which
-        case the gradients must not be used.
+        The global gradient norm before clipping, zero-dimensional float64. If it is not finite, the gradients must not
+        be used.
     """
     parameters = list(parameters)
     not_counted = {id(parameter) for parameter in repeated}
@@ -287,15 +289,15 @@ def clip_gradients(
 def take_step(optimizer: torch.optim.Optimizer, may_step: torch.Tensor, *, skips: bool) -> None:
     """Take a step if `may_step`, a bool on the device, is true. A GPU decides without the host.
 
-    A skipped step leaves weights and state unchanged. If only an error can forbid a step (`skips` is False), optimizers
-    that would have to make copies ignore `may_step` on a GPU, because the result is never saved.
+    A skipped step leaves weights and state unchanged. If a step can be forbidden only by an error (`skips` is False),
+    optimizers that would have to make copies ignore `may_step` on a GPU, because the result is never saved.
     """
     if is_on_host(may_step):
         if may_step:
             optimizer.step()
         return
     if skips or optimizer.defaults.get("fused"):
-        # As torch.amp.GradScaler does it for fused optimizers.
+        # As torch.amp.GradScaler does for fused optimizers.
         optimizer.found_inf = (~may_step).float()  # type: ignore[attr-defined]
     optimizer.step()
 
@@ -322,6 +324,6 @@ def learning_rate(
         return start + (peak - start) * (step - 1) / max(1, warmup_steps - 1)
     if schedule == "fixed":
         return peak
-    done = (step - 1 - warmup_steps) / max(1, total_steps - warmup_steps)
-    left = 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return end + (peak - end) * left
+    progress = (step - 1 - warmup_steps) / max(1, total_steps - warmup_steps)
+    factor = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return end + (peak - end) * factor

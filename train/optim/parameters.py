@@ -1,10 +1,10 @@
-"""Trained parameters, selected by names and shapes: frozen parts, groups of learning rate and weight decay.
+"""Selection of parameters by name and shape: frozen parts, and groups for learning rate and weight decay.
 
 In addition to torch.optim's keys, groups have three keys, which checkpoints also contain:
 
     lr_scale       factor of the learning rate (layer-wise decay)
-    is_objective   the parameters belong to the objective, which decides their learning rate
-    adapts         LAMB uses its trust ratio
+    is_objective   True if the parameters belong to the objective, which determines their learning rate
+    adapts         True if LAMB uses its trust ratio
 """
 
 import re
@@ -19,26 +19,26 @@ from clipmill.train.config.model import FrozenPart
 
 # Parts of names that DDP, torch.compile, activation checkpointing and peft add.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|module|base_layer)\.")
-# Our names and names in libraries. Stages of convolutional networks (`stages.0`, `layer1`) count as blocks.
+# Names in clipmill and in libraries. Stages of convolutional networks (`stages.0`, `layer1`) count as blocks.
 _BLOCK = re.compile(
     r"(?P<tower>(?:.*?\.)??)(?:(?:transformer|encoder)\.)?"
     r"(?:(?:resblocks|blocks|layers?|stages|block|h)\.|layer(?=\d))(?P<number>\d+)\."
 )
-# Layers before the first block of a tower. All other layers outside of blocks come after the last block.
+# Layers before the first block of a tower. All other layers outside blocks come after the last block.
 _STEM = re.compile(
     r"(?:^|\.)(?:\w*embedding\w*|\w*token|conv\d|bn\d|ln_pre|norm_pre|pre_\w*norm|patch\w*|pos_embed|embedder"
     r"|embed|embed_\w+|wte|wpe|word_embeddings)(?:\.|$)"
 )
 _EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*_token|pos_embed|embed_\w+|wte|wpe|embed_in)(?:\.weight)?$")
 
-# Parts of the names of parameters that are missing in a GPT-2 that was trained only on text.
+# Substrings of the names of parameters that are missing in a GPT-2 that was trained only on text.
 CROSS_ATTENTION = (".cross_attn.", ".ln_cross.")
 
 
 def parameter_groups(
     model: nn.Module, objective: nn.Module, *, weight_decay: float, layer_decay: float, adapts_all: bool
 ) -> list[dict[str, Any]]:
-    """Return groups of all trainable parameters. Their order depends only on names.
+    """Return groups of all trainable parameters, in an order that depends only on names.
 
     Weight decay applies to the model's matrices. It does not apply to gains, biases and embeddings (class, positional,
     temporal, token), nor to the objective (a temperature, FastCLIP procedure 5).
@@ -46,7 +46,7 @@ def parameter_groups(
     Args:
         adapts_all: Apply LAMB's trust ratio to all tensors of the model, not only to tensors with weight decay.
     """
-    trained = {plain_name(name): one for name, one in model.named_parameters() if one.requires_grad}
+    trained = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     above = layers_above(trained, depths=block_counts(model))
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, parameter in trained.items():
@@ -77,7 +77,7 @@ def parameter_groups(
 def rename_as_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename tensors from plain names to the names in the model."""
     names = {plain_name(name): name for name in model.state_dict()}
-    return {names.get(name, name): one for name, one in tensors.items()}
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def plain_name(name: str) -> str:
@@ -86,7 +86,7 @@ def plain_name(name: str) -> str:
 
 
 def block_counts(model: nn.Module) -> dict[str, int]:
-    """Return the number of blocks of each tower of a model, by the tower's name with a dot.
+    """Return the number of blocks of each tower of a model, by the tower's name with a trailing dot.
 
     Modules are counted, not parameters, because a pipeline stage lacks the parameters of other stages.
     """
@@ -101,13 +101,13 @@ def _largest_numbers(names: Iterable[str]) -> dict[str, int]:
 
 
 def layers_above(names: Iterable[str], *, depths: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return the number of layers of the same tower above each parameter: 0 for a head, 1 for the last block, ...
+    """Return the number of layers above each parameter in its tower: 0 for a head, 1 for the last block, ...
 
-    A tower is any module with numbered blocks. Everything before its blocks is its lowest layer. Layer-wise decay
+    A tower is any module with numbered blocks. All layers before its blocks count as its lowest layer. Layer-wise decay
     (BEiT, VideoMAE) multiplies a parameter's learning rate by decay ** layers_above.
 
     Args:
-        depths: Number of blocks of each tower, needed if `names` lacks some. Default: as in `names`.
+        depths: Number of blocks of each tower, needed if `names` does not contain all blocks. Default: as in `names`.
     """
     names = list(names)
     blocks = {name: match for name in names if (match := _BLOCK.match(name))}
@@ -126,9 +126,9 @@ def layers_above(names: Iterable[str], *, depths: Mapping[str, int] | None = Non
 
 
 def set_training_mode(model: nn.Module) -> None:
-    """Put a model into training mode, except modules whose parameters are all frozen, which go into evaluation mode.
+    """Put a model into training mode, but modules whose parameters are all frozen into evaluation mode.
 
-    Thus frozen batch norms keep their statistics, and frozen parts have no dropout.
+    Frozen batch norms then keep their statistics, and frozen parts have no dropout.
     """
     model.train()
     for module in model.modules():
@@ -138,28 +138,28 @@ def set_training_mode(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
-    """Freeze parts of a complete model. They get no gradient and no optimizer state, and are not averaged.
+    """Freeze parts of a complete model. They have no gradient and no optimizer state, and are not averaged.
 
-    The first blocks of a tower are frozen together with everything before them (embeddings, `ln_pre`), so that nothing
+    The first blocks of a tower are frozen together with all layers before them (embeddings, `ln_pre`), so that no layer
     below the trained blocks needs a graph.
 
     Raises:
-        UserError: A tower has fewer blocks than are to be frozen.
+        UserError: A tower has fewer blocks than --freeze specifies.
     """
     parameters, depths = dict(model.named_parameters()), block_counts(model)
     above = layers_above(parameters, depths=depths)
     for part in parts:
         prefix = f"{part.tower}."
-        # In a language model and in a library's tower, blocks are nested deeper.
+        # In language models and towers from libraries, blocks are nested deeper.
         depth = max((count for tower, count in depths.items() if tower.startswith(prefix)), default=0)
         if part.num_blocks is not None and part.num_blocks > depth:
             raise UserError(
-                f"--freeze {part.given}, and the {part.tower} tower has {count_noun(depth, 'block')}",
-                hint=f"use {depth} or less, or --freeze {part.tower} for all of the tower",
+                f"--freeze {part.given}, but the {part.tower} tower has only {count_noun(depth, 'block')}",
+                hint=f"use {depth} or less, or --freeze {part.tower} for the complete tower",
                 flags=("--freeze",),
             )
         for name, parameter in parameters.items():
-            is_cross = any(one in name for one in CROSS_ATTENTION)
+            is_cross = any(substring in name for substring in CROSS_ATTENTION)
             if not name.startswith(prefix) or (part.trains_cross_attention and is_cross):
                 continue
             if part.num_blocks is None or above[name] > depth - part.num_blocks:

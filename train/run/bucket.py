@@ -1,4 +1,4 @@
-"""A run in a bucket: its lock, what its ranks may write, and uploads that outlast an outage.
+"""A run in a bucket: its lock, the write access of its ranks, and uploads that survive an outage.
 
 Each process has a local folder of its own that mirrors the run (`clipmill.train.config.shards.local_folder` mounts it
 by `clipmill.manifests.storage.mounting`), so that all other code works with paths, and nodes share only the bucket:
@@ -26,8 +26,8 @@ from clipmill.manifests.storage.stores import NoAnswer
 from clipmill.train.distributed.world import World
 
 LOCK = "run.lock"
-PERIOD_S = 30.0  # between uploads of files that grow
-PATIENCE_S = 900.0  # for a bucket that does not answer; less than the half hour that ranks wait for each other
+PERIOD_S = 30.0  # time between uploads of growing files
+PATIENCE_S = 900.0  # maximum time to retry requests; less than the half hour that ranks wait for each other
 _LOOK_S, _PAUSE_S = 1.0, 5.0
 
 Outcome = TypeVar("Outcome")
@@ -35,10 +35,10 @@ Outcome = TypeVar("Outcome")
 
 @contextmanager
 def hold_run(mirror: Mirror, *, wait_s: float) -> Iterator[None]:
-    """Hold the lock of a run; the lock of a killed process is free after a minute, on its machine at once.
+    """Hold the lock of a run; a killed process loses its lock after a minute, or immediately on the same machine.
 
     Args:
-        wait_s: Time to wait for a process that renews its lock.
+        wait_s: Time to wait for a process that still renews its lock.
 
     Raises:
         LeaseHeld: Another process trains in this run.
@@ -75,7 +75,7 @@ def share_lock(mirror: Mirror, *, world: World) -> None:
         except LeaseLost as error:
             raise UserError(
                 f"--out {mirror.address} is not the same bucket for all ranks: {here} does not find the lock of rank 0",
-                hint="give every node the same endpoint and credentials",
+                hint="use the same endpoint and credentials on every node",
                 flags=("--out",),
             ) from error
         except OSError as error:
@@ -91,18 +91,18 @@ def upload_now_and_then(upload: Callable[[], object]) -> Iterator[None]:
     """Call a function that uploads growing files every `PERIOD_S` within the block, and at its end."""
     is_over = threading.Event()
 
-    def upload_in_turns() -> None:
+    def upload_periodically() -> None:
         while not is_over.wait(PERIOD_S):
-            with suppress(OSError, UserError):  # the next upload is of the complete file
+            with suppress(OSError, UserError):  # the next upload includes everything
                 upload()
 
-    thread = threading.Thread(target=upload_in_turns, name="uploads of growing files", daemon=True)
+    thread = threading.Thread(target=upload_periodically, name="uploads of growing files", daemon=True)
     thread.start()
     try:
         yield
     except BaseException:
         is_over.set()
-        with suppress(OSError, UserError):  # the error of the block counts
+        with suppress(OSError, UserError):  # the error of the block is more important
             upload()
         raise
     finally:
@@ -112,7 +112,7 @@ def upload_now_and_then(upload: Callable[[], object]) -> Iterator[None]:
 
 
 def insist(work: Callable[[], Outcome]) -> Outcome:
-    """Return the result of requests, which are repeated while the bucket does not answer, for `PATIENCE_S` at most."""
+    """Return the result of `work`, which is retried while the bucket does not respond, for at most `PATIENCE_S`."""
     latest_s = time.monotonic() + PATIENCE_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Charts of a run in TensorBoard and Weights & Biases; what `train eval` adds to the latter."""
+"""Charts of a run in TensorBoard and Weights & Biases (W&B); results of `train eval` are added to W&B."""
 
 import math
 import secrets
@@ -22,11 +22,11 @@ _SPEED = frozenset(
 
 def check_tracking(settings: TrackSettings) -> None:
     """Raise a UserError if a package that tracking needs is not installed."""
-    for flag, module, asked in (
+    for flag, module, is_requested in (
         ("--track.tensorboard", "tensorboard", settings.tensorboard),
         (f"--track.wandb {settings.wandb}", "wandb", settings.wandb != "off"),
     ):
-        if asked and find_spec(module) is None:
+        if is_requested and find_spec(module) is None:
             raise UserError(f"{flag} needs {module}", hint="pip install 'clipmill[track]'", flags=(flag,))
 
 
@@ -42,9 +42,9 @@ def tag_metrics(line: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard, with the settings and the path of the results page as texts.
+    """Event files in RUN/tensorboard, with the settings and the path of the results page as text.
 
-    A resumed run adds a file, which purges steps after `step` from the earlier ones.
+    A resumed run adds a file, which purges the steps after `step` from earlier files.
     """
 
     def __init__(self, settings: TrainingSettings, *, run: RunFolder, step: int) -> None:
@@ -66,7 +66,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to one W&B run, online or offline for `wandb sync`. RUN/wandb.json has its id and the last step sent.
+    """Tracker that logs to one W&B run, online or offline (for `wandb sync`).
+
+    RUN/wandb.json contains the id of that run and the last step sent.
 
     W&B cannot remove points. Steps that a resumed run repeats have the same metrics and are not sent again.
     """
@@ -91,10 +93,10 @@ class WeightsAndBiases:
                 **yaml.safe_load(settings_yaml(settings)),
                 **{name: facts[name] for name in ("world_size", "precision") if name in facts},
             },
-            allow_val_change=True,  # settings that a resumed run may change
+            allow_val_change=True,  # a resumed run may change some settings
         )
         # Runs with different batch sizes are compared by epoch.
-        for name in ("train/loss", "train/epoch_loss", *(f"{one.name}/*" for one in settings.evaluated_data())):
+        for name in ("train/loss", "train/epoch_loss", *(f"{data.name}/*" for data in settings.evaluated_data())):
             self._run.define_metric(name, step_metric="train/epoch")
         self._run.summary["page"] = show_addresses(str(run.page.resolve()))
 
@@ -118,7 +120,7 @@ def _open_wandb(track: TrackSettings, run: RunFolder, *, run_id: str, **more: An
             project=track.project,
             id=run_id,
             dir=run.path,
-            # None: as $WANDB_MODE says, by default online.
+            # None: as $WANDB_MODE specifies; by default, online.
             mode="offline" if track.wandb == "offline" else None,
             resume="allow",
             settings=wandb.Settings(silent=True),
@@ -149,7 +151,7 @@ def add_evaluation(run: RunFolder, track: TrackSettings, result: Mapping[str, An
 
 
 def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the names and values of the numbers in a result; lists are about single samples."""
+    """Yield the names and values of the numbers in a result, without lists, which hold values of single samples."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{name}/")
@@ -158,10 +160,11 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def run_name(folder: str, settings: TrainingSettings, facts: Mapping[str, Any]) -> str:
-    """Return the name of a W&B run: parts of SpaceTimeGPT's names, as far as the task has them.
+    """Return the name of a W&B run, made of the fields of SpaceTimeGPT's run names that the task has.
 
-    Such as `vatex_ws16_nc10_ss1.0_enl12_dnl12_dhs768_ehs768_nf8_ps16_lr5e-07_bs16_rs42`: processes, captions per clip,
-    share of the videos, layers of encoder and decoder, their widths, frames, patch, rate, batch and seed.
+    Example: `vatex_ws16_nc10_ss1.0_enl12_dnl12_dhs768_ehs768_nf8_ps16_lr5e-07_bs16_rs42`, with the number of processes,
+    captions per clip, fraction of the videos, layers of encoder and decoder, widths of decoder and encoder, frames,
+    patch size, learning rate, batch size and seed.
 
     Args:
         facts: Content of run.json.

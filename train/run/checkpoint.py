@@ -1,4 +1,4 @@
-"""The checkpoint format: a folder per checkpoint, complete or absent, that is read without executing code.
+"""Checkpoint format: one folder per checkpoint, which is complete or absent, and is read without executing code.
 
     step_000500/
         checkpoint.json   step, position in the data, metrics; sizes and checksums of the other files
@@ -42,15 +42,15 @@ _MAX_DIMENSIONS = 12  # a box has 2 ** dimensions corners
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
-    """The contents of a checkpoint other than tensors.
+    """Contents of a checkpoint other than tensors.
 
     Attributes:
         loader: Position of each rank in the data.
-        settings: The settings that shape the weights, by flag.
+        settings: Settings that affect the weights, by flag.
         precision: State of clipmill.train.device.precision.Precision.
         numbers: Metrics of the evaluation at this step; {} if there was none.
         base: Identity of the frozen weights that the checkpoint omits (clipmill.train.weights.sources); {} if it
-            has all.
+            omits none.
     """
 
     task: str
@@ -68,7 +68,7 @@ class CheckpointMetadata:
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """Return the step in the name of a checkpoint; None if it has another name."""
+    """Return the step in the name of a checkpoint; None if it is not the name of a checkpoint."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 
@@ -84,7 +84,7 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def is_intact(path: Path) -> bool:
-    """Return True if a checkpoint is complete and all checksums match; all of it is read."""
+    """Return True if a checkpoint is complete and all checksums match; this reads the entire checkpoint."""
     try:
         read_metadata(path)
     except UserError:
@@ -93,7 +93,7 @@ def is_intact(path: Path) -> bool:
 
 
 def all_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints by step, in ascending order; in a bucket the complete ones."""
+    """Return the checkpoints by step, in ascending order; in a bucket, only complete checkpoints."""
     checkpoints = {int(match[1]): path for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
     if checkpoints and mirror_of(folder) is not None:
         checkpoints = {step: path for step, path in checkpoints.items() if _is_uploaded(path)}
@@ -101,9 +101,9 @@ def all_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def _is_uploaded(path: Path) -> bool:
-    """Return True for a checkpoint in a bucket that has its record, and the files that the record names.
+    """Return True if a checkpoint in a bucket has its checkpoint.json and all files that are listed there.
 
-    A request that the network delivers late can write the record of a checkpoint that has been removed since.
+    A request that the network delivers late can write the checkpoint.json of a checkpoint that was already removed.
     """
     if not (path / METADATA_FILE).is_file():
         return False
@@ -120,20 +120,20 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetadata:
-    """Read checkpoint.json and verify all checksums, divided among ranks; all ranks raise a UserError for bad files.
+    """Read checkpoint.json and verify all checksums, divided among the ranks; UserError on all ranks for bad files.
 
-    The parts of a checkpoint in a bucket are verified when they are read, by the ranks that need them.
+    The parts of a checkpoint in a bucket are verified later, by the ranks that read them.
     """
     world = world or World()
     try:
         content = content_of(path)
         files = sorted(content["files"].items())[world.rank :: world.size]
-        damage = next((why for name, about in files if (why := _damage(path / name, about))), None)
-        content.setdefault("base", {})  # of checkpoints before there were adapters
+        damage = next((problem for name, facts in files if (problem := _find_damage(path / name, facts))), None)
+        content.setdefault("base", {})  # missing in checkpoints that are older than adapters
         metadata = CheckpointMetadata(**{name: content[name] for name in CheckpointMetadata.__dataclass_fields__})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         damage, metadata = first_line(error), None
-    damages = [one for one in world.gather_objects(damage) if one is not None]
+    damages = [rank_damage for rank_damage in world.gather_objects(damage) if rank_damage is not None]
     if damages or metadata is None:
         raise _unreadable_error(path, damages[0])
     return metadata
@@ -173,7 +173,7 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Return True if boxes, given as (offsets, sizes), cover each element of a tensor exactly once and no others.
+    """Return True if boxes, given as (offsets, sizes), cover a tensor exactly: each element once, nothing outside.
 
     The signed corners of boxes sum to the tensor's corners if and only if the boxes tile it: O(number of boxes).
     Raises TypeError or ValueError for numbers that do not describe a box.
@@ -184,18 +184,18 @@ def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence
         if not len(offsets) == len(sizes) == len(size) <= _MAX_DIMENSIONS or min(sizes, default=0) < 0:
             raise ValueError(f"{sizes} at {offsets} is not a part of a tensor {size}")
     if boxes[1:] == boxes[:1]:
-        return True  # one piece, as most tensors are written
+        return True  # a single piece, as for most tensors
     corners: Counter[tuple[int, ...]] = Counter()
     for number, (offsets, sizes) in enumerate(boxes):
         sign = 1 if number else -1
         ends = [((begin, 1), (begin + length, -1)) for begin, length in zip(offsets, sizes, strict=True)]
         for corner in product(*ends):
-            corners[tuple(at for at, _ in corner)] += sign * prod(one for _, one in corner)
+            corners[tuple(offset for offset, _ in corner)] += sign * prod(factor for _, factor in corner)
     return not any(corners.values())
 
 
 def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"], *, world: World) -> None:
-    """Load tensors into tensors of the same names, maybe sharded; all ranks call it. UserError if unreadable."""
+    """Load stored values into `tensors`, sharded or not, by name; all ranks call it. UserError if unreadable."""
     from clipmill.train.distributed.storage import read_into
 
     is_shared = world.size > 1 and mirror_of(path) is not None
@@ -207,11 +207,11 @@ def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tens
 
 
 def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
-    """Load weights (the EMA if there is one) and buffers on the CPU, whatever number of ranks wrote them.
+    """Load weights (the EMA if there is one) and buffers on the CPU; any number of ranks may have written them.
 
-    They are the model's, except for a checkpoint with a `base` (clipmill.train.weights.sources.whole_weights).
+    They are complete, except in a checkpoint with a `base` (clipmill.train.weights.sources.whole_weights).
 
-    Raises a UserError if the checkpoint is damaged, truncated or of another format.
+    Raises a UserError if the checkpoint is damaged or truncated, or has a different format.
     """
     import torch
 
@@ -233,24 +233,24 @@ def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
 
 
 def check_fits(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"], *, prefix: str) -> None:
-    """Compare names and shapes of stored tensors with `prefix` to a model's; UserError with the differences."""
+    """Raise a UserError if stored tensors with `prefix` differ in name or shape from a model's `tensors`."""
     stored = {name: entry for name, entry in table.items() if name.startswith(prefix)}
-    missing = [f"{name} {list(one.shape)}" for name, one in tensors.items() if name not in stored]
+    missing = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items() if name not in stored]
     unexpected = [f"{name} {entry['size']}" for name, entry in stored.items() if name not in tensors]
     reshaped = [
-        f"{name} {stored[name]['size']} to {list(one.shape)}"
-        for name, one in tensors.items()
-        if name in stored and stored[name]["size"] != list(one.shape)
+        f"{name} {stored[name]['size']} to {list(tensor.shape)}"
+        for name, tensor in tensors.items()
+        if name in stored and stored[name]["size"] != list(tensor.shape)
     ]
     parts = [
         f"{what}: {', '.join(names[:_MAX_SHOWN])}"
         + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another size", reshaped))
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of a different shape", reshaped))
         if names
     ]
     if parts:
         raise UserError(
-            f"{path} is of another model; {'; '.join(parts)}",
+            f"{path} belongs to a different model; {'; '.join(parts)}",
             hint="were settings changed by hand? restore the settings that the run was trained with",
         )
 
@@ -262,11 +262,11 @@ def file_facts(path: Path) -> dict[str, Any]:
 
 
 def open_part(path: Path) -> BinaryIO:
-    """Open a file of a checkpoint to read it; a file that is only in a bucket is fetched and verified.
+    """Open a file of a checkpoint for reading; a file that is only in a bucket is downloaded and verified.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: Its checksum does not match.
+        ValueError: The checksum of the file does not match.
     """
     if not is_away(path):
         return path.open("rb")
@@ -275,14 +275,14 @@ def open_part(path: Path) -> BinaryIO:
     file = os.fdopen(open_regular(path), "rb")
     if hashlib.file_digest(file, "sha256").hexdigest() != content_of(path.parent)["files"][path.name]["sha256"]:
         file.close()
-        raise ValueError(f"the checksum of its file {path.name} does not match")
+        raise ValueError(f"the checksum of {path.name} does not match")
     file.seek(0)
     return file
 
 
 @contextmanager
 def _shared_parts() -> Iterator[Callable[[Path], BinaryIO]]:
-    """Yield a function like `open_part` for the ranks of a node, which fetch each file once for all of them.
+    """Yield a function like `open_part` with which the ranks of a node download each file only once.
 
     A file stays on the disk until the block of the last rank ends.
     """
@@ -304,7 +304,7 @@ def _shared_parts() -> Iterator[Callable[[Path], BinaryIO]]:
         try:
             copy = cache.get(facts["sha256"], **facts, fetch=fetch)
         except Damaged as error:
-            raise ValueError(f"the checksum of its file {path.name} does not match") from error
+            raise ValueError(f"the checksum of {path.name} does not match") from error
         assert copy is not None
         copies.enter_context(copy)
         return os.fdopen(os.dup(copy.descriptor), "rb")
@@ -316,14 +316,14 @@ def _shared_parts() -> Iterator[Callable[[Path], BinaryIO]]:
         cache.remove_unused()
 
 
-def _damage(path: Path, about: Mapping[str, Any]) -> str | None:
+def _find_damage(path: Path, facts: Mapping[str, Any]) -> str | None:
     if not path.is_file():
-        return f"its file {path.name} is missing"
-    if (size_bytes := path.stat().st_size) != about["size_bytes"]:
-        return f"its file {path.name} has {size_bytes} of {about['size_bytes']} bytes"
+        return f"{path.name} is missing"
+    if (size_bytes := path.stat().st_size) != facts["size_bytes"]:
+        return f"{path.name} has {size_bytes} of {facts['size_bytes']} bytes"
     # The checksum of a part that is only in a bucket is compared when it is opened.
-    is_sound = is_away(path) or file_facts(path) == about
-    return None if is_sound else f"the checksum of its file {path.name} does not match"
+    is_sound = is_away(path) or file_facts(path) == facts
+    return None if is_sound else f"the checksum of {path.name} does not match"
 
 
 def _checksum_of(content: Mapping[str, Any]) -> str:
@@ -331,12 +331,12 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def removal_hint(path: Path) -> str:
-    """Return the hint for a checkpoint that cannot be used: what takes its place once it is removed."""
+    """Return the hint for a checkpoint that cannot be used: remove it, and what is used instead."""
     step = checkpoint_step(path)
-    before = [name for number, name in all_checkpoints(path.parent).items() if step is not None and number < step]
-    if not before:
-        return "remove it: there is none before it, so training starts again"
-    return f"remove it: {before[-1].name} is used instead"
+    earlier = [name for number, name in all_checkpoints(path.parent).items() if step is not None and number < step]
+    if not earlier:
+        return "remove it: there is no earlier checkpoint, so training restarts at step 0"
+    return f"remove it: {earlier[-1].name} is used instead"
 
 
 def _unreadable_error(path: Path, why: str) -> UserError:

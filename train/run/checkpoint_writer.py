@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints: copied to the CPU, written by a thread, published by a rename.
+"""Asynchronous checkpoints: tensors are copied to the CPU, written by a thread, and published by a rename.
 
 In a bucket, which has no renames, each rank uploads its parts, and checkpoint.json is uploaded last.
 """
@@ -33,12 +33,12 @@ from clipmill.train.run.checkpoint import (
 
 
 class CheckpointWriter:
-    """Writer of the checkpoints of a run into `folder`. All ranks call its methods in the same order.
+    """Writer of a run's checkpoints to `folder`. All ranks call its methods in the same order.
 
     Args:
         keep: Number of latest checkpoints to keep.
         best: Metric whose best checkpoint is kept too.
-        lower_is_better: Take the lowest value of this metric as the best one.
+        lower_is_better: True if the lowest value of this metric is the best.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CheckpointWriter:
             from clipmill.train.run.bucket import insist
 
             self._insist = insist
-            # A late upload of an earlier attempt must not replace a part of this one.
+            # A delayed upload of an earlier attempt must not replace a part of this attempt.
             self._part = f"__{world.rank}_{secrets.token_hex(4)}.bin"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -69,17 +69,17 @@ class CheckpointWriter:
         tensors: Mapping[str, torch.Tensor],
         metadata: CheckpointMetadata,
         *,
-        beside: Callable[[], object] = lambda: None,
+        write_extras: Callable[[], object] = lambda: None,
     ) -> None:
-        """Copy the state and return; waits for (and raises FailedWork for) the previous checkpoint only.
+        """Copy the state, start to write it, and return; waits only for the previous checkpoint (FailedWork).
 
         Args:
-            beside: Function that writes what belongs to the checkpoint outside of its folder; the writing thread of
-                rank 0 calls it before the checkpoint is complete.
+            write_extras: Function that writes files that belong to the checkpoint but are outside its folder; the
+                writing thread of rank 0 calls it before the checkpoint is complete.
         """
         self.wait()
         staged = self._storage.stage(tensors)
-        self._writing = self._thread.submit(self._write, staged, metadata, beside)
+        self._writing = self._thread.submit(self._write, staged, metadata, write_extras)
 
     def wait(self) -> None:
         """Block until the last checkpoint is written; all ranks raise FailedWork if one could not write it."""
@@ -87,8 +87,8 @@ class CheckpointWriter:
             return
         error = self._writing.exception()
         self._writing = None
-        is_own = error is not None and not isinstance(error, FailedElsewhere)
-        reasons = self._world.gather_objects(_describe_error(error) if is_own else None)
+        failed_here = error is not None and not isinstance(error, FailedElsewhere)
+        reasons = self._world.gather_objects(_describe_error(error) if failed_here else None)
         for rank, reason in enumerate(reasons):
             if reason is not None:
                 raise FailedWork(f"rank {rank} could not write a checkpoint into {self._folder}: {reason}") from error
@@ -96,13 +96,13 @@ class CheckpointWriter:
     def prune(self) -> None:
         """Remove superfluous checkpoints that a killed process left.
 
-        To be called only after the latest one has been read, because the others are needed if it is damaged.
+        Call it only after the latest checkpoint has been read: if that is damaged, earlier checkpoints are needed.
         """
         if self._world.is_first:
             self._prune()
 
     def close(self) -> None:
-        """Wait for the writing thread and end it; to be called after a failure too."""
+        """Wait for the writing thread and end it; call this method after a failure too."""
         self._thread.shutdown(wait=True)
 
     def is_best(self, numbers: Mapping[str, float]) -> bool:
@@ -111,17 +111,17 @@ class CheckpointWriter:
             return False
         self.wait()
         score = self._sign * numbers[self._best]
-        return self._world.first(lambda: all(score > other for other in self._scores().values()))
+        return self._world.first(lambda: all(score > saved for saved in self._scores().values()))
 
     def _write(
-        self, staged: dict[str, torch.Tensor], metadata: CheckpointMetadata, beside: Callable[[], object]
+        self, staged: dict[str, torch.Tensor], metadata: CheckpointMetadata, write_extras: Callable[[], object]
     ) -> None:
         final = self._folder / checkpoint_name(metadata.step)
         temporary = self._folder / f"{TEMPORARY_PREFIX}{final.name}"
         part = temporary / self._part
         table = self._storage.write(part, staged)
         facts = {part.name: file_facts(part)}
-        files = {name: about for of_rank in self._storage.gather(facts) for name, about in of_rank.items()}
+        files = {name: entry for rank_facts in self._storage.gather(facts) for name, entry in rank_facts.items()}
         folder = temporary
         if self._is_remote:
             self._upload(part, final)
@@ -132,7 +132,7 @@ class CheckpointWriter:
             self._insist(partial(refresh, final))  # the parts of other ranks
         self._insist(partial(publish_json, folder / TABLE_FILE, table))
         files[TABLE_FILE] = file_facts(folder / TABLE_FILE)
-        self._insist(beside)
+        self._insist(write_extras)
         self._insist(partial(publish_json, folder / METADATA_FILE, metadata.as_json(files)))
         if not self._is_remote:
             _publish(temporary, final)
@@ -161,14 +161,14 @@ class CheckpointWriter:
             try:
                 numbers = content_of(path)["numbers"]
             except (OSError, ValueError, KeyError):
-                continue  # a damaged one is never the best; it is reported when it is read
+                continue  # a damaged checkpoint is never the best; the damage is reported when it is read
             if self._best in numbers:
                 scores[step] = self._sign * float(numbers[self._best])
         return scores
 
 
 def recover(folder: Path) -> None:
-    """Rename complete checkpoints of a killed process and remove incomplete ones; only for the writing process."""
+    """Publish the complete checkpoints of a killed process and remove incomplete ones; only rank 0 calls it."""
     if (mirror := mirror_of(folder)) is not None:
         _delete_temporaries(folder)
         complete = all_checkpoints(folder)
@@ -177,16 +177,16 @@ def recover(folder: Path) -> None:
                 _remove(path)
         mirror.abort_uploads(folder)
         return
-    for left in sorted(folder.glob(f"{TEMPORARY_PREFIX}*")):
-        name = left.name.removeprefix(TEMPORARY_PREFIX)
-        if is_checkpoint_name(name) and is_intact(left):
-            _publish(left, folder / name)
+    for path in sorted(folder.glob(f"{TEMPORARY_PREFIX}*")):
+        name = path.name.removeprefix(TEMPORARY_PREFIX)
+        if is_checkpoint_name(name) and is_intact(path):
+            _publish(path, folder / name)
         else:
-            _delete(left)
+            _delete(path)
 
 
 def superfluous_steps(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> list[int]:
-    """Return the steps to remove: all but the last `keep` and the (first) one with the best score."""
+    """Return the steps to remove: all but the last `keep`, and the first step with the best score."""
     kept = set(sorted(steps)[-keep:])
     if scores:
         kept.add(max(sorted(scores), key=lambda step: scores[step]))
@@ -194,31 +194,31 @@ def superfluous_steps(steps: list[int], *, keep: int, scores: Mapping[int, float
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    """Rename a complete checkpoint; an intact one of the same name holds the same step and is kept."""
+    """Rename a complete checkpoint; an intact checkpoint of the same name holds the same step and is kept instead."""
     sync(temporary)
     if final.exists():
         if is_intact(final):
             _delete(temporary)
             return
-        # Damaged ones are replaced. If this process is killed between the two renames, `recover` does the second.
+        # Replace a damaged checkpoint. If this process is killed between the two renames, `recover` does the second.
         _remove(final)
     temporary.rename(final)
     sync(final.parent)
 
 
 def _delete_temporaries(folder: Path) -> None:
-    for left in folder.glob(f"{TEMPORARY_PREFIX}*"):
-        _delete(left)
+    for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
+        _delete(path)
 
 
 def _remove(path: Path) -> None:
     if (mirror := mirror_of(path)) is not None:
-        remove(path / METADATA_FILE)  # the record goes first, with which the checkpoint ends
+        remove(path / METADATA_FILE)  # first, because a checkpoint exists as long as this file exists
         mirror.remove(path)
-    # Renamed first, so that readers see complete checkpoints only.
-    leaving = path.with_name(f"{TEMPORARY_PREFIX}old-{path.name}")
-    path.rename(leaving)
-    _delete(leaving)
+    # Rename the folder before it is deleted, so that readers see only complete checkpoints.
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}old-{path.name}")
+    path.rename(temporary)
+    _delete(temporary)
 
 
 def _delete(path: Path) -> None:
@@ -229,7 +229,7 @@ def _delete(path: Path) -> None:
 
 
 def _describe_error(error: BaseException | None) -> str:
-    # DCP wraps the error of each rank with its traceback as text.
+    # DCP wraps each rank's error together with its traceback as text.
     for cause, _ in getattr(error, "failures", {}).values():
         return _describe_error(cause)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

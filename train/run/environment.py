@@ -1,6 +1,6 @@
-"""The environment of a run: machine and versions, and the packages other than clipmill whose parts it was trained with.
+"""Environment of a run: the machine, versions, and the packages other than clipmill whose parts it was trained with.
 
-The results page and `train doctor` show machine and versions. run.json has the packages, and resuming needs them.
+The results page and `train doctor` show machine and versions. run.json lists the packages, which a resumed run needs.
 """
 
 import os
@@ -61,18 +61,18 @@ PACKAGES_FACT = "packages"
 
 
 def packages_of(parts: Iterable[NamedPart]) -> dict[str, str]:
-    """Return the packages other than clipmill that parts are of, with their versions, as run.json has them."""
-    packages = {f"{one.parts.noun} {one.name}": one.parts.package_of(one.name) for one in parts}
-    return {part: package for part, package in packages.items() if package is not None}
+    """Return the packages other than clipmill that provide parts, with their versions, for run.json."""
+    packages = {f"{part.parts.noun} {part.name}": part.parts.package_of(part.name) for part in parts}
+    return {name: package for name, package in packages.items() if package is not None}
 
 
 def require_parts(settings: Checked, run: RunFolder) -> None:
-    """Raise a UserError for a part that a run was trained with and that no installed package has."""
+    """Raise a UserError if no installed package provides a part that a run was trained with."""
     for chosen in named_parts(settings):
         if chosen.name not in chosen.parts:
             part = f"{chosen.parts.noun} {chosen.name}"
             package = run.read_facts().get(PACKAGES_FACT, {}).get(part, "another package")
             raise UserError(
-                f"{run.path} was trained with the {part} of {package}, which is not installed",
-                hint="install that package; a run that lacks only its loss can be evaluated and exported",
+                f"{run.path} was trained with the {part} from {package}, which is not installed",
+                hint="install that package; if only a loss is missing, the run can still be evaluated and exported",
             )

@@ -7,10 +7,10 @@
     checkpoints/step_*/       checkpoints (clipmill.train.run.checkpoint)
     evaluations/*.json        results of `train eval`; names of results on other data contain the data's name and a hash
     evaluations/*.coco.json   generated captions in COCO's results format
-    evaluations/former/       results that another checkpoint, variant or flag has replaced
+    evaluations/former/       results that were replaced by those with another checkpoint, variant or flag
     index.html                the results page
 
-The two .jsonl files grow by complete lines; resuming drops lines after the checkpoint.
+Complete lines are appended to the two .jsonl files; resuming drops the lines after the checkpoint.
 """
 
 import glob
@@ -34,22 +34,23 @@ from clipmill.train.config.files import load_settings, read_values, save_setting
 from clipmill.train.config.shards import Shards, absolute_address, folders_of, normalise_address
 from clipmill.train.config.training import GO_ON, NEW_RUN, TrainingSettings, require_same, shaping
 
-# The data of an evaluation result, and the name of its file: results on the run's own data have the name of their
-# evaluation; other names also have the name of the folder, and a hash.
+# Data and file name of an evaluation result: a result on the run's own data is named after its evaluation; the names of
+# other results also contain the name of the data folder, and a hash.
 
 _MAX_DATA_NAME = 40
-# Fields of a result that say what was evaluated, and how.
+# Fields of a result that identify what was evaluated, and how.
 _DECISIVE = ("source", "shards", "variant", "step", "weights", "overrides")
 _NUM_WORDS_BEFORE_FLAGS = 4  # train eval NAME WEIGHTS
 _NUM_HASH_DIGITS = 8
 
 
 def data_facts(run_shards: Shards, shards: str | None) -> dict[str, Any]:
-    """Return the data fields of a result, `shards`, its address, and `is_own_data`, by --shards of run and evaluation.
+    """Return the data fields of a result: `shards`, the address of the data, and `is_own_data`.
 
-    Each of several data folders of a run has results, with `is_part_of_own_data`.
+    Results on one of several data folders of a run also have `is_part_of_own_data`. The arguments are --shards of the
+    run, and of the evaluation.
     """
-    folders = [normalise_address(one) for one in folders_of(run_shards)]
+    folders = [normalise_address(folder) for folder in folders_of(run_shards)]
     if shards is None:
         return {"shards": ", ".join(folders), "is_own_data": True}
     address = normalise_address(shards)
@@ -58,7 +59,7 @@ def data_facts(run_shards: Shards, shards: str | None) -> dict[str, Any]:
 
 
 def result_name(name: str, facts: dict[str, Any]) -> str:
-    """Return the file name of a result: `name`, with the folder name and a hash of other data (see `data_facts`)."""
+    """Return the file name of a result: `name`; for other data than the run's, also the folder name and a hash."""
     address = other_data(facts)
     if not address:
         return name
@@ -67,23 +68,23 @@ def result_name(name: str, facts: dict[str, Any]) -> str:
 
 
 def is_same_evaluation(result: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return True if two results are of the same weights and data, by the same flags."""
+    """Return True if two results are for the same weights, data and flags."""
     return all(result.get(name) == other.get(name) for name in _DECISIVE) and _flags_of(result) == _flags_of(other)
 
 
 def _flags_of(result: dict[str, Any]) -> list[str]:
     """Return the flags of a result's command, without data and weights, whose paths may be relative."""
     words = shlex.split(str(result.get("command", "")))[_NUM_WORDS_BEFORE_FLAGS:]
-    return [word for before, word in zip(["", *words], words, strict=False) if "--shards" not in (before, word)]
+    return [word for previous, word in zip(["", *words], words, strict=False) if "--shards" not in (previous, word)]
 
 
 def other_data(result: dict[str, Any]) -> str:
-    """Return the address of the data of a result; empty for the run's own data, also if the result does not say."""
+    """Return the address of a result's data; empty for the run's own data, which is the default."""
     return "" if result.get("is_own_data", True) else str(result["shards"])
 
 
 def suffix_of(differences: Mapping[str, Any]) -> str:
-    """Return the part of a result's name for what an evaluation did unlike the training, so that results stay apart."""
+    """Return the suffix of a result's name for settings that differ from the training, so that results stay apart."""
     forms = {"num_frames": "-{}-frames", "sampling": "-{}", "size_px": "-{}px"}
     suffix, groups = "", dict[str, list[str]]()
     for name, value in differences.items():
@@ -100,9 +101,9 @@ def suffix_of(differences: Mapping[str, Any]) -> str:
 COCO_SUFFIX = ".coco.json"
 _LOOK_S = 0.2
 EVALUATIONS, FORMER = "evaluations", "former"
-# Name of the files by which nodes find out whether they share the folder (clipmill.train.run.shared_folder).
+# Name of the files with which nodes check that they share the folder (clipmill.train.run.shared_folder).
 PROBE = "shared"
-# --resume: False begins a run, True resumes one, "auto" resumes it if there is one.
+# --resume: False starts a new run, True resumes a run, "auto" resumes a run if it exists.
 Resume = bool | Literal["auto"]
 
 
@@ -120,15 +121,15 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Name of the folder, or the last part of the address."""
+        """Name of the folder, or the last part of its address in a bucket."""
         mirror = mirror_of(self.path)
         return self.path.resolve().name if mirror is None else mirror.address.rpartition("/")[2]
 
     def hold(self, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
-        """Lock the folder against other training processes (UserError); the lock ends with this process.
+        """Lock the folder against other training processes; the lock ends with this process.
 
         Args:
-            wait_s: Time to wait for their end.
+            wait_s: Time to wait for another process to release its lock; then, UserError.
         """
         if (mirror := mirror_of(self.path)) is not None:
             from clipmill.train.run.bucket import hold_run
@@ -143,7 +144,7 @@ class RunFolder:
                 mirror.upload_growing(path)
 
     def upload_now_and_then(self) -> AbstractContextManager[None]:
-        """Context manager that uploads these files every half minute, and at the end of the block."""
+        """Return a context manager that uploads these files every half minute, and at the end of the block."""
         if mirror_of(self.path) is None:
             return nullcontext()
         from clipmill.train.run.bucket import upload_now_and_then
@@ -161,12 +162,12 @@ class RunFolder:
         return self.read_facts()
 
     def require_task(self, task: str) -> None:
-        """Raise a UserError if the run is of another task."""
+        """Raise a UserError if the run belongs to a different task."""
         trained_task = self.read_facts().get("task", task)
         if trained_task != task:
             raise UserError(
                 f"{self.path} is a run of train {trained_task}, not of train {task}",
-                hint="use another --out, or name another run",
+                hint="use another --out, or another run",
             )
 
     def latest_checkpoint(self) -> Path | None:
@@ -179,7 +180,9 @@ class RunFolder:
         """Return the latest checkpoint; UserError if there is none."""
         path = self.latest_checkpoint()
         if path is None:
-            raise UserError(f"{self.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
+            raise UserError(
+                f"{self.path} has no checkpoint yet", hint="train for --checkpoint-every steps, or to the end"
+            )
         return path
 
     def evaluation(self, name: str) -> Path:
@@ -197,16 +200,16 @@ class RunFolder:
         return data_facts(tuple(map(str, run_shards)) if isinstance(run_shards, list) else str(run_shards), shards)
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
-        """Publish the result of an evaluation; it replaces only the result of the same evaluation.
+        """Publish the result of an evaluation; it replaces only a result of the same evaluation.
 
-        A result of other weights, another variant of the data or other flags is moved to the folder of former results,
-        with the files next to it.
+        A previous result for different weights, flags or variants of the data is moved to the folder of former
+        results, with its accompanying files.
         """
         path = self.evaluation(result_name(name, result))
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not is_same_evaluation(before := read_object(path), result):
+        if path.exists() and not is_same_evaluation(previous := read_object(path), result):
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-            former = path.parent / FORMER / f"{path.stem}-step-{before.get('step')}-{digest}"
+            former = path.parent / FORMER / f"{path.stem}-step-{previous.get('step')}-{digest}"
             former.parent.mkdir(exist_ok=True)
             for file in sorted(path.parent.glob(f"{glob.escape(path.stem)}.*")):
                 rename(file, former.with_name(f"{former.name}{file.name.removeprefix(path.stem)}"))
@@ -216,10 +219,11 @@ class RunFolder:
 
 @contextmanager
 def hold_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]:
-    """Lock a folder against other processes that do this `work` in it (UserError); their end releases it.
+    """Lock a folder against other processes that do the same work in it; the lock ends with this process.
 
     Args:
-        wait_s: Time to wait for their end.
+        work: Verb for the message, such as "trains".
+        wait_s: Time to wait for another process to release its lock; then, UserError.
     """
     folder = os.open(path, os.O_RDONLY)
     latest_s = time.monotonic() + wait_s
@@ -245,25 +249,27 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         with run.hold():
-            left = [*_leftover_files(run.path, run.settings.name), *_leftover_files(run.path, PROBE)]
+            leftovers = [*_leftover_files(run.path, run.settings.name), *_leftover_files(run.path, PROBE)]
             mirror = mirror_of(run.path)
-            if len(left) < len(list(run.path.iterdir())) if mirror is None else not mirror.is_empty:
+            if len(leftovers) < len(list(run.path.iterdir())) if mirror is None else not mirror.is_empty:
                 raise UserError(
                     f"{run.path} exists already", hint="add --resume auto to continue it, or use another --out"
                 )
-            for path in left:
+            for path in leftovers:
                 path.unlink()
             folders = tuple(map(absolute_address, settings.folders))
             shards = folders if len(folders) > 1 else folders[0]
             run_settings = replace(settings, shards=shards, evaluate=settings.evaluate.from_anywhere())
             save_settings(run_settings, run.settings, comment=comment)
     except OSError as error:
-        raise UserError(f"cannot make the run folder {run.path}: {error.strerror}", hint="use another --out") from error
+        raise UserError(
+            f"cannot create the run folder {run.path}: {error.strerror}", hint="use another --out"
+        ) from error
     return run
 
 
 def find_run(path: Path, resume: Resume) -> RunFolder | None:
-    """Return the run to resume, or None to begin a new one; UserError if `resume` is True and no run exists."""
+    """Return the run to resume, or None to start a new one; UserError if `resume` is True and no run exists."""
     if resume is False or (resume == "auto" and not RunFolder(path).settings.is_file()):
         return None
     return open_run(path)
@@ -316,7 +322,7 @@ def open_run(path: Path) -> RunFolder:
     """Open a run to read it; UserError if there is none."""
     run = RunFolder(path)
     if not run.settings.is_file():
-        raise UserError(f"there is no run in {show_addresses(str(path))}", hint="name a training command's --out")
+        raise UserError(f"there is no run in {show_addresses(str(path))}", hint="use a training command's --out")
     return run
 
 
@@ -346,7 +352,7 @@ def append_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a .jsonl file without an incomplete last line, as a killed process leaves; UserError for other bad lines."""
+    """Read a .jsonl file without a last line that a killed process left incomplete; UserError for other bad lines."""
     if not path.exists():
         return []
     values = []
@@ -362,10 +368,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Remove the objects of a .jsonl file for which `belongs` is false and return the others; UserError if damaged."""
+    """Remove objects of a .jsonl file for which `belongs` is false, and return the rest; UserError if damaged."""
     try:
         kept = [value for value in read_lines(path) if belongs(value)]
     except (KeyError, TypeError) as error:
-        raise UserError(f"a line of {path} is not as clipmill wrote it: {error}", hint="remove that line") from error
+        raise UserError(f"a line of {path} was not written by clipmill: {error}", hint="remove that line") from error
     publish_bytes(path, "".join(json.dumps(value) + "\n" for value in kept).encode())
     return kept

@@ -8,7 +8,7 @@ from clipmill.train.config.training import TrainingSettings
 
 
 class Meters:
-    """A tracker that sets the metrics of this process from the lines of metrics.jsonl, which are about all ranks."""
+    """Tracker that sets the metrics of this process from the lines of metrics.jsonl, which cover all ranks."""
 
     def __init__(self, registry: CollectorRegistry, settings: TrainingSettings) -> None:
         def counter(name: str, text: str) -> Counter:
@@ -20,7 +20,7 @@ class Meters:
         self._batch = settings.batch
         self._steps = counter("steps", "Optimizer steps that this process has taken.")
         self._samples = counter("samples", "Samples of these steps, over all ranks.")
-        self._step_s = counter("step_seconds", "Time of these steps, the wait for data included.")
+        self._step_s = counter("step_seconds", "Time of these steps, including the wait for data.")
         self._data_wait_s = counter("data_wait_seconds", "Time of these steps in which a rank waited for data.")
         self._failed = counter("failed_samples", "Samples that could not be loaded, since the run began.")
         self._num_failed = 0

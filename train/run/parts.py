@@ -1,7 +1,7 @@
-"""Work that is divided into parts: all processes share it, and it continues after an interruption.
+"""Work that is divided into parts, which all processes share, and that can be continued after an interruption.
 
-The parts depend neither on the number of processes nor on what is finished, and each one is published as a file of its
-own. A plan next to them states what the work is, so that it is never continued as other work.
+The division does not depend on the number of processes or on what is finished, and each part is published as a separate
+file. A plan next to the parts describes the work, so that it is never continued with different settings or data.
 """
 
 import time
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 PLAN = "plan.json"
 
-_PARTS_TOGETHER = 8
-_MAX_WHOLE = 60  # characters of a value that is shown in full; a hash is longer
-_MAX_SHOWN, _BEFORE = 32, 8  # characters of a longer value, and of its part before the first that differs
+_PARTS_TOGETHER = 8  # number of parts of a rank between two synchronisations
+_MAX_FULL = 60  # maximum number of characters of a value that is shown in full; a hash is longer
+_MAX_SHOWN, _LEAD = 32, 8  # number of characters shown of a longer value, and of them before the first difference
 
 
 class PartFile(Protocol):
@@ -32,27 +32,27 @@ class PartFile(Protocol):
 
     @property
     def begin(self) -> int:
-        """Its first row."""
+        """First row of the part."""
         ...
 
     @property
     def end(self) -> int:
-        """The row after its last one."""
+        """Row after the last row of the part."""
         ...
 
     def path(self, folder: Path, /) -> Path:
-        """Return the part's file once it is finished, in a folder of the work."""
+        """Return the path of the finished part's file, in the folder of the work."""
 
 
 P = TypeVar("P", bound=PartFile)
 
 
 def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[[Mapping[str, Any]], None]) -> None:
-    """Publish the plan of new work, or continue interrupted work, whose lock the caller holds.
+    """Publish the plan of new work, or continue interrupted work; the caller holds the lock.
 
     Args:
         parts: Folder of the plan.
-        require_same: Function that raises a UserError if a plan is of other work.
+        require_same: Function that raises a UserError if a plan describes different work.
     """
     path = parts / PLAN
     if path.is_file():
@@ -67,29 +67,29 @@ def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, free: frozenset[str] = frozenset()) -> str:
-    """Return how requested work differs from other work, in words; empty if it is the same.
+    """Describe how requested work differs from other work; empty if it does not differ.
 
     Args:
         free: Names of entries, such as `weights.source`, that may differ.
     """
     was, now = flatten(dict(old)), flatten(dict(new))
-    decisive = [name for name in now if name not in free and was.get(name) != now[name]]
-    return "; ".join("{} was {} and is {}".format(name, *_value_texts(was.get(name), now[name])) for name in decisive)
+    names = [name for name in now if name not in free and was.get(name) != now[name]]
+    return "; ".join("{} was {} and is {}".format(name, *_value_texts(was.get(name), now[name])) for name in names)
 
 
 def _value_texts(*values: object) -> list[str]:
-    """Return the values in words; where one of them is long, the part from where they differ."""
+    """Return the values as text; if one of them is long, an excerpt around the first difference."""
     texts = [str(value) for value in values]
-    if max(map(len, texts)) <= _MAX_WHOLE:
+    if max(map(len, texts)) <= _MAX_FULL:
         return texts
-    first = next((at for at, pair in enumerate(zip_longest(*texts)) if len(set(pair)) > 1), 0)
-    begin = max(0, first - _BEFORE)
+    first = next((index for index, pair in enumerate(zip_longest(*texts)) if len(set(pair)) > 1), 0)
+    begin = max(0, first - _LEAD)
     end = begin + _MAX_SHOWN
     return [f"{'...' if begin else ''}{text[begin:end]}{'...' if len(text) > end else ''}" for text in texts]
 
 
 def missing_parts(parts: Sequence[P], out: Path, *, world: "World", progress: "Progress") -> list[P]:
-    """Return the parts that are not finished; the first rank looks for all."""
+    """Return the unfinished parts; rank 0 looks for the files of all parts."""
     missing = world.first(lambda: [number for number, part in enumerate(parts) if not part.path(out).is_file()])
     if len(missing) < len(parts):
         progress.say(f"resumed: {len(parts) - len(missing)} of {count_noun(len(parts), 'part')} finished")
@@ -97,10 +97,10 @@ def missing_parts(parts: Sequence[P], out: Path, *, world: "World", progress: "P
 
 
 def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World", progress: "Progress") -> None:
-    """Make this rank's share of the parts, every `world.size`-th of them.
+    """Make this rank's share of the parts, every `world.size`-th part.
 
     Args:
-        make: Makes and publishes a part; returns the number of its clips that failed.
+        make: Function that makes and publishes a part, and returns the number of its clips that failed.
     """
     share = parts[world.rank :: world.size]
     num_failed = num_rows = num_parts = 0
@@ -110,20 +110,20 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World",
         rate = f"{num_rows * world.size / (time.monotonic() - began_s):,.1f} rows/s" if num_rows else ""
         return "  ".join(filter(None, (rate, f"{count_noun(failed, 'clip')} failed" if failed else "")))
 
-    def make_some(some: Sequence[P]) -> int:
+    def make_group(group: Sequence[P]) -> int:
         nonlocal num_rows, num_parts
         failed = 0
-        for part in some:
+        for part in group:
             failed += make(part)
             num_rows, num_parts = num_rows + part.end - part.begin, num_parts + 1
-            # Of other ranks as many, until they say.
+            # Assume that the other ranks have made as many parts, until they report.
             progress.show(min(num_parts * world.size, len(parts)), status_text(num_failed + failed))
         return failed
 
     progress.begin(0, len(parts))
-    # Ranks that differ in speed wait for each other now and then: a collective gives up after half an hour.
+    # Ranks that differ in speed wait for each other regularly, as a collective times out after half an hour.
     for begin in range(0, -(-len(parts) // world.size), _PARTS_TOGETHER):
-        num_failed += sum(world.gather_objects(world.each(partial(make_some, share[begin : begin + _PARTS_TOGETHER]))))
+        num_failed += sum(world.gather_objects(world.each(partial(make_group, share[begin : begin + _PARTS_TOGETHER]))))
         if world.size > 1:
             progress.show(min((begin + _PARTS_TOGETHER) * world.size, len(parts)), status_text(num_failed))
     progress.close()

@@ -1,9 +1,9 @@
-"""A run folder that the processes of several nodes share.
+"""Check that the processes of several nodes share one run folder, and wait until its files are visible to all.
 
-All of them write their parts of checkpoints into it, so it has to be one folder: with a folder on each node, every
-checkpoint would lack the parts of the other nodes. Nor is what one node has written visible to the others at once: NFS
-keeps attributes of folders for up to 60 s (acdirmax, nfs(5)). Listing a folder asks the server again, so waiting here
-is listing.
+All processes write their parts of checkpoints into the folder: with a separate folder on each node, every checkpoint
+would lack the parts of the other nodes. A file is not immediately visible on other nodes, because NFS caches
+attributes of folders for up to 60 s (acdirmax, nfs(5)). Listing a folder makes NFS query the server again, so the
+functions here list the folder while they wait.
 """
 
 import os
@@ -20,20 +20,18 @@ from clipmill.manifests.storage.mirrors import mirror_of, refresh
 from clipmill.train.distributed.world import World
 from clipmill.train.run.folder import PROBE
 
-VISIBLE_S = 75.0  # more than acdirmax
+VISIBLE_S = 75.0  # maximum time until a file is visible on all nodes; more than acdirmax
 _LOOK_S = 0.1
 
 
 def require_shared(folder: Path, *, world: World) -> None:
-    """Check that `folder`, which rank 0 makes, is the same writable folder for all ranks; all ranks call it.
+    """Check that `folder`, which rank 0 creates, is the same writable folder for all ranks; all ranks call it.
 
-    Rank 0 writes a file, the first rank of each other node answers next to it, and rank 0 looks for the answers. A new
-    folder does not remain if that fails.
+    Rank 0 writes a file, the first rank of each other node writes a reply next to it, and rank 0 looks for the replies.
+    If that fails, a new folder is removed. In a bucket, the ranks look for the lock, which rank 0 must already hold.
 
     Raises:
-        UserError: A rank does not see what another one wrote within `VISIBLE_S`, or cannot write; on all ranks.
-
-    In a bucket, the ranks look for the lock, which rank 0 must hold by then.
+        UserError: A rank does not see another rank's file within `VISIBLE_S`, or cannot write; raised on all ranks.
     """
     if world.size == 1:
         return
@@ -47,11 +45,11 @@ def require_shared(folder: Path, *, world: World) -> None:
     names, is_shared = [name], False
     try:
         hosts = world.gather_objects(socket.gethostname())
-        answer = _new_name() if world.local_rank == 0 and not world.is_first else None
-        world.each(lambda: _answer(folder, name, answer, world=world, writer=hosts[0]))
-        answers = world.gather_objects(answer)
-        names += [probe for probe in answers if probe is not None]
-        world.first(lambda: _find_answers(folder, answers, hosts))
+        reply = _new_name() if world.local_rank == 0 and not world.is_first else None
+        world.each(lambda: _reply(folder, name, reply, world=world, writer=hosts[0]))
+        replies = world.gather_objects(reply)
+        names += [probe for probe in replies if probe is not None]
+        world.first(lambda: _find_replies(folder, replies, hosts))
         is_shared = True
     finally:
         if world.is_first:
@@ -65,42 +63,42 @@ def require_shared(folder: Path, *, world: World) -> None:
 def wait_for_files(folder: Path, *, world: World) -> None:
     """Wait until every rank sees the files of `folder` as rank 0 sees them; all ranks call it.
 
-    It returns after `VISIBLE_S` in any case: what is missing then is reported by the code that reads it.
+    It returns after `VISIBLE_S` at the latest; the code that reads a file that is still missing reports it.
     """
     if world.size == 1:
         return
     if mirror_of(folder) is not None:
-        refresh(folder.parent.parent)  # all of the run, as another node may have written since this process began
+        refresh(folder.parent.parent)  # the entire run, as another node may have written since this process started
         return
     expected = world.first(lambda: _sizes(folder))
-    _wait(lambda: _sizes(folder) == expected)
+    _wait_until(lambda: _sizes(folder) == expected)
     world.gather_objects(None)  # no rank continues to read or remove files before every rank has seen them
 
 
 def _begin(folder: Path, name: str) -> bool:
-    """Write the probe of rank 0; True if the folder is new."""
+    """Create the folder, and write the probe of rank 0; return True if the folder is new."""
     try:
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch(exist_ok=False)
     except OSError as error:
-        raise UserError(f"cannot make the run folder {folder}: {error.strerror}", hint="use another --out") from error
+        raise UserError(f"cannot create the run folder {folder}: {error.strerror}", hint="use another --out") from error
     return is_new
 
 
-def _answer(folder: Path, name: str, answer: str | None, *, world: World, writer: str) -> None:
+def _reply(folder: Path, name: str, reply: str | None, *, world: World, writer: str) -> None:
     here = f"rank {world.rank} on {socket.gethostname()}"
-    if not _wait(lambda: name in _sizes(folder)):
+    if not _wait_until(lambda: name in _sizes(folder)):
         raise UserError(
             f"--out {folder} is not shared by all nodes: {here} does not see a file that rank 0 on {writer} wrote into "
             f"it {VISIBLE_S:g} s ago",
             hint="use a folder on a disk that all nodes share; each process writes its part of checkpoints there",
             flags=("--out",),
         )
-    if answer is None:
+    if reply is None:
         return
     try:
-        (folder / answer).touch(exist_ok=False)
+        (folder / reply).touch(exist_ok=False)
     except OSError as error:
         raise UserError(
             f"{here} cannot write into --out {folder}: {error.strerror}",
@@ -109,11 +107,11 @@ def _answer(folder: Path, name: str, answer: str | None, *, world: World, writer
         ) from error
 
 
-def _find_answers(folder: Path, answers: list[str | None], hosts: list[str]) -> None:
-    expected = {name for name in answers if name is not None}
-    if _wait(lambda: expected <= _sizes(folder).keys()):
+def _find_replies(folder: Path, replies: list[str | None], hosts: list[str]) -> None:
+    expected = {name for name in replies if name is not None}
+    if _wait_until(lambda: expected <= _sizes(folder).keys()):
         return
-    rank = next(rank for rank, name in enumerate(answers) if name is not None and name not in _sizes(folder))
+    rank = next(rank for rank, name in enumerate(replies) if name is not None and name not in _sizes(folder))
     raise UserError(
         f"--out {folder} is not shared by all nodes: rank 0 on {hosts[0]} does not see a file that rank {rank} on "
         f"{hosts[rank]} wrote into it {VISIBLE_S:g} s ago",
@@ -132,16 +130,16 @@ def _sizes(folder: Path) -> dict[str, int]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # listed, and not yet, or no longer, there
+                with suppress(FileNotFoundError):  # listed, but not yet or no longer present
                     sizes[entry.name] = entry.stat().st_size
     except OSError:
         return {}
     return sizes
 
 
-def _wait(is_so: Callable[[], bool]) -> bool:
+def _wait_until(condition: Callable[[], bool]) -> bool:
     latest_s = time.monotonic() + VISIBLE_S
-    while not is_so():
+    while not condition():
         if time.monotonic() > latest_s:
             return False
         time.sleep(_LOOK_S)

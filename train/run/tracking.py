@@ -1,6 +1,6 @@
 """Experiment tracking behind one interface: metrics.jsonl, the console, TensorBoard, Weights & Biases.
 
-`counted_batches` shows the progress of an evaluation where a command asks for it.
+`count_batches` shows the progress of an evaluation where a command requests it (`show_batch_counts`).
 """
 
 import math
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """A tracker that shows the steps of a run: on a terminal in its line, in a log by lines on standard output.
+    """Tracker that shows the steps of a run: on a status line of the terminal, or in a log on standard output.
 
     Args:
-        what: A participle, such as "embedding".
-        unit: Noun for what is counted, singular.
-        is_quiet: Show nothing, as on all ranks but the first.
+        what: Name of the activity, such as "embedding".
+        unit: Singular noun for the counted items.
+        is_quiet: True to show nothing, as on all ranks but the first.
     """
 
     def __init__(self, what: str = "training", *, unit: str = "step", is_quiet: bool = False) -> None:
@@ -57,7 +57,7 @@ class Progress:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def begin(self, step: int, num_steps: int) -> None:
-        """Begin with step `step` + 1 of `num_steps`."""
+        """Start to show progress, before step `step` + 1 of `num_steps`."""
         self._num_steps = num_steps
         self._begin_s = self._line_s = time.monotonic()
         self._pace = ProgressRate(step)
@@ -70,10 +70,10 @@ class Progress:
         """Show a line of metrics.jsonl; evaluation metrics are always shown, on a separate line."""
         self.show(line["step"], describe(line))
         if evaluation := format_evaluation(line):
-            self.say(f"{line_time(sys.stdout)}{self._place(line['step'])}  {evaluation}")
+            self.say(f"{line_time(sys.stdout)}{self._step_text(line['step'])}  {evaluation}")
 
     def show(self, step: int, text: str) -> None:
-        """Show that `step` steps are done; in a log only the first, the last, and some at growing intervals."""
+        """Show that `step` steps are done; in a log, only the first, the last, and some at growing intervals."""
         self._pace.add(step)
         if self._activity is not None and is_terminal(sys.stderr):
             done = amount_text(step, self._num_steps, self._unit)
@@ -88,14 +88,14 @@ class Progress:
         now_s = time.monotonic()
         if step in (1, self._num_steps) or now_s - self._line_s >= log_interval(now_s - self._begin_s):
             self._line_s = now_s
-            parts = (self._place(step), text, self._pace.time_left(self._num_steps))
+            parts = (self._step_text(step), text, self._pace.time_left(self._num_steps))
             self.say(line_time(sys.stdout) + "  ".join(filter(None, parts)))
 
-    def _place(self, step: int) -> str:
+    def _step_text(self, step: int) -> str:
         return f"{self._unit} {step}/{self._num_steps}"
 
     def close(self) -> None:
-        """Erase the line of a terminal."""
+        """Erase the status line of the terminal."""
         if self._activity is not None:
             self._activity.__exit__(None, None, None)
             self._activity = None
@@ -108,7 +108,7 @@ def format_evaluation(line: dict[str, Any]) -> str:
         split, slash, name = key.partition("/")
         if slash:
             metrics.setdefault(split, []).append(f"{name} {value:.4g}")
-    return "  ".join(f"{split}: {'  '.join(its)}" for split, its in metrics.items())
+    return "  ".join(f"{split}: {'  '.join(values)}" for split, values in metrics.items())
 
 
 def describe(line: dict[str, Any]) -> str:
@@ -124,11 +124,11 @@ def describe(line: dict[str, Any]) -> str:
     return f"{text}  {line['num_failed']} failed" if line["num_failed"] else text
 
 
-_ROUNDING = 1e-9  # of a number of epochs
+_ROUNDING = 1e-9  # tolerance for a number of epochs
 
 
 class Tracker(Protocol):
-    """Receives the lines of metrics.jsonl in the order of steps."""
+    """Receiver of the lines of metrics.jsonl, in the order of steps."""
 
     def log(self, line: dict[str, Any]) -> None:
         """Log the line of a step; keys as in metrics.jsonl, with a slash for metrics of evaluations."""
@@ -140,10 +140,10 @@ class Tracker(Protocol):
 
 
 class EpochLoss:
-    """Calculator of `epoch_loss`, the mean loss of the steps of an epoch, for the line of its last step.
+    """Calculator of `epoch_loss`: the mean loss over the steps of an epoch, added to the line of its last step.
 
     Args:
-        lines: Lines of the steps before, in order, so that a resumed run has the mean of complete epochs too.
+        lines: Lines of the earlier steps, in order, so that the means of a resumed run cover complete epochs too.
     """
 
     def __init__(self, lines: Iterable[dict[str, Any]] = ()) -> None:
@@ -152,12 +152,12 @@ class EpochLoss:
             self.complete(line)
 
     def complete(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Return the line of the next step, which ends an epoch if the integer part of its `epoch` is a new one."""
+        """Return the line of the next step, which ends an epoch if the integer part of its `epoch` has increased."""
         if "epoch" not in line:
             return line
         self._sum, self._num = self._sum + line["loss"], self._num + 1
-        before = line["epoch"] * (line["step"] - 1) / line["step"]
-        if math.floor(before + _ROUNDING) == math.floor(line["epoch"] + _ROUNDING):
+        previous_epoch = line["epoch"] * (line["step"] - 1) / line["step"]
+        if math.floor(previous_epoch + _ROUNDING) == math.floor(line["epoch"] + _ROUNDING):
             return line
         mean, self._sum, self._num = self._sum / self._num, 0.0, 0
         return {**line, "epoch_loss": mean}
@@ -180,7 +180,7 @@ class Trackers:
 
 
 class JsonLines:
-    """Writer of metrics.jsonl, which drops lines of steps after `step` first, because they will be repeated."""
+    """Writer of metrics.jsonl. It first drops the lines of steps after `step`, because they will be repeated."""
 
     def __init__(self, run: RunFolder, *, step: int) -> None:
         self._path = run.metrics
@@ -198,7 +198,7 @@ def open_trackers(settings: TrainingSettings, *, run: RunFolder, progress: Progr
 
     A resumed run continues its event files and its W&B run and logs each step once.
     """
-    # W&B first: it keeps all steps, and the last line of metrics.jsonl, which is dropped next, says what it has got.
+    # W&B first: it cannot drop steps, and the last line of metrics.jsonl, which is dropped next, shows its last step.
     trackers: list[Tracker] = []
     if settings.track.wandb != "off":
         trackers.append(WeightsAndBiases(settings, run=run, step=step))
@@ -217,8 +217,8 @@ _is_counting: ContextVar[bool] = ContextVar("is_counting", default=False)
 
 
 @contextmanager
-def counting_batches() -> Iterator[None]:
-    """Let `counted_batches` show its progress within the block: a command shows it, and a training loop does not."""
+def show_batch_counts() -> Iterator[None]:
+    """Let `count_batches` show its progress within the block, as commands do and training loops do not."""
     token = _is_counting.set(True)
     try:
         yield
@@ -226,12 +226,12 @@ def counting_batches() -> Iterator[None]:
         _is_counting.reset(token)
 
 
-def counted_batches(batches: "Iterable[LoadedBatch]", what: str, *, total: int | None) -> "Iterator[LoadedBatch]":
-    """Yield the batches; their samples are counted and shown within `counting_batches`.
+def count_batches(batches: "Iterable[LoadedBatch]", what: str, *, total: int | None) -> "Iterator[LoadedBatch]":
+    """Yield the batches; within `show_batch_counts`, count their samples and show the progress.
 
     Args:
-        what: Participle for what is done with them, such as "embedding".
-        total: Number of samples in all batches; None if it is not known.
+        what: Name of the activity, such as "embedding".
+        total: Number of samples in all batches; None if unknown.
     """
     if not _is_counting.get():
         yield from batches

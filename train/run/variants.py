@@ -1,7 +1,7 @@
-"""The variant of each column that a command reads: a named one, the one that a run was trained on, or the current one.
+"""Choose the variant of each column that a command reads: by --variant, as a run was trained on, or the current one.
 
-A run reads the same variants from its beginning to its end, and so does every command that uses its weights on its
-data. run.json names them, with their recipes.
+A run reads the same variants throughout, and so does every command that uses its weights on its data. run.json lists
+these variants with their recipes.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,27 +21,29 @@ from clipmill.train.data.data_folder import folder_path
 from clipmill.train.data.variants import Recorded, choose_variants
 from clipmill.train.run.folder import RunFolder, is_run
 
-VARIANTS_FACT = "variants"  # of run.json: name and recipe of a variant by column, for each data folder
-EVALUATED_FACT = "evaluated_variants"  # the same for the data of --evaluate.shards, by their addresses
+VARIANTS_FACT = "variants"  # entry of run.json: name and recipe of a variant by column, for each data folder
+EVALUATED_FACT = "evaluated_variants"  # same for the data of --evaluate.shards, by their addresses
 
 
 def evaluated_data(settings: ClipSettings) -> list[str]:
-    """Return the data of --evaluate.shards that a run evaluates and does not train on."""
-    named = (
-        [one.shards for one in settings.evaluated_data() if one.shards is not None] if settings.evaluate.every else []
+    """Return the data of --evaluate.shards that a run evaluates but does not train on."""
+    addresses = (
+        [data.shards for data in settings.evaluated_data() if data.shards is not None]
+        if settings.evaluate.every
+        else []
     )
     run_folders = set(map(normalise_address, settings.folders))
-    return [one for one in dict.fromkeys(named) if normalise_address(one) not in run_folders]
+    return [address for address in dict.fromkeys(addresses) if normalise_address(address) not in run_folders]
 
 
 def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[str, Any]:
-    """Return entries of run.json about the variants that a run reads: of its data, and of what it evaluates."""
+    """Return the entries of run.json about the variants that a run reads: of its data, and of data it evaluates."""
     evaluated = evaluated_data(settings)
-    of_evaluated = _variants_of(evaluated, settings.evaluate.where, columns=columns, cache=settings.cache)
+    evaluated_variants = _variants_of(evaluated, settings.evaluate.where, columns=columns, cache=settings.cache)
     return {
         VARIANTS_FACT: _variants_of(settings.folders, settings.selection, columns=columns, cache=settings.cache),
         **(
-            {EVALUATED_FACT: dict(zip(map(normalise_address, evaluated), of_evaluated, strict=True))}
+            {EVALUATED_FACT: dict(zip(map(normalise_address, evaluated), evaluated_variants, strict=True))}
             if evaluated
             else {}
         ),
@@ -51,13 +53,13 @@ def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[st
 def _variants_of(
     folders: Sequence[str], where: str | None, *, columns: Sequence[str], cache: Path | None
 ) -> list[Recorded]:
-    """Return the variants of each data folder that are read; {} for tars."""
+    """Return the variants that are read from each data folder; {} for tars."""
     names = [*columns]
     if where is not None:
         from clipmill.shards.where import parse_where
 
         names += parse_where(where).stored_in
-    paths = [folder_path(one, cache=cache) if kind_of(one).has_manifest else None for one in folders]
+    paths = [folder_path(folder, cache=cache) if kind_of(folder).has_manifest else None for folder in folders]
     return [
         {
             name: {"name": variant, "recipe": _verified_recipe(variant_dir(path, name, variant))}
@@ -72,23 +74,23 @@ def recorded_variants(facts: Mapping[str, Any], settings: ClipSettings) -> dict[
     """Return the names of the variants that run.json records, by column, for each data folder that a run reads."""
     folders = dict(zip(settings.folders, facts[VARIANTS_FACT], strict=True)) | dict(facts.get(EVALUATED_FACT, {}))
     return {
-        folder_path(address, cache=settings.cache): {column: str(variant["name"]) for column, variant in of_run.items()}
-        for address, of_run in folders.items()
-        if of_run
+        folder_path(address, cache=settings.cache): {column: str(record["name"]) for column, record in variants.items()}
+        for address, variants in folders.items()
+        if variants
     }
 
 
 @contextmanager
 def reading_variants_of_run(
-    weights: str | Path, shards: str | None, named: Collection[str] = (), *, say: Callable[[str], object]
+    weights: str | Path, shards: str | None, names: Collection[str] = (), *, say: Callable[[str], object]
 ) -> Iterator[None]:
-    """Read the named variants inside the block, and otherwise, of a run's own data, the variants of its training.
+    """Read the variants in `names` within the block; else, from a run's own data, the variants of its training.
 
     Args:
-        weights: A run; other weights have no data.
+        weights: Run folder, or other weights, which have no data.
         shards: Data folder to read instead of the run's own; the current variants of other data are read.
-        named: Names of variants (`--variant`).
-        say: Prints which variant of the training is gone, and which one is read in its place.
+        names: Names of variants (`--variant`).
+        say: Function that prints which variant of the training is missing, and which variant is read instead.
 
     Raises:
         UserError: The data have no variant with one of the names.
@@ -97,7 +99,7 @@ def reading_variants_of_run(
     try:
         values = read_values(run.settings) if is_run(run.path) else {}
     except UserError:
-        values = {}  # the run is opened next, which says what is wrong with its settings
+        values = {}  # opening the run, which comes next, reports what is wrong with its settings
     shards_of_run, cache = values.get("shards", TrainingSettings.shards), values.get("cache")
     folders = folders_of(shards_of_run if isinstance(shards_of_run, str) else tuple(map(str, shards_of_run)))
     pairs = [
@@ -106,8 +108,8 @@ def reading_variants_of_run(
         if shards is None or normalise_address(folder) == normalise_address(shards)
     ]
     chosen = choose_variants(
-        [folder for folder, _ in pairs] or ([shards] if named and shards is not None else []),
-        named,
+        [folder for folder, _ in pairs] or ([shards] if names and shards is not None else []),
+        names,
         recorded=[variants for _, variants in pairs],
         cache=None if cache is None else Path(str(cache)),
         made=str(weights),

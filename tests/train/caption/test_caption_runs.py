@@ -262,7 +262,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
         (("--decoder.tokenizer", "/nowhere"), "there is no tokenizer in /nowhere"),
         (("--decoder.heads", "3"), "--decoder.width is 128, which 3 heads cannot share"),
         (("--towers.heads", "3"), "--towers.width is 128, which 3 heads cannot share"),
-        (("--towers.patch-px", "9"), "--size-px is 32"),
+        (("--towers.patch-px", "9"), "--size-px 32 is not a multiple of 9"),
         (("--freeze", "encoder", "decoder"), "leaves nothing to train"),
         (("--captions.min-relevancy", "0.5"), "which do not describe the clip"),
         (("--evaluate.every", "1", "--evaluate.split", "test"), "no videos of split 'test'"),

@@ -15,7 +15,7 @@ from clipmill.train.config.evaluation import EvaluationSettings
 from clipmill.train.config.training import ParallelSettings, TrainingSettings
 from clipmill.train.distributed.pipeline import check_microbatches
 from clipmill.train.distributed.world import World
-from clipmill.train.engine.task import check_stages, own_part
+from clipmill.train.engine.task import check_stages, take_stage
 from clipmill.train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_table, read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
 from clipmill.train.tasks.caption.stages import TIED
@@ -193,12 +193,12 @@ def test_cuts_that_cannot_be_are_refused() -> None:
         World().cut(2)
     assert caught.value.hint is not None and "torchrun --nproc-per-node 2" in caught.value.hint
     with pytest.raises(UserError, match=r"--parallel.stages is 10, and the model has 9 layers"):
-        own_part(StageTask(Path(), 0), captioner(), ParallelSettings(stages=10), stages=World(size=10))
+        take_stage(StageTask(Path(), 0), captioner(), ParallelSettings(stages=10), stages=World(size=10))
     with pytest.raises(UserError, match="the models of train plane cannot be cut into stages"):
         check_stages(PlaneTask(), None, TrainingSettings(parallel=ParallelSettings(stages=2)), world=World(size=2))
-    with pytest.raises(UserError, match=r"--parallel.strategy fsdp and --parallel.stages 2 do not go together"):
+    with pytest.raises(UserError, match=r"--parallel.strategy fsdp and --parallel.stages 2 cannot be combined"):
         ParallelSettings(stages=2, strategy="fsdp")
-    with pytest.raises(UserError, match=r"--parallel.partition is 'size'"):
+    with pytest.raises(UserError, match=r"--parallel.partition 'size' is not"):
         ParallelSettings(partition="size")
     with pytest.raises(UserError, match=r"--parallel.stages is 0"):
         ParallelSettings(stages=0)
@@ -221,7 +221,9 @@ def test_stages_have_the_weights_that_one_process_begins_with() -> None:
     parts: dict[str, nn.Parameter] = {}
     for rank in range(3):
         torch.manual_seed(0)
-        part = own_part(StageTask(Path(), 0), captioner(), ParallelSettings(stages=3), stages=World(rank=rank, size=3))
+        part = take_stage(
+            StageTask(Path(), 0), captioner(), ParallelSettings(stages=3), stages=World(rank=rank, size=3)
+        )
         parts |= dict(part.named_parameters())
         assert sum(parameter.numel() for parameter in part.parameters()) < sum(
             tensor.numel() for tensor in whole.values()

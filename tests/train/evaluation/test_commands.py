@@ -136,10 +136,10 @@ def test_no_look_at_a_clip_is_a_mistake(run: Path, clips: int, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("num_frames: 2", "num_frames: 4", "--num-frames is 4, {} has 2"),
+        ("num_frames: 2", "num_frames: 4", "--num-frames is 4, but {} has 2"),
         # All weights fit with these.
-        ("sampling: uniform", "sampling: lavila", "--sampling is lavila, {} has uniform"),
-        ("activation: null", "activation: quick_gelu", "--towers.activation is quick_gelu, {} has None"),
+        ("sampling: uniform", "sampling: lavila", "--sampling is lavila, but {} has uniform"),
+        ("activation: null", "activation: quick_gelu", "--towers.activation is quick_gelu, but {} has None"),
     ],
 )
 def test_settings_that_were_changed_by_hand_are_refused(

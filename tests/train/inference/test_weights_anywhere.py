@@ -163,7 +163,7 @@ def test_models_of_latents_are_opened_without_data_and_take_more_frames(
     assert same(score(capsys, *probe)) == same(score(capsys, "probe", out, "--shards", data, *probe[2:]))
     assert "T = 4 frames" in score(capsys, "retrieval", run / "dual-encoder", "--num-frames", 4)["clip"]
     assert train("eval", "retrieval", run / "dual-encoder", "--size-px", 48) == 2
-    assert "--size-px is 48, which is about pixels" in capsys.readouterr().err
+    assert "--size-px 48 applies to pixels" in capsys.readouterr().err
 
 
 def test_results_of_other_weights_are_written_where_the_user_says(

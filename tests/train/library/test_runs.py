@@ -188,13 +188,17 @@ def test_an_encoder_of_pictures_and_one_of_texts_are_paired(data_dir: Path, tmp_
 REFUSED = [
     (("--towers.image", "open_clip:RN51"), "open_clip has no tower open_clip:RN51", "nearest: RN50, RN50x16, RN101"),
     (("--towers.image", "timm:vit_base_patch16_siglip_22"), "timm has no tower", "vit_base_patch16_siglip_224"),
-    (("--towers.image", "torchvision:resnet18"), "--towers.image is torchvision:resnet18", "open_clip:NAME"),
+    (
+        ("--towers.image", "torchvision:resnet18"),
+        "--towers.image torchvision:resnet18 does not name a tower",
+        "open_clip:NAME",
+    ),
     (("--towers.image", f"open_clip:{SIGLIP2}", "--size-px", 48), "--size-px is 48", "use --size-px 32"),
     (("--towers.image", f"open_clip:{SIGLIP2}", "--towers.width", 64), "--towers.width is 64", "omit"),
     (("--towers.text", "timm:resnet10t"), "--towers.text is timm:resnet10t", "open_clip"),
     (
         ("--towers.attention", "divided", "--towers.image", f"open_clip:{RESNET}"),
-        "--towers.attention is div",
+        "--towers.attention is divided, but",
         "omit",
     ),
     (("--towers.text", "hf:nowhere/nothing"), "the configuration of hf:nowhere/nothing is not here", "hf download"),

@@ -23,7 +23,7 @@ from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
     ("numbers", "said"),
     [
         ({"temperature": 0.0}, "--loss.temperature is 0.0"),
-        ({"temperature": 0.001}, "--loss.temperature is 0.001"),
+        ({"temperature": 0.001}, "--loss.temperature 0.001 is lower than"),
         ({"temperature": math.nan}, "--loss.temperature is nan"),
         ({"kind": "max-margin", "temperature": 0.1}, "max-margin does not use it"),
         ({"margin": 0.2}, "--loss.margin is 0.2, and infonce does not use it"),
@@ -48,7 +48,7 @@ def test_settings_that_cannot_work_are_named(numbers: dict[str, Any], said: str)
 def test_all_mistakes_are_named_at_once() -> None:
     with pytest.raises(UserError) as error:
         Loss(kind="sogclr", gamma=2.0, epsilon=-1.0, rho=1.0, temperature=0.001)
-    for flag in ("--loss.gamma is 2.0", "--loss.epsilon is -1.0", "--loss.rho is 1.0", "--loss.temperature is 0.001"):
+    for flag in ("--loss.gamma is 2.0", "--loss.epsilon is -1.0", "--loss.rho is 1.0", "--loss.temperature 0.001"):
         assert flag in str(error.value)
         assert flag.partition(" ")[0] in (error.value.hint or "")
 
@@ -82,7 +82,7 @@ def test_every_kind_has_its_loss_and_no_other_name_has_one() -> None:
 @pytest.mark.parametrize(
     ("name", "ids", "said"),
     [
-        ("clip_id", [0, 1, 2, 3, 4, 7], "clip ids 7: the loss keeps a number for each of 7 clips, 0 to 6"),
+        ("clip_id", [0, 1, 2, 3, 4, 7], "clip ids 7 are out of range: the loss has state for 7 clips, with ids 0 to 6"),
         ("caption_id", [0, 1, -3, 3, 4, 99], "caption ids -3, 99"),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_batch_without_relevancy_or_clip_ids_is_refused() -> None:
     del batch["relevancy"], batch["clip_id"]  # type: ignore[typeddict-item]
     with pytest.raises(UserError, match="relevancy"):
         objective_of(Loss(kind="max-margin", use_relevancy=True), table=True).backward(Table(6), batch, Step(number=1))
-    with pytest.raises(UserError, match="fastclip-v3 needs clips that have ids"):
+    with pytest.raises(UserError, match="fastclip-v3 needs clips with ids"):
         objective_of(settings_of("fastclip-v3"), table=True).backward(Table(6), batch, Step(number=1))
 
 

@@ -114,7 +114,7 @@ def test_weights_are_read_exactly() -> None:
 
 @pytest.mark.parametrize("mix", ["0,1", "-1,2", "a,b", "1,,2", "", "nan,1", "inf,1", "1e9,1", "0.33333333333,1"])
 def test_a_weight_that_is_none_is_named(mix: str) -> None:
-    with pytest.raises(UserError, match="--mix is"):
+    with pytest.raises(UserError, match=f"--mix {mix}: "):
         parse_mix(mix)
 
 

@@ -146,10 +146,10 @@ def test_ranks_compare_the_content_of_each_folder(near: Path, far: Path) -> None
     [
         ({"shards": ("/x/a", "/x/a")}, "--shards names /x/a twice", "--mix"),
         ({"shards": ("/x/a", "/x/b/../a")}, "--shards names /x/b/../a and /x/a, which are the same folder", "--mix"),
-        ({"shards": ("/x/a", "/x/b"), "mix": "1"}, "--mix is 1: 1 weight for 2 data folders", "as 1,1"),
-        ({"shards": ("/x/a", "/x/b"), "mix": "1,1,1"}, "--mix is 1,1,1: 3 weights for 2 data folders", "as 1,1"),
-        ({"shards": ("/x/a", "/x/b"), "mix": "0,1"}, "--mix is 0,1, and '0' is not a weight", "above 0"),
-        ({"shards": ("/x/a", "/x/b"), "mix": "-2,1"}, "--mix is -2,1, and '-2' is not a weight", "omit"),
+        ({"shards": ("/x/a", "/x/b"), "mix": "1"}, "--mix 1 has 1 weight for 2 data folders", "as 1,1"),
+        ({"shards": ("/x/a", "/x/b"), "mix": "1,1,1"}, "--mix 1,1,1 has 3 weights for 2 data folders", "as 1,1"),
+        ({"shards": ("/x/a", "/x/b"), "mix": "0,1"}, "--mix 0,1: '0' is not a number above 0", "above 0"),
+        ({"shards": ("/x/a", "/x/b"), "mix": "-2,1"}, "--mix -2,1: '-2' is not a number above 0", "omit"),
     ],
 )
 def test_bad_mixtures_are_named(given: dict[str, Any], error: str, hint: str) -> None:

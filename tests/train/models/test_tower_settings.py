@@ -19,8 +19,8 @@ from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
         ({"patch_dropout": float("nan")}, "--towers.patch-dropout is nan"),
         ({"drop_path": -0.1}, "--towers.drop-path is -0.1"),
         ({"video_norm_eps": 0.0}, "--towers.video-norm-eps is 0.0"),
-        ({"kind": "videomae", "embedding_width": 64}, "--towers.embedding-width is 64, and a videomae tower has none"),
-        ({"kind": "videomae", "patch_dropout": 0.5}, "--towers.patch-dropout is 0.5, and a videomae tower has none"),
+        ({"kind": "videomae", "embedding_width": 64}, "--towers.embedding-width 64 does not apply to a videomae tower"),
+        ({"kind": "videomae", "patch_dropout": 0.5}, "--towers.patch-dropout 0.5 does not apply to a videomae tower"),
     ],
 )
 def test_a_wrong_value_is_named(wrong: dict[str, Any], said: str) -> None:
@@ -30,17 +30,17 @@ def test_a_wrong_value_is_named(wrong: dict[str, Any], said: str) -> None:
 
 @pytest.mark.parametrize(
     "model, size_px, hint",
-    [("b16", 100, "multiple of 16, the patch of b16"), ("l14", 240, "multiple of 14"), ("l14", 16, "multiple of 14")],
+    [("b16", 100, "multiple of 16"), ("l14", 240, "multiple of 14"), ("l14", 16, "multiple of 14")],
 )
 def test_pictures_must_suit_the_patch_of_the_model(model: ModelName, size_px: int, hint: str) -> None:
-    with pytest.raises(UserError, match=f"--size-px is {size_px}") as caught:
+    with pytest.raises(UserError, match=f"--size-px {size_px} is not a multiple of") as caught:
         DualEncoderSettings(model=model, size_px=size_px)
     assert hint in (caught.value.hint or "")
     assert DualEncoderSettings(model="l14", size_px=238).size_px == 238
 
 
 def test_a_name_with_a_size_wants_that_size() -> None:
-    with pytest.raises(UserError, match="--model l14-336 is l14 for pictures of 336 px") as caught:
+    with pytest.raises(UserError, match="--model l14-336 is l14 for frames of 336 px") as caught:
         DualEncoderSettings(model="l14-336")
     assert "--size-px 336" in (caught.value.hint or "")
     assert DualEncoderSettings(model="l14-336", size_px=336).model == "l14-336"

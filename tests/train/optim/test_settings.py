@@ -11,7 +11,7 @@ from clipmill.train.config.training import OptimizerSettings, TrainingSettings
 @pytest.mark.parametrize(
     ("chosen", "message", "hint"),
     [
-        ({"momentum": 0.9}, "--optimizer.momentum is 0.9, and adamw does not use it", "sgd"),
+        ({"momentum": 0.9}, "--optimizer.momentum is 0.9, but adamw does not use it", "sgd"),
         ({"name": "sgd", "beta1": 0.9}, "sgd does not use it", "adamw, lamb, lion"),
         ({"name": "lion", "eps": 1e-8}, "lion does not use it", "adamw, lamb"),
         ({"beta2": 1.0}, "--optimizer.beta2 is 1.0", "less than 1"),
@@ -32,12 +32,12 @@ def test_a_number_that_is_not_used_or_makes_no_sense_is_refused(
 
 
 def test_the_end_of_the_schedule_is_not_above_its_peak() -> None:
-    with pytest.raises(UserError, match=r"--optimizer\.end-lr is 0\.2, more than --lr 0\.1"):
+    with pytest.raises(UserError, match=r"--optimizer\.end-lr 0\.2 is larger than --lr 0\.1"):
         TrainingSettings(lr=0.1, optimizer=OptimizerSettings(end_lr=0.2))
 
 
 def test_the_start_of_the_warmup_is_not_above_its_end() -> None:
-    with pytest.raises(UserError, match=r"--optimizer\.start-lr is 0\.2, more than --lr 0\.1"):
+    with pytest.raises(UserError, match=r"--optimizer\.start-lr 0\.2 is larger than --lr 0\.1"):
         TrainingSettings(lr=0.1, optimizer=OptimizerSettings(start_lr=0.2))
 
 

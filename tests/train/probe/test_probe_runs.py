@@ -108,7 +108,7 @@ def test_towers_of_every_task_are_probed(moving: Path, tmp_path: Path, capsys: p
         (("--label", "verb", "--split", "train"), "every clip would find itself", "two splits"),
         (("--label", "verb", "--neighbours", 37), "37 neighbours are to vote, and split 'train' has 36", "36 or fewer"),
         (("--label", "verb", "--split", "test"), "no videos of split 'test'", ""),
-        (("--label", "verb", "--label", "verb"), "--label has a repeated value: verb, verb", "name each value once"),
+        (("--label", "verb", "--label", "verb"), "--label has a repeated value: verb, verb", "use each value once"),
         ((), "--label is missing", "available labels: class, noun, verb"),
         (("--label", "verb", "--neighbours", 0), "error: --neighbours is 0", "from 1 to 10,000"),
     ],
@@ -141,7 +141,7 @@ def test_a_mistake_in_the_loops_probe_leaves_no_run_behind(
 ) -> None:
     every = ("--evaluate.every", 1)
     for flags, message in (
-        ((), "--evaluate.labels is missing: the label to predict from frozen features"),
+        ((), "needs --evaluate.labels, the labels to predict from frozen features"),
         (("--evaluate.labels", "mood"), "no column label_mood"),
         (("--evaluate.labels", "verb", "--evaluate.max-bank", 10), "20 neighbours are to vote"),
         (("--evaluate.labels", "verb", "--best", "val/noun_knn_top1"), "--best val/noun_knn_top1 is not a metric"),

@@ -106,7 +106,7 @@ def test_the_text_tower_starts_from_a_source_of_its_own(
         wanted = others[name] if name.startswith("text.") else first[name]
         torch.testing.assert_close(one, wanted, rtol=0, atol=1e-6)
     for flags, problem in (
-        (("--init.text", text), f"--init.text is {text}, and the video tower has no weights"),
+        (("--init.text", text), f"--init.text is {text}, but the video tower has no weights"),
         (("--init.weights", text, "--init.text", tower), "there is no text tower"),
         (("--init.weights", text, "--init.text", "nowhere"), "cannot read the weights nowhere"),
         (("--init.weights", text, "--init.text", text, "--text-tower", "frozen"), "take the place of the text tower"),

@@ -22,7 +22,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import PicturedSamples, Player, SampleClip, Shown, clip_figure, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
 from clipmill.train.run.folder import COCO_SUFFIX
-from clipmill.train.run.tracking import counted_batches
+from clipmill.train.run.tracking import count_batches
 from clipmill.train.tasks.caption.java import Meteor, check_jars
 from clipmill.train.tasks.caption.metrics import (
     CONSTANT_RULE,
@@ -79,7 +79,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
     with trained.precision.autocast():
         generated = captions_of(
             trained.fill(task.build_model(samples)),
-            counted_batches(samples.evaluation_batches(every=every), "captioning", total=-(-len(samples) // every)),
+            count_batches(samples.evaluation_batches(every=every), "captioning", total=-(-len(samples) // every)),
             inputs=task.inputs,
             tokenizer=task.decoder.tokenizer,
             decoding=how,

@@ -39,7 +39,7 @@ from clipmill.train.models.library_towers import LibraryImage, image_tower
 from clipmill.train.models.transformer import LayerNorm, checkpoint_blocks, drop_path_of
 from clipmill.train.models.video_vit import VideoViT, VideoViTSize, clip_tower
 from clipmill.train.models.videomae import VideoMAEEncoder
-from clipmill.train.run.tracking import counted_batches
+from clipmill.train.run.tracking import count_batches
 from clipmill.train.tasks.classify.evaluation import ClassResult, score_classifier
 from clipmill.train.tasks.classify.spec import ClassEvaluation, ClassifySettings
 from clipmill.train.weights.conversion import CLIP_MEAN, CLIP_STD
@@ -272,7 +272,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         """Score a model in evaluation mode on samples that were opened with `views`. All ranks must call it."""
         return score_classifier(
             model,
-            counted_batches(samples.evaluation_batches(every=every), "classifying", total=-(-len(samples) // every)),
+            count_batches(samples.evaluation_batches(every=every), "classifying", total=-(-len(samples) // every)),
             inputs=self.inputs,
             classes=self.classes,
             num_views=len(views),

@@ -32,7 +32,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import PicturedSamples, Player, clip_figure, open_player
 from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
 from clipmill.train.models.text import CONTEXT_LENGTH, Tokenize
-from clipmill.train.run.tracking import counted_batches
+from clipmill.train.run.tracking import count_batches
 from clipmill.train.tasks.dual_encoder.egocentric import MirTable, open_mir_table
 from clipmill.train.tasks.dual_encoder.metrics import MIR_PROTOCOL, ranks, score_mir
 from clipmill.train.tasks.dual_encoder.protocols import (
@@ -374,7 +374,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
     model = trained.fill(task.build_model(samples))
     ranking: Ranking | None = None
     with trained.precision.autocast():
-        batches = counted_batches(samples.evaluation_batches(), "embedding", total=samples.num_samples)
+        batches = count_batches(samples.evaluation_batches(), "embedding", total=samples.num_samples)
         of_rank = embed_all(task, model, batches, device=trained.device, num_clips=num_clips)
         embeddings = gather_embeddings(of_rank, World(), device=trained.device)
         embed = text_embedder(model, device=trained.device)

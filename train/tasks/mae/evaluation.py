@@ -34,7 +34,7 @@ from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, ev
 from clipmill.train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, grid_of
 from clipmill.train.models.videomae import predicted_cubes
 from clipmill.train.run.folder import RunFolder
-from clipmill.train.run.tracking import counted_batches
+from clipmill.train.run.tracking import count_batches
 from clipmill.train.tasks.mae.spec import RECONSTRUCTION, TASK, MaeSettings, ReconstructionFlags, num_masked_places
 from clipmill.train.tasks.mae.task import MaskedClips
 from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
@@ -286,7 +286,7 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, chosen: str = ""
     num_masked = num_masked_places(settings.mask_ratio, num_places=grid.patches)
     result = evaluate_reconstruction(
         model,
-        counted_batches(samples.evaluation_batches(every=every), "reconstructing", total=-(-len(samples) // every)),
+        count_batches(samples.evaluation_batches(every=every), "reconstructing", total=-(-len(samples) // every)),
         clips,
         pictures=Pictures(
             samples=frozenset(evenly_spaced_items(range(0, len(samples), every), at_most=_NUM_CLIPS)),

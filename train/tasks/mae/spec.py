@@ -16,7 +16,7 @@ from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import Crop, LatentSettings, NumFrames, Sampling
 from clipmill.train.config.evaluation import ProbeEvaluation
 from clipmill.train.config.fields import FIRST_RUN, help_group
-from clipmill.train.config.model import Kind, Tower, Towers, check_picture, of_clip_alone, patch_px_of
+from clipmill.train.config.model import Kind, Tower, Towers, check_picture, clip_only_mistakes, patch_px_of
 from clipmill.train.config.training import COUNT, LearningRate, OptimizerSettings, WeightDecay
 from clipmill.train.evaluation.probe import PROBE
 from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
@@ -82,10 +82,10 @@ class MaeTowers(Towers):
                 hint="omit it",
                 flags=("--towers.kind",),
             )
-        yield from of_clip_alone(self, hint=hint)
+        yield from clip_only_mistakes(self, hint=hint)
         if self.temporal != "zero":
             yield UserError(
-                f"--towers.temporal is {self.temporal}, and a videomae tower has none",
+                f"--towers.temporal {self.temporal} does not apply to a videomae tower",
                 hint=hint,
                 flags=("--towers.temporal",),
             )

@@ -111,10 +111,10 @@ def test_a_folder_that_cannot_be_the_decoder(
         (("--decoder.lm", "LM", "--freeze", "decoder-except-cross-attention"), "has no cross-attention"),
         (
             ("--decoder.lm", "LM", "--decoder.visual-tokens", 8, "--freeze", "decoder.blocks:3"),
-            "the decoder tower has 2 blocks",
+            "the decoder tower has only 2 blocks",
         ),
         (("--decoder.lm", "LM", "--parallel.stages", 2), "a captioner with --decoder.lm cannot be cut"),
-        (("--decoder.lm", "LM", "--lora.rank", 2), "adapters are for pretrained weights"),
+        (("--decoder.lm", "LM", "--lora.rank", 2), "there are no pretrained weights to adapt"),
     ],
 )
 def test_flags_that_do_not_go_together(
