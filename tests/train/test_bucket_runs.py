@@ -197,5 +197,5 @@ def test_a_damaged_part_in_a_bucket_is_named(address: str, other_machine: Callab
     content = bytearray(objects.read(part))
     content[len(content) // 2] ^= 1
     objects.write(part, bytes(content))
-    with pytest.raises(UserError, match=r"step_000005 cannot be read: .*the checksum of its file __0_\w+.bin"):
+    with pytest.raises(UserError, match=r"step_000005 cannot be read: .*the checksum of __0_\w+.bin"):
         weights_of(local_folder(address))

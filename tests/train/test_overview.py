@@ -43,7 +43,7 @@ def test_further_pages_are_linked_by_their_titles(tmp_path: Path) -> None:
     assert '<a href="a%20search.html">Search: red &amp; &lt;b&gt;</a>' in out.read_text()
     page.write_text("<title>mine</title>")
     for path in (page, tmp_path / "nowhere.html", tmp_path):
-        with pytest.raises(UserError, match="is not a page of clipmill"):
+        with pytest.raises(UserError, match="is not a page written by clipmill"):
             write_overview([run.path], out, links=[path])
 
 

@@ -1,6 +1,6 @@
-"""Time of a step on several processes: computation, communication, and the overlap of both.
+"""Time of a step on several processes, for `train bench`: computation, communication, and their overlap.
 
-The method is FastCLIP's (figure 3, tables 15 to 22): torch.profiler records some steps of the training loop, and the
+The method is from FastCLIP (figure 3, tables 15 to 22): torch.profiler records steps of the training loop, and the
 intervals of all events of the same kind are merged. Per step:
 
     compute      time in which an operation computes: on a GPU, kernels except NCCL's kernels and copies; on a CPU,
@@ -11,9 +11,9 @@ intervals of all events of the same kind are merged. Per step:
 
     compute + exposed + other = total;  overlap + exposed = communication
 
-Communication lasts from the first byte to the end of a collective on this rank; a rank that is early waits in it for
-the others. The exchange of failures and signals before a step (clipmill.train.engine.failures) is not included.
-Recording slows steps down; `unrecorded_s` is the time of a step without recording.
+Communication lasts from the first byte to the end of a collective on this rank, including the time that an early rank
+waits for the others. The exchange of failures and signals before a step (clipmill.train.engine.failures) is not
+included. Recording slows steps down; `unrecorded_s` is the time of a step without recording.
 """
 
 import os
@@ -48,44 +48,43 @@ from clipmill.train.losses.settings import Exchange
 
 
 class FeatureExchange(Similarities):
-    """OpenCLIP's exchange for a contrastive loss, the baseline in FastCLIP's tables 15 to 22. For `train bench` only.
+    """OpenCLIP's exchange for a contrastive loss, the baseline in FastCLIP's tables 15 to 22; only for `train bench`.
 
     Embeddings are gathered with their gradients. Each rank computes the losses with its own clips and captions as
     anchors, and thus gradients of the embeddings of all ranks, which REDUCE_SCATTER sums: 2 B E numbers. The exchange
-    that training uses (clipmill.train.losses.contrastive) sends only a few numbers per pair. Loss and gradients are
-    equal.
+    in training (clipmill.train.losses.contrastive) sends only a few numbers per pair. Loss and gradients are equal.
     """
 
     def gradients(
         self, weights: Weights, *, clips_KB: torch.Tensor, captions_KB: torch.Tensor, pair_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute `Similarities.gradients`, without using `pair_B` and values from pairs of other ranks."""
+        """Compute `Similarities.gradients` without `pair_B` and values from pairs of other ranks."""
         width = self.video_bE.shape[1]
         videos, texts = slice(0, width), slice(width, None)
         grad_B2E = torch.zeros_like(self.both_B2E)
         sides = ((self.clips_bB, clips_KB, videos, texts), (self.captions_bB, captions_KB, texts, videos))
         with exact_products(self.pair_b.device):
-            for rows_bB, values_KB, columns, other in sides:
+            for rows_bB, values_KB, columns, opposite in sides:
                 for rows in blocks(rows_bB):
                     among_all = slice(self.own.start + rows.start, self.own.start + rows.stop)
                     weight_RB = weights(rows_bB[rows], values_KB[:, among_all, None])
-                    if not len(values_KB):  # W itself; each side gets half of it
+                    if not len(values_KB):  # W itself; each side uses half of it
                         weight_RB.div_(2)
                     weight_RB[:, among_all].diagonal().copy_(pair_B[among_all] / 2)
-                    grad_B2E[among_all, columns].addmm_(weight_RB, self.both_B2E[:, other])
-                    grad_B2E[:, other].addmm_(weight_RB.T, self.both_B2E[among_all, columns])
+                    grad_B2E[among_all, columns].addmm_(weight_RB, self.both_B2E[:, opposite])
+                    grad_B2E[:, opposite].addmm_(weight_RB.T, self.both_B2E[among_all, columns])
         grad_b2E = self.world.reduce_scatter(grad_B2E).mul_(self.world.size)
         return grad_b2E[:, videos], grad_b2E[:, texts]
 
 
 _STEP = "clipmill::step"
 _NUM_WARMUP = 3  # DDP orders its buckets after the first backward pass
-_FEWEST, _MOST = 3, 50
+_MIN_STEPS, _MAX_STEPS = 3, 50
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event in a profile; times are in microseconds, and `thread` is a thread of the host."""
+    """Event in a profile; times are in microseconds, and `thread` is a thread of the host."""
 
     name: str
     begin: float
@@ -96,7 +95,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Seconds of a step, or means over several steps. The module docstring defines the parts."""
+    """Parts of the time of a step in seconds, or their means over steps. The module docstring defines the parts."""
 
     total_s: float
     compute_s: float
@@ -107,8 +106,8 @@ class Breakdown:
 
 def breakdowns(events: Sequence[Event]) -> list[Breakdown]:
     """Break down each step of a profile on one rank."""
-    steps = [one for one in events if one.name == _STEP and not one.is_on_device]
-    threads, has_device = {one.thread for one in steps}, any(one.is_on_device for one in events)
+    steps = [event for event in events if event.name == _STEP and not event.is_on_device]
+    threads, has_device = {step.thread for step in steps}, any(event.is_on_device for event in events)
     computing, communicating = [], []
     for event in events:
         name = event.name
@@ -147,17 +146,17 @@ _EXCHANGES: dict[Exchange, type[Similarities]] = {"scalars": Similarities, "feat
 
 
 def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: float) -> dict[str, Any]:
-    """Break down training steps. All ranks call it and get the same plain values.
+    """Break down training steps. All ranks call this function and get the same JSON-serialisable dict.
 
     Args:
-        exchange: Exchange for a contrastive loss; None for the one that training uses.
+        exchange: Exchange for a contrastive loss; None for the exchange in training.
 
     Raises:
         UserError: The objective has no exchange that can be replaced.
     """
     steps, world = Steps(opened), opened.world
     if exchange is not None:
-        _use(steps.state.objective, exchange)
+        _set_exchange(steps.state.objective, exchange)
     batches = steps.batches()
 
     def take() -> None:
@@ -170,7 +169,7 @@ def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: flo
         began = perf_counter()
         take()
         slowest_s = max(world.gather_objects(perf_counter() - began))
-        num_steps = min(max(round(seconds / slowest_s), _FEWEST), _MOST)
+        num_steps = min(max(round(seconds / slowest_s), _MIN_STEPS), _MAX_STEPS)
         began = perf_counter()
         for _ in range(num_steps):
             take()
@@ -180,8 +179,8 @@ def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: flo
                 take()
     finally:
         batches.close()
-    of_ranks: list[list[Breakdown]] = world.gather_objects(breakdowns(events))
-    everything = [asdict(one) for rank in of_ranks for one in rank]
+    ranks: list[list[Breakdown]] = world.gather_objects(breakdowns(events))
+    all_steps = [asdict(step) for rank in ranks for step in rank]
     names = [field.name for field in fields(Breakdown)]
     return {
         "strategy": opened.settings.parallel.strategy,
@@ -189,18 +188,18 @@ def measure_breakdown(opened: Opened, *, exchange: Exchange | None, seconds: flo
         "num_processes": world.size,
         "num_steps": num_steps,
         "unrecorded_s": fmean(world.gather_objects(unrecorded_s)),
-        "mean": {name: fmean(one[name] for one in everything) for name in names},
-        "std": {name: pstdev(one[name] for one in everything) for name in names},
-        "ranks": [{name: fmean(getattr(one, name) for one in rank) for name in names} for rank in of_ranks],
+        "mean": {name: fmean(step[name] for step in all_steps) for name in names},
+        "std": {name: pstdev(step[name] for step in all_steps) for name in names},
+        "ranks": [{name: fmean(getattr(step, name) for step in rank) for name in names} for rank in ranks],
     }
 
 
-def _use(objective: Objective, exchange: Exchange) -> None:
+def _set_exchange(objective: Objective, exchange: Exchange) -> None:
     if not isinstance(objective, ContrastiveObjective) or isinstance(objective, AutogradObjective):
         raise UserError(
-            "--exchanges compares the exchanges of a contrastive loss with gradients in closed form, and this is "
+            "--exchanges needs a contrastive loss with gradients in closed form, but the objective is "
             f"{type(objective).__name__}",
-            hint="omit it, or profile a task with one of clipmill's contrastive losses (--loss.kind)",
+            hint="omit it, or measure a task with one of clipmill's contrastive losses (--loss.kind)",
             flags=("--exchanges",),
         )
     objective.exchange = _EXCHANGES[exchange]
@@ -208,7 +207,7 @@ def _use(objective: Objective, exchange: Exchange) -> None:
 
 @contextmanager
 def _record_events(device: torch.device) -> Iterator[list[Event]]:
-    """Record the events in the block. The list is filled when the block ends."""
+    """Record the events within the block. The list is filled when the block ends."""
     events: list[Event] = []
     if device.type != "cuda":  # otherwise the profiler's library prints that it starts, stops, and finds no GPU
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -217,7 +216,7 @@ def _record_events(device: torch.device) -> Iterator[list[Event]]:
         yield events
     for event in recording.events() or []:
         is_on_device = event.device_type == torch.autograd.DeviceType.CUDA
-        # On the device's time line, ranges of the host (record_function) include the events inside them.
+        # On the device's timeline, ranges of the host (record_function) repeat the events inside them.
         if not (is_on_device and event.is_user_annotation):
             events.append(Event(event.name, event.time_range.start, event.time_range.end, is_on_device, event.thread))
 
@@ -227,8 +226,8 @@ def _record_events(device: torch.device) -> Iterator[list[Event]]:
 
 _COLUMNS = ("strategy", "total", "compute", "overlap", "exposed", "other", "std of total", "unrecorded")
 _NOTES = (
-    "compute: some operation computes; overlap: communication meanwhile; exposed: communication while nothing "
-    "computes; other: neither. compute + exposed + other = total.",
+    "compute: an operation computes; overlap: communication during computation; exposed: communication without "
+    "computation; other: neither. compute + exposed + other = total.",
     "Exchange of a contrastive loss: scalars (FastCLIP, as in training) or features (OpenCLIP).",
     "Communication includes waiting for slower processes. Unrecorded: the time of a step without the profiler.",
 )
@@ -255,7 +254,7 @@ def write_breakdown(result: dict[str, Any], path: Path) -> None:
     for strategy in result["strategies"]:
         mean = strategy["mean"]
         seconds = {
-            "compute alone": mean["compute_s"] - mean["overlap_s"],
+            "compute only": mean["compute_s"] - mean["overlap_s"],
             "compute and communication": mean["overlap_s"],
             "exposed communication": mean["exposed_s"],
             "other": mean["other_s"],

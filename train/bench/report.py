@@ -1,4 +1,4 @@
-"""Conclusions from the rates that `train bench` measures: the bottleneck, advice, and the printed table."""
+"""Report of `train bench`: the bottleneck that follows from the measured rates, advice, and the printed table."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,13 +21,14 @@ _WHAT = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The bottleneck.
+    """Bottleneck of training.
 
     Attributes:
         slowest: Slowest stage when the stages run separately.
-        bound: "data" if the loader is slower than augmentation and model together.
-        cause: Slowest stage on that side; "loader" if the stages of loading are unknown.
-        expected_wait_share: Share of a step spent waiting for data, if loader and model do not share cores.
+        bound: "data" if the loader is slower than augmentation and model together, else "compute".
+        cause: Slowest stage of loading or computing, according to `bound`; "loader" if the stages of loading are
+            unknown.
+        expected_wait_share: Expected fraction of a step spent waiting for data, if loader and model do not share cores.
     """
 
     slowest: str
@@ -39,12 +40,12 @@ class Verdict:
 def judge(stages: dict[str, float], *, loader: float, compute: float) -> Verdict:
     """Find the bottleneck from the items per second of each stage, of the loader, and of augmentation and model."""
     is_data_bound = loader < compute
-    sides = stages if any(name in stages for name in LOADING) else {**stages, "loader": loader}
-    of_side = [name for name in sides if (name in _COMPUTE) != is_data_bound]
+    rates = stages if any(name in stages for name in LOADING) else {**stages, "loader": loader}
+    candidates = [name for name in rates if (name in _COMPUTE) != is_data_bound]
     return Verdict(
-        slowest=min(sides, key=sides.__getitem__),
+        slowest=min(rates, key=rates.__getitem__),
         bound="data" if is_data_bound else "compute",
-        cause=min(of_side, key=sides.__getitem__),
+        cause=min(candidates, key=rates.__getitem__),
         expected_wait_share=max(0.0, 1 - loader / compute),
     )
 
@@ -75,12 +76,12 @@ def advice(cause: str, settings: ClipSettings, *, cores: int) -> list[str]:
 
 
 def about(result: dict[str, Any]) -> str:
-    """Describe on one line what was measured."""
+    """Describe what was measured, on one line."""
     settings = result["settings"]
     return (
         f"{'; '.join(filter(None, [result['data'], result['variant'], result['machine']]))}; batches of "
         f"{count_noun(settings['batch'], 'clip')} "
-        f"of {count_noun(settings['num_frames'], 'frame')}, {settings['size_px']} px, model {settings['model']}"
+        f"with {count_noun(settings['num_frames'], 'frame')}, {settings['size_px']} px, model {settings['model']}"
     )
 
 
@@ -116,8 +117,8 @@ def _cells(items_per_s: float | None) -> tuple[str, str]:
 def _conclusion(result: dict[str, Any]) -> list[str]:
     loader, compute, cause = result["loader_items_per_s"], result["compute_items_per_s"], result["cause"]
     lines = [
-        f"slowest stage: {result['slowest']}; {result['bound']}-bound: the loader gives {loader:,.1f} items/s, augment "
-        f"and model process {compute:,.1f}",
+        f"slowest stage: {result['slowest']}; {result['bound']}-bound: the loader produces {loader:,.1f} items/s, "
+        f"augment and model process {compute:,.1f}",
         f"a step takes {1000 * result['step_s']:,.1f} ms; {result['wait_share']:.0%} of it is waiting for data "
         f"(expected: {result['expected_wait_share']:.0%})",
         f"memory: {size_text(result['memory_bytes'])}{' of GPU memory' if result['device'] == 'cuda' else ''}",
@@ -131,7 +132,7 @@ def _conclusion(result: dict[str, Any]) -> list[str]:
         lines.append(f"the bottleneck is {cause}: stages before the model add up in each loader thread")
     if result["device"] == "cpu":
         lines.append("the model shares the cores with decoding, so each is slower than when it runs separately")
-    lines += [f"what to change ({cause}): {one}" for one in result["advice"]]
+    lines += [f"what to change ({cause}): {hint}" for hint in result["advice"]]
     if result["num_failed"]:
         lines.append(
             f"{count_noun(result['num_failed'], 'sample')} could not be loaded; the first: {result['first_failure']}"

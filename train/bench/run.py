@@ -1,4 +1,4 @@
-"""The measurements of `train bench`: each stage separately, then complete steps; or steps by strategy."""
+"""Measurements of `train bench`: each stage separately, then complete steps; or steps by strategy."""
 
 import math
 import os
@@ -27,7 +27,7 @@ from clipmill.train.spec import TaskSpec
 
 
 def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict[str, Any]:
-    """Measure every stage for about `seconds`, and find the bottleneck; return plain values.
+    """Measure every stage for about `seconds`, and find the bottleneck; return a JSON-serialisable dict.
 
     Raises:
         UserError: The data do not exist, or have fewer samples than a batch.
@@ -72,7 +72,7 @@ def run_breakdown(
     seconds: float,
     world: World,
 ) -> dict[str, Any]:
-    """Break down the steps of all processes by strategy and exchange; return plain values that are equal on all ranks.
+    """Break down steps by strategy and exchange; return a JSON-serialisable dict that is equal on all ranks.
 
     Raises:
         UserError: The data do not exist or are too small (see `run_bench`), or --parallel.stages is above 1.
@@ -98,10 +98,10 @@ def run_breakdown(
 
 def _open(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds: float) -> Opened:
     if not (math.isfinite(seconds) and seconds > 0):
-        raise UserError(f"--seconds is {seconds}", hint="use a number above 0", flags=("--seconds",))
+        raise UserError(f"--seconds {seconds} is not above 0", hint="use a number above 0", flags=("--seconds",))
     if len(settings.folders) > 1:
         raise UserError(
-            f"train bench measures one data folder, and --shards names {len(settings.folders)}",
+            f"train bench measures one data folder, but --shards names {len(settings.folders)}",
             hint=f"measure each folder separately: --shards {settings.folders[0]}",
             flags=("--shards",),
         )

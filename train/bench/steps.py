@@ -1,4 +1,4 @@
-"""Training steps that `train bench` and `train quickstart` measure, and the rates of the steps' stages."""
+"""Training steps for the measurements of `train bench` and `train quickstart`, and the rates of their stages."""
 
 import resource
 import threading
@@ -39,7 +39,7 @@ _LONGEST_S = 45.0  # maximum time of steps that are taken after `seconds` have p
 
 @dataclass(frozen=True)
 class Opened:
-    """A task with its training set, as at the start of a run; `settings` are the effective settings."""
+    """Task with its training set, as at the start of a run; `settings` are the effective settings."""
 
     task: StartableTask
     samples: NamedSamples
@@ -54,7 +54,7 @@ class Opened:
 
 
 def open_to_measure(spec: TaskSpec, settings: ClipSettings, *, world: World, device: torch.device, say: Say) -> Opened:
-    """Open a task as `train TASK` does. All ranks call it.
+    """Open a task as `train TASK` does. All ranks call this function.
 
     Raises:
         UserError: The data or the weights contradict the task.
@@ -85,7 +85,7 @@ class Steps:
         self._guard = StepGuard(device)
 
     def batches(self) -> Generator[LoadedBatch, None, None]:
-        """Return batches on the device in training order, beginning with the first one."""
+        """Return batches on the device, in training order from the first batch."""
         opened = self._opened
         return prefetch(opened.samples.batches(position=0, max_failures=opened.settings.max_failures), opened.device)
 
@@ -107,17 +107,17 @@ class Steps:
     @property
     def state_bytes(self) -> int:
         """Size of a checkpoint."""
-        return sum(one.numel() * one.element_size() for one in self.state.tensors().values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.state.tensors().values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """Complete steps that were taken.
+    """Measurements of complete steps.
 
     Attributes:
         first_s: Time of the first step, which compiles, allocates and counts FLOPs.
         step_times: Seconds of the other steps, except steps whose batches were loaded during the first step.
-        wait_share: Share of `step_times` that was spent waiting for data.
+        wait_share: Fraction of `step_times` that was spent waiting for data.
         memory_bytes: Peak memory of this process; on a GPU, peak GPU memory.
     """
 
@@ -128,43 +128,43 @@ class Taken:
 
     @property
     def step_s(self) -> float:
-        """Mean time of a step. Steps take batches from a queue, so a single fast step says little."""
+        """Mean time of a step. Steps take batches from a queue, so the time of a single step is not representative."""
         return sum(self.step_times) / len(self.step_times)
 
 
 def take_steps(steps: Steps, opened: Opened, *, seconds: float, at_least: int = 2) -> Taken:
-    """Take a first step, then as many as fit into `seconds`, and at least `at_least` unless they take very long.
+    """Take a first step, then as many steps as fit into `seconds`, and at least `at_least` unless they are very slow.
 
     Raises:
         FailedWork: Too many samples could not be loaded.
     """
-    taken, waited = list[float](), list[float]()
+    step_times, wait_times = list[float](), list[float]()
     with enough_samples(opened.settings), closing(steps.batches()) as batches:
-        while len(taken) <= at_least or sum(taken[1:]) < seconds:
+        while len(step_times) <= at_least or sum(step_times[1:]) < seconds:
             began_s = time.perf_counter()
             loaded = next(batches)
-            waited.append(time.perf_counter() - began_s)
+            wait_times.append(time.perf_counter() - began_s)
             steps.take(loaded)
-            taken.append(time.perf_counter() - began_s)
-            if len(taken) > 1 and sum(taken) > max(_LONGEST_S, seconds):
+            step_times.append(time.perf_counter() - began_s)
+            if len(step_times) > 1 and sum(step_times) > max(_LONGEST_S, seconds):
                 break
-    # Steps whose batches were loaded during the first step did not wait; omit them if others remain.
+    # Steps whose batches were loaded during the first step did not wait; omit them if other steps remain.
     num_ahead = 1 + opened.settings.batches_ahead
-    begin = 1 + num_ahead if len(taken) > 2 * num_ahead + 1 else 1
+    begin = 1 + num_ahead if len(step_times) > 2 * num_ahead + 1 else 1
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if opened.device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(opened.device)
     return Taken(
-        first_s=taken[0],
-        step_times=tuple(taken[begin:]),
-        wait_share=sum(waited[begin:]) / sum(taken[begin:]),
+        first_s=step_times[0],
+        step_times=tuple(step_times[begin:]),
+        wait_share=sum(wait_times[begin:]) / sum(step_times[begin:]),
         memory_bytes=peak_bytes,
     )
 
 
 @contextmanager
 def enough_samples(settings: ClipSettings) -> Iterator[None]:
-    """Convert TooManyFailures in the block into FailedWork."""
+    """Convert a TooManyFailures within the block into FailedWork."""
     try:
         yield
     except TooManyFailures as error:
@@ -179,16 +179,16 @@ def _print_nothing(_: Any) -> None:
 
 # Rates of the stages of a step: the loader's threads, the copy to the device, and the model.
 #
-# No part is built only for measuring. Loader and steps are those that a run uses, and a stopwatch around their methods
-# sums the time of each stage. A loader thread runs its stages in sequence, so the rate of a stage is the rate that all
-# threads would have if they did nothing else.
+# Nothing is built only for measuring: the loader and the steps of a run are used, with a stopwatch around their methods
+# that sums the time of each stage. A loader thread runs its stages in sequence, so the rate of a stage is the rate that
+# all threads would have if they did nothing else.
 
 READ, DECODE, CROP, TOKENS, AUGMENT = "read", "decode", "crop", "tokens", "augment"
 LOADING = (READ, DECODE, CROP, TOKENS)
 
 
 class Stopwatch:
-    """Seconds of each call by stage, while `is_running`. A stage inside another one counts only for the inner stage.
+    """Seconds of each call by stage, while `is_running`. Nested calls count only for the inner stage.
 
     Args:
         wait: Function that waits for the work that a stage has queued on the device.
@@ -202,18 +202,18 @@ class Stopwatch:
     def time_calls(self, stage: str, work: Callable[..., Any], *, is_on_device: bool = False) -> Callable[..., Any]:
         """Wrap `work` so that its calls count as `stage`."""
 
-        def call(*arguments: Any, **named: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if not self.is_running:
-                return work(*arguments, **named)
+                return work(*args, **kwargs)
             outside_s, self._local.inside_s = getattr(self._local, "inside_s", 0.0), 0.0
             if is_on_device:
                 self._wait()
             began_s = time.perf_counter()
             try:
-                done = work(*arguments, **named)
+                result = work(*args, **kwargs)
                 if is_on_device:
                     self._wait()
-                return done
+                return result
             finally:
                 took_s = time.perf_counter() - began_s
                 self.times_s[stage].append(took_s - self._local.inside_s)
@@ -256,7 +256,7 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
     reader = getattr(opened.samples, "reader", None)
     if isinstance(reader, ClipReader):  # latents and streams have no such stages
         _watch_loading(reader, watch, sizes)
-    # No limit of failures here: a set whose samples have failed a hundred times each has no rate.
+    # Also stop if every sample has failed a hundred times: such a set has no rate.
     max_failures = min(settings.max_failures, 100 * (opened.samples.num_samples or 1000))
     batches = opened.samples.batches(position=0, max_failures=max_failures)
     watch.is_running, waits_s = True, list[float]()
@@ -265,7 +265,7 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
             began_s = time.perf_counter()
             loaded = next(batches)
             waits_s.append(time.perf_counter() - began_s)
-            failed |= {one.key: one.detail for one in loaded.failed}
+            failed |= {sample.key: sample.detail for sample in loaded.failed}
     watch.is_running = False
     # The threads have loaded more samples than were used.
     num_loaded = len(watch.times_s[TOKENS])
@@ -288,8 +288,8 @@ def measure_stages(opened: Opened, *, seconds: float) -> tuple[Rates, Steps]:
         steps_s = _times(lambda: steps.take(on_device), seconds=seconds)
         watch.is_running = False
     compute_s, augment_s = median(steps_s), 0.0
-    if augmented_s := watch.times_s[AUGMENT]:  # one call per microbatch
-        augment_s = median(augmented_s) * len(augmented_s) / len(steps_s)
+    if calls_s := watch.times_s[AUGMENT]:  # one call per microbatch
+        augment_s = median(calls_s) * len(calls_s) / len(steps_s)
         stages[AUGMENT] = batch / augment_s
     stages["model"] = batch / max(compute_s - augment_s, 1e-9)
     rates = Rates(
@@ -324,9 +324,9 @@ def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> No
 
 def _times(work: Callable[[], object], *, seconds: float) -> list[float]:
     """Call `work` until `seconds` have passed; return the seconds of each call."""
-    taken = list[float]()
-    while sum(taken) < seconds:
+    times = list[float]()
+    while sum(times) < seconds:
         began_s = time.perf_counter()
         work()
-        taken.append(time.perf_counter() - began_s)
-    return taken
+        times.append(time.perf_counter() - began_s)
+    return times

@@ -1,4 +1,4 @@
-"""The model card of exported weights: README.md, in the form that the Hugging Face Hub shows."""
+"""The model card of exported weights: README.md, in the format of the Hugging Face Hub."""
 
 import json
 import re
@@ -31,7 +31,7 @@ _FACTS = ("data", "variant", "precision", "parameters")
 
 @dataclass(frozen=True)
 class _Result:
-    """A result of the exported checkpoint; `name` is the unique name of the result file."""
+    """Result of the exported checkpoint; `name` is the unique name of the result file."""
 
     name: str
     split: str
@@ -39,10 +39,10 @@ class _Result:
 
 
 def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, folder: str, step: int | None) -> str:
-    """Return the card of exported weights, as Markdown with YAML metadata. It contains no path of this machine.
+    """Return the card of exported weights, as Markdown with YAML metadata, without paths of this machine.
 
     Args:
-        opens: Expression that opens the folder OUT with another library.
+        opens: Expression that opens the folder OUT with a different library.
         folder: Name of the folder with the weights, for the code that opens it.
         step: Step of the exported checkpoint; None for weights without a run. Results for other steps are omitted.
     """
@@ -51,11 +51,11 @@ def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, 
     name = Path(opened.title).name or opened.title
     limits = [*exported.remarks]
     limits += ["The model reproduces the biases of its training data, and was not tested for uses that affect people."]
-    limits += ["It was not trained here: these are converted weights."] if opened.run is None else []
+    limits += ["The model was not trained with clipmill: its weights were converted."] if opened.run is None else []
     sections = {
         "Use": exported.usage or _use(opens, folder=folder),
         "Training": _training(opened, facts, step=step),
-        "Evaluation": "\n\n".join([*_of_other_input(opened, exported), *(_table(one.table) for one in results)])
+        "Evaluation": "\n\n".join([*_input_note(opened, exported), *(_table(result.table) for result in results)])
         if results
         else "Not evaluated. `train eval` on the run, then `train export`, writes the metrics here.",
         "Limits": "\n".join(f"- {_plain_text(limit)}" for limit in limits),
@@ -63,7 +63,7 @@ def model_card(opened: OpenedRun, exported: Exported, *, form: str, opens: str, 
         "licences of the training data and of the initial weights apply as well.",
     }
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
-    # The Hub shows these as metrics of the model that its users open.
+    # The Hub shows these metrics for the model that its users open.
     metadata = _metadata(opened.spec.pipeline, form, [] if exported.sees else results, name=name)
     front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     return f"---\n{front}---\n\n# {_plain_text(name)}\n\n{_summary(opened)}\n\n{body}\n"
@@ -73,26 +73,26 @@ def _metadata(pipeline: str | None, form: str, shown: Sequence[_Result], *, name
     metadata: dict[str, Any] = {"license": "unknown", "pipeline_tag": pipeline, "tags": ["video", "clipmill"]}
     if form in _LIBRARIES:
         metadata["library_name"] = _LIBRARIES[form]
-    results = [
+    entries = [
         {
-            "task": {"type": pipeline or "other", "name": f"{one.table.title} ({one.name})"},
+            "task": {"type": pipeline or "other", "name": f"{result.table.title} ({result.name})"},
             "dataset": {
-                "name": _private_text(one.table.protocol.get("data", "")),
+                "name": _private_text(result.table.protocol.get("data", "")),
                 "type": "custom",
-                "split": one.split,
+                "split": result.split,
             },
             "metrics": [
-                {"name": f"{one.name}, {row.label}: {column}", "type": column, "value": round(100 * cell.share, 2)}
-                for row in one.table.rows
+                {"name": f"{result.name}, {row.label}: {column}", "type": column, "value": round(100 * cell.share, 2)}
+                for row in result.table.rows
                 if not row.is_baseline
-                for column, cell in zip(one.table.columns, row.cells, strict=True)
+                for column, cell in zip(result.table.columns, row.cells, strict=True)
                 if cell.share is not None
             ],
         }
-        for one in shown
+        for result in shown
     ]
-    if any(result["metrics"] for result in results):
-        metadata["model-index"] = [{"name": name, "results": [result for result in results if result["metrics"]]}]
+    if any(entry["metrics"] for entry in entries):
+        metadata["model-index"] = [{"name": name, "results": [entry for entry in entries if entry["metrics"]]}]
     return {name: value for name, value in metadata.items() if value is not None}
 
 
@@ -100,7 +100,7 @@ def _summary(opened: OpenedRun) -> str:
     settings = opened.settings
     kind = opened.spec.name.replace("-", " ")
     return (
-        f"A {kind} model for video ({settings.model}), for clips of {count_noun(settings.num_frames, 'frame')} of "
+        f"A {kind} model for video ({settings.model}), for clips of {count_noun(settings.num_frames, 'frame')} at "
         f"{settings.size_px} x {settings.size_px} pixels. Trained with clipmill {installed_version('clipmill')}."
     )
 
@@ -125,7 +125,7 @@ def _use(opens: str, *, folder: str) -> str:
             *lines,
             "```",
             "",
-            "With clipmill, also for clips of video:",
+            "With clipmill, which also reads clips of video:",
             "",
             "```python",
             *code,
@@ -152,7 +152,7 @@ def _start(report: Mapping[str, Any]) -> str:
 def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
     """Return the results of the exported checkpoint for clips with the frames and size of the exported weights."""
     known, overrides = (
-        {one.result_name: one for one in evaluations_of(opened.spec.name)},
+        {evaluation.result_name: evaluation for evaluation in evaluations_of(opened.spec.name)},
         opened.overrides.given_values(),
     )
     results = {} if opened.run is None else {path.stem: read_object(path) for path in opened.run.results()}
@@ -163,15 +163,15 @@ def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
     ]
 
 
-def _of_other_input(opened: OpenedRun, exported: Exported) -> list[str]:
-    """Return a note that the metrics belong to the video model, if other libraries open another model."""
+def _input_note(opened: OpenedRun, exported: Exported) -> list[str]:
+    """Return a note that the metrics belong to the video model, if other libraries open a different model."""
     if not exported.sees:
         return []
     num_frames = count_noun(opened.settings.num_frames, "frame")
     return [
-        f"**These are metrics of the run's video model, which sees clips of {num_frames}, and which "
-        "`clipmill.load_model` opens. The model that other libraries open here sees "
-        f"{exported.sees}, computes something else, and was not evaluated.** Its metrics come from "
+        f"**These are metrics of the run's video model, which reads clips of {num_frames} and is opened by "
+        "`clipmill.load_model`. The model that other libraries open from this folder reads "
+        f"{exported.sees}, computes something else, and was not evaluated.** To evaluate it, use "
         "`train eval NAME RUN --num-frames 1` (with `--clips N` the mean of N frames); `train export RUN "
         "--num-frames 1` writes that model, with these metrics in its card."
     ]
@@ -192,7 +192,7 @@ def _table(table: Table) -> str:
 
 
 def _plain_text(text: str) -> str:
-    """Return text for a Markdown cell or line: on one line, without markup and without paths of this machine."""
+    """Return text for a Markdown cell or line: on one line, without markup or paths of this machine."""
     return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", _private_text(" ".join(text.split())))
 
 

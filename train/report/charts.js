@@ -1,7 +1,7 @@
 "use strict";
-// Replaces the words in each element with data-chart by a chart of uPlot: values under the pointer, zoom by dragging
-// (double click resets it), smoothing and a logarithmic axis; by keyboard with the arrow keys, + and -, and Escape.
-// Elements with data-sort sort their table.
+// Replaces the text in each element with data-chart by a uPlot chart with values under the pointer, zoom by dragging
+// (a double click resets it), smoothing and a logarithmic axis; on the keyboard with the arrow keys, + and -, and Escape.
+// Tables with data-sort can be sorted.
 (() => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const HEIGHT = 230;
@@ -12,7 +12,7 @@
   const number = (value) => value == null ? "–" : Math.abs(value) >= 1e6 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   const last = (values) => values.findLast((value) => value != null);
 
-  // Bias-corrected exponential moving average; a point that stands for several counts as many times.
+  // Bias-corrected exponential moving average; a point that represents several points counts as many times.
   function smoothed(line, weight) {
     let total = 0, norm = 0;
     return line.mean.map((y, i) => {
@@ -63,7 +63,7 @@
       ],
       cursor: { drag: { x: true, y: false }, sync: { key: "step" }, points: { size: 6 } },
       legend: { live: true },
-      // The line of each step has no entry in the legend; it goes with the smoothed one, which follows it.
+      // The unsmoothed line has no entry in the legend; it is shown and hidden with the smoothed line that follows it.
       hooks: { setSeries: [(plot, at, { show }) => {
         if (at > 1 && show != null && plot.series[at - 1].class === "raw") plot.setSeries(at - 1, { show });
       }] },
@@ -75,7 +75,7 @@
     takeKeys(plot, chart);
   }
 
-  // A chart is a group: a drawing with a text, and a button for each line.
+  // For screen readers, a chart is a group: an image with a description, and a button for each line.
   function describe(plot, chart, element) {
     element.setAttribute("role", "group");
     element.setAttribute("aria-label", chart.title);
@@ -98,7 +98,7 @@
     });
   }
 
-  // The keys move the cursor, whose values the legend shows, and zoom around it.
+  // Keys move the cursor, whose values the legend shows, and zoom around it.
   function takeKeys(plot, chart) {
     const steps = plot.data[0], last = steps.length - 1, area = plot.root.querySelector(".u-wrap");
     const legend = plot.root.querySelector(".u-legend");
@@ -148,7 +148,7 @@
   });
   document.querySelectorAll("[data-controls]").forEach((element) => { element.hidden = false; });
 
-  // A click on the head of a column sorts the rows of its table, the largest numbers first.
+  // A click on the header of a column sorts the rows of its table, the largest numbers first.
   document.querySelectorAll("[data-sort] th").forEach((head) => {
     const button = document.createElement("button");
     button.append(...head.childNodes);
@@ -169,7 +169,7 @@
     });
   });
 
-  // A table that is wider than its place scrolls, by keyboard too.
+  // Make tables that are too wide for the page scrollable by keyboard, too.
   function reachWide() {
     document.querySelectorAll(".wide").forEach((element) => {
       const scrolls = element.scrollWidth > element.clientWidth || element.scrollHeight > element.clientHeight;

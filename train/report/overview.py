@@ -1,6 +1,6 @@
 """`train overview`: comparison of several runs on one page, by metrics, settings and curves.
 
-For runs that differ only in the seed, the page has mean and standard deviation; for more processes, the speed-up.
+For runs that differ only in the seed, the page shows mean and standard deviation; for more processes, the speed-up.
 """
 
 import os
@@ -20,9 +20,9 @@ from clipmill.train.report.results import chart_values, overlay_curves, page_of,
 from clipmill.train.run.folder import RunFolder, open_run
 
 # Settings of the machine and of folders, which do not describe the model.
-OF_THE_PLACE = frozenset({"out", "cache", "cache_size", "checkpoint_every", "keep_checkpoints", "track", "workers"})
-# Further settings that change with the number of processes.
-_OF_SCALE = frozenset({"seed", "batch", "microbatch", "lr", "parallel"})
+MACHINE_SETTINGS = frozenset({"out", "cache", "cache_size", "checkpoint_every", "keep_checkpoints", "track", "workers"})
+# Further settings that may change with the number of processes.
+_SCALE_SETTINGS = frozenset({"seed", "batch", "microbatch", "lr", "parallel"})
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Repeats:
 
     Attributes:
         runs: Indices of the runs, at least two, with different seeds.
-        label: Number of seeds and names of the runs.
+        label: Text with the number of seeds and the names of the runs.
     """
 
     runs: tuple[int, ...]
     label: str
 
     def mean(self, cells: Mapping[int, Sequence[Cell]]) -> list[str] | None:
-        """Return mean and standard deviation of each column; None unless all runs have it."""
+        """Return mean and standard deviation of each column; None if a run has no cells."""
         if any(run not in cells for run in self.runs):
             return None
         return [mean_text([cells[run][column] for run in self.runs]) for column in range(len(cells[self.runs[0]]))]
@@ -46,9 +46,9 @@ class Repeats:
     def training(self, cards: Sequence[Mapping[str, Any]]) -> list[str] | None:
         """Return mean and deviation of the last losses and of samples per second; None if a run has no steps."""
         summaries = [cards[run]["summary"] for run in self.runs]
-        if any("last_loss" not in one for one in summaries):
+        if any("last_loss" not in summary for summary in summaries):
             return None
-        return [_number_text([one[name] for one in summaries]) for name in ("last_loss", "samples_per_s")]
+        return [_number_text([summary[name] for summary in summaries]) for name in ("last_loss", "samples_per_s")]
 
 
 def repeats(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Repeats]:
@@ -68,12 +68,11 @@ def repeats(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Re
 def speed_ups(cards: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Return each run's speed-up over the run with the fewest processes, for runs that differ in this number.
 
-    Batch size, learning rate and strategy may also differ: a batch may grow with the number of processes, or be shared
-    by
-    them.
+    Batch size, learning rate and strategy may also differ: the batch may grow with the number of processes, or be
+    divided among them.
     """
     texts = {}
-    for group in _groups(cards, besides=_OF_SCALE):
+    for group in _groups(cards, besides=_SCALE_SETTINGS):
         timed = {run: processes(cards[run]["facts"]) for run in group if "samples_per_s" in cards[run]["summary"]}
         if len(set(timed.values())) < 2:
             continue
@@ -92,7 +91,7 @@ def processes(facts: Mapping[str, Any]) -> int:
 
 
 def mean_text(cells: Sequence[Cell]) -> str:
-    """Return mean and standard deviation (n - 1) of one metric as text; a dash if a value is not a number."""
+    """Return mean and standard deviation (n - 1) of a metric as text; a dash if a value is not a number."""
     shares = [cell.share for cell in cells if cell.share is not None]
     if len(shares) == len(cells):
         return f"{percent(fmean(shares))} ({100 * stdev(shares):.2f})"
@@ -108,13 +107,13 @@ def _number_text(values: Sequence[float]) -> str:
 
 
 def _groups(cards: Sequence[Mapping[str, Any]], *, besides: frozenset[str]) -> list[list[int]]:
-    """Return groups of runs of the same task whose settings are equal, ignoring places and the settings `besides`."""
+    """Return groups of runs of the same task with equal settings, except MACHINE_SETTINGS and `besides`."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for run, card in enumerate(cards):
         settings = sorted(
             (name, str(value))
             for name, value in card["settings"].items()
-            if not {name, name.partition(".")[0]} & (OF_THE_PLACE | besides)
+            if not {name, name.partition(".")[0]} & (MACHINE_SETTINGS | besides)
         )
         groups.setdefault((card["facts"].get("task"), *settings), []).append(run)
     return list(groups.values())
@@ -125,15 +124,15 @@ _NUM_STRIPS = 3
 
 @dataclass(frozen=True)
 class Compared:
-    """A table of the comparison: one evaluation, for all runs that have it.
+    """Table of the comparison: an evaluation, for all runs that have a result.
 
     Attributes:
         title: Name of the evaluation.
-        which: Row and split of the evaluation.
+        which: Row, split and data of the evaluation.
         columns: Names of the metrics.
         reference: Baseline of the metrics.
-        cells: Run -> cells of the columns.
-        cautions: Run -> limitations of the metrics.
+        cells: Cells of the columns by run.
+        cautions: Limitations of the metrics by run.
     """
 
     title: str
@@ -148,24 +147,24 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
     """Write an overview of runs that links to their pages.
 
     Args:
-        runs: Run folders, or addresses. Other paths that match `runs/*`, such as embeddings and pages, are omitted.
+        runs: Run folders, or addresses. Other paths, such as embeddings and pages that match `runs/*`, are omitted.
         links: Additional pages to link to.
 
     Returns:
         The paths that were omitted.
 
     Raises:
-        UserError: There is no run among them, a run does not exist, a link is not a page, or `out` cannot be written or
-            is a file of another kind.
+        UserError: There is no run among the paths, a run does not exist, a link is not a page, or `out` cannot be
+            written or is not a page.
     """
     require_page_path(out, flag="--out")
     paths = [local_folder(run) for run in runs]
-    left_out = [path for path in paths if path.exists() and not RunFolder(path).settings.is_file()]
+    omitted = [path for path in paths if path.exists() and not RunFolder(path).settings.is_file()]
     cards = []
-    for path in paths if len(left_out) == len(paths) else [path for path in paths if path not in left_out]:
+    for path in paths if len(omitted) == len(paths) else [path for path in paths if path not in omitted]:
         run = open_run(path)
         page = page_of(run)
-        # The first result with captioned pictures; its data are named if they are not the run's data.
+        # The first result with captioned frames; its data are shown if they are not the run's data.
         pictured = next((result for result in page["results"] if result["strips"]), {"strips": [], "other_data": ""})
         shown = {"shown": pictured["strips"][:_NUM_STRIPS], "shown_data": pictured["other_data"]}
         cards.append({**page, **shown, "link": _link(run, out.parent)})
@@ -188,20 +187,21 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
         curves=curves,
         charts=chart_values(curves),
     )
-    return left_out
+    return omitted
 
 
 def _distinct_names(names: Sequence[str]) -> list[str]:
-    """Make names distinct: a repeated name gets its number as a suffix."""
+    """Make names distinct by adding a number to repeated names."""
     return [
-        f"{name} ({names[: at + 1].count(name)})" if names.count(name) > 1 else name for at, name in enumerate(names)
+        f"{name} ({names[: index + 1].count(name)})" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
     ]
 
 
 def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
     """Return a table for each evaluation of the trained runs: its first row, on the run's data and on other data."""
     tables: dict[tuple[str, str, tuple[str, ...]], Compared] = {}
-    for at, card in enumerate(cards):
+    for run, card in enumerate(cards):
         for result in card["results"]:
             table = result["table"]
             if result["overridden"]:
@@ -211,35 +211,35 @@ def _metrics(cards: Sequence[Mapping[str, Any]]) -> list[Compared]:
             which += f", data: {data}" if (data := result["other_data"]) else ""
             empty = Compared(table.title, which, table.columns, table.reference, {}, {})
             compared = tables.setdefault((table.title, which, table.columns), empty)
-            compared.cells[at], compared.cautions[at] = _with_baseline(table), "; ".join(table.cautions)
+            compared.cells[run], compared.cautions[run] = _headline_cells(table), "; ".join(table.cautions)
     return list(tables.values())
 
 
-def _with_baseline(table: Table) -> Sequence[Cell]:
-    """Return the cells of the row that represents a table, each with the corresponding cell of its trivial model."""
+def _headline_cells(table: Table) -> Sequence[Cell]:
+    """Return the cells of a table's headline row, each with the value of the trivial model."""
     cells = table.rows[table.headline].cells
-    other = table.baseline
-    if other is None:
+    row = table.baseline
+    if row is None:
         return cells
     return [
-        replace(cell, baseline=f"{other.label} {its.text}" if its.text != "-" else "")
-        for cell, its in zip(cells, other.cells, strict=True)
+        replace(cell, baseline=f"{row.label} {baseline.text}" if baseline.text != "-" else "")
+        for cell, baseline in zip(cells, row.cells, strict=True)
     ]
 
 
 def _differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the settings that differ between runs, by name; a dash if a task has no such setting."""
-    names = dict.fromkeys(name for one in settings for name in one if name.partition(".")[0] not in OF_THE_PLACE)
-    values = {name: [str(of_run.get(name, "-")) for of_run in settings] for name in names}
-    return {name: of_runs for name, of_runs in values.items() if len(set(of_runs)) > 1}
+    """Return the settings that differ between runs, by name; a dash if a run has no such setting."""
+    names = dict.fromkeys(name for run in settings for name in run if name.partition(".")[0] not in MACHINE_SETTINGS)
+    values = {name: [str(run.get(name, "-")) for run in settings] for name in names}
+    return {name: texts for name, texts in values.items() if len(set(texts)) > 1}
 
 
 def _title(page: Path) -> str:
     title = page_title(page) if page.is_file() else None
     if title is None:
         raise UserError(
-            f"{page} is not a page of clipmill (--link)",
-            hint="write it first, with train search --page",
+            f"{page} is not a page written by clipmill (--link)",
+            hint="write it first with train search --page",
             flags=("--link",),
         )
     return title

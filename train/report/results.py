@@ -1,7 +1,7 @@
-"""The results page of a run (index.html) with its charts, which is rendered from the files of the run.
+"""The results page of a run (index.html), rendered with its charts from the files of the run.
 
-uPlot draws the charts: it takes 51 kB in the page, compared to 1,192 kB for Plotly's basic bundle and 251 kB for
-Vega-Lite without Vega. Without scripts, the page shows each line's first and last value and its range in words.
+uPlot draws the charts: it adds 51 kB to the page, compared to 1,192 kB for Plotly's basic bundle and 251 kB for
+Vega-Lite without Vega. Without scripts, the page shows the first value, last value and range of each line as text.
 """
 
 import json
@@ -27,9 +27,9 @@ from clipmill.train.run.folder import RunFolder, other_data, read_lines, read_ob
 from clipmill.train.spec import CurveGroup, EvaluationSpec
 
 NUM_LAST = 20  # number of steps over which a noisy metric is averaged into a single number for the run
-# Products of many small numbers, as in BLEU, are not exactly 0 where they should be.
+# Products of many small numbers, as in BLEU, may not be exactly 0 where they should be.
 _ROUNDING = 1e-12
-# Suffix of chart titles if values are shown times 100, as in tables.
+# Suffix of the titles of charts whose values are multiplied by 100, as in tables.
 _TIMES_100 = ", times 100"
 
 Value = Callable[[dict[str, Any]], float | None]
@@ -37,14 +37,14 @@ Value = Callable[[dict[str, Any]], float | None]
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart: at least one finite value by step, and a label if the chart has several lines."""
+    """Line of a chart: at least one finite value by step, and a label if the chart has several lines."""
 
     points: Sequence[tuple[float, float]]
     label: str = ""
 
     @property
     def text(self) -> str:
-        """First value, last value and range, in words."""
+        """First value, last value and range, as text."""
         values = [value for _, value in self.points]
         (first_step, first), (last_step, last) = self.points[0], self.points[-1]
         ends = f"{first:.4g} at step {first_step:,.0f}, {last:.4g} at step {last_step:,.0f}"
@@ -53,7 +53,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Curve:
-    """A chart.
+    """Chart on a page.
 
     Attributes:
         last: Last value as text, or the mean of the last steps for a noisy metric; empty if there are several lines.
@@ -75,7 +75,7 @@ class _Kind:
     value: Value
     is_noisy: bool = True
     from_zero: bool = False
-    has_first: bool = True  # in the first step, caches and the loader's queue are still cold
+    has_first: bool = True  # False for speeds: in the first step, caches and the loader's queue are still empty
 
 
 def _key(name: str, *, scale: float = 1.0) -> Value:
@@ -118,7 +118,7 @@ def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
 
 
 def evaluation_curves(lines: Sequence[dict[str, Any]], known: Sequence[CurveGroup]) -> list[Curve]:
-    """Return a chart for each group of metrics and each split. Metrics have names of the form `<split>/<name>`."""
+    """Return a chart for each group of metrics and each split. Metric names have the form `<split>/<name>`."""
     names = dict.fromkeys(name for line in lines for name in line if "/" in name)
     groups: dict[tuple[str, str], dict[str, str]] = {}
     for name in names:
@@ -127,41 +127,41 @@ def evaluation_curves(lines: Sequence[dict[str, Any]], known: Sequence[CurveGrou
         groups.setdefault((split, title), {})[name] = label
     order = [group.title for group in known]
     curves = []
-    # Charts in the order of the tasks' groups, followed by metrics that no group contains.
+    # Charts follow the order of the tasks' groups; metrics without a group come last.
     rank = {title: number for number, title in reversed([*enumerate(order)])}
-    for (split, title), its in sorted(groups.items(), key=lambda group: rank.get(group[0][1], len(order))):
+    for (split, title), labels in sorted(groups.items(), key=lambda group: rank.get(group[0][1], len(order))):
         scale = 100.0 if title.endswith(("%", _TIMES_100)) else 1.0
-        drawn = [
-            Line(_points(lines, _key(name, scale=scale), rounding=_ROUNDING), label) for name, label in its.items()
+        chart_lines = [
+            Line(_points(lines, _key(name, scale=scale), rounding=_ROUNDING), label) for name, label in labels.items()
         ]
-        if drawn := [line for line in drawn if line.points]:
-            curves.append(Curve(f"{title} ({split})", tuple(drawn), from_zero=True))
+        if chart_lines := [line for line in chart_lines if line.points]:
+            curves.append(Curve(f"{title} ({split})", tuple(chart_lines), from_zero=True))
     return curves
 
 
-def overlay_curves(of_runs: Mapping[str, Sequence[Curve]]) -> list[Curve]:
-    """Return the curves that several runs have, with the lines of all runs; a line's label begins with its run."""
-    titles = Counter(curve.title for curves in of_runs.values() for curve in curves)
-    curves_of_all = []
+def overlay_curves(curves_by_run: Mapping[str, Sequence[Curve]]) -> list[Curve]:
+    """Return the curves that several runs have, each with the lines of all runs, whose labels begin with the run."""
+    titles = Counter(curve.title for curves in curves_by_run.values() for curve in curves)
+    overlays = []
     for title in (title for title, count in titles.items() if count > 1):
-        its = [(run, curve) for run, curves in of_runs.items() for curve in curves if curve.title == title]
+        pairs = [(run, curve) for run, curves in curves_by_run.items() for curve in curves if curve.title == title]
         lines = tuple(
             Line(line.points, f"{run}: {line.label}" if len(curve.lines) > 1 else run)
-            for run, curve in its
+            for run, curve in pairs
             for line in curve.lines
         )
-        first = its[0][1]
-        curves_of_all.append(Curve(title, lines, is_noisy=first.is_noisy, from_zero=first.from_zero))
-    return curves_of_all
+        first = pairs[0][1]
+        overlays.append(Curve(title, lines, is_noisy=first.is_noisy, from_zero=first.from_zero))
+    return overlays
 
 
 def _chart_of(name: str, known: Sequence[CurveGroup]) -> tuple[str, str]:
-    """Return the title of a metric's chart, and the label of the metric in it."""
+    """Return the title of a metric's chart, and the label of the metric in the chart."""
     for group in known:
         if match := re.fullmatch(group.pattern, name):
             return group.title, group.label(match[1])
-    words = name.replace("_", " ")
-    return words[:1].upper() + words[1:], words
+    label = name.replace("_", " ")
+    return label[:1].upper() + label[1:], label
 
 
 def _points(lines: Sequence[dict[str, Any]], value: Value, *, rounding: float = 0.0) -> list[tuple[float, float]]:
@@ -172,12 +172,12 @@ def _points(lines: Sequence[dict[str, Any]], value: Value, *, rounding: float = 
 
 
 _FOLDER = Path(__file__).parent
-_MAX_POINTS = 2000  # per line; longer lines are reduced to means and extremes of equal parts
+_MAX_POINTS = 2000  # maximum number of points per line; longer lines are reduced to means and extremes of equal parts
 _NUM_DIGITS = 6
 
 
 def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
-    """Return the values of a page's template for charts of `curves`: `json`, `scripts` and `style`."""
+    """Return the template values for charts of `curves`: `json`, `scripts` and `style`."""
     charts = [
         {
             "title": escape_invisible(curve.title),
@@ -188,7 +188,7 @@ def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
         }
         for curve in curves
     ]
-    # "<" is escaped, so that no text can end the script element.
+    # Escape "<", so that no text can end the script element.
     text = json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     uplot = _FOLDER / "uplot"
     scripts = ((uplot / "uPlot.iife.min.js").read_text(), (_FOLDER / "charts.js").read_text())
@@ -196,7 +196,7 @@ def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
 
 
 def _line(line: Line) -> dict[str, Any]:
-    """Return a line as x, y, the means to be smoothed, and the number of points that each mean represents."""
+    """Return a line as x, y, means for smoothing, and the number of points that each mean represents."""
     every = -(-len(line.points) // (_MAX_POINTS // 2)) if len(line.points) > _MAX_POINTS else 1
     parts = [line.points[begin : begin + every] for begin in range(0, len(line.points), every)]
     columns: dict[str, Any] = {"label": escape_invisible(line.label), "x": [], "y": [], "mean": [], "count": []}
@@ -220,14 +220,14 @@ def write_page(run: RunFolder) -> None:
 
 
 def page_of(run: RunFolder) -> dict[str, Any]:
-    """Return the values of the page's template."""
+    """Return the template values of a run's page."""
     lines = read_lines(run.metrics)
     facts = run.read_facts()
     task = str(facts.get("task", DEFAULT))
     known = evaluations_of(task)
     settings = flatten({str(key): value for key, value in read_values(run.settings).items()})
     curves = training_curves(lines)
-    of_evaluations = evaluation_curves(lines, [group for one in known for group in one.curves])
+    charts_of_evaluations = evaluation_curves(lines, [group for evaluation in known for group in evaluation.curves])
     return {
         "name": run.name,
         "command": show_addresses(
@@ -239,23 +239,23 @@ def page_of(run: RunFolder) -> dict[str, Any]:
         "summary": _summary(lines),
         "sources": _sources(facts, lines),
         "curves": curves,
-        "evaluation_curves": of_evaluations,
-        "charts": chart_values([*of_evaluations, *curves]),
-        "results": _results(run, known, own_split=settings.get("split")),
+        "evaluation_curves": charts_of_evaluations,
+        "charts": chart_values([*charts_of_evaluations, *curves]),
+        "results": _results(run, known, trained_split=settings.get("split")),
         "weights": [_weights(start) for start in initial_weights(facts).values()],
         "failures": read_lines(run.failures),
     }
 
 
-def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: object) -> list[dict[str, Any]]:
-    """Return the results of evaluations: results on the run's data come first, on its training split last."""
-    order = {one.result_name: number for number, one in enumerate(known)}
+def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, trained_split: object) -> list[dict[str, Any]]:
+    """Return the results of evaluations, sorted: the run's data before other data, its training split last."""
+    order = {evaluation.result_name: number for number, evaluation in enumerate(known)}
     results = []
     for path in run.results():
         result = read_object(path)
         if result.get("evaluation") not in order:
             raise UserError(
-                f"{path} is the result of an evaluation that is unknown here: {result.get('evaluation')}",
+                f"{path} is the result of an unknown evaluation: {result.get('evaluation')}",
                 hint="install the package of its task (run.json: packages), or remove the file",
             )
         try:
@@ -268,31 +268,33 @@ def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: obje
             bool(result["other_data"]),
             bool(result["overridden"]),
             order[result["evaluation"]],
-            result["split"] == own_split,
+            result["split"] == trained_split,
         ),
     )
 
 
 def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[str, Any]:
     """Return the values of a result that a page shows in addition to its metrics."""
-    of = {"other_data": other_data(result), "is_part_of_own_data": result.get("is_part_of_own_data", False)}
+    source = {"other_data": other_data(result), "is_part_of_own_data": result.get("is_part_of_own_data", False)}
     section = evaluation.section if result.get(evaluation.pictures) else None
     table = table_of(evaluation.table, result)
     return {
-        **of,
+        **source,
         "split": str(result["split"]),
         "table": table,
-        "overridden": ", ".join(f"{name.replace('_', ' ')} {one}" for name, one in result.get("overrides", {}).items()),
+        "overridden": ", ".join(
+            f"{name.replace('_', ' ')} {value}" for name, value in result.get("overrides", {}).items()
+        ),
         "section": section
         and load_template(section).render(
-            result={**result, **of}, title=table.title, class_views=map(class_view, result.get("by_class", []))
+            result={**result, **source}, title=table.title, class_views=map(class_view, result.get("by_class", []))
         ),
         "strips": evaluation.strips(result) if section and evaluation.strips else [],
     }
 
 
 def _chosen_settings(settings: dict[str, Any], task: str) -> dict[str, Any]:
-    """Return the settings that differ from their defaults, and the most important ones."""
+    """Return the most important settings, and settings that differ from their defaults."""
     kind = find_task(task).settings if task in task_names() else TrainingSettings
     defaults = flatten(plain_values(asdict(kind())))
     return {
@@ -305,7 +307,7 @@ def _chosen_settings(settings: dict[str, Any], task: str) -> dict[str, Any]:
 def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     if not lines:
         return {"num_steps": 0}
-    # In the first step, caches and the loader's queue are still cold.
+    # In the first step, caches and the loader's queue are still empty.
     steady = lines[1:] or lines
     took_s = sum(line["step_s"] for line in steady)
     waited_s = sum(line["data_wait_s"] for line in steady)
@@ -340,7 +342,7 @@ def initial_weights(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _weights(report: dict[str, Any]) -> dict[str, Any]:
-    """Return how the tensors of initial weights were used; equal changes in several blocks form one row."""
+    """Return how the tensors of initial weights were used; equal changes in several blocks share a row."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for change in report["changes"]:
         name = re.sub(r"\.\d+\.", ".*.", change["origin"] or change["name"])
@@ -356,6 +358,6 @@ def _weights(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def publish_page(template: str, path: Path, **values: Any) -> None:
-    """Publish a page made from a template in this folder."""
+    """Render a template of this folder, and publish the page."""
     page = load_template(Path(__file__).with_name(template)).render(**values, scripts=values["charts"]["scripts"])
     publish_bytes(path, page.encode())

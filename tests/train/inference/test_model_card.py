@@ -29,8 +29,8 @@ def test_metrics_of_clips_are_not_given_out_as_those_of_an_image_model(evaluated
     card = ModelCard.load(out / "README.md")
     assert (card.data.license, card.data.library_name) == ("unknown", "open_clip")
     assert card.data.eval_results is None and "model-index" not in card.content
-    message = "These are metrics of the run's video model, which sees clips of 4 frames"
-    assert message in card.text and "sees single images, computes something else, and was not evaluated" in card.text
+    message = "These are metrics of the run's video model, which reads clips of 4 frames"
+    assert message in card.text and "reads single images, computes something else, and was not evaluated" in card.text
     result = json.loads((run / "evaluations" / "retrieval-val.json").read_text())
     assert f"| {percent(result['text_to_video']['recall']['1'])} |" in card.text
 

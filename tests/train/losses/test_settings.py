@@ -26,7 +26,7 @@ from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
         ({"temperature": 0.001}, "--loss.temperature 0.001 is lower than"),
         ({"temperature": math.nan}, "--loss.temperature is nan"),
         ({"kind": "max-margin", "temperature": 0.1}, "max-margin does not use it"),
-        ({"margin": 0.2}, "--loss.margin is 0.2, and infonce does not use it"),
+        ({"margin": 0.2}, "--loss.margin is 0.2, but infonce does not use it"),
         ({"gamma": 0.2}, "infonce does not use it"),
         ({"kind": "fastclip-v3", "gamma": 1.5}, "--loss.gamma is 1.5"),
         ({"kind": "fastclip-v3", "gamma_epochs": 0}, "--loss.gamma-epochs is 0"),
