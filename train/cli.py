@@ -1,4 +1,4 @@
-"""The command line of training. A command's implementation is imported when it runs."""
+"""The command line of training. The implementation of a command is imported when it runs."""
 
 import os
 import sys
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from cyclopts.argument import ArgumentCollection
 
 
-_MOST_SHOWN = 100  # a longer range is about what a number can hold, and gives no advice
+_MOST_SHOWN = 100  # upper bound of ranges in the help; larger bounds only guard against absurd values
 
 
 def help_text(app: App, words: Sequence[str]) -> str:
-    """Return the help of the command that the words of a command line name."""
+    """Return the help of the command at the start of a command line's words."""
     return shared.help_text(app, words, range_of=_range, tables_of=_presets)
 
 
@@ -54,7 +54,7 @@ def _presets(arguments: "ArgumentCollection") -> shared.Tables:
     return {} if kind is None else {"Presets (--preset)": list(presets_of(kind).items())}
 
 
-_FIRST_SPEAKS_S = 5.0
+_FIRST_REPORT_S = 5.0  # time that other processes give the first process to report an error
 
 app = App(
     name="train",
@@ -64,9 +64,9 @@ app = App(
     print_error=False,
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # run_command reports an interruption
-    default_parameter=Parameter(allow_repeating=True),  # the last one counts, so that `script.sh "$@"` overrides
+    default_parameter=Parameter(allow_repeating=True),  # the last value wins: "$@" can override a script's flags
 )
-# By import path: a command is loaded when it is called, or when the help lists them all.
+# Commands are registered by import path: they are loaded when they are called, or when the help lists all commands.
 for _name in task_names():
     app.command(f"clipmill.train.commands.training:{_name.replace('-', '_')}", name=_name)
 app.command("clipmill.train.commands.quickstart:quickstart", name="quickstart")
@@ -87,7 +87,7 @@ def doctor(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
-    """Report the hardware and software of this machine, what training will use, and what is wrong.
+    """Report the hardware and software of this machine, what training would use, and problems.
 
     Exit codes: 0 if training can run, even with warnings; 1 if something would stop it; 2 for invalid usage.
 
@@ -99,9 +99,10 @@ def doctor(
     Parameters
     ----------
     shards
-        Data folder on a disk to measure; it is only read. Default: the current folder, with a temporary file.
+        Data folder whose disk speed is measured; nothing is written to it. Default: the current folder, with a
+        temporary file.
     device
-        Device that training is to run on.
+        Device to train on.
     as_json
         Print one JSON object.
     """
@@ -118,7 +119,7 @@ def overview(
     out: Path,
     link: Annotated[list[Path] | None, Parameter(negative="")] = None,
 ) -> None:
-    """Write a web page that compares several runs: metrics, sample images, links to their results pages.
+    """Write a web page that compares several runs: metrics, sample images, and links to their results pages.
 
     Example:
 
@@ -132,15 +133,15 @@ def overview(
     out
         HTML file to write.
     link
-        Another page to link to, such as one of train search. May be repeated.
+        Additional page to link to, such as a page of train search. Repeat the flag for several pages.
     """
     with Activity(f"writing {out}"):
         from clipmill.train.report.overview import write_overview
 
-        left_out = write_overview(runs, out, links=link or ())
+        omitted = write_overview(runs, out, links=link or ())
     print(f"written: {out}")
-    if left_out:
-        print(f"omitted, not a run: {', '.join(map(str, left_out))}")
+    if omitted:
+        print(f"omitted, not a run: {', '.join(map(str, omitted))}")
 
 
 def main() -> None:
@@ -160,23 +161,23 @@ def _call() -> None:
             parse(app, words, provenance)()
     except UserError as error:
         name_sources(error, provenance.sources)
-        _let_first_speak()
+        _wait_for_first()
         raise
     except CycloptsError as error:
         from clipmill.manifests.usage_errors import usage_error
 
-        _let_first_speak()
+        _wait_for_first()
         raise usage_error(error, app, words) from None
 
 
-def _let_first_speak() -> None:
-    """Wait, if a launcher started several processes on this machine and this is not the first of them.
+def _wait_for_first() -> None:
+    """Wait if a launcher started several processes on this machine and this is not the first process.
 
-    A mistake in the flags is usually the same in all processes. The first one reports it and exits, and torchrun then
-    ends the others. A process that is still running after the wait has a different mistake, and reports it.
+    A mistake in the flags is usually the same in all processes. The first process reports it and exits, and torchrun
+    then ends the others. A process that still runs after the wait has a different mistake, and reports it.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(_FIRST_SPEAKS_S)
+        time.sleep(_FIRST_REPORT_S)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
     text_BE = model.encode_text(["a dog catches a frisbee"])
     similarity_BB = video_BE @ text_BE.T
 
-Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, N tokens, D width, E width of embeddings.
+Shape suffixes: B clips or texts, C channels, T frames, H and W pixels, N tokens, D width, E embedding width.
 """
 
 import math
@@ -46,32 +46,33 @@ _TEXTS_AT_ONCE = 256
 
 
 class LoadedModel:
-    """A model in evaluation mode on a device, made by `load_model`.
+    """Model in evaluation mode on a device, returned by `load_model`.
 
     Attributes:
-        opened: The weights with their task.
-        model: The network.
-        remarks: Names of the embeddings of time and place that were interpolated, and what else was printed on opening.
+        opened: Weights with their task.
+        model: Network.
+        remarks: Messages from opening the weights, such as names of temporal and positional embeddings that were
+            interpolated.
     """
 
     def __init__(self, opened: OpenedRun, model: nn.Module, *, remarks: Sequence[str] = ()) -> None:
         self.opened, self.model, self.remarks = opened, model, tuple(remarks)
 
-    def samples(self, split: str, **how: Any) -> Any:
-        """Open the samples of a split; of a run's own data, in the variants that it was trained on.
+    def samples(self, split: str, **options: Any) -> Any:
+        """Open the samples of a split; a run's own data are read in the variants that it was trained on.
 
         Args:
-            how: Further arguments of the task's `samples`.
+            options: Further arguments of the task's `samples`.
         """
         from clipmill.train.run.variants import reading_variants_of_run
 
         opened = self.opened
         with reading_variants_of_run(opened.title, opened.shards, say=lambda line: sys.stderr.write(f"{line}\n")):
-            return opened.task.samples(split, World(), **how)
+            return opened.task.samples(split, World(), **options)
 
     @property
     def settings(self) -> ClipSettings:
-        """The effective settings: number, sampling and size of frames, normalisation, towers."""
+        """Effective settings: number, sampling and size of frames, normalisation, towers."""
         return cast(ClipSettings, self.opened.settings)
 
     @property
@@ -86,7 +87,7 @@ class LoadedModel:
 
     @property
     def logit_scale(self) -> float | None:
-        """1 / temperature, which cosines are multiplied by; None if the weights do not say (also of other tasks)."""
+        """Factor for cosines, 1 / temperature; None if the weights do not contain it, as for other tasks."""
         log_scale = self._logits.log_scale
         return None if log_scale is None else math.exp(log_scale)
 
@@ -100,7 +101,7 @@ class LoadedModel:
         return self.opened.logits()
 
     def __repr__(self) -> str:
-        count = f"{sum(one.numel() for one in self.model.parameters()):,} parameters on {self.device}"
+        count = f"{sum(parameter.numel() for parameter in self.model.parameters()):,} parameters on {self.device}"
         return f"<LoadedModel of train {self.opened.spec.name}, {count}: {self.description}>"
 
     @property
@@ -113,9 +114,9 @@ class LoadedModel:
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256 of the tensors and of the settings that decide the outputs: equal for a run and its exports.
+        """SHA-256 of the tensors and of the settings that determine the outputs: equal for a run and its exports.
 
-        It does not depend on device or precision, which round the outputs, nor on names of files.
+        It does not depend on device or precision, which affect rounding, or on file names.
         """
         return identity_of(self.model, self.settings, task=self.opened.spec.name)
 
@@ -124,21 +125,21 @@ class LoadedModel:
         """Embed clips.
 
         Args:
-            clips: A batch of the loader; uint8 RGB frames [B, T, H, W, 3], whose centre square is resized where it is
-                not of `settings.size_px`; or float clips [B, C, T, H, W], normalised as the model takes them. A model
-                of several views takes [B, V, ...].
-            tokens: Return all tokens of the video tower after its last norm, the class token first where there is one.
+            clips: Batch from the loader; uint8 RGB frames [B, T, H, W, 3], whose centre square is resized to
+                `settings.size_px` if necessary; or float clips [B, C, T, H, W], normalised for the model. A model with
+                several views takes [B, V, ...].
+            tokens: True to return all tokens of the video tower after its last norm; the class token, if any, is first.
 
         Returns:
-            float32 on the model's device: embeddings of unit length [B, E] of a dual encoder, pooled features [B, D] of
-            another model, as probes see them; or tokens [B, N, D].
+            float32 on the model's device: unit-length embeddings [B, E] for a dual encoder; pooled features [B, D], as
+            for probes, for other models; or tokens [B, N, D].
 
         Raises:
-            UserError: The clips have other shapes than the model takes.
+            UserError: The shape of the clips does not fit the model.
         """
         with self.opened.trained.precision.autocast():
             clips_BCTHW = self._clips(clips)
-            if not len(clips_BCTHW):  # the towers need a clip, and the shape of what they return is asked for
+            if not len(clips_BCTHW):  # the towers need at least one clip to determine the output shape
                 return self._encode_clips(clips_BCTHW.new_zeros(1, *clips_BCTHW.shape[1:]), tokens=tokens)[:0]
             return self._encode_clips(clips_BCTHW, tokens=tokens)
 
@@ -151,25 +152,25 @@ class LoadedModel:
 
     @torch.no_grad()
     def encode_text(self, texts: Sequence[str]) -> torch.Tensor:
-        """Embed texts: float32 [B, E] of unit length, on the model's device.
+        """Embed texts: unit-length float32 [B, E] on the model's device.
 
         Raises:
-            UserError: The model has no text tower, or these are not texts.
+            UserError: The model has no text tower, or the values are not strings.
         """
         if not isinstance(self.model, DualEncoder) or self.model.text is None:
             raise UserError(
-                f"{self.opened.title} has no text tower: it is a model of train {self.opened.spec.name}",
+                f"{self.opened.title} has no text tower: it was trained with train {self.opened.spec.name}",
                 hint="use the weights of a dual encoder that was trained with a text tower",
             )
         if isinstance(texts, str):
-            raise UserError(f"encode_text takes a list of texts, and this is one: {texts!r}", hint="put it into a list")
+            raise UserError(f"encode_text takes a list of texts, not a single text: {texts!r}", hint="put it in a list")
         try:
             texts = list(texts)
         except TypeError:
             raise UserError(f"encode_text takes a list of texts, not {quote_value(texts)}", hint=_TEXTS_HINT) from None
         for text in texts:
             if not isinstance(text, str):
-                raise UserError(f"encode_text takes texts, and one of these is {quote_value(text)}", hint=_TEXTS_HINT)
+                raise UserError(f"encode_text takes texts, but the list contains {quote_value(text)}", hint=_TEXTS_HINT)
         tokenize = self.model.tokenize
         parts = [torch.empty(0, self.opened.shape.size.embedding_width, device=self.device)]
         with self.opened.trained.precision.autocast():
@@ -186,52 +187,52 @@ class LoadedModel:
         """Return normalised clips [B, C, T, H, W] on the device."""
         if isinstance(clips, Mapping):
             if "video" in clips and clips["video"].ndim == _CLIP_DIMS + len(self._views):
-                return self._of_rgb(clips["video"])
+                return self._normalise_rgb(clips["video"])
             features = self.opened.spec.features
-            assert features is not None  # of all tasks that can be opened here
+            assert features is not None  # load_model opens only tasks with features
             return features.inputs(self.opened.task)(to_device(clips, self.device))
         try:
             array = torch.as_tensor(clips)
         except (TypeError, ValueError, RuntimeError):
             raise UserError(f"encode_video takes clips, not {quote_value(clips)}", hint=_CLIPS_HINT) from None
         if array.dtype == torch.uint8:
-            return self._of_rgb(array)
+            return self._normalise_rgb(array)
         shape, count = self.opened.shape, self.settings.num_frames
         expected = (*self._views, shape.size.video.num_channels, count, shape.image_px, shape.image_px)
         if tuple(array.shape[1:]) != expected:
             raise UserError(
-                f"clips of shape {tuple(array.shape)}, and the model takes [B, {', '.join(map(str, expected))}]",
+                f"clips have shape {tuple(array.shape)}, but the model takes [B, {', '.join(map(str, expected))}]",
                 hint=_CLIPS_HINT,
             )
         return send(array, self.device).float()
 
     @property
     def _views(self) -> tuple[int, ...]:
-        """Number of views of a clip, as a part of its shape; empty for a model of single views."""
+        """Number of views per clip, as a part of its shape; empty for a model with a single view."""
         return (self.settings.num_views,) if self.settings.num_views > 1 else ()
 
-    def _of_rgb(self, frames: torch.Tensor) -> torch.Tensor:
-        """Return normalised clips of RGB frames, whose centre squares are resized where they have another size."""
+    def _normalise_rgb(self, frames: torch.Tensor) -> torch.Tensor:
+        """Convert RGB frames to normalised clips; centre squares of a different size are resized."""
         if not self._views:
-            return self._of_rgb_view(frames)
+            return self._normalise_view(frames)
         if frames.ndim != 1 + _CLIP_DIMS or tuple(frames.shape[1:2]) != self._views:
             names = ", ".join(self.settings.view_names)
             raise UserError(
                 f"frames of shape {tuple(frames.shape)} are not [B, {self._views[0]}, T, H, W, 3]",
-                hint=f"give the frames of the views {names}",
+                hint=f"pass the frames of the views {names}",
             )
-        return self._of_rgb_view(frames.flatten(0, 1)).unflatten(0, (-1, *self._views))
+        return self._normalise_view(frames.flatten(0, 1)).unflatten(0, (-1, *self._views))
 
-    def _of_rgb_view(self, frames_BTHWC: torch.Tensor) -> torch.Tensor:
+    def _normalise_view(self, frames_BTHWC: torch.Tensor) -> torch.Tensor:
         settings = self.settings
         if settings.reads_latents:
-            raise UserError(f"{self.opened.title} takes latents, and these are RGB frames", hint="encode them first")
+            raise UserError(f"{self.opened.title} takes latents, not RGB frames", hint="encode the frames first")
         if frames_BTHWC.ndim != _CLIP_DIMS or frames_BTHWC.shape[-1] != _RGB:
             raise UserError(f"frames of shape {tuple(frames_BTHWC.shape)} are not [B, T, H, W, 3]", hint=_CLIPS_HINT)
         if frames_BTHWC.shape[1] != settings.num_frames:
             raise UserError(
-                f"clips of {count_noun(frames_BTHWC.shape[1], 'frame')}, and the model takes {settings.num_frames}",
-                hint=f"choose {settings.num_frames} of them, or give num_frames to load_model",
+                f"clips have {count_noun(frames_BTHWC.shape[1], 'frame')}, but the model takes {settings.num_frames}",
+                hint=f"select {settings.num_frames} frames, or pass num_frames to load_model",
             )
         pictures = send(frames_BTHWC, self.device).permute(0, 1, 4, 2, 3).float() / 255
         height, width = pictures.shape[-2:]
@@ -241,12 +242,12 @@ class LoadedModel:
         if side != size_px:
             flat = interpolate(pictures.flatten(0, 1), size=(size_px, size_px), mode="bilinear", antialias=True)
             pictures = flat.unflatten(0, frames_BTHWC.shape[:2])
-        mean, std = (torch.tensor(one, device=self.device)[:, None, None] for one in self._normalisation)
+        mean, std = (torch.tensor(values, device=self.device)[:, None, None] for values in self._normalisation)
         return ((pictures - mean) / std).transpose(1, 2)
 
 
-_CLIPS_HINT = "give uint8 RGB frames [B, T, H, W, 3], normalised clips [B, C, T, H, W], or a batch of the loader"
-_TEXTS_HINT = 'give a list of strings, such as ["a dog catches a frisbee"]'
+_CLIPS_HINT = "pass uint8 RGB frames [B, T, H, W, 3], normalised clips [B, C, T, H, W], or a batch from the loader"
+_TEXTS_HINT = 'pass a list of strings, such as ["a dog catches a frisbee"]'
 
 
 @names_arguments
@@ -262,19 +263,19 @@ def load_model(
     """Open trained weights as a model in evaluation mode.
 
     Args:
-        weights: A run, an exported folder, a file of AVION's, LaViLa's or VideoMAE's, or a NAME:TAG of open_clip.
+        weights: Run, exported folder, weights file of AVION, LaViLa or VideoMAE, or NAME:TAG of open_clip.
         num_frames: Number of frames per clip. Default: as in training; otherwise temporal embeddings are interpolated.
         sampling: Frame sampling of the loader. Default: as in training.
-        size_px: Side of the frames. Default: as in training; otherwise positional embeddings are interpolated.
+        size_px: Frame size in pixels. Default: as in training; otherwise positional embeddings are interpolated.
         device: Device of the model; auto: the GPU if there is one.
-        shards: Data folder for `samples`. Default: the run's own, in the variants of its training.
+        shards: Data folder for `samples`. Default: the run's own data, in the variants of its training.
 
     Raises:
-        UserError: The weights or the device do not exist, the weights are damaged, or they do not take
+        UserError: The weights or the device do not exist, the weights are damaged, or they do not support
             such clips.
     """
-    given = {"num_frames": num_frames, "size_px": size_px}
-    require_whole_numbers(**{name: value for name, value in given.items() if value is not None})
+    numbers = {"num_frames": num_frames, "size_px": size_px}
+    require_whole_numbers(**{name: value for name, value in numbers.items() if value is not None})
     if sampling is not None:
         require_choice("sampling", sampling, SamplingRule)
     if device != "auto":

@@ -1,4 +1,4 @@
-"""The registered tasks: a row for each task of clipmill, and the tasks of installed packages (docs/plugins.md)."""
+"""Registry of tasks: a row for each task of clipmill, and the tasks of installed packages (docs/plugins.md)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,12 +6,12 @@ from functools import partial
 from clipmill.manifests.plugins import Parts
 from clipmill.train.spec import EvaluationSpec, Tasks, TaskSpec
 
-# Commands of tasks other than training, evaluations and export, by their import paths.
+# Import paths of the commands of tasks other than training, evaluations and export.
 COMMANDS = {
     "caption-video": "clipmill.train.tasks.caption.commands:caption_video",
     "caption-chunks": "clipmill.train.tasks.caption.commands:caption_chunks",
 }
-# By the import path of each spec, which is loaded when it is asked for: a run loads no other task.
+# Import paths of the tasks' specs. A spec is loaded on request, so a run loads only its own task.
 TASKS = Parts(
     "task",
     group="tasks",
@@ -24,7 +24,7 @@ TASKS = Parts(
     },
     taken=(*COMMANDS, "bench", "doctor", "embed", "eval", "export", "overview", "quickstart", "search"),
 )
-DEFAULT = "dual-encoder"  # the task of runs that name none
+DEFAULT = "dual-encoder"  # task of runs whose run.json states no task
 
 
 def task_names() -> tuple[str, ...]:
@@ -38,12 +38,12 @@ def tasks() -> tuple[TaskSpec, ...]:
 
 
 def find_task(name: str) -> TaskSpec:
-    """Return the task of a name in `task_names`."""
+    """Return the task with a name in `task_names`."""
     return TASKS[name]
 
 
 def tasks_where(holds: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
-    """Return the tasks for which a condition holds; by default all of them."""
+    """Return the tasks for which a condition holds; by default, all tasks."""
     return {task.name: partial(find_task, task.name) for task in tasks() if holds(task)}
 
 
@@ -53,5 +53,5 @@ def evaluations() -> dict[str, EvaluationSpec]:
 
 
 def evaluations_of(task: str) -> tuple[EvaluationSpec, ...]:
-    """Return the evaluations of a task; of all tasks if this task is unknown."""
+    """Return the evaluations of a task; if the task is unknown, of all tasks."""
     return tuple(find_task(task).evaluations if task in TASKS else evaluations().values())

@@ -1,8 +1,9 @@
-"""The interface of tasks and evaluations to all commands: `TaskSpec` and `EvaluationSpec`.
+"""Interface of tasks and evaluations to all commands: `TaskSpec` and `EvaluationSpec`.
 
 `clipmill.train.registry` lists the tasks. The command line, the training loop, `train eval`, `train export` and the
-pages take a task's spec and ask it; nothing outside of a task's folder names the task. A spec is loaded before a
-command's flags are read, so it names its functions by their import paths (`clipmill.manifests.plugins.import_late`).
+pages use a task only through its spec; code outside a task's folder does not depend on the task's name. A spec is
+loaded before a command's flags are read, so it refers to its functions by import path
+(`clipmill.manifests.plugins.import_late`).
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class CurveGroup:
     """Metrics of evaluations in the loop that share a chart on the page.
 
     Attributes:
-        pattern: Pattern that matches their complete names, with one group.
-        title: Title of the chart; it ends in % or in ", times 100" if values are shown times 100.
-        label: Function that returns the label of a line from the group of the match.
+        pattern: Regular expression that matches the complete names of the metrics, with one group.
+        title: Title of the chart; it ends in % or in ", times 100" if values are multiplied by 100.
+        label: Function that takes the matched group and returns the label of the line.
     """
 
     pattern: str
@@ -42,25 +43,25 @@ class CurveGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSpec:
-    """One evaluation, which is `train eval NAME`.
+    """Evaluation, run by `train eval NAME`.
 
     Attributes:
         name: Name of the command.
-        result: Name in result files, if that differs.
+        result: Name in result files, if it differs from `name`.
         help: Description of the command; the first line is its summary.
-        example: Command line.
-        run_help: Description of the runs that it takes.
+        example: Example of a command line.
+        run_help: Description of the runs that the command accepts.
         needs: Required flags, such as `--label NAME`; empty for none.
         settings: Frozen dataclass with a field `split`, whose fields are the flags.
-        score: Function from an opened run and settings to an `evaluation.runner.Score`. It may raise UserError and
-            FailedWork.
-        table: Function from a result to its table.
-        pictures: Key of a result for values that only pages show, such as clips with data URIs and numbers of each
+        score: Function that takes an opened run and settings, and returns an `evaluation.runner.Score`. It may raise
+            UserError and FailedWork.
+        table: Function that takes a result and returns its table.
+        pictures: Key in results for values that only pages show, such as clips with data URIs and numbers for each
             class. The console and --json omit it.
-        section: Template of the part of the page that shows it.
-        strips: Function from a result to its clips in the overview: objects with `words`, `frames` (data URIs) and
-            `is_right`.
-        curves: Charts of its metrics in the loop.
+        section: Template of the part of the page that shows these values.
+        strips: Function that takes a result and returns its clips in the overview: objects with `words`, `frames` (data
+            URIs) and `is_right`.
+        curves: Charts of the metrics in the loop.
     """
 
     name: str
@@ -85,17 +86,17 @@ class EvaluationSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """Weights to write in another format.
+    """Weights to write in a different format.
 
     Attributes:
         title: Title of the weights, for errors.
-        settings: Settings of their training.
+        settings: Settings of the training.
         task: Opened task, with the classes or the decoder of the weights.
         weights: Tensors of the task's model, by name.
         shape: Dimensions of the model.
         logits: Scale and bias that turn cosines into logits.
         form: Name of the format.
-        frame_embedding: Temporal embedding of a picture, for dual encoders.
+        frame_embedding: Temporal embedding of a single image, for dual encoders.
     """
 
     title: str
@@ -110,12 +111,12 @@ class ExportRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Adopted:
-    """Weights of another project as the model of a task.
+    """Weights from another project as the model of a task.
 
     Attributes:
         settings: Effective settings, with the sizes of clips that the weights record.
         shape: Dimensions of the model.
-        given: Further arguments of `TaskSpec.open`, which the task otherwise reads from a run.
+        given: Further arguments of `TaskSpec.open`, which otherwise come from a run.
         lacks: Part of the task's model that the weights lack, such as "a decoder".
     """
 
@@ -127,12 +128,13 @@ class Adopted:
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """The frozen features of a task's video tower, for probes.
+    """Frozen features of a task's video tower, for probes.
 
     Attributes:
         description: Description of the features.
-        inputs: Function from a task to a function from a batch to clips [B, C, T, H, W], as in an evaluation.
-        is_consecutive: Function that returns True if the frames of latents in a clip are consecutive.
+        inputs: Function that takes a task and returns a function that converts a batch to clips [B, C, T, H, W], as in
+            an evaluation.
+        is_consecutive: Function that takes settings and returns True if the latent frames in a clip are consecutive.
     """
 
     description: str
@@ -146,13 +148,13 @@ class FirstRun:
 
     Attributes:
         on_cpu: Preset for a CPU.
-        on_gpu: Preset for a large GPU; None if each needs further files.
+        on_gpu: Preset for a large GPU; None if all such presets need further files.
         weights: Initial weights with which this preset was published, as for `--init.weights`.
-        on_latents: Flags for data without video; '' if the task cannot be the first run on them.
+        on_latents: Flags for data without video; '' if the task does not support a first run on such data.
         without_text: Further flags for captions without stored embeddings.
         needs_captions: True if samples have captions.
         needs_label: True if samples have labels.
-        searches: True if the embeddings of its models can be searched by text.
+        searches: True if the embeddings of the task's models can be searched by text.
     """
 
     on_cpu: str
@@ -167,31 +169,31 @@ class FirstRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """One task, which is `train NAME`.
+    """Task, trained by `train NAME`.
 
     Attributes:
         name: Name of the command, and of the task in run.json.
         help: Description of the command.
-        example: Command line.
+        example: Example of a command line.
         settings: Settings class, whose fields are the flags.
-        make: Function from settings, attention, device and the result of `kept` to the task.
-        kept: Function from a run with a checkpoint to further arguments of `make`: classes or tokens, which the data
-            may have lacked when the run began.
-        effective: Function from settings, source and say to the effective settings with the weights of a source, or
-            without any.
+        make: Function that takes settings, attention, device and the result of `kept`, and returns the task.
+        kept: Function that takes a run with a checkpoint and returns further arguments of `make`: classes or tokens,
+            which the data may have lacked when the run began.
+        effective: Function that takes settings, source and say, and returns the effective settings with the weights of
+            the source, or without weights.
         evaluations: Evaluations in the order of the page.
-        at_end: Function of run, settings and say; the first rank calls it before the page of a finished run is written.
-        start_lines: Function from the facts in run.json to lines about the start, for the console.
+        at_end: Function that takes run, settings and say; rank 0 calls it before the page of a finished run is written.
+        start_lines: Function that takes the facts in run.json and returns lines about the start, for the console.
         formats: Formats of `train export --format`.
         export: Function that returns the files of an export.
-        adopt: Function from source, path and say to weights that are not a run as this task's model; None for weights
-            of another task.
+        adopt: Function that takes source, path and say, and returns weights other than a run's as this task's model;
+            None for weights of a different task.
         adopted: Description of such weights, such as "a CLIP with both towers".
-        adopts_tags: True if a NAME:TAG of open_clip is this task's model; others refuse it before a download.
-        has_frame_embedding: True if an export chooses the temporal embedding of a picture.
-        features: Features of its video tower; None if it cannot be probed.
-        first_run: Proposals of a first run; None for a task that `train quickstart` does not offer.
-        pipeline: The Hugging Face Hub's name of the use of exported weights.
+        adopts_tags: True if a NAME:TAG of open_clip can be this task's model; other tasks reject it before a download.
+        has_frame_embedding: True if exports have a choice of temporal embedding for a single image.
+        features: Features of the task's video tower; None if it cannot be probed.
+        first_run: Proposals for a first run; None for a task that `train quickstart` does not offer.
+        pipeline: Pipeline tag of exported weights on the Hugging Face Hub.
     """
 
     name: str
@@ -216,19 +218,19 @@ class TaskSpec:
 
     @property
     def first_evaluation(self) -> EvaluationSpec | None:
-        """First evaluation that needs no flags; None if there is none."""
+        """First evaluation without required flags; None if all evaluations need flags."""
         return next((evaluation for evaluation in self.evaluations if not evaluation.needs), None)
 
     def open(self, settings: Any, *, run: RunFolder | None = None, **opened: Any) -> StartableTask:
         """Open the task for settings, and for a run if it has a checkpoint.
 
         Args:
-            opened: Attention backend, device, and for weights that are not a run the `shape` of models.
+            opened: Attention backend, device, and for weights other than a run's, the `shape` of the model.
         """
         return self.make(settings, **{**({} if run is None else self.kept(run)), **opened})
 
 
-# Specs of some tasks by name, opened when they are needed.
+# Functions that load the specs of tasks when they are needed, by name.
 Tasks = Mapping[str, Callable[[], TaskSpec]]
 
 

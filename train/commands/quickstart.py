@@ -1,4 +1,4 @@
-"""`train quickstart`: plan a first run, and start it if asked to."""
+"""`train quickstart`: plan a first run, and start it on request."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.progress import Activity
 from clipmill.train.config.files import Provenance
-from clipmill.train.quickstart.request import Asked
+from clipmill.train.quickstart.request import Request
 
 if TYPE_CHECKING:
     from clipmill.train.quickstart.plan import Plan
@@ -26,7 +26,7 @@ def quickstart(
     data: Annotated[list[str], Parameter(consume_multiple=True, negative="")],
     /,
     *,
-    asked: Asked = Asked(),  # noqa: B008 - frozen
+    request: Request = Request(),  # noqa: B008 - frozen
     yes: Annotated[bool, Parameter(negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
@@ -56,9 +56,9 @@ def quickstart(
             hint="omit one of them",
             flags=("--yes", "--json"),
         )
-    if asked.minutes is not None and not 0 < asked.minutes < float("inf"):
-        raise UserError(f"--minutes is {asked.minutes}", hint="use a number above 0", flags=("--minutes",))
-    plan = _plan(data, asked)
+    if request.minutes is not None and not 0 < request.minutes < float("inf"):
+        raise UserError(f"--minutes is {request.minutes}", hint="use a number above 0", flags=("--minutes",))
+    plan = _plan(data, request)
     if as_json:
         print(json.dumps(plan.as_json()))
         return
@@ -69,7 +69,7 @@ def quickstart(
         print("not run: copy the command, or add --yes to train quickstart")
 
 
-def _plan(data: Sequence[str], asked: Asked) -> "Plan":
+def _plan(data: Sequence[str], request: Request) -> "Plan":
     began_s = time.perf_counter()
     from clipmill.train.quickstart.choice import survey  # before torch: reports mistakes in the data at once
 
@@ -84,8 +84,8 @@ def _plan(data: Sequence[str], asked: Asked) -> "Plan":
         from clipmill.train.doctor.machine import examine_in_run
         from clipmill.train.quickstart.plan import make_plan, measure, propose
 
-    chosen = choose_device(asked.device)
-    proposal = propose(asked, surveys, examine_in_run(asked_device=asked.device, device_type=chosen.type))
+    chosen = choose_device(request.device)
+    proposal = propose(request, surveys, examine_in_run(asked_device=request.device, device_type=chosen.type))
     first = torch.device("cuda", 0) if chosen.type == "cuda" else chosen
     spec, settings = proposal.spec, proposal.settings
     say = partial(print, file=sys.stderr, flush=True)  # standard output has the plan

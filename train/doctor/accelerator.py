@@ -1,4 +1,4 @@
-"""torch, GPUs, driver and trials of attention: everything that needs a process with torch.
+"""torch, GPUs, driver and trials of attention, for `train doctor`: all facts that need a process with torch.
 
 As a program (`python -m clipmill.train.doctor.accelerator`), it prints one JSON object. `train doctor` runs it as a
 child process with a timeout (`ask_child`), because a damaged driver can hang or kill any process that uses it.
@@ -24,7 +24,7 @@ _KILL_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU as reported by torch; `free_bytes` is None if it was not queried."""
+    """GPU as reported by torch; `free_bytes` is None if it was not queried."""
 
     name: str
     memory_bytes: int
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A trial of an attention backend on the device, with its kernels or its error."""
+    """Trial of an attention backend on the device, with its kernels or its error."""
 
     attention: str
     kind: str
@@ -50,15 +50,15 @@ class Accelerator:
     Attributes:
         torch_error: Reason why torch cannot be used; all other facts are then unknown.
         torch_cuda: CUDA version that torch was built for; None without CUDA.
-        needed_driver: Oldest NVIDIA driver that supports this version.
+        needed_driver: Oldest NVIDIA driver that supports this CUDA version.
         driver: Version of the NVIDIA driver, if there is one.
-        cuda_error: torch's reason for not finding a GPU.
-        unusable_gpu: Reason why torch cannot use this machine's GPU, as a run prints it; None if there is no such GPU.
+        cuda_error: Error of torch if it finds no GPU.
+        unusable_gpu: Reason why torch cannot use this machine's GPU, as a run prints it; None without such a GPU.
         xformers: Version of xformers, "not installed" or "not loaded".
         xformers_library: Reason why xformers' own compiled library cannot be loaded.
         attention: Name of the backend that `--attention auto` uses on the first GPU; unknown without trials.
         has_triton: True if triton, with which torch.compile generates GPU kernels, is installed.
-        environment: Facts that PyTorch wants in bug reports (torch.utils.collect_env); empty without trials.
+        environment: Facts for bug reports to PyTorch (torch.utils.collect_env); empty without trials.
     """
 
     torch_error: str | None = None
@@ -84,10 +84,10 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
     """Examine torch and the GPUs.
 
     Args:
-        tries: Run each attention backend on the device, and load xformers, which changes global torch settings.
-        has_gpus: Look for GPUs, which initialises CUDA.
+        tries: True to run each attention backend on the device, and load xformers, which changes torch's settings.
+        has_gpus: True to look for GPUs, which initialises CUDA.
     """
-    # A run needs this only for its page.
+    # Imported here, because a run needs it only for its page.
     from clipmill.train.device.driver import driver_version, required_driver, why_no_gpu
 
     try:
@@ -108,7 +108,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
     if has_gpus:
         try:
             torch.cuda.init()
-            facts["gpus"] = [_gpu(index, asks_free=tries) for index in range(torch.cuda.device_count())]
+            facts["gpus"] = [_gpu(index, queries_free=tries) for index in range(torch.cuda.device_count())]
             facts["cudnn"] = cudnn_version()
         except (RuntimeError, AssertionError) as error:  # torch without CUDA raises an AssertionError
             facts |= {"cuda_error": first_line(error), "unusable_gpu": why_no_gpu()}
@@ -130,24 +130,24 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
             facts["attention"] = FASTEST.get(facts["gpus"][0].capability, "xformers" if has_xformers else "sdpa")
         names = ["sdpa", *(["xformers"] if has_xformers else []), "cudnn", "flash"] if facts.get("gpus") else ["sdpa"]
         kinds = ("clips", "packed captions")
-        facts["tried"] = [_try_one(name, kind, precision.name, device_type) for name in names for kind in kinds]
+        facts["tried"] = [_try_attention(name, kind, precision.name, device_type) for name in names for kind in kinds]
     return Accelerator(**facts)
 
 
 def accelerator_of(values: dict[str, Any]) -> Accelerator:
     """Convert JSON values to an `Accelerator`."""
     gpus = [Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in values["gpus"]]
-    tried = [Tried(**one) for one in values["tried"]]
+    tried = [Tried(**trial) for trial in values["tried"]]
     return Accelerator(**{**values, "gpus": gpus, "tried": tried})
 
 
-def _gpu(index: int, *, asks_free: bool) -> Gpu:
+def _gpu(index: int, *, queries_free: bool) -> Gpu:
     import torch
 
-    of = torch.cuda.get_device_properties(index)
-    # The query creates a context of some hundred megabytes on that GPU. A run on another GPU must not create it.
-    free_bytes = torch.cuda.mem_get_info(index)[0] if asks_free else None
-    return Gpu(name=of.name, memory_bytes=of.total_memory, free_bytes=free_bytes, capability=(of.major, of.minor))
+    gpu = torch.cuda.get_device_properties(index)
+    # The query creates a context of several hundred megabytes on the GPU, which a run on another GPU must not do.
+    free_bytes = torch.cuda.mem_get_info(index)[0] if queries_free else None
+    return Gpu(name=gpu.name, memory_bytes=gpu.total_memory, free_bytes=free_bytes, capability=(gpu.major, gpu.minor))
 
 
 def _xformers() -> dict[str, Any]:
@@ -157,11 +157,11 @@ def _xformers() -> dict[str, Any]:
         return {}
     try:
         return {"xformers_library": load_xformers()}
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # torch version that is not supported
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # unsupported version of torch
         return {"xformers": "not loaded", "xformers_library": first_line(error)}
 
 
-def _try_one(name: str, kind: str, precision: str, device_type: str) -> Tried:
+def _try_attention(name: str, kind: str, precision: str, device_type: str) -> Tried:
     """Run forward and backward passes of attention for clips, or for packed captions."""
     import torch
 
@@ -181,43 +181,43 @@ def _try_one(name: str, kind: str, precision: str, device_type: str) -> Tried:
         out = attend(*qkv.unbind(2), causal=is_packed, packing=packing)
         out.sum().backward()
         if qkv.grad is None or not bool(qkv.grad.isfinite().all()):
-            return Tried(**tried, error="its gradients are not finite")
+            return Tried(**tried, error="the gradients are not finite")
         return Tried(**tried, kernels=str(kernels_of(name, *qkv.unbind(2), causal=is_packed, packing=packing)))
-    # Libraries of versions that do not fit together.
+    # Versions of libraries may not fit together.
     except (RuntimeError, ImportError, AttributeError, TypeError) as error:
         return Tried(**tried, error=first_line(error))
 
 
 def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "clipmill.train.doctor.accelerator") -> Accelerator:
-    """Examine torch in a child process. If it hangs or crashes, this becomes `torch_error`."""
+    """Examine torch in a child process. If the child hangs or crashes, `torch_error` states that."""
     from clipmill.train.device.driver import driver_version
 
     command, pipe = [sys.executable, "-P", "-m", module], subprocess.PIPE
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
     try:
-        printed, complaints = process.communicate(timeout=timeout_s)
+        printed, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         try:
             process.communicate(timeout=_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             pass  # a driver that does not respond blocks the child in the kernel
-        why = f"torch and the GPU gave no answer within {timeout_s:.0f} s"
+        why = f"torch and the GPU did not respond within {timeout_s:.0f} s"
     else:
         try:
             return accelerator_of(json.loads(printed))
         except (ValueError, KeyError, TypeError):
-            lines = complaints.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
-            why = f"a process that tried torch and attention ended with {process.returncode}: {lines[-1]}"
+            lines = errors.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
+            why = f"the process that tests torch and attention ended with {process.returncode}: {lines[-1]}"
     return Accelerator(torch_error=why, driver=driver_version())
 
 
 def _main() -> None:
-    # Libraries print to standard error, so that standard output has only the JSON object.
-    answer = os.fdopen(os.dup(1), "w")
+    # Redirect the output of libraries to standard error, so that standard output contains only the JSON object.
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    json.dump(asdict(examine_accelerator()), answer)
-    answer.flush()
+    json.dump(asdict(examine_accelerator()), output)
+    output.flush()
     # Libraries of a damaged driver can also hang at exit.
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""`train doctor`: rules that judge a machine, the command and its report, and the lines for run.json."""
+"""`train doctor`: rules that judge a machine, the report of the command, and the lines for run.json."""
 
 import json
 import re
@@ -26,21 +26,21 @@ from clipmill.train.doctor.machine import (
     used_by_training,
 )
 
-# Rules: pure functions from facts about a machine to findings, which say what is wrong and what to do.
+# Rules: pure functions that take facts about a machine and return findings: what is wrong, and what to do.
 
 _GB = 1e9
-_MIN_SHM = 1 << 30  # less is too small for NCCL's buffers within a machine, and for Ray's objects
+_MIN_SHM = 1 << 30  # minimum size for NCCL's buffers within a machine, and for Ray's objects
 _MIN_FREE = 2 * _GB
 _SLOW_READ = 100e6
 _SLOW_PIECE_MS = 10.0
-_TAKEN_SHARE = 0.1
-_FASTER_DISK = "use a faster disk, or check with train bench whether it keeps up"
+_USED_SHARE = 0.1
+_FASTER_DISK = "use a faster disk, or run train bench to check whether the disk keeps up"
 
 _broken, _warning, _note = (partial(Finding, level) for level in LEVELS)
 
 
 def judge(examined: Examined) -> list[Finding]:
-    """Return all findings, the most severe first."""
+    """Return all findings, in order of decreasing severity."""
     findings = [finding for rule in _RULES for finding in rule(examined)]
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
@@ -67,7 +67,7 @@ def _judge_gpu(examined: Examined) -> Iterator[Finding]:
     elif accelerator.driver is None:
         if examined.asked_device == "cuda":
             yield _broken(
-                "there is no GPU here (requested by --device cuda): no NVIDIA driver was found",
+                "there is no GPU here, but --device cuda requests one: no NVIDIA driver was found",
                 "use --device cpu, or another machine",
             )
     elif accelerator.torch_cuda is None:
@@ -77,16 +77,16 @@ def _judge_gpu(examined: Examined) -> Iterator[Finding]:
         )
     elif accelerator.needed_driver is not None and is_older(accelerator.driver, accelerator.needed_driver):
         yield finding(
-            f"the NVIDIA driver ({accelerator.driver}) is older than {accelerator.needed_driver}, which torch "
-            f"{accelerator.torch} for CUDA {accelerator.torch_cuda} needs",
+            f"the NVIDIA driver ({accelerator.driver}) is older than {accelerator.needed_driver}, the oldest that "
+            f"torch {accelerator.torch} for CUDA {accelerator.torch_cuda} supports",
             f"update the driver to {accelerator.needed_driver} or later; until then training runs on the CPU",
         )
     else:
         yield finding(
             f"there is an NVIDIA driver ({accelerator.driver}), but torch {accelerator.torch} for CUDA "
             f"{accelerator.torch_cuda} finds no GPU: {accelerator.cuda_error or 'none is visible'}",
-            "update a driver that is too old; check CUDA_VISIBLE_DEVICES, and that the container was started with its "
-            "GPUs (--gpus all)",
+            "update a driver that is too old; check CUDA_VISIBLE_DEVICES, and that the container was started with "
+            "access to the GPUs (--gpus all)",
         )
 
 
@@ -94,10 +94,10 @@ def _judge_gpu_use(examined: Examined) -> Iterator[Finding]:
     if examined.asked_device == "cpu":
         return
     for index, gpu in enumerate(examined.accelerator.gpus):
-        taken = 0 if gpu.free_bytes is None else gpu.memory_bytes - gpu.free_bytes
-        if taken > max(_TAKEN_SHARE * gpu.memory_bytes, 2 * _GB):
+        used_bytes = 0 if gpu.free_bytes is None else gpu.memory_bytes - gpu.free_bytes
+        if used_bytes > max(_USED_SHARE * gpu.memory_bytes, 2 * _GB):
             yield _warning(
-                f"{taken / _GB:.0f} of the {gpu.memory_bytes / _GB:.0f} GB of GPU {index} are in use already",
+                f"{used_bytes / _GB:.0f} of the {gpu.memory_bytes / _GB:.0f} GB of GPU {index} are already in use",
                 "nvidia-smi lists the processes; CUDA_VISIBLE_DEVICES selects another GPU",
             )
 
@@ -107,15 +107,15 @@ def _judge_attention(examined: Examined) -> Iterator[Finding]:
     working = sorted({trial.attention for trial in accelerator.tried if not trial.error})
     for trial in accelerator.tried:
         if trial.error:
-            what = f"attention by {trial.attention} fails for {trial.kind} in {trial.dtype}: {trial.error}"
+            what = f"attention with {trial.attention} fails for {trial.kind} in {trial.dtype}: {trial.error}"
             if trial.attention == "sdpa":
                 yield _broken(what, "torch does not support this GPU: install a build that does")
             else:
                 yield _warning(what, f"--attention auto ignores it; {', '.join(working) or 'nothing'} works")
         elif accelerator.gpus and trial.attention == "sdpa" and "math" in trial.kernels:
             yield _warning(
-                f"SDPA has no fused kernel for {trial.kind} in {trial.dtype} here, and keeps all scores in memory",
-                "install a torch that was built for this GPU",
+                f"SDPA has no fused kernel for {trial.kind} in {trial.dtype} here, and stores all scores in memory",
+                "install a build of torch for this GPU",
             )
 
 
@@ -124,7 +124,7 @@ def _judge_xformers(examined: Examined) -> Iterator[Finding]:
     if accelerator.xformers == "not loaded":
         yield _warning(
             f"xformers is installed but cannot be loaded: {accelerator.xformers_library}",
-            "training works without it; docs/models.md has versions of torch and xformers that match",
+            "training works without it; docs/models.md lists matching versions of torch and xformers",
         )
 
 
@@ -134,15 +134,15 @@ def _judge_cores(examined: Examined) -> Iterator[Finding]:
     if host.quota_cores is not None and host.quota_cores < host.allowed_cores:
         yield _warning(
             f"the cgroup allows the time of {host.quota_cores:g} of {count_noun(host.allowed_cores, 'visible core')}",
-            f"torch starts a thread per visible core: set OMP_NUM_THREADS={max(1, int(host.quota_cores))}",
+            f"torch starts a thread for each visible core: set OMP_NUM_THREADS={max(1, int(host.quota_cores))}",
         )
     value = host.thread_variables.get("OMP_NUM_THREADS", "").strip()
-    # A value such as "4,2" has one number per nesting level. OpenMP ignores text that is not a number.
+    # A value such as "4,2" has one number for each nesting level. OpenMP ignores text that is not a number.
     num_threads = int(value.split(",")[0]) if re.fullmatch(r"[1-9][0-9]{0,8}(,.*)?", value) else None
     is_on_cpu = examined.asked_device == "cpu" or not examined.accelerator.gpus
     if num_threads is not None and (num_threads > cores or (is_on_cpu and 2 * num_threads < cores)):
         yield _warning(
-            f"OMP_NUM_THREADS is {value}, and {cores:g} cores are available",
+            f"OMP_NUM_THREADS is {value}, but {cores:g} cores are available",
             "unset it, unless several processes share the machine",
         )
 
@@ -151,7 +151,7 @@ def _judge_shared_memory(examined: Examined) -> Iterator[Finding]:
     size = examined.host.shm_bytes
     if size is not None and size < _MIN_SHM and len(examined.accelerator.gpus) > 1:
         yield _warning(
-            f"/dev/shm has {size_text(size)}, through which the processes of several GPUs exchange data (NCCL)",
+            f"/dev/shm, through which processes on several GPUs exchange data (NCCL), has only {size_text(size)}",
             "start the container with --shm-size 8g or --ipc host",
         )
 
@@ -159,11 +159,11 @@ def _judge_shared_memory(examined: Examined) -> Iterator[Finding]:
 def _judge_decoder(examined: Examined) -> Iterator[Finding]:
     decoder = examined.decoder
     if decoder.error is not None:
-        yield _broken(f"PyAV cannot be used: {decoder.error}", "install it: clips are decoded with it")
+        yield _broken(f"PyAV cannot be used: {decoder.error}", "install PyAV, which decodes the clips")
     elif decoder.missing:
         yield (_broken if "h264" in decoder.missing else _warning)(
-            f"PyAV {decoder.pyav} lacks decoders of {', '.join(decoder.missing)}",
-            "install PyAV from its wheel, which has them; chunks of other codecs can be read",
+            f"PyAV {decoder.pyav} has no decoder for {', '.join(decoder.missing)}",
+            "install PyAV from its wheel, which has all decoders; chunks with other codecs can be read",
         )
 
 
@@ -173,18 +173,18 @@ def _judge_disk(examined: Examined) -> Iterator[Finding]:
         return
     if disk.kind == "network":
         yield _warning(
-            f"{disk.path} is on a network file system ({disk.file_system}): each clip waits for its server",
-            "copy the data to a local disk, or check with train bench whether it keeps up",
+            f"{disk.path} is on a network file system ({disk.file_system}): each clip waits for the server",
+            "copy the data to a local disk, or run train bench to check whether the server keeps up",
         )
     if disk.free_bytes is not None and disk.free_bytes < _MIN_FREE:
         yield _warning(
-            f"{disk.path} has {disk.free_bytes / _GB:.1f} GB left; checkpoints of ViT-B take 1.8 GB each",
-            "free some space, or write runs elsewhere (--out)",
+            f"{disk.path} has only {disk.free_bytes / _GB:.1f} GB left; each checkpoint of ViT-B takes 1.8 GB",
+            "free some space, or write runs to another disk (--out)",
         )
     if disk.problem is not None:
         yield Finding(disk.problem.level, f"{disk.path}: {disk.problem.what}", disk.problem.hint)
     speed = disk.speed
-    if speed is None or speed.cached is not False:  # reads from the page cache say nothing about the disk's speed
+    if speed is None or speed.cached is not False:  # reads from the page cache do not show the disk's speed
         return
     if speed.read_bytes_per_s < _SLOW_READ:
         yield _warning(f"{disk.path} is read at {size_text(speed.read_bytes_per_s)}/s", _FASTER_DISK)
@@ -212,7 +212,7 @@ _LABEL_WIDTH = 12
 _MAX_COLUMNS = 100
 _DISK_KINDS = {
     **{"local": "local", "network": "a network file system", "host": "a folder of the host", "memory": "in memory"},
-    "unknown": "not known whether local",
+    "unknown": "local or not: unknown",
 }
 _CACHED = {True: "from the page cache", False: "not from the page cache", None: "perhaps from the page cache"}
 
@@ -245,16 +245,16 @@ def _require_folder(shards: Path) -> None:
     if address := re.fullmatch(r"(\w+):/(.*)", str(shards)):  # a path has no double slash
         remote = f"{address[1]}://{address[2]}"
         raise UserError(
-            f"train doctor measures disks, and --shards {remote} is in object storage",
+            f"train doctor measures disks, but --shards {remote} is in object storage",
             hint=f"omit --shards, and measure the bucket with prep advise --data {remote}",
             flags=("--shards",),
         )
     what = f"{shards} is a file, not a data folder" if shards.exists() else f"there is no folder {shards}"
-    raise UserError(f"{what} (requested by --shards)", hint="name the data folder that prep made", flags=("--shards",))
+    raise UserError(f"{what} (requested by --shards)", hint="use the data folder that prep made", flags=("--shards",))
 
 
 def doctor_facts(*, asked_device: str, device_type: str) -> dict[str, Any]:
-    """Return lines and findings for run.json. Slow measurements are omitted."""
+    """Return the lines and findings for run.json, without slow measurements."""
     examined = examine_in_run(asked_device=asked_device, device_type=device_type)
     return {"lines": lines_of(examined), "findings": [asdict(finding) for finding in judge(examined)]}
 
@@ -322,7 +322,7 @@ def _attention(examined: Examined) -> str:
         texts.setdefault(trial.attention, {}).setdefault(kernels, []).append(trial.kind)
     lines = []
     for name, kinds in texts.items():
-        each = [text if len(kinds) == 1 else f"{text} ({', '.join(its)})" for text, its in kinds.items()]
+        each = [text if len(kinds) == 1 else f"{text} ({', '.join(names)})" for text, names in kinds.items()]
         lines.append(f"{name}: {', '.join(each)}")
     return "; ".join(lines)
 
@@ -359,7 +359,7 @@ def _disk(examined: Examined) -> str:
     disk = examined.disk
     if disk is None:
         return ""
-    text = f"{disk.path}: {disk.file_system or 'file system not known'}, {_DISK_KINDS[disk.kind]}"
+    text = f"{disk.path}: {disk.file_system or 'unknown file system'}, {_DISK_KINDS[disk.kind]}"
     if disk.free_bytes is not None:
         text += f", {size_text(disk.free_bytes)} free"
     if (speed := disk.speed) is not None:

@@ -1,8 +1,8 @@
-"""Facts about a machine: host, disk of a folder, video decoder; defaults that training uses on it.
+"""Facts about a machine, for `train doctor`: host, disk of a folder, video decoder, and the defaults of training.
 
 Facts about the host come from /proc and /sys. If a file is missing, as in many containers, the value is None.
 
-Measuring the disk takes some seconds (clipmill.shards.disk_speed). In a data folder, only parts of an existing tar are
+Measuring a disk takes a few seconds (clipmill.shards.disk_speed). In a data folder, only parts of an existing tar are
 read. In other folders, a file of 48 MB is written, flushed, read and removed.
 """
 
@@ -23,18 +23,18 @@ from clipmill.train.config.training import TrainingSettings
 from clipmill.train.doctor.accelerator import Accelerator, ask_child, examine_accelerator
 from clipmill.train.run.environment import processor, versions
 
-_MIN_FREE_BYTES = 200_000_000  # four times the size of the file with which a disk is measured
+_MIN_FREE_BYTES = 200_000_000  # four times the size of the temporary file for measuring a disk
 _TIMEOUT_S = 15.0
 _NETWORK = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "pvfs2"),
     *("orangefs", "wekafs", "davfs", "fuse.davfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs"),
     *("fuse.ceph", "fuse.rclone", "fuse.goofys", "fuse.juicefs", "fuse.mount-s3", "fuse.blobfuse2"),
 }
-# Folders that belong to the host of a virtual machine or sandbox. Their disk cannot be examined from within.
-_OF_HOST = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
+# File systems for folders of the host of a virtual machine or sandbox, whose disk cannot be examined from within.
+_HOST = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
 _MEMORY = {"tmpfs", "ramfs"}
 _CHECK_MOUNT = "check the mount and its permissions"
-_MAKE_ROOM = "free some space, have the quota or the number of inodes raised, or write runs elsewhere (--out)"
+_MAKE_ROOM = "free some space, have the quota or the number of inodes raised, or write runs to another disk (--out)"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _CGROUP = Path("/sys/fs/cgroup")
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -47,7 +47,7 @@ LEVELS: tuple[Level, ...] = ("broken", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem, or a note.
+    """Problem of a machine, or a note.
 
     Attributes:
         level: broken: training cannot start, or stops; warning: training is slower than possible, or different; note:
@@ -88,7 +88,7 @@ def examine_host() -> Host:
     if limit is not None and (total is None or limit < total):
         used = _limit(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes") or 0
         total, free = limit, min(limit - used, free if free is not None else limit)
-    # cgroup v1 has the two numbers of cpu.max in separate files.
+    # cgroup v1 stores the two numbers of cpu.max in separate files.
     version_1 = " ".join(_read(_CGROUP / "cpu" / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
     # The compilers that torch.compile looks for.
     compilers = (os.environ.get("CC"), os.environ.get("CXX"), "cc", "gcc", "clang", "g++")
@@ -149,7 +149,7 @@ class Disk:
     Attributes:
         kind: local, network, host (a folder that belongs to the host), memory, or unknown.
         speed: Measured speed; None if it was not measured.
-        problem: Reason why it could not be measured.
+        problem: Reason why the disk could not be measured.
     """
 
     path: str
@@ -163,23 +163,23 @@ class Disk:
 def examine_disk(folder: Path, *, is_data: bool) -> Disk:
     """Measure the disk of a folder in at most 15 seconds, even if it does not respond. Data folders are only read."""
     disks: list[Disk] = []
-    # If a mount's server is gone, calls block forever. The thread is then abandoned.
+    # If the server of a mount is gone, calls block forever. The thread is then abandoned.
     worker = threading.Thread(target=lambda: disks.append(_examine(folder, is_data=is_data)), daemon=True)
     worker.start()
     worker.join(_TIMEOUT_S)
     if disks:
         return disks[0]
     kind, file_system = file_system_of(folder, _read(_MOUNTS))
-    silent = Finding("broken", f"no answer within {_TIMEOUT_S:.0f} s", _CHECK_MOUNT)
-    return Disk(path=str(folder), kind=kind, file_system=file_system, problem=silent)
+    timeout = Finding("broken", f"no response within {_TIMEOUT_S:.0f} s", _CHECK_MOUNT)
+    return Disk(path=str(folder), kind=kind, file_system=file_system, problem=timeout)
 
 
 def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
-    """Return kind and type of the file system of an absolute path, given the text of /proc/self/mountinfo."""
+    """Return kind and type of the file system of an absolute path, from the text of /proc/self/mountinfo."""
     best, file_system = "", None
     for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, types = before.split(), after.split()
+        mount_text, _, type_text = line.partition(" - ")
+        fields, types = mount_text.split(), type_text.split()
         if len(fields) < 5 or not types:
             continue
         mount = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
@@ -188,8 +188,8 @@ def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
             best, file_system = mount, types[0]
     if file_system is None:
         return "unknown", None
-    other = "unknown" if file_system.startswith("fuse") else "local"
-    kinds = (("network", _NETWORK), ("host", _OF_HOST), ("memory", _MEMORY), (other, {file_system}))
+    default = "unknown" if file_system.startswith("fuse") else "local"
+    kinds = (("network", _NETWORK), ("host", _HOST), ("memory", _MEMORY), (default, {file_system}))
     return next(kind for kind, types in kinds if file_system in types), file_system
 
 
@@ -210,7 +210,7 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
         if tar is None:
             none = Finding(
                 "note",
-                "there is no shard to read, so its speed was not measured",
+                "there is no shard to read, so the speed was not measured",
                 f"run {commands_of(path, VIDEO)} first",
             )
             return Disk(**known, problem=none)
@@ -220,7 +220,7 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
         if is_data:
             return Disk(**known, problem=_unreadable_finding(error))
         if error.errno in _NO_SPACE:
-            return Disk(**known, problem=Finding("warning", "no space is left, so it was not measured", _MAKE_ROOM))
+            return Disk(**known, problem=Finding("warning", "the disk is full, so it was not measured", _MAKE_ROOM))
         return Disk(**known, problem=Finding("note", f"not measured: {error.strerror}", _CHECK_MOUNT))
 
 
@@ -231,14 +231,14 @@ def _unreadable_finding(error: OSError) -> Finding:
 
 
 def _largest_tar(folder: Path) -> Path | None:
-    """Return the largest tar (tars of scores are tiny); OSError for unreadable folders, which glob would skip."""
+    """Return the largest tar (tars of scores are tiny); OSError for an unreadable folder, which glob would skip."""
     variants = (variant for column in _folders(folder) for variant in _folders(column))
     tars = [entry for variant in variants for entry in os.scandir(variant) if entry.name.endswith(".tar")]
     return Path(max(tars, key=lambda entry: entry.stat().st_size).path) if tars else None
 
 
 def _folders(folder: Path) -> list[Path]:
-    # Folders of columns are neither hidden nor the file system's own lost+found.
+    # Folders of columns are not hidden, and are not the file system's lost+found.
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     return [folder / name for name in names if name != "lost+found" and not name.startswith(".")]
 
@@ -249,7 +249,7 @@ CODECS = ("h264", "hevc", "libdav1d", "vp9", "mjpeg")
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """PyAV and its libavcodec, and which of `CODECS` are missing; or the error from importing PyAV."""
+    """PyAV and its libavcodec, and the `CODECS` that are missing; or the error from importing PyAV."""
 
     pyav: str | None = None
     libavcodec: str | None = None
@@ -259,13 +259,13 @@ class Decoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """Facts about a machine, as they were examined.
+    """Facts about a machine.
 
     Attributes:
         asked_device: Value of `--device`.
         disk: Disk of the data folder or the current folder; None if it was not examined.
         versions: Versions of Python and packages, as on a run's page.
-        is_run: True if a starting run examined the machine. A run reports elsewhere what it uses.
+        is_run: True if a starting run examined the machine. The run reports elsewhere what it uses.
     """
 
     asked_device: str
@@ -290,13 +290,13 @@ class Used:
 
 
 def examine(*, device: str, shards: Path | None) -> Examined:
-    """Examine everything in about 10 seconds, including the disk of `shards` or, if None, of the current folder."""
+    """Examine everything in about 10 seconds, including the disk of `shards` or, without it, the current folder."""
     disk = examine_disk(shards or Path(), is_data=shards is not None)
     return _examine_parts(device, ask_child(), disk=disk)
 
 
 def examine_in_run(*, asked_device: str, device_type: str) -> Examined:
-    """Examine in this process, for a run's page, everything that takes only milliseconds; no measurements or trials."""
+    """Examine, for a run's page, all facts that take only milliseconds, in this process; no measurements or trials."""
     return _examine_parts(asked_device, examine_accelerator(tries=False, has_gpus=device_type == "cuda"), is_run=True)
 
 
@@ -308,7 +308,7 @@ def _examine_parts(asked_device: str, accelerator: Accelerator, **others: Any) -
         accelerator=accelerator,
         decoder=examine_decoder(),
         versions=versions(),
-        system=f"{platform.system()} {platform.release()}, {libc or 'libc not known'}",
+        system=f"{platform.system()} {platform.release()}, {libc or 'unknown libc'}",
         **others,
     )
 
@@ -335,7 +335,7 @@ def used_by_training(examined: Examined) -> Used:
     is_cuda = bool(accelerator.gpus) and examined.asked_device != "cpu"
     attention = accelerator.attention if is_cuda else "sdpa"
     if attention == "xformers":
-        attention = "xformers, or sdpa for heads and precisions that it has no kernel for"
+        attention = "xformers, or sdpa for heads and precisions without an xformers kernel"
     return Used(
         device="cuda" if is_cuda else "cpu",
         precision=accelerator.precision if is_cuda else "fp32",
@@ -346,5 +346,5 @@ def used_by_training(examined: Examined) -> Used:
 
 
 def as_json(examined: Examined) -> dict[str, Any]:
-    """Return all facts as plain values."""
+    """Return all facts as a JSON-serialisable dict."""
     return {"machine": asdict(examined), "training": asdict(used_by_training(examined))}

@@ -1,6 +1,6 @@
-"""A survey of data folders, and the choices for a first run: task, preset, batch size, number of steps.
+"""Survey of data folders, and choices for a first run: task, preset, batch size, number of steps.
 
-The survey reads only the small files of a data folder: columns, splits, chunks, captions and labels.
+The survey reads only the small files of a data folder, which list columns, splits, chunks, captions and labels.
 """
 
 import math
@@ -34,17 +34,17 @@ from clipmill.train.quickstart.request import OFFERED
 from clipmill.train.registry import DEFAULT, find_task, tasks
 from clipmill.train.spec import FirstRun
 
-_HELD_OUT = ("val", "validation", "test")  # in the order in which evaluations prefer them
+_HELD_OUT = ("val", "validation", "test")  # names of splits for evaluations, in order of preference
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFacts:
-    """Facts about a split. Its chunks belong to the current variant of the `video` column.
+    """Facts about a split, whose chunks are from the current variant of the `video` column.
 
     Attributes:
         num_videos, num_captions: Number of videos that have chunks, and number of their captions.
         hours: Total length of the chunks.
-        num_without: Number of videos without chunks, because these were not made yet, or failed.
+        num_without: Number of videos without chunks, because the chunks were not made yet, or failed.
         sources: Sources of the captions.
     """
 
@@ -62,9 +62,9 @@ class Survey:
 
     Attributes:
         columns: Current variant of each column.
-        splits: Splits by name, the largest first.
+        splits: Splits by name, in order of decreasing size.
         chunk_s: Median length of a chunk, in seconds.
-        labels: Labels of the captions that are usable as classes, as `--label` names them.
+        labels: Labels of the captions that can be used as classes: values for `--label`.
     """
 
     address: str
@@ -81,7 +81,7 @@ def survey(address: str) -> Survey:
         UserError: The data folder does not exist, its manifest is empty, or it has no chunks of video.
     """
     if not kind_of(address).has_manifest:
-        raise no_data_folder(address, "and train quickstart looks at the manifest of a data folder")
+        raise no_data_folder(address, "but train quickstart reads the manifest of a data folder")
     if not is_remote(address):
         _require_folder(Path(address))
     folder = open_data_folder(address, cache=None, column=None)
@@ -96,9 +96,9 @@ def survey(address: str) -> Survey:
         folder.tars.files.copy_column(VIDEO)
     if VIDEO not in columns or not variant_dir(folder.path, VIDEO, columns[VIDEO]).is_dir():
         others = [name for name in columns if name != VIDEO]
-        hint = f"make them: {how_to_make(VIDEO, address, columns.get(VIDEO, ''))}"
+        hint = f"make the chunks: {how_to_make(VIDEO, address, columns.get(VIDEO, ''))}"
         if LATENTS in columns:
-            hint += f"; or train on the latents: {_on_latents(address, folder.path, has_text=TEXT in columns)}"
+            hint += f"; or train on the latents: {_latents_command(address, folder.path, has_text=TEXT in columns)}"
         raise UserError(
             f"{address} has no chunks of video{'; it has ' if others else ''}{', '.join(others)}", hint=hint
         )
@@ -109,8 +109,8 @@ def survey(address: str) -> Survey:
         raise UserError(str(error), hint=how_to_repair()) from error
     if not len(table):
         raise UserError(
-            f"no chunk of {address} is of a video of its manifest",
-            hint=f"make them: {how_to_make(VIDEO, address, columns[VIDEO])}",
+            f"no chunk of {address} belongs to a video in its manifest",
+            hint=f"make the chunks: {how_to_make(VIDEO, address, columns[VIDEO])}",
         )
     divided = read_divided_videos(folder.path)
     names = list(dict.fromkeys([*pc.unique(videos["split"]).to_pylist(), *(divided.splits if divided else ())]))
@@ -132,25 +132,26 @@ def split_to_train(surveys: Sequence[Survey]) -> str:
     Raises:
         UserError: There is no such split, or there are several.
     """
-    names = [{name for name, one in its.splits.items() if one.num_chunks} for its in surveys]
+    names = [{name for name, split in data.splits.items() if split.num_chunks} for data in surveys]
     common = sorted(set.intersection(*names))
     if "train" in common:
         return "train"
     if len(common) == 1:
         return common[0]
-    have = "; ".join(f"{one.address} has {', '.join(sorted(its))}" for one, its in zip(surveys, names, strict=True))
+    pairs = zip(surveys, names, strict=True)
+    found_splits = "; ".join(f"{data.address} has {', '.join(sorted(splits))}" for data, splits in pairs)
     raise UserError(
-        f"no split 'train' has chunks in each data folder: {have}",
-        hint=f"name the split to train on: train {DEFAULT} --shards DATA --split NAME",
+        f"there is no split 'train' with chunks in each data folder: {found_splits}",
+        hint=f"use --split to select the split to train on: train {DEFAULT} --shards DATA --split NAME",
     )
 
 
 def split_to_evaluate(surveys: Sequence[Survey], *, trained: str) -> str | None:
-    """Return the split to evaluate on, which has chunks in each folder and is not trained on; None if there is none."""
+    """Return the split to evaluate on: not the trained split, and with chunks in each folder; None without one."""
     names = [
         name
         for name in surveys[0].splits
-        if name != trained and all(name in one.splits and one.splits[name].num_chunks for one in surveys)
+        if name != trained and all(name in data.splits and data.splits[name].num_chunks for data in surveys)
     ]
     ranked = sorted(names, key=lambda name: _HELD_OUT.index(name) if name in _HELD_OUT else len(_HELD_OUT))
     return ranked[0] if ranked else None
@@ -158,17 +159,17 @@ def split_to_evaluate(surveys: Sequence[Survey], *, trained: str) -> str | None:
 
 def describe(data: Survey) -> list[str]:
     """Describe a data folder in lines of text."""
-    chunks = sum(its.num_chunks for its in data.splits.values())
-    length = duration_text(3600 * sum(its.hours for its in data.splits.values()))
+    chunks = sum(split.num_chunks for split in data.splits.values())
+    length = duration_text(3600 * sum(split.hours for split in data.splits.values()))
     labels = f"; labels: {', '.join(data.labels)}" if data.labels else ""
     lines = [f"{data.address}: {count_noun(chunks, 'chunk')} of {data.chunk_s:.3g} s (median), {length}{labels}"]
     lines += [
-        f"split {name}: {count_noun(its.num_videos, 'video')}, {count_noun(its.num_chunks, 'chunk')}, "
-        + f"{duration_text(3600 * its.hours)}, "
-        + (count_noun(its.num_captions, "caption") if its.num_captions else "no captions")
-        + (" of models" if its.sources and all(map(is_of_model, its.sources)) else "")
-        + (f"; {count_noun(its.num_without, 'video')} without chunks" if its.num_without else "")
-        for name, its in data.splits.items()
+        f"split {name}: {count_noun(split.num_videos, 'video')}, {count_noun(split.num_chunks, 'chunk')}, "
+        + f"{duration_text(3600 * split.hours)}, "
+        + (count_noun(split.num_captions, "caption") if split.num_captions else "no captions")
+        + (" of models" if split.sources and all(map(is_of_model, split.sources)) else "")
+        + (f"; {count_noun(split.num_without, 'video')} without chunks" if split.num_without else "")
+        for name, split in data.splits.items()
     ]
     others = [name for name in data.columns if name != VIDEO]
     return [*lines, f"other columns: {', '.join(others)}"] if others else lines
@@ -177,20 +178,20 @@ def describe(data: Survey) -> list[str]:
 def _require_folder(path: Path) -> None:
     make = f"prep manifest folder VIDEOS --data data; then {how_to_make(VIDEO, 'data')}"
     if not path.exists():
-        raise UserError(f"there is no folder {path}", hint=f"prep makes a data folder: {make}")
+        raise UserError(f"there is no folder {path}", hint=f"make a data folder: {make}")
     if not path.is_dir():
-        raise UserError(f"{path} is a file, not a data folder", hint=f"prep makes a data folder: {make}")
+        raise UserError(f"{path} is a file, not a data folder", hint=f"make a data folder: {make}")
     if not manifest_dir(path).is_dir() and not (path / DATASET_FILE).exists():
         if not any(path.iterdir()):
-            raise UserError(f"{path} is empty", hint=f"prep makes a data folder of a folder of videos: {make}")
+            raise UserError(f"{path} is empty", hint=f"make a data folder from a folder of videos: {make}")
         make = make.replace("VIDEOS", shlex.quote(str(path)))
         raise UserError(
             f"{path} is not a data folder: it has no manifest",
-            hint=f"if it has videos, prep makes a data folder of them: {make}",
+            hint=f"if it contains videos, make a data folder from them: {make}",
         )
 
 
-def _on_latents(address: str, data_dir: Path, *, has_text: bool) -> str:
+def _latents_command(address: str, data_dir: Path, *, has_text: bool) -> str:
     """Return the command for a first run on latents."""
     has_captions = bool(num_captions_of(data_dir))
     for task in tasks():
@@ -198,7 +199,7 @@ def _on_latents(address: str, data_dir: Path, *, has_text: bool) -> str:
         if run is not None and run.on_latents and run.needs_captions == has_captions:
             flags = run.on_latents if has_text or not run.without_text else f"{run.on_latents} {run.without_text}"
             return f"train {task.name} --shards {shlex.quote(address)} {flags}"
-    raise AssertionError("a task reads latents")
+    raise AssertionError("no task reads latents")
 
 
 def _seconds(table: ChunkTable) -> NDArray[np.float64]:
@@ -222,10 +223,10 @@ def _captions(
             is_counted = (row >= 0) & is_made[row]
             code = codes[row]
             if "split" in columns:
-                of_caption = rows_of(table["split"], pa.array(names))
-                code = np.where(of_caption < 0, code, of_caption)
+                caption_code = rows_of(table["split"], pa.array(names))
+                code = np.where(caption_code < 0, code, caption_code)
             pairs = code[is_counted] * len(sources) + source.indices.to_numpy()[is_counted]
-            for pair, number in zip(*(one.tolist() for one in np.unique(pairs, return_counts=True)), strict=True):
+            for pair, number in zip(*(array.tolist() for array in np.unique(pairs, return_counts=True)), strict=True):
                 counts[pair // len(sources)][sources[pair % len(sources)]] += number
     return counts, labels
 
@@ -239,22 +240,22 @@ def _splits(
     *,
     divided: DividedVideos | None,
 ) -> dict[str, SplitFacts]:
-    video, of_chunk, seconds = table.video_row, codes[table.video_row], _seconds(table)
+    video, chunk_code, seconds = table.video_row, codes[table.video_row], _seconds(table)
     if divided is not None:
-        is_divided, of_splits = np.isin(video, divided.video), []
+        is_divided, parts_of_splits = np.isin(video, divided.video), []
         begin_us, end_us = table.start_ms * 1000, table.end_us
         for code, name in enumerate(names):
-            mine = np.flatnonzero(is_divided | (of_chunk == code))
-            parts = divided.parts_of(name, video=video[mine], begin_us=begin_us[mine], end_us=end_us[mine])
+            rows = np.flatnonzero(is_divided | (chunk_code == code))
+            parts = divided.parts_of(name, video=video[rows], begin_us=begin_us[rows], end_us=end_us[rows])
             seconds = (parts.end_us - parts.begin_us) / 1e6
-            of_splits.append((video[mine][parts.span], np.full(len(seconds), code), seconds))
-        video, of_chunk, seconds = (np.concatenate(arrays) for arrays in zip(*of_splits, strict=True))
+            parts_of_splits.append((video[rows][parts.span], np.full(len(seconds), code), seconds))
+        video, chunk_code, seconds = (np.concatenate(arrays) for arrays in zip(*parts_of_splits, strict=True))
     splits = {
         name: SplitFacts(
-            num_videos=len(np.unique(video[of_chunk == code])),
+            num_videos=len(np.unique(video[chunk_code == code])),
             num_without=int((~is_made[codes == code]).sum()),
-            num_chunks=int((of_chunk == code).sum()),
-            hours=float(seconds[of_chunk == code].sum()) / 3600,
+            num_chunks=int((chunk_code == code).sum()),
+            hours=float(seconds[chunk_code == code].sum()) / 3600,
             num_captions=captions[code].total(),
             sources=tuple(sorted(captions[code])),
         )
@@ -263,9 +264,9 @@ def _splits(
     return dict(sorted(splits.items(), key=lambda item: -item[1].num_chunks))
 
 
-EPOCHS = 30  # similar to the presets for synthetic videos
-_MIN_STEPS = 200
-_FEWEST_STEPS = 20  # even if the start takes most of a short time limit
+EPOCHS = 30  # number of epochs, similar to the presets for synthetic videos
+_MIN_STEPS = 200  # minimum number of steps if the time limit allows them
+_FEWEST_STEPS = 20  # minimum number of steps in any case, even if the start takes most of a short time limit
 NUM_CHECKPOINTS = 4
 _MOST_AT_ONCE = 256  # maximum number of clips on a GPU in the first attempt
 _MIN_GPU_BYTES = 8 * 10**9  # a ViT-B/16 with a text tower, its gradients and AdamW's moments take 2.4 GB without clips
@@ -292,46 +293,52 @@ class Chosen:
     reason: str
 
 
-def choose_task(surveys: Sequence[Survey], *, split: str, asked: str | None) -> Chosen:
+def choose_task(surveys: Sequence[Survey], *, split: str, requested: str | None) -> Chosen:
     """Return the task to train.
 
+    Args:
+        requested: Task in --task; None to choose by the data.
+
     Raises:
-        UserError: The named task needs captions or labels, and a data folder has none.
+        UserError: The requested task needs captions, but a data folder has none.
     """
-    without = [one.address for one in surveys if not one.splits[split].num_captions]
-    num = sum(one.splits[split].num_captions for one in surveys)
-    if asked is None:
-        if not without:
+    uncaptioned = [data.address for data in surveys if not data.splits[split].num_captions]
+    num = sum(data.splits[split].num_captions for data in surveys)
+    if requested is None:
+        if not uncaptioned:
             return Chosen(DEFAULT, count_noun(num, "caption"))
-        where = "no captions" if len(without) == len(surveys) else f"no captions in {', '.join(without)}"
+        where = "no captions" if len(uncaptioned) == len(surveys) else f"no captions in {', '.join(uncaptioned)}"
         task = task_without_captions()
         return Chosen(task, f"{where}, and train {task} needs none")
-    if without and first_run_of(asked).needs_captions:
+    if uncaptioned and first_run_of(requested).needs_captions:
         raise UserError(
-            f"split {split!r} of {without[0]} has no captions, and train {asked} needs them",
+            f"split {split!r} of {uncaptioned[0]} has no captions, but train {requested} needs them",
             hint="add a table of captions: prep manifest folder VIDEOS --captions captions.csv --data "
-            f"{without[0]}; or use --task {task_without_captions()}",
+            f"{uncaptioned[0]}; or use --task {task_without_captions()}",
         )
-    return Chosen(asked, "--task")
+    return Chosen(requested, "--task")
 
 
-def choose_label(surveys: Sequence[Survey], *, asked: str | None) -> str:
+def choose_label(surveys: Sequence[Survey], *, requested: str | None) -> str:
     """Return the label to train on.
 
+    Args:
+        requested: Label in --label; None for the only label.
+
     Raises:
-        UserError: No label is in all data folders, or there are several and the user named none.
+        UserError: No label is in all data folders, or there are several labels and none was requested.
     """
-    labels = [name for name in surveys[0].labels if all(name in one.labels for one in surveys)]
-    if asked is not None and asked in labels:
-        return asked
-    if asked is not None:
+    labels = [name for name in surveys[0].labels if all(name in data.labels for data in surveys)]
+    if requested is not None and requested in labels:
+        return requested
+    if requested is not None:
         raise UserError(
-            f"the captions have no label {asked!r}",
+            f"the captions have no label {requested!r}",
             hint=f"labels: {', '.join(labels) or 'none'}; see docs/classification.md",
         )
     if not labels:
         raise UserError(
-            "the captions have no labels, and this task needs them",
+            "the captions have no labels, but this task needs labels",
             hint="see docs/classification.md for datasets with labels; or use another --task",
         )
     if len(labels) > 1:
@@ -351,7 +358,7 @@ def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Chosen:
     if not gpu_bytes:
         return Chosen(recipe.on_cpu, "small enough for a CPU")
     if recipe.on_gpu is None:
-        return Chosen(recipe.on_cpu, f"train {task} has no larger preset that needs no further files")
+        return Chosen(recipe.on_cpu, f"larger presets of train {task} need further files")
     if min(gpu_bytes) < _MIN_GPU_BYTES:
         return Chosen(recipe.on_cpu, f"{recipe.on_gpu} needs a GPU with {size_text(_MIN_GPU_BYTES)}")
     which = "a GPU has" if len(gpu_bytes) == 1 else f"{len(gpu_bytes)} GPUs have at least"
@@ -359,14 +366,14 @@ def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Chosen:
 
 
 def first_batch(preset: int, *, num_samples: int, on_gpu: bool) -> int:
-    """Return the batch size to try first: a power of two, at most the preset's batch and half of the samples."""
+    """Return the batch size to try first: a power of two, at most the preset's batch size and half of the samples."""
     most = min(preset, max(2, num_samples // 2), _MOST_AT_ONCE if on_gpu else preset)
     return 1 << (most.bit_length() - 1)
 
 
 @dataclass(frozen=True)
 class Length:
-    """Number of steps and epochs to train, and the reason."""
+    """Number of steps and epochs to train, and the reason for it."""
 
     steps: int
     epochs: float
@@ -374,7 +381,7 @@ class Length:
 
 
 def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float, minutes: float) -> Length:
-    """Return the number of steps: `EPOCHS`, at least `_MIN_STEPS` if they fit into the time, always `_FEWEST_STEPS`.
+    """Return the number of steps: `EPOCHS` and at least `_MIN_STEPS` if the time allows, else `_FEWEST_STEPS` or more.
 
     Args:
         num_samples: Number of samples per epoch.
@@ -406,11 +413,11 @@ class Expected:
 
 
 _SPREAD = (0.85, 1.15)  # variation of the speed on a quiet machine
-_BUSY_SPREAD = (0.5, 2.0)  # other processes that use the same cores may end, or need more
+_BUSY_SPREAD = (0.5, 2.0)  # variation if other processes use the same cores, as they may end or need more time
 
 
 def is_busy(load: float, *, cores: float) -> bool:
-    """Return True if more processes want to run than there are cores, without counting this process."""
+    """Return True if other processes need most of the cores; `load` includes this process."""
     return load - 1 > 0.75 * cores
 
 
@@ -419,13 +426,13 @@ def expected_time(
 ) -> Expected:
     """Estimate the time of a run from the times of a few of its steps.
 
-    The range covers the means of four sections of these steps, and at least `_SPREAD`.
+    The range covers the means of four sections of these steps, and is at least `_SPREAD`.
 
     Args:
         step_times: Times of at least one step, in seconds.
         start_s: Time from the start of the run to the end of its first step, in seconds.
         checkpoints_s: Time of all checkpoints, in seconds.
-        num_processes: Number of processes. The averaging of gradients was not measured, so it widens the range.
+        num_processes: Number of processes. Several widen the range, as averaging of gradients was not measured.
         busy: True if other processes are using the machine.
     """
     mean, size = fmean(step_times), max(1, len(step_times) // 4)

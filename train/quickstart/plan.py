@@ -1,6 +1,6 @@
-"""The plan of a first run: measured steps, and the settings, command line, text and JSON that follow from them.
+"""The plan of a first run: measured steps, and the resulting settings, command line, text and JSON.
 
-Steps are measured with smaller batches until one fits into memory.
+Steps are measured with smaller and smaller batches until a batch fits into memory.
 """
 
 import gc
@@ -43,7 +43,7 @@ from clipmill.train.quickstart.choice import (
     split_to_evaluate,
     split_to_train,
 )
-from clipmill.train.quickstart.request import OFFERED, Asked
+from clipmill.train.quickstart.request import OFFERED, Request
 from clipmill.train.registry import find_task
 from clipmill.train.run.checkpoint_writer import CheckpointWriter
 from clipmill.train.spec import TaskSpec
@@ -52,7 +52,7 @@ from clipmill.train.weights.source import Say
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Measurements from some training steps.
+    """Measurements of training steps.
 
     Attributes:
         batch: Largest batch size of this process that fits.
@@ -61,7 +61,7 @@ class Measured:
         taken: Times and memory of the steps.
         checkpoint_bytes: Size of model, optimizer and objective, in bytes.
         checkpoint_s: Time for writing a checkpoint, in seconds; 0 if the disk is full.
-        num_halved: Number of batch sizes that did not fit.
+        num_halved: Number of larger batch sizes that did not fit.
     """
 
     batch: int
@@ -74,7 +74,7 @@ class Measured:
     num_halved: int
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values, including the number and mean of the step times."""
+        """Return a JSON-serialisable dict, with the number and mean of the step times."""
         values = asdict(self)
         steps = values.pop("taken")
         num_steps = len(steps.pop("step_times"))
@@ -84,11 +84,11 @@ class Measured:
 def measure(
     spec: TaskSpec, settings: ClipSettings, *, device: torch.device, seconds: float, began_s: float, say: Say
 ) -> Measured:
-    """Take steps for about `seconds`; try smaller batches until one fits.
+    """Take steps for about `seconds`; try smaller batches until a batch fits.
 
     Args:
         settings: Settings of the run. Their batch size is tried first.
-        began_s: Time at which the command began. Like a run, it imports PyTorch.
+        began_s: Time at which the command began. Like a run, the command imports PyTorch.
 
     Raises:
         UserError: The data or the weights contradict the task, or even the smallest batch does not fit.
@@ -124,7 +124,7 @@ def measure(
 
 
 def _steps(opened: Opened, *, seconds: float) -> tuple[Taken, int, float] | None:
-    """Take steps; also return size and time of a checkpoint. Return None if there is too little memory."""
+    """Take steps, and write a checkpoint; return their measurements, or None if memory is too small."""
     try:
         with Activity(f"trying steps of {count_noun(opened.settings.batch, 'clip')} on the {opened.device.type}"):
             steps = Steps(opened)
@@ -153,9 +153,9 @@ def _open_task(spec: TaskSpec, settings: ClipSettings, *, device: torch.device, 
 
 
 def _checkpoint_s(steps: Steps, opened: Opened) -> float:
-    """Write a checkpoint beside the future run and remove it; return the time in seconds.
+    """Write a checkpoint next to the future run, and remove it; return the time in seconds.
 
-    If it would fill the disk, nothing is written and the time is 0. The plan then has a warning.
+    If the checkpoint would fill the disk, nothing is written and the time is 0. The plan then has a warning.
     """
     parent = existing_folder(opened.settings.out)
     if shutil.disk_usage(parent).free < 2 * steps.state_bytes:
@@ -163,7 +163,7 @@ def _checkpoint_s(steps: Steps, opened: Opened) -> float:
     try:
         folder = TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=parent)
     except OSError as error:
-        raise UserError(f"{parent} cannot be written: {error.strerror}", hint="name another --out") from error
+        raise UserError(f"{parent} cannot be written: {error.strerror}", hint="use another --out") from error
     state, world = steps.state, opened.world
     with folder as name, closing(CheckpointWriter(Path(name), world=world, keep=1, best=None)) as writer:
         began_s = time.perf_counter()
@@ -175,7 +175,7 @@ def _checkpoint_s(steps: Steps, opened: Opened) -> float:
 
 def existing_folder(path: Path) -> Path:
     """Return the closest existing folder above a path."""
-    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 _COLUMNS = 100
@@ -184,13 +184,13 @@ _MUCH_WAITING = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Choices that follow from data and machine, before any step was measured.
+    """Choices that follow from data and machine, before steps are measured.
 
     Attributes:
-        held_out: Split for evaluations; None if there is none.
+        held_out: Split for evaluations; None without such a split.
         settings: Settings with the preset's batch size and number of steps.
         num_processes: Number of processes, one per GPU.
-        load: Mean number of processes that wanted to run during the last minute.
+        load: Load average of the last minute.
     """
 
     surveys: tuple[Survey, ...]
@@ -227,7 +227,7 @@ class Plan:
 
     Attributes:
         settings: Complete settings of the command.
-        words: Words of the command line.
+        words: Arguments of the command line, including the program.
         then: Commands to use after the run.
         warnings: Warnings to read before the run.
     """
@@ -245,14 +245,14 @@ class Plan:
 
     @property
     def command(self) -> str:
-        """The command line for a shell."""
+        """Command line for a shell."""
         return shlex.join(self.words)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as plain values."""
+        """Return the plan as a JSON-serialisable dict."""
         proposal, host = self.proposal, self.proposal.examined.host
         return {
-            "data": [asdict(one) for one in proposal.surveys],
+            "data": [asdict(data) for data in proposal.surveys],
             "machine": {
                 "gpus": [asdict(gpu) for gpu in proposal.examined.accelerator.gpus],
                 "processor": host.processor,
@@ -282,85 +282,85 @@ class Plan:
     def text(self) -> str:
         """Return the plan as text for a terminal."""
         lines, last = list[str](), ""
-        for label, words in self._rows():
-            lines.append(wrap_words(words, label="" if label == last else label, columns=_COLUMNS))
+        for label, text in self._rows():
+            lines.append(wrap_words(text, label="" if label == last else label, columns=_COLUMNS))
             last = label if label != "warning" else ""
         return "\n".join([*lines, "", f"    {self.command}", ""])
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         proposal, measured, settings, expected = self.proposal, self.measured, self.settings, self.expected
         host, gpus = proposal.examined.host, proposal.examined.accelerator.gpus
-        yield from (("data", line) for one in proposal.surveys for line in describe(one))
+        yield from (("data", line) for data in proposal.surveys for line in describe(data))
         gpu = f"{count_noun(len(gpus), 'GPU')} ({', '.join(sorted({gpu.name for gpu in gpus}))})" if gpus else "no GPU"
         memory = "" if host.memory_bytes is None else f", {size_text(host.memory_bytes)} of memory"
         yield "machine", f"{gpu}; {count_noun(host.allowed_cores, 'core')}{memory}"
         yield "task", f"{proposal.task.value} on split {proposal.split}: {proposal.task.reason}"
-        about = f"{count_noun(settings.num_frames, 'frame')} of {settings.size_px} px"
+        about = f"{count_noun(settings.num_frames, 'frame')} at {settings.size_px} px"
         yield "preset", f"{proposal.preset.value}, {about}: {proposal.preset.reason}"
-        several = f" on {proposal.num_processes} GPUs; one was measured" if proposal.num_processes > 1 else ""
-        halved = f"; {count_noun(measured.num_halved, 'larger size')} did not fit" if measured.num_halved else ""
-        yield "batch", f"{count_noun(settings.batch, 'clip')}{several}{halved}"
+        gpus_text = f" on {proposal.num_processes} GPUs; one was measured" if proposal.num_processes > 1 else ""
+        misfits = f"; {count_noun(measured.num_halved, 'larger size')} did not fit" if measured.num_halved else ""
+        yield "batch", f"{count_noun(settings.batch, 'clip')}{gpus_text}{misfits}"
         samples = count_noun(measured.num_samples, "sample")
         yield "steps", f"{settings.steps:,}, {self.length.epochs:.1f} epochs of {samples}: {self.length.reason}"
-        times = [duration_text(one) for one in (expected.seconds, expected.least_s, expected.most_s)]
+        times = [duration_text(seconds) for seconds in (expected.seconds, expected.least_s, expected.most_s)]
         yield (
             "time",
             f"about {times[0]}, between {times[1]} and {times[2]}; measured: {measured.taken.step_s:.2g} s per step, "
             f"{measured.taken.wait_share:.0%} of it waiting for data, {measured.start_s:.0f} s to start, "
             f"{measured.checkpoint_s:.1f} s per checkpoint",
         )
-        of_gpu = " of GPU memory" if proposal.is_on_gpu else ""
-        yield "memory", f"{size_text(measured.taken.memory_bytes)}{of_gpu}, measured"
+        kind = " of GPU memory" if proposal.is_on_gpu else ""
+        yield "memory", f"{size_text(measured.taken.memory_bytes)}{kind}, measured"
         yield "disk", f"{size_text(self.disk_bytes)} for checkpoints; {size_text(self.free_bytes)} are free"
-        yield from (("warning", words) for words in self.warnings)
+        yield from (("warning", text) for text in self.warnings)
 
 
-def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Proposal:
+def propose(request: Request, surveys: Sequence[Survey], examined: Examined) -> Proposal:
     """Choose task, preset, splits and run folder.
 
     Raises:
         UserError: The data contradict the request.
         FailedWork: A problem of this machine would stop training.
     """
-    if broken := [one for one in judge(examined) if one.level == "broken"]:
+    if broken := [finding for finding in judge(examined) if finding.level == "broken"]:
         raise FailedWork(f"{broken[0].what} would stop training: {broken[0].hint}")
     split = split_to_train(surveys)
-    task = choice.choose_task(surveys, split=split, asked=asked.task)
-    gpus = [] if asked.device == "cpu" else [gpu.memory_bytes for gpu in examined.accelerator.gpus]
+    task = choice.choose_task(surveys, split=split, requested=request.task)
+    gpus = [] if request.device == "cpu" else [gpu.memory_bytes for gpu in examined.accelerator.gpus]
     preset = choice.choose_preset(task.value, gpu_bytes=gpus)
     kind = find_task(task.value).settings
-    if asked.preset is not None:
-        preset = Chosen(asked.preset, "--preset")
-        if asked.preset not in presets_of(kind):
+    if request.preset is not None:
+        preset = Chosen(request.preset, "--preset")
+        if request.preset not in presets_of(kind):
             raise UserError(
-                f"preset {asked.preset!r} is not one of train {task.value}",
+                f"preset {request.preset!r} is not one of train {task.value}",
                 hint=f"presets of train {task.value}: {', '.join(presets_of(kind))}",
             )
     settings: Any = load_settings(preset_path(preset.value, task.value), kind)
     folders = (Path("runs", f"quickstart-{number}" if number > 1 else "quickstart") for number in range(1, 10_000))
     changes: dict[str, Any] = {
-        "shards": surveys[0].address if len(surveys) == 1 else tuple(one.address for one in surveys),
+        "shards": surveys[0].address if len(surveys) == 1 else tuple(data.address for data in surveys),
         "split": split,
-        "out": asked.out or next(folder for folder in folders if not folder.exists()),
-        "device": asked.device,
+        "out": request.out or next(folder for folder in folders if not folder.exists()),
+        "device": request.device,
         "workers": min(settings.workers, max(1, examined.host.allowed_cores)),
     }
-    if asked.weights is not None:
-        changes["init"] = replace(settings.init, weights=asked.weights)
-    sources = sorted({name for one in surveys for name in one.splits[split].sources})
+    if request.weights is not None:
+        changes["init"] = replace(settings.init, weights=request.weights)
+    sources = sorted({name for data in surveys for name in data.splits[split].sources})
     captions = getattr(settings, "captions", None)
     if captions is not None and sources and all(map(is_of_model, sources)):
         changes["captions"] = replace(captions, sources=asking_for(sources))
     if choice.first_run_of(task.value).needs_label:
-        changes["label"] = choice.choose_label(surveys, asked=asked.label)
-    elif asked.label is not None:
+        changes["label"] = choice.choose_label(surveys, requested=request.label)
+    elif request.label is not None:
         raise UserError(
-            f"--label {asked.label} has no effect: train {task.value} needs no labels",
+            f"--label {request.label} has no effect: train {task.value} needs no labels",
             hint="add --task " + " or ".join(name for name in OFFERED if choice.first_run_of(name).needs_label),
             flags=("--label",),
         )
-    if asked.out is not None and asked.out.exists() and any(asked.out.iterdir()):
-        raise UserError(f"{asked.out} exists and is not empty", hint="name another --out, or omit it")
+    if request.out is not None and request.out.exists() and any(request.out.iterdir()):
+        raise UserError(f"{request.out} exists and is not empty", hint="use another --out, or omit it")
     return Proposal(
         surveys=tuple(surveys),
         examined=examined,
@@ -370,14 +370,14 @@ def propose(asked: Asked, surveys: Sequence[Survey], examined: Examined) -> Prop
         held_out=split_to_evaluate(surveys, trained=split),
         settings=replace(settings, **changes),
         num_processes=max(1, len(gpus)),
-        minutes=choice.MINUTES["cuda" if gpus else "cpu"] if asked.minutes is None else asked.minutes,
+        minutes=choice.MINUTES["cuda" if gpus else "cpu"] if request.minutes is None else request.minutes,
         load=os.getloadavg()[0],
     )
 
 
 def make_plan(proposal: Proposal, measured: Measured) -> Plan:
     """Complete a proposal with measurements."""
-    before, batch = proposal.settings, measured.batch * proposal.num_processes
+    proposed, batch = proposal.settings, measured.batch * proposal.num_processes
     # On a GPU, checkpoints are written in the background during the steps, except for the last one.
     num_waited = 1 if proposal.is_on_gpu else choice.NUM_CHECKPOINTS
     length = choice.choose_length(
@@ -387,18 +387,18 @@ def make_plan(proposal: Proposal, measured: Measured) -> Plan:
         other_s=measured.start_s + num_waited * measured.checkpoint_s,
         minutes=proposal.minutes,
     )
-    before = in_steps(before, measured.num_samples / batch)
-    every = max(1, min(before.checkpoint_every, math.ceil(length.steps / choice.NUM_CHECKPOINTS)))
+    proposed = in_steps(proposed, measured.num_samples / batch)
+    every = max(1, min(proposed.checkpoint_every, math.ceil(length.steps / choice.NUM_CHECKPOINTS)))
     settings = replace(
-        before,
+        proposed,
         batch=batch,
         steps=length.steps,
-        warmup_steps=min(before.warmup_steps, length.steps // 10),
+        warmup_steps=min(proposed.warmup_steps, length.steps // 10),
         checkpoint_every=every,
     )
     num_checkpoints = math.ceil(length.steps / every)
-    # The checkpoints that are kept, and another one while it is written.
-    needed = measured.checkpoint_bytes * min(num_checkpoints, settings.keep_checkpoints + 1)
+    # The checkpoints that are kept, and a further checkpoint while it is written.
+    disk_bytes = measured.checkpoint_bytes * min(num_checkpoints, settings.keep_checkpoints + 1)
     free_bytes = shutil.disk_usage(existing_folder(settings.out)).free
     return Plan(
         proposal=proposal,
@@ -413,11 +413,11 @@ def make_plan(proposal: Proposal, measured: Measured) -> Plan:
             num_processes=proposal.num_processes,
             busy=proposal.is_busy,
         ),
-        disk_bytes=needed,
+        disk_bytes=disk_bytes,
         free_bytes=free_bytes,
         words=tuple(_words(proposal, settings)),
         then=tuple(_following_commands(proposal, settings)),
-        warnings=tuple(_warnings(proposal, measured, length, needed=needed, free=free_bytes)),
+        warnings=tuple(_warnings(proposal, measured, length, disk_bytes=disk_bytes, free_bytes=free_bytes)),
     )
 
 
@@ -441,7 +441,7 @@ def _words(proposal: Proposal, settings: ClipSettings) -> list[str]:
 
 
 def _following_commands(proposal: Proposal, settings: ClipSettings) -> Iterator[str]:
-    """Yield commands to use after the run: an evaluation if there is a held-out split, and a search."""
+    """Yield commands to use after the run: an evaluation if there is a held-out split, and an embedding and search."""
     run = shlex.quote(str(settings.out))
     evaluation = proposal.spec.first_evaluation
     if proposal.held_out is not None and evaluation is not None:
@@ -454,27 +454,30 @@ def _following_commands(proposal: Proposal, settings: ClipSettings) -> Iterator[
 
 
 def _held_out_clips(proposal: Proposal, split: str) -> HeldOut:
-    """Return facts about the held-out split. Its clips are chunks, or captions if the task needs them and has fewer."""
-    num_chunks = sum(one.splits[split].num_chunks for one in proposal.surveys)
-    num_captions = sum(one.splits[split].num_captions for one in proposal.surveys)
+    """Return facts about the held-out split: its clips are chunks, or captions if these are needed and fewer."""
+    num_chunks = sum(data.splits[split].num_chunks for data in proposal.surveys)
+    num_captions = sum(data.splits[split].num_captions for data in proposal.surveys)
     needs_captions = choice.first_run_of(proposal.task.value).needs_captions
     alike = [
-        look_alikes_of(one.address, cache=None, split=split, trained_split=proposal.split) for one in proposal.surveys
+        look_alikes_of(data.address, cache=None, split=split, trained_split=proposal.split) for data in proposal.surveys
     ]
     return HeldOut(
         num_clips=min(num_chunks, num_captions) if needs_captions else num_chunks,
         num_chunks=num_chunks,
-        num_alike=sum(len(one or ()) for one in alike),
+        num_alike=sum(len(clips or ()) for clips in alike),
         trained_split=proposal.split,
     )
 
 
-def _warnings(proposal: Proposal, measured: Measured, length: Length, *, needed: int, free: int) -> Iterator[str]:
-    yield from (f"{one.what}; {one.hint}" for one in judge(proposal.examined) if one.level == "warning")
+def _warnings(
+    proposal: Proposal, measured: Measured, length: Length, *, disk_bytes: int, free_bytes: int
+) -> Iterator[str]:
+    findings = [finding for finding in judge(proposal.examined) if finding.level == "warning"]
+    yield from (f"{finding.what}; {finding.hint}" for finding in findings)
     if proposal.held_out is None:
         yield (
-            f"all chunks are of split {proposal.split!r}, so no evaluation can tell how the model does on other "
-            "videos: give some the split val (column split of the table of captions or videos), and run prep manifest "
+            f"all chunks are in split {proposal.split!r}, so the model cannot be evaluated on other videos: assign "
+            "some videos to the split val (column split of the table of captions or videos), and run prep manifest "
             "again"
         )
     elif cautions := _held_out_clips(proposal, proposal.held_out).cautions():
@@ -483,7 +486,7 @@ def _warnings(proposal: Proposal, measured: Measured, length: Length, *, needed:
     if recipe.weights and proposal.preset.value == recipe.on_gpu and proposal.settings.init.weights is None:
         yield (
             f"{recipe.on_gpu} was published with pretrained weights: add --init.weights {recipe.weights}, which "
-            "open_clip downloads; without them it begins with random weights and learns slowly"
+            "open_clip downloads; without them, training starts from random weights and is slow to learn"
         )
     if length.epochs < 1:
         yield f"the run shows only {length.epochs:.0%} of the samples: allow more time with --minutes"
@@ -493,5 +496,5 @@ def _warnings(proposal: Proposal, measured: Measured, length: Length, *, needed:
     if proposal.is_busy:
         cores = count_noun(proposal.examined.host.allowed_cores, "core")
         yield f"other processes use this machine (load {proposal.load:.0f} on {cores}), and the time depends on them"
-    if needed > free:
-        yield f"checkpoints take {size_text(needed)}, and {size_text(free)} are free: use another --out"
+    if disk_bytes > free_bytes:
+        yield f"checkpoints take {size_text(disk_bytes)}, but {size_text(free_bytes)} are free: use another --out"

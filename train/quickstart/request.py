@@ -1,4 +1,4 @@
-"""The flags of `train quickstart` that replace proposals."""
+"""Flags of `train quickstart` with which the user overrides proposals."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,26 +18,26 @@ else:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Request:
     """Decisions of the user; None for a value that quickstart proposes."""
 
     task: Task | None = None
     """Task to train. Default: dual-encoder on data with captions, otherwise mae."""
 
     label: str | None = None
-    """Label to classify, with --task classify. Default: the only one."""
+    """Label to classify, with --task classify. Default: the only label."""
 
     preset: str | None = None
-    """Preset of the task. Default: the largest that suits this machine."""
+    """Preset of the task. Default: the largest preset that suits this machine."""
 
     weights: Annotated[str | None, Parameter(name="--init.weights")] = None
-    """Initial weights: file, folder, run or NAME:TAG, as of the training commands. Default: random."""
+    """Initial weights: file, folder, run or NAME:TAG, as for the training commands. Default: random."""
 
     minutes: float | None = None
-    """Time for the run, in minutes, which limits the number of steps. Default: 10 on a CPU, 60 on GPUs."""
+    """Time limit of the run in minutes, which limits the number of steps. Default: 10 on a CPU, 60 on GPUs."""
 
     out: Path | None = None
-    """Run folder. Default: a new one, runs/quickstart."""
+    """Run folder. Default: a new folder, runs/quickstart."""
 
     device: Device = "auto"
     """Device to train on."""

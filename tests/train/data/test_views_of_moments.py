@@ -242,7 +242,7 @@ def test_a_run_with_views_trains_evaluates_exports_and_is_loaded(robot: Path, tm
         model.encode_video(batch["video"][:, 0])
     assert train("export", tmp_path / "run", "--format", "torch", "--out", tmp_path / "program") == 0
     program: Any = torch.export.load(tmp_path / "program/model.pt2").module()
-    inputs = model._of_rgb(batch["video"])
+    inputs = model._normalise_rgb(batch["video"])
     assert torch.allclose(program(inputs), embedded_BE, atol=1e-5)
     assert (
         train("export", tmp_path / "run", "--format", "open_clip", "--out", tmp_path / "clip") == (rule == "concat") * 2

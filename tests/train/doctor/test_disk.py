@@ -111,7 +111,7 @@ def test_data_that_this_user_may_not_read_is_not_taken_for_none(tmp_path: Path, 
 def test_a_disk_that_takes_no_file_is_told_from_one_that_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = ("warning", "no space is left")
+    full = ("warning", "the disk is full")
     for code, (level, words) in (
         *((errno.EDQUOT, full), (errno.ENOSPC, full)),
         (errno.EROFS, ("note", "not measured: Read-only")),

@@ -58,14 +58,14 @@ def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file is a file, not a data folder"):
         run_doctor(shards=tmp_path / "file", device="auto", is_json=False)
-    with pytest.raises(UserError, match="measures disks, and --shards s3://bucket/data is in object storage"):
+    with pytest.raises(UserError, match="measures disks, but --shards s3://bucket/data is in object storage"):
         run_doctor(shards=Path("s3://bucket/data"), device="auto", is_json=False)
 
 
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("import time; time.sleep(600)", "no answer within 3 s"),
+        ("import time; time.sleep(600)", "did not respond within 3 s"),
         ("import os; os.abort()", "ended with -6"),
         ("raise SystemExit('the driver is gone')", "ended with 1: the driver is gone"),
         ("print('{}')", "ended with 0"),

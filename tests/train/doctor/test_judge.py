@@ -97,11 +97,16 @@ def test_nothing_is_said_of_a_good_machine() -> None:
             "cannot be used: torch sees none",
             "install the NVIDIA driver",
         ),
-        (machine(accelerator={"torch_error": "no answer within 180 s"}), "broken", "no answer within", "nvidia-smi"),
+        (
+            machine(accelerator={"torch_error": "no response within 180 s"}),
+            "broken",
+            "no response within",
+            "nvidia-smi",
+        ),
         (
             machine(accelerator={"gpus": [replace(H200, free_bytes=50_000_000_000)]}),
             "warning",
-            "100 of the 150 GB of GPU 0 are in use",
+            "100 of the 150 GB of GPU 0 are already in use",
             "nvidia-smi",
         ),
         (
@@ -120,7 +125,7 @@ def test_nothing_is_said_of_a_good_machine() -> None:
             machine(accelerator={"tried": [replace(WORKS[0], kernels="math (all scores in memory) of torch")]}),
             "warning",
             "no fused kernel",
-            "built for this GPU",
+            "a build of torch for this GPU",
         ),
         (machine(accelerator={"xformers": "not loaded"}), "warning", "cannot be loaded", "docs/models.md"),
         (machine(accelerator={"has_triton": False}), "note", "triton", "triton"),
@@ -141,8 +146,8 @@ def test_nothing_is_said_of_a_good_machine() -> None:
             "--shm-size",
         ),
         (machine(decoder={"error": "No module named 'av'"}), "broken", "PyAV cannot be used", "install"),
-        (machine(decoder={"missing": ("h264",)}), "broken", "lacks decoders of h264", "wheel"),
-        (machine(decoder={"missing": ("vp9",)}), "warning", "lacks decoders of vp9", "wheel"),
+        (machine(decoder={"missing": ("h264",)}), "broken", "has no decoder for h264", "wheel"),
+        (machine(decoder={"missing": ("vp9",)}), "warning", "has no decoder for vp9", "wheel"),
         (machine(disk={"kind": "network", "file_system": "nfs4"}), "warning", "network file system (nfs4)", "local"),
         (machine(disk={"free_bytes": 10**9}), "warning", "1.0 GB left", "--out"),
         (machine(disk={"speed": replace(FAST, read_bytes_per_s=30e6)}), "warning", "read at 30 MB/s", "train bench"),
@@ -182,7 +187,7 @@ def test_what_stops_training_comes_first() -> None:
 def test_what_training_uses_follows_from_the_machine() -> None:
     used = used_by_training(GOOD)
     assert (used.device, used.precision, used.compiles) == ("cuda", "bf16", True)
-    assert used.attention == "xformers, or sdpa for heads and precisions that it has no kernel for"
+    assert used.attention == "xformers, or sdpa for heads and precisions without an xformers kernel"
     for other in ("sdpa", "cudnn"):
         assert used_by_training(machine(accelerator={"attention": other})).attention == other
     for examined in (machine(asked="cpu"), machine(accelerator=NO_GPU)):

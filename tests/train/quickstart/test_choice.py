@@ -21,25 +21,25 @@ def folder(
 
 
 def test_captions_decide_the_task_unless_a_flag_does() -> None:
-    assert choice.choose_task([folder()], split="train", asked=None).value == "dual-encoder"
-    assert choice.choose_task([folder(captions=0)], split="train", asked=None).value == "mae"
-    mixed = choice.choose_task([folder(), folder("films", captions=0)], split="train", asked=None)
+    assert choice.choose_task([folder()], split="train", requested=None).value == "dual-encoder"
+    assert choice.choose_task([folder(captions=0)], split="train", requested=None).value == "mae"
+    mixed = choice.choose_task([folder(), folder("films", captions=0)], split="train", requested=None)
     assert mixed.value == "mae" and "films" in mixed.reason
-    assert choice.choose_task([folder()], split="train", asked="mae").value == "mae"
-    with pytest.raises(UserError, match="has no captions, and train dual-encoder needs them") as refused:
-        choice.choose_task([folder(captions=0)], split="train", asked="dual-encoder")
+    assert choice.choose_task([folder()], split="train", requested="mae").value == "mae"
+    with pytest.raises(UserError, match="has no captions, but train dual-encoder needs them") as refused:
+        choice.choose_task([folder(captions=0)], split="train", requested="dual-encoder")
     assert "prep manifest folder VIDEOS --captions captions.csv" in str(refused.value.hint)
 
 
 def test_a_label_is_chosen_where_there_is_one() -> None:
-    assert choice.choose_label([folder(labels=("shape",))], asked=None) == "shape"
+    assert choice.choose_label([folder(labels=("shape",))], requested=None) == "shape"
     kitchen = folder(labels=("verb", "noun", "action"))
-    assert choice.choose_label([kitchen], asked="action") == "action"
+    assert choice.choose_label([kitchen], requested="action") == "action"
     with pytest.raises(UserError, match="several labels: verb, noun, action") as refused:
-        choice.choose_label([kitchen], asked=None)
+        choice.choose_label([kitchen], requested=None)
     assert refused.value.hint == "use --label action"
     with pytest.raises(UserError, match="no labels"):
-        choice.choose_label([kitchen, folder()], asked=None)
+        choice.choose_label([kitchen, folder()], requested=None)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from clipmill.train.quickstart import choice
 from clipmill.train.quickstart import plan as measurements
 from clipmill.train.quickstart.choice import describe, survey
 from clipmill.train.quickstart.plan import Plan, _held_out_clips, make_plan, propose
-from clipmill.train.quickstart.request import Asked
+from clipmill.train.quickstart.request import Request
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.data.http_folder import HttpFolder
 from tests.train.running import train
@@ -40,7 +40,7 @@ def plan(data_dir: Path) -> Plan:
         patch.chdir(data_dir.parent)
         patch.setattr(commands, "_TRIAL_S", 0.0)
         patch.setattr(choice, "_FEWEST_STEPS", 1)
-        return commands._plan([str(data_dir)], Asked(minutes=0.001, device="cpu"))
+        return commands._plan([str(data_dir)], Request(minutes=0.001, device="cpu"))
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_captions_of_models_are_named_if_there_are_no_others(plan: Plan) -> None
     assert found.splits["train"].sources == ("test",)
     train = replace(found.splits["train"], sources=("captioner@12", "vlm@ab"))
     proposal = propose(
-        Asked(device="cpu"), [replace(found, splits={**found.splits, "train": train})], plan.proposal.examined
+        Request(device="cpu"), [replace(found, splits={**found.splits, "train": train})], plan.proposal.examined
     )
     words = make_plan(proposal, plan.measured).words
     assert words[words.index("--captions.sources") + 1] == "captioner@*=1,vlm@*=1"
@@ -158,7 +158,7 @@ def test_with_yes_it_trains_and_says_where_the_page_is_and_what_comes_next(
 
 def propose_out(data_dir: Path) -> str:
     examined = examine_in_run(asked_device="cpu", device_type="cpu")
-    proposal = propose(Asked(device="cpu"), [survey(str(data_dir))], examined)
+    proposal = propose(Request(device="cpu"), [survey(str(data_dir))], examined)
     return str(proposal.settings.out)
 
 
