@@ -127,7 +127,7 @@ def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
             "prep manifest folder",
         ),
         (["--shards", "{data}", "--split", "test"], "no videos of split 'test'", "train, val"),
-        (["--shards", "{data}", "--batch", "10"], "--batch is 10, and there are 9 samples", "use --batch 8"),
+        (["--shards", "{data}", "--batch", "10"], "--batch 10 is larger than the 9 training samples", "use --batch 8"),
         (["--shards", "{data}", "--steps", "0"], "--steps is 0", "from 1 to"),
         (["--shards", "{data}", "--steps", "many"], "steps", "--help"),
         (["--shards", "{data}", "--stepz", "3"], "--stepz", "--help"),

@@ -82,8 +82,8 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ({"evaluation": "juggling"}, "unknown here: juggling"),
-        ({}, "unknown here: None"),
+        ({"evaluation": "juggling"}, "unknown evaluation: juggling"),
+        ({}, "unknown evaluation: None"),
         ({"evaluation": "retrieval", "split": "val"}, "is damaged"),
         ({"evaluation": "retrieval", "split": "val", "text_to_video": 3, "video_to_text": []}, "is damaged"),
     ],

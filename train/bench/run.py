@@ -98,7 +98,7 @@ def run_breakdown(
 
 def _open(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds: float) -> Opened:
     if not (math.isfinite(seconds) and seconds > 0):
-        raise UserError(f"--seconds {seconds} is not above 0", hint="use a number above 0", flags=("--seconds",))
+        raise UserError(f"--seconds is {seconds}", hint="use a number above 0", flags=("--seconds",))
     if len(settings.folders) > 1:
         raise UserError(
             f"train bench measures one data folder, but --shards names {len(settings.folders)}",

@@ -108,7 +108,7 @@ def test_the_table_says_what_to_change(bench: Bench, data_dir: Path, capsys: pyt
     [
         (["--shards", "nowhere"], "there is no data folder nowhere", "--shards"),
         (["--shards", "{data}", "--seconds", "0"], "--seconds is 0.0", "above 0"),
-        (["--shards", "{data}", "--batch", "10"], "--batch is 10, and there are 9 samples", "use --batch 8"),
+        (["--shards", "{data}", "--batch", "10"], "--batch 10 is larger than the 9 training samples", "use --batch 8"),
     ],
 )
 def test_mistakes_are_two_lines(
