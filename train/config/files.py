@@ -130,8 +130,8 @@ def yaml_source(
     name = str(path) if preset is None else f"preset {preset}"
 
     def fill(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
-        given = {argument.name: str(argument.tokens[-1].value) for argument in arguments if argument.tokens}
-        parts, new_remarks = chosen_parts(values, kind(), name=name, given=given, preset=preset)
+        overrides = {argument.name: str(argument.tokens[-1].value) for argument in arguments if argument.tokens}
+        parts, new_remarks = chosen_parts(values, kind(), name=name, overrides=overrides, preset=preset)
         collection = _collection_by_name()(arguments)
         for part in parts:
             Dict(part.values, source=part.source, use_commands_as_keys=False)(app, commands, collection)
@@ -336,7 +336,12 @@ class Part:
 
 
 def chosen_parts(
-    values: Mapping[str, Any], defaults: TrainingSettings, *, name: str, given: Mapping[str, str], preset: str | None
+    values: Mapping[str, Any],
+    defaults: TrainingSettings,
+    *,
+    name: str,
+    overrides: Mapping[str, str],
+    preset: str | None,
 ) -> tuple[list[Part], list[str]]:
     """Return the parts of a file that apply, by descending priority, and remarks about the choice.
 
@@ -344,7 +349,7 @@ def chosen_parts(
         values: Values of the file.
         defaults: Settings without flags and files.
         name: Name of the file or preset, for messages.
-        given: Values from flags and files with higher priority, by flag.
+        overrides: Values from flags and files with higher priority, by flag.
         preset: Name of the preset; None for other files.
     """
     common, parts, remarks = dict(values), list[Part](), list[str]()
@@ -355,27 +360,27 @@ def chosen_parts(
             continue
         group_values, flag = common.get(group, {}), kind.flag(kind.choice)
         preset_choice = str(group_values.get(kind.choice, getattr(kind, kind.choice)))
-        chosen = given.get(flag, preset_choice)
+        chosen = overrides.get(flag, preset_choice)
         if rows := kind.published.get(preset or "", {}):
             if (row := rows.get(chosen)) is not None:
                 where = f"{name}, {flag} {chosen} ({row.source})"
                 parts.append(Part(where, row.values))
-                remarks.append(f"{where}: {_format_flags(flatten(row.values), given)}")
+                remarks.append(f"{where}: {_format_flags(flatten(row.values), overrides)}")
             else:
-                flags = _format_flags(_defaults_for_choice(rows, group, chosen, defaults), given)
+                flags = _format_flags(_defaults_for_choice(rows, group, chosen, defaults), overrides)
                 choices = ", ".join(rows)
                 remarks.append(f"{name} has no values for {flag} {chosen}, only for {choices}; defaults: {flags}")
         elif chosen != preset_choice:
             names = {name for hyperparameters in kind.hyperparameters().values() for name in hyperparameters}
             unused = {f"{group}.{key}": value for key, value in group_values.items() if key in names}
             common[group] = {key: value for key, value in group_values.items() if key not in names}
-            if set(map(_flag, unused)) - set(given):
-                flags = _format_flags(unused, given)
+            if set(map(_flag, unused)) - set(overrides):
+                flags = _format_flags(unused, overrides)
                 remarks.append(f"{name}: values for {flag} {preset_choice} are not used with {chosen}: {flags}")
     chosen_values = list[Part]()
     for part in (*parts, Part(name, common)):
-        kept, idle = _drop_idle(part.values, defaults, given)
-        chosen_values.append(Part(part.source, kept))
+        remaining, idle = _drop_idle(part.values, defaults, overrides)
+        chosen_values.append(Part(part.source, remaining))
         remarks += [f"{part.source}: {flag} is not used with {reason}" for flag, reason in idle.items()]
     return chosen_values, remarks
 
@@ -392,39 +397,39 @@ def _defaults_for_choice(
 
 
 def _drop_idle(
-    values: Mapping[str, Any], defaults: Checked, given: Mapping[str, str]
+    values: Mapping[str, Any], defaults: Checked, overrides: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Drop values of a file that flags or files with higher priority make ineffective.
 
     Args:
         values: Values of the file, nested as the settings.
-        given: Values from flags and files with higher priority, by flag.
+        overrides: Values from flags and files with higher priority, by flag.
 
     Returns:
         The remaining values, and the flag and value that make each dropped value ineffective, by its flag.
     """
-    kept, idle = dict(values), dict[str, str]()
+    remaining, idle = dict(values), dict[str, str]()
     annotations = {setting.name: setting for setting in annotations_of(type(defaults))}
     for key, value in values.items():
         setting = annotations.get(str(key).replace("-", "_"))
         group = getattr(defaults, setting.name) if setting else None  # the parser reports unknown keys
         if isinstance(group, Checked) and isinstance(value, Mapping):
-            kept[key], idle_in_group = _drop_idle(value, group, given)
+            remaining[key], idle_in_group = _drop_idle(value, group, overrides)
             idle |= idle_in_group
         elif setting and setting.needs is not None and value != setting.default:
             flag = defaults.flag(setting.needs.name)
-            if flag in given and given[flag] not in map(str, setting.needs.values):
-                del kept[key]
-                idle[defaults.flag(setting.name)] = f"{flag} {given[flag]}"
-    return kept, idle
+            if flag in overrides and overrides[flag] not in map(str, setting.needs.values):
+                del remaining[key]
+                idle[defaults.flag(setting.name)] = f"{flag} {overrides[flag]}"
+    return remaining, idle
 
 
 def _flag(setting: str) -> str:
     return f"--{setting.replace('_', '-')}"
 
 
-def _format_flags(values: Mapping[str, Any], given: Mapping[str, str]) -> str:
-    """Format values as flags, except flags in `given`."""
+def _format_flags(values: Mapping[str, Any], overrides: Mapping[str, str]) -> str:
+    """Format values as flags, except flags in `overrides`."""
     shown = {_flag(name): value for name, value in values.items() if value not in _OFF}
-    text = " ".join(f"{flag} {value}" for flag, value in shown.items() if flag not in given)
+    text = " ".join(f"{flag} {value}" for flag, value in shown.items() if flag not in overrides)
     return text or ("all are set elsewhere" if shown else "none")

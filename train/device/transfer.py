@@ -183,14 +183,14 @@ def changing_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 @contextmanager
 def keep_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the buffers of `model` after additional forward passes within the block."""
-    kept = {name: buffer.clone() for name, buffer in changing_buffers(model).items()}
+    copies = {name: buffer.clone() for name, buffer in changing_buffers(model).items()}
     try:
         yield
     finally:
         with torch.no_grad():
             # Look up the buffers again, because a module may replace a buffer instead of changing it in place.
-            for name, buffer in changing_buffers(model).items() if kept else ():
-                buffer.copy_(kept[name])
+            for name, buffer in changing_buffers(model).items() if copies else ():
+                buffer.copy_(copies[name])
 
 
 def keep_buffers_in_recomputation(model: nn.Module) -> None:

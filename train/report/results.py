@@ -202,12 +202,12 @@ def _line(line: Line) -> dict[str, Any]:
     columns: dict[str, Any] = {"label": escape_invisible(line.label), "x": [], "y": [], "mean": [], "count": []}
     for part in parts:
         mean = sum(y for _, y in part) / len(part)
-        kept = sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
-        for x, y in kept:
+        extremes = sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+        for x, y in extremes:
             columns["x"].append(x)
             columns["y"].append(float(f"{y:.{_NUM_DIGITS}g}"))
             columns["mean"].append(float(f"{mean:.{_NUM_DIGITS}g}"))
-            columns["count"].append(len(part) / len(kept))
+            columns["count"].append(len(part) / len(extremes))
     return columns
 
 
