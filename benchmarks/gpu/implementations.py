@@ -155,7 +155,7 @@ def _opened(opening: Opening, taken: Timings, setup: Setup) -> Implementation:
     before = torch.cuda.memory_allocated(setup.device) if is_cuda else 0
     variant = opening()
     throughput = Throughput(device=setup.device, precision="bf16")
-    with nullcontext() if variant.model is None else throughput.counting(variant.model):
+    with nullcontext() if variant.model is None else throughput.count_flops(variant.model):
         variant.step()
     taken.num_flops = throughput.flops_per_step if variant.model is not None else variant.num_flops
     if setup.is_dry_run:

@@ -220,11 +220,11 @@ def test_a_step_after_a_bad_one_is_not_taken_though_its_own_numbers_are_good() -
     nan, one = torch.tensor(float("nan")), torch.tensor(1.0)
     for skips in (True, False):
         soundness = StepGuard(CPU)
-        assert soundness.after(one, one, skips=skips)
-        assert not soundness.after(one, nan, skips=skips)
-        assert bool(soundness.after(one, one, skips=skips)) == skips
-        assert not soundness.after(nan, one, skips=skips)
-        assert not soundness.after(one, one, skips=skips)
+        assert soundness.allow(one, one, skips=skips)
+        assert not soundness.allow(one, nan, skips=skips)
+        assert bool(soundness.allow(one, one, skips=skips)) == skips
+        assert not soundness.allow(nan, one, skips=skips)
+        assert not soundness.allow(one, one, skips=skips)
 
 
 def test_numbers_come_in_their_order_with_those_that_the_host_knew() -> None:

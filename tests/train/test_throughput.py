@@ -30,7 +30,7 @@ def test_the_flops_of_a_dual_encoder_are_those_of_the_formula() -> None:
     tokens = torch.zeros(batch, num_text, dtype=torch.long)
     tokens[:, -1] = 40_000
     speed = speed_of()
-    with speed.counting(model):
+    with speed.count_flops(model):
         video_BE, text_BE = model(torch.randn(batch, 3, num_frames, 32, 32), tokens)
         (video_BE * text_BE).sum().backward()
     text_width = size.text.trunk.width
@@ -56,7 +56,7 @@ class Twice(nn.Module):
 def test_what_is_computed_twice_counts_once_and_what_has_no_gradient_not_at_all() -> None:
     model, x = Twice(), torch.randn(8, 16, requires_grad=True)
     speed = speed_of()
-    with speed.counting(model):
+    with speed.count_flops(model):
         with torch.no_grad():
             model(x)
         for part in x.chunk(2):
@@ -79,7 +79,7 @@ def test_counting_does_not_change_the_step() -> None:
         model.zero_grad()
         torch.manual_seed(5)
         if counts:
-            with speed.counting(model):
+            with speed.count_flops(model):
                 model(x).square().sum().backward()
         else:
             model(x).square().sum().backward()

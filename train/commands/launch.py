@@ -292,7 +292,7 @@ def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
     if evaluation is None:
         return None
     try:
-        folder = open_folder(settings.on(settings.folders[0]), reason="splits are in a manifest", column=None)
+        folder = open_folder(settings.with_data(settings.folders[0]), reason="splits are in a manifest", column=None)
         splits = names_of_splits(read_videos(folder.path), read_divided_videos(folder.path))
     except UserError:
         return None

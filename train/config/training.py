@@ -270,7 +270,7 @@ class TrainingSettings(DataSettings):
     max_failures: Annotated[int, groups.MACHINE, Range(0, 10**12)] = 100
     """Number of failed samples that a run tolerates before it stops."""
 
-    def on(self, shards: str) -> Self:
+    def with_data(self, shards: str) -> Self:
         """Return the settings for an evaluation on other data, or for one of the run's data folders."""
         is_run_folder = normalise_address(shards) in map(normalise_address, self.folders)
         # --best refers to a metric of the complete run, whose evaluations cover all of its folders.

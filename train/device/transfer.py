@@ -56,7 +56,7 @@ class DeviceEvent:
         if self._event is not None:
             self._event.synchronize()
 
-    def since(self, earlier: "DeviceEvent") -> float:
+    def seconds_since(self, earlier: "DeviceEvent") -> float:
         """Return the seconds from an earlier event of the device to this event. Both must have been reached."""
         if self._event is None or earlier._event is None:
             return self._at_s - earlier._at_s
@@ -96,7 +96,7 @@ class StepGuard:
     def __init__(self, device: torch.device) -> None:
         self._is_sound = torch.ones((), dtype=torch.bool, device=device)
 
-    def after(self, loss: Scalar, grad_norm: Scalar, *, skips: bool) -> torch.Tensor:
+    def allow(self, loss: Scalar, grad_norm: Scalar, *, skips: bool) -> torch.Tensor:
         """Return True, as a bool on the device, if this step may be taken.
 
         With `skips` (fp16), a non-finite gradient norm blocks only this step.

@@ -219,7 +219,7 @@ def run_step(
 
     # Forward and backward, microbatch by microbatch. The model's wrapper averages its gradients over the ranks during
     # the last backward pass; the few parameters of the objective, such as a temperature, have no wrapper.
-    with throughput.counting(state.counted_module) if throughput.flops_per_step is None else nullcontext():
+    with throughput.count_flops(state.counted_module) if throughput.flops_per_step is None else nullcontext():
         metrics = state.objective.backward(state.trained, loaded.batch, step)
     average_gradients(list(state.objective.parameters()), step.world)
 
@@ -235,7 +235,7 @@ def run_step(
 
     # Step, unless the loss or the norm is not finite. The device decides that, so the host does not wait for them.
     state.precision.accepts(grad_norm)
-    take_step(state.optimizer, guard.after(metrics["loss"], grad_norm, skips=skips), skips=skips)
+    take_step(state.optimizer, guard.allow(metrics["loss"], grad_norm, skips=skips), skips=skips)
     if state.zero is not None:
         state.zero.exchange()
     exchange_buffers(state.model, step.world)

@@ -47,7 +47,7 @@ class Throughput:
         self.flops_per_step: int | None = None
 
     @contextmanager
-    def counting(self, model: nn.Module) -> Iterator[None]:
+    def count_flops(self, model: nn.Module) -> Iterator[None]:
         """Count the FLOPs of the step that runs within the block.
 
         Only forward passes with gradients are counted, so that recomputed activations count once, as MFU is defined.
@@ -415,7 +415,9 @@ class MetricsLog:
         if "num_skipped" in line:
             line["num_skipped"] = int(line["num_skipped"])
         speed = self._throughput.metrics(
-            step_s=pending.metrics.end.since(pending.began), waited_s=pending.waited_s, num_samples=self._num_samples
+            step_s=pending.metrics.end.seconds_since(pending.began),
+            waited_s=pending.waited_s,
+            num_samples=self._num_samples,
         )
         sources = {"sources": dict(pending.sources)} if pending.sources else {}
         return {**line, **speed, **evaluation, **sources, "num_failed": pending.num_failed}

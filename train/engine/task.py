@@ -198,13 +198,13 @@ class ClipTask(Generic[Settings, Samples, Model]):
         self.base: Base | None = None
         self._evaluations: dict[str, dict[str, Any]] = {}
 
-    def on(self, shards: str | None) -> Self:
+    def with_data(self, shards: str | None) -> Self:
         """Return the task, with its classes or tokens, on the data of an evaluation in the loop.
 
         Args:
             shards: Data of the evaluation; None for the data of the run.
         """
-        settings = self._settings if shards is None else self._settings.on(shards)
+        settings = self._settings if shards is None else self._settings.with_data(shards)
         return self._copy_with(replace(settings, where=settings.evaluate.where, share=1.0))
 
     def open_mixture(self, open_folder: Callable[[Self], Opened]) -> "Opened | MixedSamples":
@@ -213,7 +213,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         Raises:
             UserError: See `open_mixed`.
         """
-        return open_mixed(lambda folder: open_folder(self._copy_with(self._settings.on(folder))), self._settings)
+        return open_mixed(lambda folder: open_folder(self._copy_with(self._settings.with_data(folder))), self._settings)
 
     def _copy_with(self, settings: Settings) -> Self:
         task = copy(self)
@@ -231,7 +231,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         from clipmill.train.data.held_out import held_out_facts
 
         data = data_facts(self._settings.shards, evaluated.shards)
-        held = held_out_facts(samples, self.on(evaluated.shards)._settings, split=evaluated.split, data=data)
+        held = held_out_facts(samples, self.with_data(evaluated.shards)._settings, split=evaluated.split, data=data)
         cautions = [] if held is None else held.cautions(of=means_of)
         self._evaluations[evaluated.name] = {
             **data,

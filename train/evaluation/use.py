@@ -36,7 +36,9 @@ class Use:
             UserError: Clips of latents cannot be shown in this way.
         """
         settings = replace(settings, device=self.device or settings.device)
-        settings = replace(settings if self.shards is None else settings.on(self.shards), where=self.where, share=1.0)
+        settings = replace(
+            settings if self.shards is None else settings.with_data(self.shards), where=self.where, share=1.0
+        )
         overrides = self.overrides.changed_from(settings)
         return overrides.apply_to(settings), overrides
 

@@ -87,7 +87,7 @@ def test_a_count_of_flops_leaves_the_tensors_and_generators_of_a_step(
         throughput = Throughput(device=torch.device("cpu"), precision="fp32")
         torch.manual_seed(5)
         if number:
-            with throughput.counting(model):
+            with throughput.count_flops(model):
                 video, text = model(*inputs())
                 (video * text).sum().backward()
             num_flops = throughput.flops_per_step or 0

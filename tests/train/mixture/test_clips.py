@@ -200,7 +200,7 @@ def test_where_selects_in_each_folder_and_not_in_their_evaluations(near: Path, f
     assert samples.num_clips == 2 + 4
     task = task_on(near, far, where=where)
     for one in task._settings.evaluated_data():
-        held_out = task.on(one.shards).samples(one.split, ONE)
+        held_out = task.with_data(one.shards).samples(one.split, ONE)
         assert held_out.num_samples == 4
 
 

@@ -142,7 +142,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         if settings.evaluate.every:
             for data in settings.evaluated_data():
                 with data.opening():
-                    held_out = self.on(data.shards).samples(data.split, world)
+                    held_out = self.with_data(data.shards).samples(data.split, world)
                 self._held_out[data.name] = held_out
                 self.note_evaluation(data, held_out)
         return samples

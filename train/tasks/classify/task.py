@@ -196,7 +196,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
             # Opened now, so that a mistake in its settings is reported before training starts.
             for data in settings.evaluated_data():
                 with data.opening():
-                    held_out = self.on(data.shards).samples(data.split, world, views=_views(settings.evaluate))
+                    held_out = self.with_data(data.shards).samples(data.split, world, views=_views(settings.evaluate))
                 self._held_out[data.name] = held_out
                 self.note_evaluation(data, held_out)
         return samples

@@ -222,7 +222,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
     def _open_evaluation(self, data: EvaluatedData, world: World) -> "LoopEvaluation":
         from clipmill.train.tasks.dual_encoder.evaluation import LoopEvaluation
 
-        task, evaluation = self.on(data.shards), self._settings.evaluate
+        task, evaluation = self.with_data(data.shards), self._settings.evaluate
         protocol = evaluation.protocol if data.protocol is None else evaluation.protocol_named(data.protocol)
         evaluation = replace(evaluation, shards=(), split=data.split, protocol=protocol)
         with data.opening():

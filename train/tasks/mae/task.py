@@ -316,7 +316,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return samples
 
     def _open_probe(self, data: EvaluatedData, world: World) -> LoopProbe:
-        settings = self.on(data.shards)._settings
+        settings = self.with_data(data.shards)._settings
         evaluation = replace(self._settings.evaluate, shards=(), split=data.split)
         with data.opening():
             probe = LoopProbe(
