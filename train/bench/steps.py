@@ -174,7 +174,7 @@ def enough_samples(settings: ClipSettings) -> Iterator[None]:
 
 
 def _print_nothing(_: Any) -> None:
-    """Print nothing, because the run prints it."""
+    """Print nothing, because the run itself prints these lines."""
 
 
 # Rates of the stages of a step: the loader's threads, the copy to the device, and the model.

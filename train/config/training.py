@@ -392,7 +392,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 # Hint for training with other settings or data. OLD and NEW are run folders.
 NEW_RUN = "start a new run from its weights: --init.weights OLD --out NEW"
 GO_ON = (
-    "to continue the run as it is, omit these flags, and a --preset or --config that sets them; otherwise " + NEW_RUN
+    "to continue the run unchanged, omit these flags, and any --preset or --config that sets them; otherwise " + NEW_RUN
 )
 
 

@@ -49,7 +49,7 @@ def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _hashes(positions: Positions, count: int, *, seed: int, purpose: str) -> NDArray[np.uint64]:
     key = np.array([_key(seed=seed, purpose=purpose)], dtype=np.uint64)
     keys = splitmix64(np.asarray(key + np.arange(count, dtype=np.uint64), dtype=np.uint64))
-    # Hash twice: otherwise, keys that differ in a few bits would give equal numbers to positions that differ in them.
+    # Hash twice: otherwise, keys that differ in a few bits would pair positions that differ in the same bits.
     return splitmix64(splitmix64(positions.astype(np.uint64))[:, None] ^ keys[None, :])
 
 

@@ -88,7 +88,7 @@ def train(
         lower_is_better=settings.best_is_lowest,
     )
     saved_step: int | None = None
-    # The folder of a run in a bucket has another path on each rank.
+    # The local folder of a run in a bucket has a different path on each rank.
     if (latest := world.first(lambda: max(all_checkpoints(run.checkpoints), default=None))) is not None:
         path = run.checkpoints / checkpoint_name(latest)
         state.restore(path, samples, settings, task=task, world=world)

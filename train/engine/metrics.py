@@ -25,7 +25,7 @@ from clipmill.train.run.tracking import Trackers
 
 # A backward pass computes two matrix products for each matrix product of the forward pass.
 _FORWARD_AND_BACKWARD = 3
-# torch 2.11 has no formula for attention on a CPU; it is the same as on a GPU.
+# torch 2.11 has no formula for attention on a CPU; the formula is the same as on a GPU.
 flop_registry.setdefault(
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
@@ -434,7 +434,7 @@ _JOULES_PER_KWH = 3.6e6
 
 
 class Consumption:
-    """Consumption of a run: `gpu_hours`, and `gpu_kwh` where it is known. All ranks call its methods."""
+    """Consumption of a run: `gpu_hours`, and `gpu_kwh` if it is known. All ranks call the methods."""
 
     def __init__(self, run: RunFolder, *, world: World, device: torch.device) -> None:
         self._run, self._world, self._device = run, world, device

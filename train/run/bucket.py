@@ -1,14 +1,14 @@
 """A run in a bucket: its lock, the write access of its ranks, and uploads that survive an outage.
 
-Each process has a local folder of its own that mirrors the run (`clipmill.train.config.shards.local_folder` mounts it
+Each process has its own local folder, which mirrors the run (`clipmill.train.config.shards.local_folder` mounts it
 by `clipmill.manifests.storage.mounting`), so that all other code works with paths, and nodes share only the bucket:
 
 - Rank 0 holds the lock of the run, a lease. The other ranks write only while it does (`share_lock`), so that a node
-  that comes back after its lease has expired changes nothing.
+  that returns after its lease has expired changes nothing.
 - Small files are written through when they are published. Files that grow line by line are uploaded before a
   checkpoint gets its record, twice a minute, and at the end (`upload_now_and_then`).
 - Each rank uploads its parts of a checkpoint, under names that no other attempt of the launch uses. Rank 0 uploads
-  checkpoint.json after all of them: a checkpoint exists once it is there (`clipmill.train.run.checkpoint_writer`).
+  checkpoint.json last: a checkpoint exists once that file exists (`clipmill.train.run.checkpoint_writer`).
 """
 
 import socket

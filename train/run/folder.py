@@ -7,7 +7,7 @@
     checkpoints/step_*/       checkpoints (clipmill.train.run.checkpoint)
     evaluations/*.json        results of `train eval`; names of results on other data contain the data's name and a hash
     evaluations/*.coco.json   generated captions in COCO's results format
-    evaluations/former/       results that were replaced by those with another checkpoint, variant or flag
+    evaluations/former/       results that were replaced by results with a different checkpoint, variant or flag
     index.html                the results page
 
 Complete lines are appended to the two .jsonl files; resuming drops the lines after the checkpoint.
@@ -230,7 +230,7 @@ def hold_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]
     try:
         while not lock(folder, waits=False):
             if time.monotonic() >= latest_s:
-                hint = "wait until it is over, or use another --out"
+                hint = "wait until that process ends, or use another --out"
                 raise UserError(f"another process {work} in {path}", hint=hint)
             time.sleep(_LOOK_S)
         yield
@@ -239,7 +239,7 @@ def hold_folder(path: Path, *, work: str, wait_s: float = 0.0) -> Iterator[None]
 
 
 def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
-    """Create the folder of a new run, or take over one whose creation was interrupted.
+    """Create the folder of a new run, or take over a folder whose creation was interrupted.
 
     `comment` is written on top of settings.yaml.
 
