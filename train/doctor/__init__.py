@@ -1,1 +1,1 @@
-"""`train doctor`: report about a machine, the defaults that training would use on it, and its problems."""
+"""`train doctor`: report on a machine, the defaults of training on it, and its problems."""

@@ -1,1 +1,1 @@
-"""The training loop and what it consists of: state, synchronisation of ranks, failures, metrics, throughput."""
+"""The training loop and its parts: state, synchronisation of ranks, failures, metrics, throughput."""

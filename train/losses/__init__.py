@@ -1,1 +1,1 @@
-"""Loss functions of plain tensors."""
+"""Training objectives: their interface to the training loop, and contrastive losses."""

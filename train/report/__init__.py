@@ -1,1 +1,1 @@
-"""Results pages of a run, and of several runs beside each other."""
+"""Results page of a run, comparison page of several runs, and model card of an export."""
