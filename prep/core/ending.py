@@ -113,23 +113,38 @@ def retry_words(column: ColumnSpec, *, data: Path) -> list[str]:
 def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, column: str) -> int:
     """Return the size of the files of a column that `prep gc` removes: shards without a commit, and other variants.
 
-    In a bucket, where looking at them costs requests, return 0.
+    Files that have readers, which `prep gc` keeps, are not counted. In a bucket, where looking at them costs requests,
+    return 0.
     """
     if mirror_of(data) is not None:
         return 0
     directory = variant.directory
     named = {directory / path for file in files for path in (file.tar, file.energon_index, file.index)}
-    others = (
+    others = [
         name
         for name in list_variants(data, column)
         if name != directory.name and not lost_samples(data, column, variant=directory.name, former=name)
-    )
-    unused_bytes = sum(folder_bytes(directory.parent / name) for name in others)
-    for folder in (directory, *folders_in(directory)):
-        for path in folder.iterdir():
-            if path.name.endswith(_SHARD_ENDINGS) and path not in named:
-                with suppress(OSError):  # removed since the folder was listed
-                    unused_bytes += path.stat().st_size
+    ]
+    stray = [
+        path
+        for folder in (directory, *folders_in(directory))
+        for path in folder.iterdir()
+        if path.name.endswith(_SHARD_ENDINGS) and path not in named
+    ]
+    if not others and not stray:
+        return 0
+    from clipmill.shards.marks import read_readers
+
+    try:
+        readers = read_readers(data)
+    except (OSError, UserError):  # `prep gc` says why
+        return 0
+    unused_bytes = sum(folder_bytes(directory.parent / name) for name in others if not readers.of_variant(column, name))
+    # A run that is continued reads the shards that are committed then; a process, the shards that it has opened.
+    if all(reader.is_run for reader in readers.of_variant(column, directory.name)):
+        for path in stray:
+            with suppress(OSError):  # removed since the folder was listed
+                unused_bytes += path.stat().st_size
     return unused_bytes
 
 

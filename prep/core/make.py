@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -129,7 +129,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
             if part is None
             else writing_part(data_dir, part, column=column.name) as part_run
         ):
-            plan = work.plan(data_dir, settings, request)
+            plan = work.plan(data_dir, settings, replace(request, part_run=part_run))
             now.say("", what=column.doing)
             summary = work.run(plan, settings, request, part_run)
             assert part_run is None or part_run.is_last is not None, f"{column.package} does not run its plan in parts"

@@ -71,8 +71,8 @@ class PartLeases:
         self.lock_column()
         return None
 
-    def note_own(self, *, makes: str, source: str) -> None:
-        self._own.note(f"{makes}\n{source}")
+    def note_own(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
+        self._own.note(f"{makes}\n{source}\n{stage}")
 
     def leave_turn(self, text: str) -> None:
         self._turn_held.close()

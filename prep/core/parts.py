@@ -8,7 +8,9 @@ Part K of N makes the shards whose id modulo N is K - 1, so parts never make the
    short while, and then takes the lock of its own number. It is refused if a command without `--part` is running, if
    the same part is, or parts of another count;
 2. keeps the turn, if no other part is running, until everything that the parts have in common is published: probes,
-   shots, layout and the folder of the variant. Other parts wait and then find all of it;
+   shots, layout and the folder of the variant. Other parts wait and then find all of it. Before that, parts of `video`
+   probe sources together: a part claims a share within a turn, by a note in the lock of its number, and probes it
+   without the turn (`claim_share`). The first part that finds no share left keeps the turn and publishes the rest;
 3. makes its shards;
 4. waits for the turn again. If no other part is running, it finishes the run of all of them: lists, contents.json,
    failures, current variant. Otherwise it ends, and the last part finishes.
@@ -32,7 +34,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +52,7 @@ from clipmill.prep.engines.admission import source_sha256
 _PART = re.compile(r"(-?\d{1,6})/(-?\d{1,6})", re.ASCII)
 SIGN_INTERVAL_S = 1.0  # a running part touches its file
 _NUM_MISSED_SIGNS = 5  # intervals without a sign of life after which a part is gone
+_LONGEST_WAIT_S = 15.0  # between two looks at the shares of other parts
 _GLANCE_S = 0.005  # `prep status` holds the lock of a silent part for less than this
 
 
@@ -84,20 +87,39 @@ class Part:
         return f"{self.number}/{self.count}"
 
 
+_PLANS = "plans"
+
+
+def _claim_of(share: int) -> str:
+    return f"share {share}"
+
+
 @dataclass(frozen=True)
 class RunningPart:
-    """Note in the lock file of a running part: the process, what it makes, and by which code (empty while it plans)."""
+    """Note in the lock file of a running part.
+
+    Attributes:
+        makes: Variant that the part makes; empty while it plans.
+        source: Hash of its code; empty while it plans.
+        stage: Share that it has claimed (`_claim_of`), or `_PLANS` if it plans from what another part has published.
+    """
 
     part: Part
     holder: str
     makes: str
     source: str
+    stage: str = ""
 
     @classmethod
     def read(cls, note: str, part: Part) -> "RunningPart":
         """Read the note of a part."""
-        holder, makes, source, *_ = [*note.splitlines(), "", "", ""]
-        return cls(part, holder or "unknown process", makes, source)
+        holder, makes, source, stage, *_ = [*note.splitlines(), "", "", "", ""]
+        return cls(part, holder or "unknown process", makes, source, stage)
+
+    @property
+    def is_past_publishing(self) -> bool:
+        """True if everything that the parts have in common is published."""
+        return bool(self.makes) or self.stage == _PLANS
 
 
 class PartLocks(Protocol):
@@ -128,8 +150,8 @@ class PartLocks(Protocol):
     def take_own(self) -> str | None:
         """Take the lock of this part; return who holds it if the part is running already, else None."""
 
-    def note_own(self, *, makes: str, source: str) -> None:
-        """Note the variant that this part makes, and the hash of its code."""
+    def note_own(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
+        """Note the variant that this part makes, the hash of its code, and its stage, as in `RunningPart`."""
 
     def leave_turn(self, text: str) -> None:
         """Let other parts have the turn, and leave a text in it."""
@@ -186,9 +208,9 @@ class PartFiles:
         self._own.note(f"{this_process()}\n")
         return None
 
-    def note_own(self, *, makes: str, source: str) -> None:
+    def note_own(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
         assert self._own is not None
-        self._own.note(f"{this_process()}\n{makes}\n{source}\n")
+        self._own.note(f"{this_process()}\n{makes}\n{source}\n{stage}\n")
 
     def leave_turn(self, text: str) -> None:
         if self._turn is not None:
@@ -262,7 +284,8 @@ class PartRun:
     """The part that this process makes, and its place among the others.
 
     Attributes:
-        is_first: True if no other part was running when it began. It publishes the files that all parts share.
+        is_first: True if no other part was running when it began, or, after `claim_share`, if no other part has
+            published a plan. It publishes the files that all parts share.
         is_last: True if it finishes the run; None until it has ended.
         num_running: Number of other parts that were running when it ended.
         not_made: Work of other parts that was not done when the last part ended: number of shards by part.
@@ -278,6 +301,7 @@ class PartRun:
     not_made: Counter[Part] = field(default_factory=Counter)
     unit: str = "shard"
     _made: dict[Part, int] = field(default_factory=dict)
+    _has_turn: bool = False
     _locks: PartLocks = field(init=False)
 
     def __post_init__(self) -> None:
@@ -313,6 +337,38 @@ class PartRun:
             self._made = {}
         else:
             self._leave_turn()
+
+    def claim_share(self, find_unfinished: Callable[[], Sequence[int]]) -> int | None:
+        """Claim a share of the work that parts divide before they plan; return None once it is time to plan.
+
+        While the shares that are left belong to other running parts, wait for them: a part that is killed leaves its
+        share to the others. After None, this part has the turn if `is_first` is True, and otherwise finds what another
+        part has published.
+
+        Args:
+            find_unfinished: Function that returns the shares without a result; called within a turn.
+        """
+        interval_s = SIGN_INTERVAL_S
+        while True:
+            if not self._has_turn:
+                self._take_turn("planning")
+            others = self._locks.running()
+            self.is_first = not any(other.is_past_publishing for other in others)
+            unfinished = find_unfinished() if self.is_first else []
+            claims = {other.stage for other in others}
+            share = next((share for share in unfinished if _claim_of(share) not in claims), None)
+            if self.is_first and not unfinished:
+                return None
+            self._locks.note_own(stage=_PLANS if not self.is_first else "" if share is None else _claim_of(share))
+            self._leave_turn()
+            if not self.is_first:
+                refresh(self.data_dir)
+            if share is not None or not self.is_first:
+                return share
+            if interval_s == SIGN_INTERVAL_S:
+                sys.stderr.write(f"part {self.part} waits: other parts are probing the last sources\n")
+            time.sleep(interval_s)
+            interval_s = min(2 * interval_s, _LONGEST_WAIT_S)
 
     def agree(self, variant: str, *, where: str | None, package: str = "clipmill.prep") -> None:
         """Record the variant that the part makes, and the hash of its source code.
@@ -430,10 +486,12 @@ class PartRun:
             f"part {self.part} is {doing} ({this_process()})",
             on_wait=lambda holder: sys.stderr.write(f"part {self.part} waits: {holder or 'for another part'}\n"),
         )
+        self._has_turn = True
         lines = _MADE_LINE.findall(told)
         self._made = {Part(int(number), int(count)): int(made) for number, count, made in lines}
 
     def _leave_turn(self) -> None:
+        self._has_turn = False
         self._locks.leave_turn("".join(f"{part} {made}\n" for part, made in sorted(self._made.items())))
 
 

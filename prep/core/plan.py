@@ -261,8 +261,8 @@ class DiskUse:
         variant_bytes: Size of each variant of the planned column, by name.
         has_variant: True if the planned variant is one of them.
         added_bytes: Lowest and highest size of the files that the run writes, copies included; None if unknown.
-        freed_bytes: Size that `prep gc` frees once the planned variant is complete: the column's other variants, and
-            the shards of this variant that are replaced or removed.
+        freed_bytes: Size that `prep gc` frees once the planned variant is complete, unless trainings read the files:
+            the column's other variants, and the shards of this variant that are replaced or removed.
         free_bytes: Free space of the disk; None in a bucket.
     """
 
@@ -308,7 +308,7 @@ class DiskUse:
             num_others = len(self.variant_bytes) - self.has_variant
             what = f"{count_noun(num_others, 'other variant')}" if num_others else "earlier shards"
             kept = f"{what} {'is' if num_others == 1 else 'are'} kept beside it"
-            lines.append(f"         {kept}; then `prep gc` frees {size_text(self.freed_bytes)}")
+            lines.append(f"         {kept}; then `prep gc` frees up to {size_text(self.freed_bytes)}")
         if not self.fits:
             lines.append("warning  this may not fit on the disk: free some space, or give a folder on another disk")
         return lines

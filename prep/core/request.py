@@ -129,6 +129,7 @@ class Request(Checked):
         trial: Number of samples to make for the estimate of a plan.
         retry_codes: Failure codes to try again even if nothing changed.
         only_variant: Name of the variant that the settings must produce, or None.
+        part_run: Part that runs (`clipmill.prep.core.parts.PartRun`), or None.
     """
 
     data: Data = Path("data")
@@ -148,6 +149,7 @@ class Request(Checked):
     trial: Annotated[int, _HIDDEN] = 0
     retry_codes: Annotated[frozenset[str], _HIDDEN] = frozenset()
     only_variant: Annotated[str | None, _HIDDEN] = None
+    part_run: Annotated[Any, _HIDDEN] = None
 
     @property
     def scratch_bytes(self) -> int | None:

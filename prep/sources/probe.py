@@ -1,8 +1,10 @@
 """Probe of a source file: its properties are read and verified before anything is encoded.
 
 The index of an MP4 file lists the position of every packet, so truncation is detected without reading the file. Other
-containers are demuxed once from end to end, without decoding. In both cases, one frame is decoded, which shows the
-actual size and rotation.
+containers are demuxed once from end to end, without decoding, because a plan needs what only their packets tell: the
+exact end of the last frame, whether timestamps start again, changes of shape, and damage. A header has a rounded
+duration, perhaps of another track, or none. Chunks that are planned from it could be lost or invented. In both cases,
+one frame is decoded, which shows the actual size and rotation.
 
 Files are opened only with an allowlist of demuxers and through the file protocol. A playlist or concat script that is
 disguised as a video is rejected, so it cannot make libav read other files. Objects are read by range
@@ -72,6 +74,7 @@ def probe(place: Place, *, on_read: Callable[[], None] = lambda: None) -> Source
                 look = _look_at(container, track_of(container, timeline.track))
         picture = look.picture
         timeline = replace(timeline, shape=picture.shape, transfer=picture.transfer, primaries=picture.primaries)
+        timeline = replace(timeline, is_indexed=is_indexed)
         return SourceFacts(
             fingerprint=fingerprint,
             size_bytes=size_bytes,

@@ -1,4 +1,4 @@
-"""Probes of all sources of a manifest, stored in `<data>/probes.parquet` so that an unchanged file is never read twice.
+"""Probes of all sources of a manifest, stored in `<data>/probes.parquet` so that no unchanged file is probed twice.
 
 A file counts as unchanged if its path, size and modification time are the same. Failures that the file causes are also
 stored. Failures that the machine may have caused (permissions, a mount, a timeout) are probed again in every run. If a
@@ -11,9 +11,11 @@ files. Abandoned threads do not delay the exit of the program.
 """
 
 import os
+import re
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -26,13 +28,14 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.errors import StorageRefused
 from clipmill.manifests.locks import folder_lock
-from clipmill.manifests.publish import remove_temporaries
+from clipmill.manifests.publish import remove_all, remove_temporaries, temporaries_in
 from clipmill.prep.core.data_folder import PROBES_FILE
 from clipmill.prep.core.failures import REFUSALS, FailureCode, SourceFailure
 from clipmill.prep.core.tables import read_table_file, write_table_file
 from clipmill.prep.sources.access import STAT_LIMIT_S, access_failure
 
 if TYPE_CHECKING:
+    from clipmill.prep.core.parts import PartRun
     from clipmill.prep.sources.access import SourceFacts
     from clipmill.prep.sources.probe_tasks import Run
 
@@ -40,6 +43,8 @@ _SHORT_LIMIT_S = 1.0  # timeout in a folder in which a file timed out, because a
 _SLICE = 4096
 _TICK_S = 0.5
 NO_FILE = -1
+_SHARE = re.compile(r"\d+-of-\d+\.parquet", re.ASCII)
+SHARES_FOLDER = ".probes"  # of the data folder: probes of the parts of a run, until one of them adds them to the others
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ class FileStates:
     size_bytes: np.ndarray
     mtime_ns: np.ndarray
     failures: dict[int, SourceFailure]
+
+    def take(self, rows: np.ndarray) -> "FileStates":
+        """Return the states of the files in the given rows, int64 [N], in this order."""
+        failures = {number: self.failures[row] for number, row in enumerate(rows.tolist()) if row in self.failures}
+        return FileStates(self.size_bytes[rows], self.mtime_ns[rows], failures)
 
 
 def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
@@ -239,6 +249,43 @@ def read_probes(
         return PROBES.empty_table().select(PROBES.names if columns is None else list(columns))
 
 
+def add_shares(known: pa.Table, files: Iterable[Path]) -> pa.Table:
+    """Return probes with the results of parts before them, which nobody has added yet (`probe_parts.py`).
+
+    Of several rows of a path, the first one counts. A failure of a part does not replace a row, which may have the
+    facts of a source that has vanished since.
+
+    Args:
+        files: Files of the parts, which may be missing.
+    """
+    for path in files:
+        try:
+            share = read_table_file(path, schema=PROBES)
+        except (FileNotFoundError, ValueError):  # damaged, or of another version: its sources are read again
+            continue
+        if share.schema.metadata == PROBES.metadata:
+            # The table of probes may be large: it is neither copied nor hashed.
+            former = known["path"].filter(pc.is_in(known["path"], value_set=share["path"]))
+            is_new = pc.invert(pc.is_in(share["path"], value_set=former))
+            share = share.filter(pc.or_(is_new, pc.is_null(share["code"])))
+            known = pa.concat_tables([share.replace_schema_metadata(known.schema.metadata), known])
+    return known
+
+
+def share_files(data_dir: Path) -> list[Path]:
+    """Return the files with probes of parts, in the order of their names."""
+    folder = data_dir / SHARES_FOLDER
+    return sorted(path for path in folder.iterdir() if _SHARE.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def remove_shares(data_dir: Path) -> None:
+    """Remove the probes of parts and what killed parts left beside them; the folder stays if other files are in it."""
+    if (folder := data_dir / SHARES_FOLDER).is_dir():
+        remove_all([*share_files(data_dir), *temporaries_in(folder)])
+        with suppress(OSError):
+            folder.rmdir()
+
+
 def probes_of(paths: pa.ChunkedArray, probes: pa.Table) -> tuple[pa.Table, np.ndarray]:
     """Return the probes of the `paths` that have been probed, in this order, and a mask of these paths, bool[N]."""
     if probes["path"].equals(paths):
@@ -254,6 +301,7 @@ def probe_sources(
     num_workers: int,
     retry_failed: bool = False,
     run: "Run | None" = None,
+    part_run: "PartRun | None" = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pa.Table:
     """Return the probes of `paths`, one row each in the same order (schema PROBES); only new or changed files are read.
@@ -263,61 +311,112 @@ def probe_sources(
         retry_failed: Also probe files that failed before, even if they are unchanged.
         run: Function that runs tasks in the workers of a cluster (`probe_on_workers`); None to read all files on this
             machine.
+        part_run: Part of a run. The parts divide the files (`clipmill.prep.sources.probe_parts`), and the first part
+            that has nothing left to read has the turn afterwards. None to read all files in this process.
         on_progress: Function to call with (number probed, number to probe).
 
     Raises:
         StorageRefused: A bucket refuses the credentials, or it or a server refuses many sources in a row.
     """
     states = stat_files(paths, num_threads=num_workers)
-    sizes, mtimes = states.size_bytes, states.mtime_ns
-    known = read_probes(data_dir, paths=paths)
-    rows = _rows_of(paths, known=known["path"])
-    hit = rows >= 0
-    hit[hit] &= np.asarray(known["size_bytes"])[rows[hit]] == sizes[hit]
-    hit[hit] &= np.asarray(known["mtime_ns"])[rows[hit]] == mtimes[hit]
-    if retry_failed or known.schema.metadata != PROBES.metadata:
-        hit[hit] &= ~np.asarray(pc.is_valid(known["code"]))[rows[hit]]
-    todo = np.flatnonzero(~hit)
-    if not len(todo) and known["path"].equals(paths) and known.schema.metadata == PROBES.metadata:
+    probing = Probing(num_workers, retry_failed, run, on_progress)
+    stored = read_probes(data_dir, paths=paths)
+    known = add_shares(stored, share_files(data_dir))
+    rows, is_hit = probing.match(paths, states, known)
+    if part_run is not None:
+        from clipmill.prep.sources.probe_parts import probe_in_parts
+
+        if len(todo := np.flatnonzero(~is_hit)):
+            # All probes are read again later, and should not be in memory twice.
+            stored = known = known.take(pa.array(rows[todo][rows[todo] >= 0]))
+        probe_in_parts(data_dir, paths, states, known, todo=todo, part_run=part_run, probing=probing)
+        if len(todo):
+            stored = read_probes(data_dir, paths=paths)
+            known = add_shares(stored, share_files(data_dir))
+            rows, is_hit = probing.match(paths, states, known)
+    is_stored = known is stored and known["path"].equals(paths) and known.schema.metadata == PROBES.metadata
+    if is_hit.all() and is_stored:
         return known
-    fresh = _Fresh(known)
-    source = np.where(hit, rows, -1)
-
-    def present_rows() -> pa.Table:
-        """Return the rows known so far, in the order of `paths`; omit files that have not been probed yet."""
-        return fresh.table().take(pa.array(source[source >= 0])).combine_chunks()
-
-    next_save_s, num_refused = time.monotonic() + _SAVE_INTERVAL_S, 0
-    outcomes = _outcomes(paths, todo.tolist(), states, num_workers=num_workers, run=run)
-    for number, (row, outcome) in enumerate(outcomes, 1):
-        old = known.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
-        record = {"path": paths[row].as_py(), "size_bytes": int(sizes[row]), "mtime_ns": int(mtimes[row])}
-        if isinstance(outcome, SourceFailure):
-            # A failure that may pass is probed again by the next run.
-            is_known_gone = outcome.code == FailureCode.SOURCE_MISSING and record["size_bytes"] == NO_FILE
-            is_kept = outcome.is_lasting or is_known_gone
-            failure = {"code": str(outcome.code), "message": outcome.message}
-            record = old | record | failure | ({} if is_kept else {"mtime_ns": _NEVER})
-        else:
-            record = asdict(outcome) | record
-        source[row] = fresh.append(record)
-        on_progress(number, len(todo))
-        refused = record.get("code") if row not in states.failures else None  # what was listed, and cannot be read
-        num_refused = num_refused + 1 if refused in REFUSALS else 0
-        if num_refused == _MAX_REFUSED or refused == FailureCode.STORAGE_REFUSED:
-            _write_cache(data_dir, present_rows())
-            raise StorageRefused(
-                f"{record['path']}: {record['message']}",
-                hint="check the credentials and what they permit, then run the same command again",
-            )
-        if (begin_s := time.monotonic()) > next_save_s:
-            _write_cache(data_dir, present_rows())
-            end_s = time.monotonic()
-            next_save_s = end_s + max(_SAVE_INTERVAL_S, (end_s - begin_s) / _MAX_SAVING)
-    table = present_rows()
-    if not table.equals(known, check_metadata=True):
+    table = probing.probe(paths, states, known, rows, is_hit, save=lambda probes: _write_cache(data_dir, probes))
+    if not table.equals(stored, check_metadata=True):
         _write_cache(data_dir, table)
+    if part_run is None or part_run.is_first:
+        remove_shares(data_dir)
     return table
+
+
+@dataclass(frozen=True)
+class Probing:
+    """How sources are read: the arguments of `probe_sources`, which documents them."""
+
+    num_workers: int
+    retry_failed: bool
+    run: "Run | None"
+    on_progress: Callable[[int, int], None]
+
+    def match(self, paths: pa.ChunkedArray, states: FileStates, known: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+        """Return the row of each path in `known`, or -1, int64 [N], and whether the path need not be read, bool [N]."""
+        rows = _rows_of(paths, known=known["path"])
+        is_hit = rows >= 0
+        is_hit[is_hit] &= np.asarray(known["size_bytes"])[rows[is_hit]] == states.size_bytes[is_hit]
+        is_hit[is_hit] &= np.asarray(known["mtime_ns"])[rows[is_hit]] == states.mtime_ns[is_hit]
+        if self.retry_failed or known.schema.metadata != PROBES.metadata:
+            is_hit[is_hit] &= ~np.asarray(pc.is_valid(known["code"]))[rows[is_hit]]
+        return rows, is_hit
+
+    def probe(
+        self,
+        paths: pa.ChunkedArray,
+        states: FileStates,
+        known: pa.Table,
+        rows: np.ndarray,
+        is_hit: np.ndarray,
+        *,
+        save: Callable[[pa.Table], None],
+    ) -> pa.Table:
+        """Read the files that are not known, and return the probes of all `paths`, as `probe_sources` does.
+
+        Args:
+            rows, is_hit: Result of `match`.
+            save: Function that stores the probes known so far; called at intervals, and before an error.
+        """
+        fresh = _Fresh(known)
+        source = np.where(is_hit, rows, -1)
+
+        def present_rows() -> pa.Table:
+            """Return the rows known so far, in the order of `paths`; omit files that have not been probed yet."""
+            return fresh.table().take(pa.array(source[source >= 0])).combine_chunks()
+
+        todo = np.flatnonzero(~is_hit)
+        next_save_s, num_refused = time.monotonic() + _SAVE_INTERVAL_S, 0
+        outcomes = _outcomes(paths, todo.tolist(), states, num_workers=self.num_workers, run=self.run)
+        for number, (row, outcome) in enumerate(outcomes, 1):
+            old = known.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
+            state = {"size_bytes": int(states.size_bytes[row]), "mtime_ns": int(states.mtime_ns[row])}
+            record = {"path": paths[row].as_py(), **state}
+            if isinstance(outcome, SourceFailure):
+                # A failure that may pass is probed again by the next run.
+                is_known_gone = outcome.code == FailureCode.SOURCE_MISSING and record["size_bytes"] == NO_FILE
+                is_kept = outcome.is_lasting or is_known_gone
+                failure = {"code": str(outcome.code), "message": outcome.message}
+                record = old | record | failure | ({} if is_kept else {"mtime_ns": _NEVER})
+            else:
+                record = asdict(outcome) | record
+            source[row] = fresh.append(record)
+            self.on_progress(number, len(todo))
+            refused = record.get("code") if row not in states.failures else None  # listed, but it cannot be read
+            num_refused = num_refused + 1 if refused in REFUSALS else 0
+            if num_refused == _MAX_REFUSED or refused == FailureCode.STORAGE_REFUSED:
+                save(present_rows())
+                raise StorageRefused(
+                    f"{record['path']}: {record['message']}",
+                    hint="check the credentials and what they permit, then run the same command again",
+                )
+            if (begin_s := time.monotonic()) > next_save_s:
+                save(present_rows())
+                end_s = time.monotonic()
+                next_save_s = end_s + max(_SAVE_INTERVAL_S, (end_s - begin_s) / _MAX_SAVING)
+        return present_rows()
 
 
 def failed_sources(probes: pa.Table, *, only_passing: bool) -> np.ndarray:

@@ -52,6 +52,7 @@ from clipmill.shards.dataset import variant_dir
 from clipmill.shards.reader import Variant
 
 if TYPE_CHECKING:
+    from clipmill.prep.core.parts import PartRun
     from clipmill.prep.core.run import Job
     from clipmill.prep.engines import Engine, Outcome, Refused
     from clipmill.prep.sources.probe_tasks import Probed, ProbeTask
@@ -110,6 +111,7 @@ def make_plan(
     *,
     retry_codes: frozenset[str] = frozenset(),
     engine: "Engine | None" = None,
+    part_run: "PartRun | None" = None,
 ) -> Planned:
     """Plan `recipe` for the manifest in `data_dir`. With an engine, call it while holding the lock of the column.
 
@@ -117,6 +119,7 @@ def make_plan(
         retry_codes: Failure codes to try again even if nothing changed. If there are any, failed sources are probed
             again.
         engine: Engine of a cluster whose workers probe the sources; None to probe them on this machine.
+        part_run: Part of a run, which divides the probing; None for a command without `--part`.
     """
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
     with Activity(looking := f"looking at {count_noun(len(videos), 'video')}") as now:
@@ -126,6 +129,7 @@ def make_plan(
             num_workers=NUM_CHECK_THREADS,
             retry_failed=bool(retry_codes),
             run=None if engine is None else partial(_run_probes, data_dir, recipe, engine),
+            part_run=part_run,
             on_progress=now.counter(looking),
         )
     failed = failed_sources(probes, only_passing=not retry_codes)

@@ -53,9 +53,9 @@ from clipmill.prep.video.encode import Span, SpanPlan, encode_span
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.prep.video.plan import Plan, Workload
 from clipmill.prep.video.plan_inputs import Planned, left_out_values, named_videos
+from clipmill.prep.video.plan_videos import short_tails, sources_read_twice
 from clipmill.prep.video.settings import ChunkSettings
 from clipmill.prep.video.span_task import StagedSources
-from clipmill.prep.video.spans import EvenCutting
 from clipmill.prep.video.work import audio_lines, left_out_report, settings_against_current
 from clipmill.shards.columns import INDEXED, VIDEO
 from clipmill.shards.commits import Failure
@@ -77,7 +77,6 @@ _SHORT_S, _LONG_S = 1.0, 4.0
 UseSection = Callable[[str, Sequence[Path]], None]  # called with a video and the files of an encoded section
 _IGNORE: UseSection = lambda video_id, segments: None  # noqa: E731
 _MAX_COPY_BYTES = 512 << 20  # limit of the size of a remote source in trials
-_SHORT_TAIL_S = 1  # too short for most clips
 # Reasons to make or remove shards that videos enter or leave; the key is True if all of their videos do.
 _MOVED = {
     (ShardState.NEW, True): "the split of the videos has changed",
@@ -400,7 +399,8 @@ def plan_report(planned: Planned) -> Report:
     ]
     lines += retry_lines(failed, planned)
     has_work = any(shard.has_work for shard in plan.shards)
-    shots, tails, others = _undetected_shots(plan), _short_tails(plan), _of_other_splits(planned)
+    shots, tails, others = _undetected_shots(plan), short_tails(plan), _of_other_splits(planned)
+    twice = sources_read_twice(planned)
     num_noted, notes = plan.notes(max_videos=MAX_NAMED)
     lines += [
         *shots.lines,
@@ -422,7 +422,7 @@ def plan_report(planned: Planned) -> Report:
         ),
     )
     if has_work:
-        lines += [*audio_lines(planned), *estimate_lines(cost), *disk.lines()]
+        lines += [*audio_lines(planned), *estimate_lines(cost), *twice.lines, *disk.lines()]
     command = None
     if (
         has_work
@@ -453,6 +453,7 @@ def plan_report(planned: Planned) -> Report:
         **left_out_values(plan),
         **tails.values,
         **others.values,
+        **twice.values,
         **{"num_noted_videos": num_noted, "first_notes": notes},
     }
     return Report("\n".join(lines), values)
@@ -500,24 +501,6 @@ def _undetected_shots(plan: Plan) -> Addition:
         f"         {named_videos(first, num_all=num_videos)}",
     ]
     return Addition(lines if num_videos else [], values)
-
-
-def _short_tails(plan: Plan) -> Addition:
-    """Return the report's lines about videos whose last chunk is very short; empty with `--cut shots`."""
-    if not isinstance(plan.cutting, EvenCutting):
-        return Addition([], {})
-    fps = plan.recipe.settings.fps_exact
-    tails = plan.cutting.short_tails(max_frames=math.ceil(_SHORT_TAIL_S * fps))
-    rows = list(tails)[:MAX_NAMED]
-    first = dict(zip(plan.video_ids(rows), (float(tails[row] / fps) for row in rows), strict=True))
-    videos = [f"{on_one_line(video)} {length_s:.2g} s" for video, length_s in first.items()]
-    more = ", ..." if len(tails) > len(first) else ""
-    lines = [
-        f"tails    {count_noun(len(tails), 'video')} with a last chunk shorter than {_SHORT_TAIL_S} s:"
-        f" {', '.join(videos)}{more}",
-        "         kept: every frame is in a chunk; --tail merge adds it to the chunk before, --tail drop omits it",
-    ]
-    return Addition(lines if tails else [], {"num_short_tails": len(tails), "first_short_tails_s": first})
 
 
 def _of_other_splits(planned: Planned) -> Addition:

@@ -58,7 +58,7 @@ def _require(recipe: Recipe | IndexRecipe) -> None:
 def _plan(data_dir: Path, recipe: Recipe | IndexRecipe, request: Request) -> Planned:
     resolved = recipe.resolve()
     engine = None if request.cluster is None else request.open_engine(memory_gb=_WORKER_GB)
-    return make_plan(data_dir, resolved, retry_codes=request.retry_codes, engine=engine)
+    return make_plan(data_dir, resolved, retry_codes=request.retry_codes, engine=engine, part_run=request.part_run)
 
 
 def _run(plan: Planned, recipe: Recipe | IndexRecipe, request: Request, part_run: PartRun | None) -> Summary:

@@ -113,6 +113,7 @@ class Timeline:
         cut: Description of the missing end of a truncated file; empty if it is complete.
         is_continuous: True if the timestamps of the file, minus `start`, are the timeline.
         is_blind: True if a seek may land between two key frames, and in the middle of an audio frame.
+        is_indexed: True if an index in the file lists its packets; otherwise a probe reads all of them.
         key_gap: Longest time between two key frames in seconds; 0 if every seek lands on a key frame.
         shape: Crop and orientation of the pictures.
         aspects: Pixel aspect ratio (width / height), with the time in seconds from which it is valid; the first is 0.
@@ -131,6 +132,7 @@ class Timeline:
     cut: str = ""
     is_continuous: bool = True
     is_blind: bool = False
+    is_indexed: bool = True
     key_gap: Fraction = Fraction(0)
     shape: Shape = Shape()
     aspects: tuple[tuple[Fraction, Fraction], ...] = ((Fraction(0), ONE),)
@@ -178,6 +180,7 @@ _STORED = frozenset(
         "seek_start",
         "is_continuous",
         "is_blind",
+        "is_indexed",
         "key_gap",
         "shape",
         "aspects",

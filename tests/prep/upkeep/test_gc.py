@@ -170,8 +170,10 @@ def test_what_readers_have_opened_stays(prep: Prep, old_and_new: tuple[ShardSet,
     assert f"kept       video/{old.name}: {name}" in ran.stdout
     assert f"kept       video/{shard_set.variant.name}: 1 file without a commit, {name}" in ran.stdout
     assert replaced.exists() and old.is_dir() and f"          {name}" in prep("status", "--data", shard_set.data).stdout
+    assert rerun(prep, shard_set, *LEN, "--crf", "40")["freed_by_gc_bytes"] == 0, "the end of a run counts what is kept"
     readers.clear()
     remove_unused_marks()
+    assert rerun(prep, shard_set, *LEN, "--crf", "40")["freed_by_gc_bytes"] > 5
     prep("gc", "--data", shard_set.data)
     assert not replaced.exists() and not old.exists()
 

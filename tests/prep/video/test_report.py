@@ -1,9 +1,11 @@
 """Plans and `prep status` say what is missing, why, and what makes it."""
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.prep.running import manifest, messages, prep_here
+from clipmill.prep.video.ffmpeg import find_ffmpeg
+from tests.prep.running import chunk, manifest, messages, prep_here
 
 
 def test_what_failed_is_named_with_what_tries_it_again(tmp_path: Path, write_video: Callable[..., Path]) -> None:
@@ -50,3 +52,20 @@ def test_a_plan_waits_for_sources_without_which_nothing_can_be_done(
     lines = prep_here("plan", *flags).stdout.splitlines()
     assert lines[-1] == "nothing to do until the sources can be read again"
     assert "         `prep chunk` tries them again as soon as the source can be read" in lines
+
+
+def test_a_plan_names_the_sources_that_are_read_twice(tmp_path: Path, write_video: Callable[..., Path]) -> None:
+    good = write_video(tmp_path / "videos/good.mp4", seconds=1)
+    for name, flags in (("a.mkv", ()), ("b.ts", ()), ("c.mp4", ("-movflags", "frag_keyframe+empty_moov"))):
+        command = [find_ffmpeg().path, "-v", "error", "-i", good, "-c", "copy", *flags, good.with_name(name)]
+        subprocess.run(command, check=True)
+    manifest(data := tmp_path / "data", good.parent)
+    first, again = (prep_here("plan", "--data", data, "--json").summary for _ in range(2))
+    twice = {name: first[name] for name in ("num_read_twice", "read_twice_bytes", "first_read_twice")}
+    sizes = [good.with_name(name).stat().st_size for name in ("a.mkv", "b.ts", "c.mp4")]
+    assert twice == {"num_read_twice": 3, "read_twice_bytes": sum(sizes), "first_read_twice": ["a", "b", "c"]}
+    assert twice.items() <= again.items(), "a plan that reads no source again counts other sources"
+    text = prep_here("plan", "--data", data).stdout
+    assert "twice    3 videos without an index (MKV, TS and others), " in text and "each time " in text
+    chunk(data, "--preset", "ultrafast")
+    assert prep_here("plan", "--data", data, "--preset", "ultrafast", "--json").summary["num_read_twice"] == 0

@@ -1,0 +1,107 @@
+"""Source probing that the parts of a run (`--part K/N`) divide, one share of the sources after another.
+
+Share s of S has the sources whose row in the manifest modulo S is s. A part claims a share (`PartRun.claim_share`),
+reads its new and changed sources, and stores their probes in `<data>/.probes/<s>-of-<S>.parquet`, at intervals and at
+the end. After the death of a part, another part claims its share and continues from that file. The part that plans adds
+all shares to `probes.parquet`.
+
+A share is only a cache: a row is used if path, size and time are those that its reader sees, as in `probes.parquet`. A
+file that is late, outdated or missing costs time, and never changes a plan.
+"""
+
+import math
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from clipmill.manifests.locks import folder_lock
+from clipmill.manifests.storage.mirrors import refresh
+from clipmill.prep.core.data_folder import PROBES_FILE
+from clipmill.prep.core.tables import read_table_file, write_table_file
+from clipmill.prep.sources.probe_tasks import MAX_BYTES, MAX_SOURCES
+from clipmill.prep.sources.table import PROBES, SHARES_FOLDER, FileStates, Probing, add_shares, read_probes
+
+if TYPE_CHECKING:
+    from clipmill.prep.core.parts import PartRun
+
+_SHARES_PER_PART = 8  # a part that is killed loses little, and parts of unequal speed end together
+
+
+def num_shares(states: FileStates, *, num_parts: int) -> int:
+    """Return the number of shares, which is the same for all parts: the manifest and the sizes of its files give it."""
+    num_sources, num_bytes = len(states.size_bytes), int(states.size_bytes.clip(0).sum())
+    useful = max(math.ceil(num_sources / MAX_SOURCES), math.ceil(num_bytes / MAX_BYTES), 1)
+    return max(1, min(useful, num_sources, _SHARES_PER_PART * num_parts))
+
+
+def probe_in_parts(
+    data_dir: Path,
+    paths: pa.ChunkedArray,
+    states: FileStates,
+    known: pa.Table,
+    *,
+    todo: np.ndarray,
+    part_run: "PartRun",
+    probing: Probing,
+) -> None:
+    """Read shares of the files until none is left, and store their probes. Afterwards it is time to plan.
+
+    Args:
+        known: Earlier probes (PROBES) of the files to read, if any.
+        todo: Rows of the files to read, int64 [N].
+    """
+    count = num_shares(states, num_parts=part_run.part.count)
+    folder, share_of = data_dir / SHARES_FOLDER, todo % count
+    unfinished = {int(share): paths.take(pa.array(todo[share_of == share])) for share in np.unique(share_of)}
+    seen: dict[Path, tuple[int, int]] = {}
+
+    def file_of(share: int) -> Path:
+        return folder / f"{share}-of-{count}.parquet"
+
+    def has_changed(path: Path) -> bool:
+        """Return True if the file exists and is not the one that this function has seen before."""
+        with suppress(FileNotFoundError):
+            state = path.stat()
+            before, seen[path] = seen.get(path), (state.st_size, state.st_mtime_ns)
+            return before != seen[path]
+        return False
+
+    def find_unfinished() -> list[int]:
+        """Return the shares with sources whose probes are neither in the file of the share nor in the table of all."""
+        with folder_lock(data_dir):  # which refreshes the table in a bucket
+            refresh(folder)
+        if unfinished and has_changed(data_dir / PROBES_FILE):  # another part has planned, and may have ended since
+            table = read_probes(data_dir, columns=["path", "size_bytes", "mtime_ns", "code"])
+            table = table.filter(pc.is_in(table["path"], value_set=paths.take(pa.array(todo))))
+            _, is_hit = probing.match(paths.take(pa.array(todo)), states.take(todo), table)
+            for share in unfinished.keys() - set(share_of[~is_hit].tolist()):
+                del unfinished[share]
+        for share, sources in list(unfinished.items()):
+            if has_changed(file_of(share)):
+                with suppress(FileNotFoundError, ValueError):
+                    probed = read_table_file(file_of(share), schema=PROBES, columns=["path"])["path"]
+                    if pc.all(pc.is_in(sources, value_set=probed)).as_py():
+                        del unfinished[share]
+        return list(unfinished)
+
+    num_done = 0
+
+    def show(number: int, _num_of_share: int) -> None:
+        probing.on_progress(num_done + number, len(todo))
+
+    while (share := part_run.claim_share(find_unfinished)) is not None:
+        rows, save = todo[share_of == share], partial(write_table_file, file_of(share))
+        of_share, file_states = paths.take(pa.array(rows)), states.take(rows)
+        folder.mkdir(exist_ok=True)
+        former = add_shares(known, [file_of(share)])
+        former_rows, is_hit = probing.match(of_share, file_states, former)
+        probed = replace(probing, on_progress=show).probe(of_share, file_states, former, former_rows, is_hit, save=save)
+        save(probed)
+        unfinished.pop(share, None)  # whatever this machine sees of the file: no share is claimed twice
+        num_done += len(rows)
