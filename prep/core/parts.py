@@ -90,10 +90,6 @@ class Part:
 _PLANS = "plans"
 
 
-def _claim_of(share: int) -> str:
-    return f"share {share}"
-
-
 @dataclass(frozen=True)
 class RunningPart:
     """Note in the lock file of a running part.
@@ -101,7 +97,7 @@ class RunningPart:
     Attributes:
         makes: Variant that the part makes; empty while it plans.
         source: Hash of its code; empty while it plans.
-        stage: Share that it has claimed (`_claim_of`), or `_PLANS` if it plans from what another part has published.
+        stage: Share that it has claimed, or `_PLANS` if it plans from what another part has published.
     """
 
     part: Part
@@ -356,10 +352,10 @@ class PartRun:
             self.is_first = not any(other.is_past_publishing for other in others)
             unfinished = find_unfinished() if self.is_first else []
             claims = {other.stage for other in others}
-            share = next((share for share in unfinished if _claim_of(share) not in claims), None)
+            share = next((share for share in unfinished if f"share {share}" not in claims), None)
             if self.is_first and not unfinished:
                 return None
-            self._locks.note_own(stage=_PLANS if not self.is_first else "" if share is None else _claim_of(share))
+            self._locks.note_own(stage=_PLANS if not self.is_first else "" if share is None else f"share {share}")
             self._leave_turn()
             if not self.is_first:
                 refresh(self.data_dir)

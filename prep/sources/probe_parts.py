@@ -49,8 +49,11 @@ def probe_in_parts(
     todo: np.ndarray,
     part_run: "PartRun",
     probing: Probing,
-) -> None:
+) -> bool:
     """Read shares of the files until none is left, and store their probes. Afterwards it is time to plan.
+
+    Returns:
+        is_first: True if no other part has planned: this part has the turn, and adds the shares to the stored probes.
 
     Args:
         known: Earlier probes (PROBES) of the files to read, if any.
@@ -92,16 +95,14 @@ def probe_in_parts(
 
     num_done = 0
 
-    def show(number: int, _num_of_share: int) -> None:
-        probing.on_progress(num_done + number, len(todo))
-
     while (share := part_run.claim_share(find_unfinished)) is not None:
         rows, save = todo[share_of == share], partial(write_table_file, file_of(share))
         of_share, file_states = paths.take(pa.array(rows)), states.take(rows)
         folder.mkdir(exist_ok=True)
         former = add_shares(known, [file_of(share)])
         former_rows, is_hit = probing.match(of_share, file_states, former)
-        probed = replace(probing, on_progress=show).probe(of_share, file_states, former, former_rows, is_hit, save=save)
-        save(probed)
+        show = partial(lambda before, number, _: probing.on_progress(before + number, len(todo)), num_done)
+        save(replace(probing, on_progress=show).probe(of_share, file_states, former, former_rows, is_hit, save=save))
         unfinished.pop(share, None)  # whatever this machine sees of the file: no share is claimed twice
         num_done += len(rows)
+    return part_run.is_first

@@ -35,7 +35,6 @@ from clipmill.prep.core.tables import read_table_file, write_table_file
 from clipmill.prep.sources.access import STAT_LIMIT_S, access_failure
 
 if TYPE_CHECKING:
-    from clipmill.prep.core.parts import PartRun
     from clipmill.prep.sources.access import SourceFacts
     from clipmill.prep.sources.probe_tasks import Run
 
@@ -301,7 +300,7 @@ def probe_sources(
     num_workers: int,
     retry_failed: bool = False,
     run: "Run | None" = None,
-    part_run: "PartRun | None" = None,
+    divide: Callable[..., bool] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pa.Table:
     """Return the probes of `paths`, one row each in the same order (schema PROBES); only new or changed files are read.
@@ -311,8 +310,8 @@ def probe_sources(
         retry_failed: Also probe files that failed before, even if they are unchanged.
         run: Function that runs tasks in the workers of a cluster (`probe_on_workers`); None to read all files on this
             machine.
-        part_run: Part of a run. The parts divide the files (`clipmill.prep.sources.probe_parts`), and the first part
-            that has nothing left to read has the turn afterwards. None to read all files in this process.
+        divide: Function that reads the files together with other processes (`probe_in_parts`) before this process reads
+            the rest. It returns True if this process adds what they have read to the stored probes.
         on_progress: Function to call with (number probed, number to probe).
 
     Raises:
@@ -323,13 +322,12 @@ def probe_sources(
     stored = read_probes(data_dir, paths=paths)
     known = add_shares(stored, share_files(data_dir))
     rows, is_hit = probing.match(paths, states, known)
-    if part_run is not None:
-        from clipmill.prep.sources.probe_parts import probe_in_parts
-
+    adds_shares = True
+    if divide is not None:
         if len(todo := np.flatnonzero(~is_hit)):
             # All probes are read again later, and should not be in memory twice.
             stored = known = known.take(pa.array(rows[todo][rows[todo] >= 0]))
-        probe_in_parts(data_dir, paths, states, known, todo=todo, part_run=part_run, probing=probing)
+        adds_shares = divide(data_dir, paths, states, known, todo=todo, probing=probing)
         if len(todo):
             stored = read_probes(data_dir, paths=paths)
             known = add_shares(stored, share_files(data_dir))
@@ -340,14 +338,14 @@ def probe_sources(
     table = probing.probe(paths, states, known, rows, is_hit, save=lambda probes: _write_cache(data_dir, probes))
     if not table.equals(stored, check_metadata=True):
         _write_cache(data_dir, table)
-    if part_run is None or part_run.is_first:
+    if adds_shares:
         remove_shares(data_dir)
     return table
 
 
 @dataclass(frozen=True)
 class Probing:
-    """How sources are read: the arguments of `probe_sources`, which documents them."""
+    """Reader of sources with the settings of `probe_sources`, which documents them."""
 
     num_workers: int
     retry_failed: bool

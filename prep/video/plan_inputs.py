@@ -122,6 +122,11 @@ def make_plan(
         part_run: Part of a run, which divides the probing; None for a command without `--part`.
     """
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
+    divide = None
+    if part_run is not None:
+        from clipmill.prep.sources.probe_parts import probe_in_parts
+
+        divide = partial(probe_in_parts, part_run=part_run)
     with Activity(looking := f"looking at {count_noun(len(videos), 'video')}") as now:
         probes = probe_sources(
             data_dir,
@@ -129,7 +134,7 @@ def make_plan(
             num_workers=NUM_CHECK_THREADS,
             retry_failed=bool(retry_codes),
             run=None if engine is None else partial(_run_probes, data_dir, recipe, engine),
-            part_run=part_run,
+            divide=divide,
             on_progress=now.counter(looking),
         )
     failed = failed_sources(probes, only_passing=not retry_codes)

@@ -6,6 +6,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from clipmill.prep.core.data_folder import PROBES_FILE
 from clipmill.prep.core.parts import Part, writing_part
 from clipmill.prep.core.tables import write_table_file
 from clipmill.prep.sources import probe_parts, probe_processes
-from clipmill.prep.sources.probe_parts import num_shares
+from clipmill.prep.sources.probe_parts import num_shares, probe_in_parts
 from clipmill.prep.sources.table import SHARES_FOLDER, FileStates, probe_sources, read_probes, share_files, stat_files
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from tests.prep.running import wait_until
@@ -65,7 +66,7 @@ def paths(leasable: Path, write_video: Callable[..., Path]) -> pa.ChunkedArray:
 def probe_as(part: str, data: Path, paths: pa.ChunkedArray) -> pa.Table:
     """Probe the sources as a part does, and begin to make shards."""
     with writing_part(data, Part.parse(part), column="video") as run:
-        table = probe_sources(data, paths, num_workers=1, part_run=run)
+        table = probe_sources(data, paths, num_workers=1, divide=partial(probe_in_parts, part_run=run))
         run.agree("a", where=None)
         run.begin()
         return table
