@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.errors import StorageRefused
 from clipmill.manifests.locks import folder_lock
-from clipmill.manifests.publish import remove_all, remove_temporaries, temporaries_in
+from clipmill.manifests.publish import remove, remove_temporaries, temporaries_in
 from clipmill.prep.core.data_folder import PROBES_FILE
 from clipmill.prep.core.failures import REFUSALS, FailureCode, SourceFailure
 from clipmill.prep.core.tables import read_table_file, write_table_file
@@ -280,7 +280,7 @@ def share_files(data_dir: Path) -> list[Path]:
 def remove_shares(data_dir: Path) -> None:
     """Remove the probes of parts and what killed parts left beside them; the folder stays if other files are in it."""
     if (folder := data_dir / SHARES_FOLDER).is_dir():
-        remove_all([*share_files(data_dir), *temporaries_in(folder)])
+        remove(*share_files(data_dir), *temporaries_in(folder))
         with suppress(OSError):
             folder.rmdir()
 
