@@ -10,6 +10,7 @@ only the right length, and their indexes are links (`benchmarks.made_data`). The
     first chunk                prep chunk, which writes the merged table and nothing else
     plan                       prep plan, with everything committed
     chunk                      prep chunk with nothing to do: everything is checked, nothing is made
+    part                       the same with --part 1/2, which looks for sources to share
     status                     prep status
     gc                         prep gc --dry-run
     quick check                existence, sizes and times of all files of the shards, as plan, status and gc check them
@@ -26,6 +27,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks.made_data import COLUMN, commit_everything, make_videos
@@ -62,8 +64,8 @@ def phases(data: Path, *, recipe: ResolvedRecipe, num_chunks: int) -> dict[str, 
         _require(json.loads(usage.stdout)["chunks"] == {"current": num_chunks}, usage)
         return usage
 
-    def chunk() -> Usage:
-        usage = run_measured(prep_command("chunk", "--len", "15s", "--data", data, "--json"))
+    def chunk(*flags: str) -> Usage:
+        usage = run_measured(prep_command("chunk", "--len", "15s", "--data", data, "--json", *flags))
         summary = json.loads(usage.stdout)
         _require((summary["num_shards_made"], summary["num_chunks"]) == (0, num_chunks), usage)
         return usage
@@ -90,6 +92,7 @@ def phases(data: Path, *, recipe: ResolvedRecipe, num_chunks: int) -> dict[str, 
     return {
         "plan": plan,
         "chunk": chunk,
+        "part": partial(chunk, "--part", "1/2"),
         "status": status,
         "gc": gc,
         "quick check": quick_check,
