@@ -353,7 +353,7 @@ _SPACE = r"[\s\p{Z}]+"
 
 def is_unlikely(captions: pa.Table, *, min_likelihood: float) -> np.ndarray:
     """Return True for captions with a likelihood below `min_likelihood`, bool[N]; False without a likelihood."""
-    # Compared as float32, like the column: otherwise a caption with exactly this likelihood could be below it.
+    # The bound is float32, like the column, so that a caption with exactly this likelihood is not below it.
     unlikely = pc.less(captions["likelihood"], pa.scalar(min_likelihood, pa.float32()))
     return np.asarray(unlikely.fill_null(False).to_numpy())
 
@@ -361,14 +361,14 @@ def is_unlikely(captions: pa.Table, *, min_likelihood: float) -> np.ndarray:
 def is_duplicate(captions: pa.Table) -> np.ndarray:
     """Return True for captions that repeat another caption of the same clip and source, bool[N].
 
-    Texts are compared without regard to case and whitespace. Of several equal captions, the most likely one is not a
-    duplicate, or the first of the most likely ones.
+    Texts are compared without regard to case and whitespace. Among equal captions, the most likely caption is not a
+    duplicate; if several are equally likely, the first of them.
     """
     if not captions.num_rows:
         return np.zeros(0, bool)
-    folded = pc.replace_substring_regex(captions["text"], _SPACE, " ")
-    folded = pc.utf8_lower(pc.utf8_trim_whitespace(folded))
-    hashes = caption_hashes(captions.set_column(captions.column_names.index("text"), "text", folded))
+    texts = pc.replace_substring_regex(captions["text"], _SPACE, " ")
+    texts = pc.utf8_lower(pc.utf8_trim_whitespace(texts))
+    hashes = caption_hashes(captions.set_column(captions.column_names.index("text"), "text", texts))
     likelihood = captions["likelihood"].fill_null(-np.inf).to_numpy()
     order = np.lexsort((-likelihood, hashes[:, 1], hashes[:, 0]))
     repeats = (hashes[order[1:]] == hashes[order[:-1]]).all(axis=1)

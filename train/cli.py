@@ -16,7 +16,7 @@ from clipmill.manifests.help_text import register_completion, wants_help
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.settings import Range
 from clipmill.manifests.storage.mirrors import AddressStream
-from clipmill.manifests.storage.waiting import tell_of_waiting
+from clipmill.manifests.storage.waiting import report_waiting_with
 from clipmill.train.commands.training import name_sources, parse
 from clipmill.train.config.files import Provenance, presets_of
 from clipmill.train.config.training import TrainingSettings
@@ -147,7 +147,7 @@ def overview(
 def main() -> None:
     """Entry point of the `train` program."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        tell_of_waiting(lambda line: print(line, file=sys.stderr, flush=True))
+        report_waiting_with(lambda line: print(line, file=sys.stderr, flush=True))
     with redirect_stdout(AddressStream(sys.stdout)), redirect_stderr(AddressStream(sys.stderr)):
         run_command(_call, program="train", has_daemons=True)
 

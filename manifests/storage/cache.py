@@ -1,15 +1,15 @@
 """A bounded cache of complete objects in a local folder, shared by the processes of a machine.
 
-    <folder>/objects/<name>      a copy: complete, and verified when it was written
-    <folder>/objects/.tmp-...    a download, under the lock of its name
-    <folder>/locks/000 ... 255   one of them is held while an object is fetched, so that it is fetched once
-    <folder>/locks/room          held while room is made
-    <folder>/locks/room-<bytes>-...  room that a download has taken; void if its maker no longer holds its lock
+    <folder>/objects/<name>      a complete copy, verified when it was written
+    <folder>/objects/.tmp-...    a download in progress, protected by the lock for its name
+    <folder>/locks/000 ... 255   locks; a lock is held while an object is fetched, so that it is fetched only once
+    <folder>/locks/room          held while copies are evicted to make room
+    <folder>/locks/room-<bytes>-...  room reserved for a download; void once its process no longer holds the lock
 
-All locks are flocks, which end with their process. A copy in use is under a shared lock, and only copies that are not
-in use are evicted, least recently used first (by mtime, which is set at each use), so that the number of bytes on disk
-is the number that is counted. A mapping keeps the open file, and with it the lock, after its descriptor was closed
-(Linux, local disks).
+All locks are flocks, which end with their process. Copies in use have a shared lock, and only unused copies are
+evicted, least recently used first (by mtime, which is set at each use). The size of the copies is therefore the space
+that they take on disk. A memory map keeps the open file and its lock, even after the descriptor was closed (Linux,
+local disks).
 """
 
 import hashlib
@@ -37,7 +37,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class NoRoom(UserError):
-    """An object does not fit under the limit of the cache, even if all possible copies are evicted."""
+    """An object does not fit into the cache, even if all unused copies are evicted."""
 
 
 class Damaged(OSError):
@@ -46,7 +46,7 @@ class Damaged(OSError):
 
 @dataclass(eq=False)
 class CachedFile:
-    """A copy that stays in the cache until it is closed and all mappings of `descriptor` are closed.
+    """A copy that stays in the cache until it and all memory maps of `descriptor` are closed.
 
     Attributes:
         path: Path of the copy.
@@ -73,11 +73,11 @@ class CachedFile:
 
 
 class ObjectCache:
-    """The cache in a folder, under a limit. Thread-safe, and safe with other processes that use the same folder.
+    """A size-limited cache in a folder. Safe for several threads, and for several processes that use the same folder.
 
     Args:
-        limit_bytes: Limit of the size of all copies; None for `FREE_SHARE` of the free space.
-        is_durable: True if the copies are used after a restart of the machine, even after a loss of power.
+        limit_bytes: Maximum total size of the copies; None for `FREE_SHARE` of the free space.
+        is_durable: True if the copies must survive a restart of the machine, even after a power failure.
 
     Attributes:
         is_derived: True if the limit comes from the free disk space.
@@ -103,11 +103,11 @@ class ObjectCache:
 
     @property
     def held_bytes(self) -> int:
-        """Size of the copies now."""
+        """Current total size of the copies."""
         return sum(state.st_size for state in self._copies().values())
 
     def find(self, name: str, *, size_bytes: int | None = None) -> CachedFile | None:
-        """Return the copy with this name; None if there is none. A copy of another size is removed."""
+        """Return the copy with this name; None if it is missing. A copy with a different size is removed."""
         path = self._files / name
         while True:
             try:
@@ -123,7 +123,7 @@ class ObjectCache:
             os.close(descriptor)
             if status.st_nlink:
                 self.drop(name)
-            # Otherwise it was evicted between `open` and `lock`; by now another copy may exist.
+            # Otherwise, the copy was evicted between `open` and `lock`; a new copy may exist in the meantime.
 
     def get(
         self,
@@ -134,15 +134,15 @@ class ObjectCache:
         sha256: str | None = None,
         waits: bool = True,
     ) -> CachedFile | None:
-        """Return the copy with this name; if it is missing, make room and let `fetch` write it to the given path.
+        """Return the copy with this name. If it is missing, make room and call `fetch` to write the given path.
 
         Args:
-            sha256: Hex digest that the content must have; None if it is unknown.
+            sha256: Expected SHA-256 (hex) of the content; None if unknown.
             waits: Wait for another process or thread that fetches the same object; otherwise return None.
 
         Raises:
             NoRoom: The object does not fit, because it is larger than the limit or because of copies in use.
-            Damaged: The fetched bytes have another size or digest.
+            Damaged: The fetched bytes have a different size or digest.
             OSError: The object cannot be fetched or written.
         """
         if copy := self.find(name, size_bytes=size_bytes):
@@ -170,10 +170,10 @@ class ObjectCache:
             return copy
 
     def claim(self, sizes: Mapping[str, int], *, only_if_it_fits: bool = False) -> bool:
-        """Note objects, by name, that this process will keep in the cache; return False if they do not fit.
+        """Reserve room for objects, by name, that this process will keep in the cache; return False if they do not fit.
 
         Raises:
-            NoRoom: They do not fit, unless `only_if_it_fits`.
+            NoRoom: The objects do not fit, unless `only_if_it_fits`.
         """
         with self._claims_lock:
             new = {name: size for name, size in sizes.items() if name not in self.claims}
@@ -182,7 +182,7 @@ class ObjectCache:
                 if only_if_it_fits:
                     return False
                 raise NoRoom(
-                    f"{needed:,} bytes have to be in the cache {self.folder}, whose limit is {self.limit_bytes:,}",
+                    f"{needed:,} bytes must be in the cache {self.folder}, but its limit is {self.limit_bytes:,} bytes",
                     hint=_HINT,
                 )
             self.claims.update(new)
@@ -207,7 +207,7 @@ class ObjectCache:
 
     @contextmanager
     def _room(self, size_bytes: int, *, name: str) -> Iterator[None]:
-        """Hold room for `size_bytes` under the limit, until the download has become a copy or failed."""
+        """Reserve room for `size_bytes` until the download has become a copy or has failed."""
         with hold_lock(self._locks / "room"):
             self._make_room(size_bytes, name=name)
             room = self._locks / f"room-{size_bytes}-{secrets.token_hex(6)}-{name}"
@@ -220,16 +220,16 @@ class ObjectCache:
                 room.unlink(missing_ok=True)
 
     def _make_room(self, size_bytes: int, *, name: str) -> None:
-        # Downloads of processes that were killed.
+        # Remove the downloads of killed processes.
         for path in self._files.glob(f"{TEMPORARY_PREFIX}*"):
             if (target := target_of(path.name)) is not None:
                 with hold_lock(self._lock_of(target), waits=False) as is_held:
                     if is_held:
                         path.unlink(missing_ok=True)
-        # Downloads first: a download that becomes a copy during the scan is then seen as both, and counted once.
+        # List the downloads first: a download that becomes a copy in the meantime is then in both lists, not in none.
         downloads = []
         for path in self._locks.glob("room-*"):
-            if (descriptor := try_lock(path)) is not None:  # its maker has ended
+            if (descriptor := try_lock(path)) is not None:  # the process that reserved the room has ended
                 path.unlink(missing_ok=True)
                 os.close(descriptor)
             elif path.exists():
@@ -240,8 +240,8 @@ class ObjectCache:
         used_bytes += sum(size for target, size in downloads if self._files / target not in copies)
         used_bytes -= evict(copies, excess_bytes=used_bytes + size_bytes - self.limit_bytes)
         if used_bytes + size_bytes > self.limit_bytes:
-            room = f"room for {max(0, self.limit_bytes - used_bytes):,} of {self.limit_bytes:,}; the rest is in use"
-            raise NoRoom(f"{name} has {size_bytes:,} bytes, but the cache {self.folder} has {room}", hint=_HINT)
+            free = f"only {max(0, self.limit_bytes - used_bytes):,} of {self.limit_bytes:,} bytes are free or unused"
+            raise NoRoom(f"{name} has {size_bytes:,} bytes, but in the cache {self.folder}, {free}", hint=_HINT)
 
     def _lock_of(self, name: str) -> Path:
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=2).digest()) % _NUM_LOCKS
@@ -249,21 +249,21 @@ class ObjectCache:
 
 
 def files_in(folder: Path) -> dict[Path, os.stat_result]:
-    """Return the state of each file in a folder."""
+    """Return the `stat` result of each file in a folder."""
     states = {}
     with os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(FileNotFoundError):  # it was removed in the meantime
+            with suppress(FileNotFoundError):  # the file was removed in the meantime
                 states[Path(entry.path)] = entry.stat(follow_symlinks=False)
     return states
 
 
 def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked: bool = True) -> int:
-    """Remove files, the least recently used first, until `excess_bytes` are freed; return the bytes that were freed.
+    """Remove files, least recently used first, until `excess_bytes` are freed; return the number of bytes freed.
 
     Args:
-        files: Files that may be removed, with their state; the modification time is the time of the last use.
-        are_locked: True if processes lock the files that they use (`try_lock`); locked files stay.
+        files: Files that may be removed, with their `stat` results; the modification time is the time of the last use.
+        are_locked: True if processes lock the files that they use (`try_lock`); locked files are kept.
     """
     freed_bytes = 0
     for path, state in sorted(files.items(), key=lambda item: item[1].st_mtime_ns):
@@ -272,7 +272,7 @@ def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked
         if not are_locked:
             path.unlink(missing_ok=True)
         elif (descriptor := try_lock(path)) is not None:
-            path.unlink(missing_ok=True)  # within the lock, so that no process begins to use it
+            path.unlink(missing_ok=True)  # while the lock is held, so that no process begins to use the file
             os.close(descriptor)
         if not path.exists():
             freed_bytes += state.st_size
@@ -281,7 +281,7 @@ def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked
 
 def _require(path: Path, *, size_bytes: int, sha256: str | None) -> None:
     if (num_bytes := path.stat().st_size) != size_bytes:
-        # A connection that is closed early may look like the end of the object.
+        # If a connection is closed early, this may look like the end of the object.
         raise Damaged(f"received {num_bytes:,} of {size_bytes:,} bytes")
     if sha256 is not None:
         digest = hashlib.sha256()

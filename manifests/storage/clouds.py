@@ -1,6 +1,6 @@
-"""The kinds of object storage: the form of their addresses, and the variables of servers and accounts.
+"""The kinds of object storage: the form of their URLs, and the environment variables for servers and accounts.
 
-The client reads the variables; they are named here for checks before a request and for error messages.
+The client library reads the variables. They are listed here for checks before a request and for error messages.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ class Cloud:
     """A kind of object storage.
 
     Attributes:
-        form: Form of its addresses.
-        credentials: Variables of an account, for messages.
-        endpoints: Variables with the URL of another server than the provider's; messages name the first one.
+        form: Form of its URLs.
+        credentials: Variables with the credentials of an account, for messages.
+        endpoints: Variables with the URL of a server that is not the provider's; messages contain the first variable.
         allow_http: Variable that must be true if that URL begins with http://.
         names_clock: True if the server reports that the clock of this machine is wrong.
         num_deleted: Maximum number of objects that one request deletes.
@@ -57,5 +57,5 @@ CLOUDS = {
 
 
 def cloud_of(address: str) -> Cloud:
-    """Return the kind of object storage of an address with a scheme that is supported."""
+    """Return the kind of object storage for a URL with a supported scheme."""
     return CLOUDS[address.partition("://")[0].lower()]

@@ -1,16 +1,16 @@
-"""Locks in a bucket: an object that one process at a time holds, and that expires when its holder has died.
+"""Locks in a bucket: objects that one process at a time holds, and that expire if their holder dies.
 
-The holder writes the object under the condition that no other process has written it (If-None-Match for a new object,
-If-Match for a released one), writes it again every `RENEWAL_S` seconds, and at the end leaves a random number in it. No
-two states of the object have the same content, and so none has the etag of an earlier state. A lease that has not been
-renewed for `EXPIRY_S` seconds may be taken over. Its age is the difference of two times of the server, so that the
-clocks of the machines do not matter.
+The holder writes the object on the condition that no other process has written it (If-None-Match for a new object,
+If-Match for a released lease), rewrites it every `RENEWAL_S` seconds, and finally replaces it with a random number. No
+two states of the object have the same content, so no state has the etag of an earlier state. A lease that has not been
+renewed for `EXPIRY_S` seconds may be taken over. Its age is the difference between two times of the server, so it does
+not depend on the clocks of the machines.
 
-`require` is the guard of all requests that change something (`objects.py`): a lease is trusted as long as a request
-that begins now has ended before the lease can be taken over. After that, the holder renews it first, under the same
-condition; if another process has taken it over, `LeaseLost` is raised instead.
+`require` is the guard of all requests that change objects (`objects.py`). A lease is trusted as long as a request that
+begins now ends before the lease can be taken over. After that, the holder first renews the lease, under the same
+condition; if another process has taken the lease over, `LeaseLost` is raised.
 
-`HeldLeases` are the leases of a process. Workers rely on the leases of their command, which they check (`Fence`).
+`HeldLeases` are the leases of a process. Workers check the leases of their command (`Fence`).
 """
 
 import json
@@ -33,8 +33,8 @@ from clipmill.manifests.storage.stores import WRITE_LIMIT_S, Conflict
 
 RENEWAL_S = 15.0
 EXPIRY_S = 60.0
-_MARGIN_S = 6.0  # the times of a server may be whole seconds
-_FIRST_POLL_S, LAST_POLL_S = 0.25, 4.0  # a waiting process asks less and less often
+_MARGIN_S = 6.0  # safety margin, because the times of a server may be rounded to seconds
+_FIRST_POLL_S, LAST_POLL_S = 0.25, 4.0  # range of the polling interval, which doubles while a process waits
 _RELEASED_BYTES = 32  # size of a released lease: hexadecimal digits; 0 if an older version released it
 
 
@@ -42,9 +42,9 @@ class LeaseHeld(UserError):
     """Another process holds the lease.
 
     Attributes:
-        holder: Name of that process.
-        note: Text that it has noted.
-        is_alive: True if it is known to run.
+        holder: Name of the holder.
+        note: Note that the holder has left.
+        is_alive: True if the holder is known to be running.
     """
 
     holder = note = "unknown"
@@ -60,11 +60,11 @@ class Lease:
 
     Args:
         key: Key of the object.
-        what: Name of the protected thing, for messages.
+        what: Name of the protected resource, for messages.
         note: Text for other processes that read the lease.
 
     Attributes:
-        replaced: Released or expired lease that this lease has replaced; None if there was none.
+        replaced: Released or expired lease that this lease has replaced; None if there was no object.
     """
 
     def __init__(self, objects: Objects, key: str, *, what: str, note: str = "") -> None:
@@ -83,7 +83,7 @@ class Lease:
         """Take the lease.
 
         Raises:
-            LeaseHeld: Another process holds it.
+            LeaseHeld: Another process holds the lease.
             AccessRefused: The bucket is not writable.
         """
         free = self._find_free()
@@ -113,16 +113,16 @@ class Lease:
                 if not is_told:
                     is_told = True
                     on_wait(held.note)
-            # Wait until the object is written, but not too long to notice that the holder has died.
-            before, interval_s = self._state(), _FIRST_POLL_S
-            while before is not None and not is_released(before) and interval_s <= LAST_POLL_S:
+            # Wait until the object is rewritten, but not for so long that the death of the holder goes unnoticed.
+            state, interval_s = self._state(), _FIRST_POLL_S
+            while state is not None and not is_released(state) and interval_s <= LAST_POLL_S:
                 time.sleep(interval_s * random.uniform(0.5, 1.0))
-                if self._state() != before:
+                if self._state() != state:
                     break
                 interval_s *= 2
 
     def take_over(self, *, on_wait: Callable[[str], object]) -> None:
-        """Take the lease; if it is held, wait until it expires, unless its holder gives a sign of life.
+        """Take the lease; if it is held, wait until it expires, unless its holder is alive.
 
         Args:
             on_wait: Function that is called once with the name of the holder.
@@ -159,7 +159,7 @@ class Lease:
             self.require_not_lost()
 
     def note(self, text: str) -> None:
-        """Replace the note.
+        """Replace the note in the lease.
 
         Raises:
             LeaseLost: Another process holds the lease.
@@ -175,11 +175,11 @@ class Lease:
         if self._lost_to is not None:
             raise LeaseLost(
                 f"the lock of {self._what} was taken over by {self._lost_to}, because it was not renewed for "
-                f"{EXPIRY_S:g} s; nothing more is published; run the same command again"
+                f"{EXPIRY_S:g} s; this command publishes nothing more; run it again"
             )
 
     def release(self) -> None:
-        """Let others take the lease, if this process still holds it."""
+        """Release the lease, if this process still holds it."""
         self._released.set()
         with self._lock:
             if self._lost_to is None:
@@ -191,7 +191,7 @@ class Lease:
             with self._lock:
                 if self._released.is_set() or self._lost_to is not None:
                     return
-                with suppress(OSError, UserError):  # it is tried again later; `require` raises if it does not succeed
+                with suppress(OSError, UserError):  # retried later; `require` raises an error if this does not succeed
                     self._renew()
 
     def _renew(self) -> None:
@@ -201,7 +201,7 @@ class Lease:
             self._renewed_s = begun_s
 
     def _rewrite(self, content: bytes) -> bool:
-        """Write the object if this process holds the lease; otherwise note the holder, and return False."""
+        """Write the object if this process holds the lease; otherwise record the holder, and return False."""
         for is_last in (False, True):
             try:
                 self._etag = self._objects.write(self.key, content, replaces=self._etag)
@@ -213,7 +213,7 @@ class Lease:
                     return False
                 if is_last:
                     raise
-                self._etag = info.etag  # some servers name another etag in their answer to a write
+                self._etag = info.etag  # some servers return a different etag in their response to a write
         return True
 
     def _content(self) -> bytes:
@@ -253,13 +253,13 @@ class Lease:
 
 
 def server_time_s(objects: Objects) -> float:
-    """Return the time of the server, in seconds since the epoch: the time of a new object."""
+    """Return the current time of the server, in seconds since the epoch, from the time of a new object."""
     while True:
-        key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # it is cleaned up if this process is killed
+        key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # a name that is cleaned up after a kill
         objects.write(key, b"")
         try:
             return objects.info(key).modified_s
-        except FileNotFoundError:  # another command is cleaning up at this moment
+        except FileNotFoundError:  # another command has just removed it in its cleanup
             continue
         finally:
             objects.delete(key)
@@ -271,12 +271,12 @@ def released_content() -> bytes:
 
 
 def is_released(info: ObjectInfo) -> bool:
-    """Return True if the lease is released."""
+    """Return True if an object is a released lease."""
     return info.size_bytes <= _RELEASED_BYTES
 
 
 def is_trusted(renewed_s: float) -> bool:
-    """Return True if a request that begins now ends before a lease that was renewed at a time can be taken over."""
+    """Return True if a request that begins now ends before a lease renewed at `renewed_s` can be taken over."""
     return now_s() - renewed_s <= EXPIRY_S - WRITE_LIMIT_S - _MARGIN_S
 
 
@@ -304,7 +304,7 @@ def name_of(record: dict[str, Any]) -> str:
 
 
 def now_s() -> float:
-    """Return seconds since the start of the machine, including the time in which it was suspended."""
+    """Return the seconds since the machine started, including time in suspension."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -320,16 +320,16 @@ class HeldLeases:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        self._guards: list[Callable[[], None]] = []  # each raises LeaseLost
+        self._guards: list[Callable[[], None]] = []  # functions that raise LeaseLost
         self.fences: list[tuple[str, str]] = []
         self._fenced: set[tuple[str, str]] = set()
 
     @contextmanager
     def hold(self, lease: Lease) -> Iterator[None]:
-        """Check a lease, which has been acquired, before each attempt to write; release it at the end.
+        """Check an acquired lease before each attempt to write; release the lease when the block ends.
 
         Raises:
-            LeaseLost: The lease was lost, even if the block has handled the error.
+            LeaseLost: The lease was lost. This is raised even if the block has handled the error.
         """
         fence = (lease.key, lease.token)
         self._guards.append(lease.require)
@@ -349,7 +349,7 @@ class HeldLeases:
             self._guards.append(Fence(self._objects, key, token).require)
 
     def require(self) -> None:
-        """Raise LeaseLost if one of the leases may be lost before a request that begins now has ended."""
+        """Raise LeaseLost if one of the leases may be lost before a request that begins now ends."""
         for require in tuple(self._guards):
             require()
 
@@ -382,9 +382,9 @@ class Fence:
 
 
 def holder_of(objects: Objects, info: ObjectInfo) -> str | None:
-    """Return the holder of a lease, and since when; None if it is released, abandoned or expired.
+    """Return the holder of a lease and the start time; None if the lease is released, abandoned or expired.
 
-    Without permission to write, the time of the server is unknown, and an expired lease counts as held.
+    Without write permission, the time of the server is unknown, so an expired lease counts as held.
     """
     record = {} if is_released(info) else read(objects, info.key)
     if not record or is_abandoned(record):
@@ -396,15 +396,15 @@ def holder_of(objects: Objects, info: ObjectInfo) -> str | None:
 
 
 def held_leases(objects: Objects, keys: re.Pattern[str], *, but: str = "") -> dict[str, dict[str, Any]]:
-    """Return the records of the held leases directly in the folder, by key; omit the key `but`.
+    """Return the records of the held leases directly in the folder, by key, except the lease `but`.
 
-    The leases of processes that have died are released, so that none of these can publish after this has returned.
+    The leases of dead processes are released, so that a process presumed dead cannot publish after this call.
 
     Raises:
         OSError: The bucket cannot be read or written.
     """
-    listed = (info for info in objects.list(recursive=False) if info.key != but and keys.fullmatch(info.key))
-    infos = [info for info in listed if not is_released(info)]
+    matches = (info for info in objects.list(recursive=False) if info.key != but and keys.fullmatch(info.key))
+    infos = [info for info in matches if not is_released(info)]
     if not infos:
         return {}
     time_s = server_time_s(objects)
@@ -414,12 +414,12 @@ def held_leases(objects: Objects, keys: re.Pattern[str], *, but: str = "") -> di
 
 
 def _held_record(objects: Objects, info: ObjectInfo, *, time_s: float) -> dict[str, Any]:
-    """Return the record of a lease; release it and return nothing if its holder has died."""
+    """Return the record of a lease; if its holder has died, release the lease and return an empty record."""
     record = read(objects, info.key)
     if record and (is_abandoned(record) or time_s - info.modified_s >= EXPIRY_S):
         try:
             objects.write(info.key, released_content(), replaces=info.etag)
-        except Conflict:  # renewed, released or removed in the meantime
+        except Conflict:  # the lease was renewed, released or removed in the meantime
             return read(objects, info.key)
         return {}
     return record

@@ -4,8 +4,8 @@
 remove or open. This module does not access buckets. If no data folder or run is in a bucket, no other module of this
 package is imported.
 
-A mirror is mounted in only two places (`mounting.py`): by the process that opens an address, and by each worker
-process, on this machine or another, before its first task (`Mirror.access`).
+A mirror is mounted only by the process that opens a URL, and by each worker process, on this or another machine, before
+its first task (`mounting.py`, `Mirror.access`).
 """
 
 import os
@@ -23,20 +23,20 @@ _ONE_SLASH = re.compile(r"(s3|gs|az|abfs|https?):/(?!/)([^/]*)")
 
 
 class Mirror(Protocol):
-    """A local folder whose files stand for the objects below an address; see `working_copy.WorkingCopy`."""
+    """A local folder whose files represent the objects under a URL; see `working_copy.WorkingCopy`."""
 
     folder: Path
     address: str
 
     @property
     def is_empty(self) -> bool:
-        """True if there are no objects at the address. Lists the bucket unless this command has already done so."""
+        """True if there are no objects under the URL. Lists the bucket unless this command has already done so."""
 
     def upload(self, temporary: Path, path: Path) -> None:
         """Upload `temporary` as the object of `path`, then replace `path` with it."""
 
     def upload_growing(self, path: Path) -> None:
-        """Upload a file that grows, if it exists and has changed since this was called last."""
+        """Upload a growing file, if it exists and has changed since the last call."""
 
     def move(self, source: Path, target: Path) -> None:
         """Copy the objects of the file or folder `source` to `target`, then delete them; local files do not change."""
@@ -45,10 +45,10 @@ class Mirror(Protocol):
         """Delete the objects of files and of folders."""
 
     def abort_uploads(self, folder: Path) -> None:
-        """Abort the unfinished uploads of killed processes below a folder, as far as they can be listed."""
+        """Abort unfinished uploads of killed processes to a folder, as far as they can be listed."""
 
     def touch(self, path: Path) -> None:
-        """Write an object again, so that it is newer than all others."""
+        """Rewrite an object, so that it is newer than all other objects."""
 
     def state(self, path: Path) -> tuple[int, int]:
         """Return the size in bytes and the modification time in nanoseconds of an object."""
@@ -81,25 +81,25 @@ class Mirror(Protocol):
         """Context manager that holds the lock of a column, or of a run; the lock is the object `name`.
 
         It raises LeaseHeld if another command holds that lock, or a lock whose name matches `unless`. With `on_wait`,
-        which is called with the name of the holder, it waits for the end of a lock that its holder does not renew.
+        which is called with the name of the holder, it waits until a lock that its holder does not renew has expired.
         """
 
     def lock_names(self) -> list[str]:
-        """Return the names of all locks, as of the last listing."""
+        """Return the names of all locks in the last listing."""
 
     @property
     def access(self) -> tuple[str, ...]:
-        """Arguments that a worker needs to mount the same address, including the locks that protect its writes."""
+        """Arguments that a worker needs to mount the same URL, including the locks that protect its writes."""
 
     def join(self, access: tuple[str, ...]) -> None:
-        """Write only while another process holds its locks, which is checked now; takes the `access` of that process.
+        """Write only while another process, with the given `access`, holds its locks. The locks are checked now.
 
         Raises:
-            LeaseLost: That process does not hold them in this bucket.
+            LeaseLost: That process does not hold the locks in this bucket.
         """
 
     def publish_token(self, path: Path) -> None:
-        """Upload a temporary file as an object for workers on other nodes; other temporary files have no object."""
+        """Upload a temporary file as an object, for workers on other nodes. Other temporary files have no object."""
 
     def require_locks(self) -> None:
         """Raise LeaseLost if another command may have taken over one of this command's locks."""
@@ -111,20 +111,20 @@ class Mirror(Protocol):
         """Update the local files of a folder to match the bucket."""
 
 
-_mounted: dict[str, Mirror] = {}  # keyed by local folder
+_mounted: dict[str, Mirror] = {}  # mounted mirrors by local folder
 
 
 def is_remote(address: str) -> bool:
-    """Return True for an address with a scheme (`s3://bucket/folder`), False for a local path."""
+    """Return True for a URL (`s3://bucket/folder`), False for a local path."""
     return _ADDRESS.fullmatch(address) is not None
 
 
 def require_not_mistyped(text: str) -> None:
-    """Raise a UserError for an address with a single slash, which would be taken for a local path."""
+    """Raise a UserError for a URL with a single slash, which would be interpreted as a local path."""
     if match := _ONE_SLASH.match(text):
         raise UserError(
-            f"{text} is not an address",
-            hint=f"an address has two slashes: {match[1]}://{match[2]}; write a path as ./{text}",
+            f"{text} has only one slash after {match[1]}:",
+            hint=f"use {match[1]}://{match[2]} for a URL, or ./{text} for a local path",
         )
 
 
@@ -158,7 +158,7 @@ def require_locks(folder: Path) -> None:
 
 @contextmanager
 def local_copy(path: Path) -> Iterator[None]:
-    """Context manager that keeps the content of a file in a bucket on local disk."""
+    """Context manager that keeps the content of a file in a bucket on the local disk."""
     mirror = mirror_of(path)
     with nullcontext() if mirror is None else mirror.local_copy(path):
         yield
@@ -197,7 +197,7 @@ def file_state(path: Path) -> tuple[int, int]:
 
 
 def set_modified_time(path: Path, *, time_ns: int) -> None:
-    """Set the modification time of a file. An object is written again instead, which makes it the newest object.
+    """Set the modification time of a file. An object is rewritten instead, which makes it the newest object.
 
     Raises:
         OSError: The file or the bucket is not writable.
@@ -209,21 +209,21 @@ def set_modified_time(path: Path, *, time_ns: int) -> None:
 
 
 def show_addresses(text: str) -> str:
-    """Replace the local folders of mirrors with their addresses in human-readable text."""
+    """Replace the local folders of mirrors with their URLs in human-readable text."""
     for folder, mirror in _mounted.items():
-        # The next digit would be of another folder: host-1 is not a part of host-10.
+        # A digit that follows would belong to the name of a different folder, such as host-10 for host-1.
         text = re.sub(rf"{re.escape(folder)}(?!\d)", mirror.address.replace("\\", r"\\"), text)
     return text
 
 
 class AddressStream:
-    """A text stream that shows addresses in place of the local folders that mirror them."""
+    """Text stream that shows URLs instead of the local folders that mirror them."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text`, with addresses in place of local folders, and return its length."""
+        """Write `text`, with URLs instead of local folders, and return its length."""
         self._stream.write(show_addresses(text) if _mounted else text)
         return len(text)
 

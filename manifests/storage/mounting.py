@@ -31,7 +31,7 @@ def open_data(address: str) -> Path:
     if is_web(address):
         raise UserError(
             f"{address} cannot be a data folder of prep, because prep writes and lists it",
-            hint="give a folder in a bucket (s3://, gs:// or az://); train can read from https://",
+            hint="use a folder in a bucket (s3://, gs:// or az://); train can read from https://",
         )
     return _open_copy(address, is_small=is_eager).folder
 

@@ -1,24 +1,24 @@
-"""Objects below an address such as `s3://bucket/folder`: the only interface to obstore (its errors: `stores.py`).
+"""Objects under a URL such as `s3://bucket/folder`: the only interface to obstore (its errors: `stores.py`).
 
 Credentials and endpoint come from the variables that the tools of each provider use (`clouds.py`).
 
-*Reading.* obstore repeats requests with transient failures (5xx, 429, no answer, a body that ends early) for 90 s with
-exponential backoff; a body is resumed where it ended. obstore's threads do not survive a fork: a process that has used
+*Reading.* obstore retries requests with transient failures (5xx, 429, no response, a truncated body) for 90 s with
+exponential backoff; a truncated body is resumed. obstore's threads do not survive a fork, so a process that has used
 this module must spawn its workers.
 
-*Listing.* A bucket may hold any names: markers of folders, and names that obstore rejects (`a//b`, `../c`, unprintable
-characters). For each such name obstore rejects the page that it is on. S3 is then asked for the same listing without
-obstore, and such names are set aside: no request can name these objects.
+*Listing.* A bucket may contain any names: folder markers, and names that obstore rejects (`a//b`, `../c`, unprintable
+characters). If a page of a listing contains such a name, obstore rejects the page. S3 is then listed without obstore,
+and these names are set aside, because obstore cannot access these objects.
 
-*Changing.* The right to change an object may end while the request is under way: the lock that a command holds in the
-bucket is a lease (`leases.py`), and a network that drops packets can hold a request back for minutes. So
+*Changing.* The right to change an object may end while a request is in progress: the lock that a command holds in the
+bucket is a lease (`leases.py`), and a network that drops packets can delay a request for minutes. Therefore,
 
-- each attempt of a request asks its guard first, which raises an error if the right has ended, or may end within
-  `stores.WRITE_LIMIT_S`. An attempt has ended by then. obstore repeats nothing for longer than that;
-- a record is written under the condition that it is the record that the writer has seen (`put_if`), so that a request
-  that the network delivers late is rejected once another process has replaced the record.
+- each attempt of a request first calls its guard, which raises an error if the right has ended, or may end within
+  `stores.WRITE_LIMIT_S`, the time limit of an attempt with all retries by obstore;
+- a record is written under the condition that it is still the version that the writer has seen (`put_if`), so that a
+  delayed request is rejected once another process has replaced the record.
 
-An attempt with a transient failure (5xx, 429, no answer) is repeated for `RETRY_S`.
+An attempt with a transient failure (5xx, 429, no response) is retried for `RETRY_S`.
 """
 
 import errno
@@ -41,11 +41,11 @@ from clipmill.manifests.storage.clouds import cloud_of
 from clipmill.manifests.storage.stores import (
     RETRY_S,
     Conflict,
-    CutAnswer,
-    NoAnswer,
     NoCredentials,
+    NoResponse,
     OddName,
-    Unanswered,
+    TruncatedResponse,
+    UnusableResponse,
     open_store,
     scheme_of,
     storage_errors,
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from clipmill.manifests.storage.s3_requests import OpenUpload, S3Requests
 
 
-PAGE = 1000  # objects of an answer, at most
-MAX_ATTEMPTS = 4  # for answers without resumable content, which obstore does not repeat
+PAGE = 1000  # maximum number of objects in one response
+MAX_ATTEMPTS = 4  # maximum number of attempts if a truncated response cannot be resumed, which obstore does not retry
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -68,8 +68,8 @@ class ObjectInfo:
     """An object without its content.
 
     Attributes:
-        key: Name relative to the address that it was listed from.
-        etag: Version of the content, as the server names it, in quotes; empty if the server gives none.
+        key: Name relative to the URL that was listed.
+        etag: Version of the content, from the server, in quotes; empty if the server does not report one.
         modified_s: Time of the last write in seconds since the epoch, by the server's clock.
     """
 
@@ -80,30 +80,30 @@ class ObjectInfo:
 
 
 class Listing:
-    """Listings of one address.
+    """Listings of the objects under one URL.
 
     Args:
-        errors: Context manager around requests, which takes the key.
+        errors: Function that takes a key, and returns a context manager for requests.
 
     Attributes:
-        odd_names: Keys below the address that were listed and set aside.
+        odd_names: Keys under the URL that were listed and set aside.
     """
 
     def __init__(
         self, address: str, store: Any, *, scheme: str, errors: Callable[[str], AbstractContextManager[None]]
     ) -> None:
         self._address, self._store, self._scheme, self._errors = address, store, scheme, errors
-        self._s3: S3Requests | None = None  # once a listing had an odd name
+        self._s3: S3Requests | None = None  # set once a listing has contained an odd name
         self.odd_names: set[str] = set()
 
     def pages(self, prefix: str, *, recursive: bool) -> Iterator[list[ObjectInfo]]:
-        """Yield the objects in the folder `prefix` and, with `recursive`, in folders below it, in any order."""
-        last: str | None = None  # listings are in the order of keys, and can be continued after any of them
+        """Yield the objects in the folder `prefix` and, with `recursive`, in its subfolders, in any order."""
+        last: str | None = None  # last key: listings are in the order of keys, and can be continued after any key
         source, num_cut = self._source(prefix, recursive=recursive, after=last), 0
         while True:
             try:
                 page = next(source, None)
-            except CutAnswer:
+            except TruncatedResponse:
                 num_cut += 1
                 if num_cut == MAX_ATTEMPTS or self._s3 is not None:
                     raise
@@ -112,8 +112,8 @@ class Listing:
             except OddName as odd:
                 if self._scheme != "s3":
                     raise UserError(
-                        f"{self._address} has an object that this client cannot list: {odd.strerror}",
-                        hint="rename or remove it with a tool of the provider",
+                        f"{self._address} contains an object whose name cannot be listed: {odd.strerror}",
+                        hint="rename or remove it with the provider's tools",
                     ) from None
                 from clipmill.manifests.storage.s3_requests import S3Requests
 
@@ -122,7 +122,7 @@ class Listing:
                 continue
             if page is None:
                 return
-            begin = last or ""  # Azure's emulator lists everything again
+            begin = last or ""  # skip earlier keys, because Azure's emulator lists everything again
             yield [info for info in page if info.key > begin]
             last, num_cut = page[-1].key if page else last, 0
 
@@ -153,7 +153,7 @@ class Listing:
                 if is_odd(entry["Key"]):
                     self.odd_names.add(entry["Key"])
                     continue
-                key = entry["Key"].removesuffix("/")  # as obstore names the marker of a folder
+                key = entry["Key"].removesuffix("/")  # obstore removes the slash of a folder marker, too
                 modified_s = datetime.fromisoformat(entry["LastModified"]).timestamp()
                 infos.append(ObjectInfo(key, int(entry["Size"]), quoted_etag(entry.get("ETag")), modified_s))
             yield infos
@@ -166,7 +166,7 @@ def is_odd(key: str) -> bool:
 
 
 def info_of(meta: Any) -> ObjectInfo:
-    """Convert obstore's metadata of an object."""
+    """Convert obstore's metadata for an object."""
     return ObjectInfo(meta["path"], meta["size"], quoted_etag(meta["e_tag"]), meta["last_modified"].timestamp())
 
 
@@ -176,24 +176,24 @@ def quoted_etag(etag: str | None) -> str:
 
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
-_NUM_BATCHES = 20  # of deletions that obstore sends at once
+_NUM_BATCHES = 20  # number of deletion requests that obstore sends at once
 
-PART_BYTES = 8 * 2**20  # larger objects are uploaded in parts of this size
-Guard = Callable[[], object]  # raises an error if objects must not be changed any more
+PART_BYTES = 8 * 2**20  # size of the parts in which larger objects are uploaded
+Guard = Callable[[], object]  # function that raises an error if objects must not be changed any more
 _T = TypeVar("_T")
 
 
 def allow_always() -> None:
-    """Do nothing: the guard of objects that belong to no lock."""
+    """Do nothing. This is the guard for objects that no lock protects."""
 
 
 class Changes:
-    """The changing requests of `Objects`, whose methods document them. Thread-safe.
+    """Requests of `Objects` that change objects; the methods of `Objects` document them. Thread-safe.
 
     Args:
         is_writable: False for a web server, to which no request is sent.
-        read: Function that returns content and version of an object.
-        count: Function that is called with the number of requests that were made, and of bytes sent.
+        read: Function that returns the content and version of an object.
+        count: Function that is called with the numbers of requests made and bytes sent.
     """
 
     def __init__(
@@ -217,29 +217,29 @@ class Changes:
         num_parts = 1 if mode != "overwrite" else -(-num_bytes // PART_BYTES)
         for attempt in range(MAX_ATTEMPTS):
             try:
-                written = self._repeat(key, put_once, guard, num_bytes=num_bytes)
+                result = self._retry(key, put_once, guard, num_bytes=num_bytes)
                 break
-            except FileNotFoundError:  # an upload in parts was completed, and the answer was lost
+            except FileNotFoundError:  # an upload in parts was completed, but the response was lost
                 if num_parts <= 1 or attempt == MAX_ATTEMPTS - 1:
                     raise
         self._count(1 if num_parts <= 1 else num_parts + 2, num_bytes)
-        return quoted_etag(written["e_tag"])
+        return quoted_etag(result["e_tag"])
 
     def put_if(self, key: str, content: bytes, *, replaces: str | None, guard: Guard) -> str:
         """Write an object that does not exist (None), or that has the etag `replaces`; return the new etag.
 
         Raises:
-            Conflict: Another writer was faster. If that was an earlier attempt of this one, it has succeeded.
+            Conflict: Another process has written the object. (An earlier attempt of this write counts as success.)
         """
         try:
             mode: Any = "create"
             if replaces is not None:
-                mode = self._repeat(key, lambda: self._precondition(key, replaces), guard)
+                mode = self._retry(key, lambda: self._precondition(key, replaces), guard)
             return self.put(key, content, guard=guard, mode=mode)
         except FileNotFoundError:
             raise self._conflict(key) from None
-        except (Conflict, NoAnswer):
-            # The object may be the result of an earlier attempt whose answer was lost.
+        except (Conflict, NoResponse):
+            # The object may be the result of an earlier attempt whose response was lost.
             with suppress(FileNotFoundError):
                 present, info = self._read(key)
                 if present == content and info.etag:
@@ -250,7 +250,7 @@ class Changes:
         """Copy an object."""
         import obstore
 
-        self._repeat(source, lambda: obstore.copy(self._store, source, target), guard)
+        self._retry(source, lambda: obstore.copy(self._store, source, target), guard)
         self._count(1, 0)
 
     def delete(self, keys: Sequence[str], *, guard: Guard) -> None:
@@ -261,15 +261,15 @@ class Changes:
         self._count(-(-len(keys) // per_request), 0)
         num_at_once = per_request * _NUM_BATCHES
         for begin in range(0, len(keys), num_at_once):
-            some = list(keys[begin : begin + num_at_once])
+            batch = list(keys[begin : begin + num_at_once])
             try:
-                self._repeat(some[0], partial(obstore.delete, self._store, some), guard)
+                self._retry(batch[0], partial(obstore.delete, self._store, batch), guard)
             except FileNotFoundError:  # one is missing (Azure, Google); it is unknown if the others were deleted
-                for key in some if len(some) > 1 else ():
+                for key in batch if len(batch) > 1 else ():
                     self.delete([key], guard=guard)
 
     def _precondition(self, key: str, etag: str) -> Any:
-        """Return obstore's condition that an object still has an etag; Google compares generations instead."""
+        """Return obstore's condition that an object still has the given etag; Google compares generations instead."""
         import obstore
 
         if self._scheme != "gs":
@@ -280,12 +280,12 @@ class Changes:
             raise self._conflict(key)
         return {"e_tag": etag, "version": meta["version"]}
 
-    def _repeat(self, key: str, request: Callable[[], _T], guard: Guard, *, num_bytes: int = 0) -> _T:
-        """Return the answer of a request; repeat it while it has transient failures and the guard allows it."""
+    def _retry(self, key: str, request: Callable[[], _T], guard: Guard, *, num_bytes: int = 0) -> _T:
+        """Return the response to a request; retry after transient failures while the guard allows it."""
         if self._store is None:
             raise UserError(
-                f"{self._address} is read-only: objects can be written to s3://, gs:// and az://",
-                hint="give an address of a bucket",
+                f"{self._address} is read-only: objects can be written only to s3://, gs:// and az://",
+                hint="use the URL of a bucket",
             )
         end_s, pause_s = time.monotonic() + RETRY_S, _FIRST_PAUSE_S
         with watch_request(self._address, num_bytes=num_bytes):
@@ -294,38 +294,38 @@ class Changes:
                 try:
                     with storage_errors(self._address, f"{self._address}/{key}", num_bytes=num_bytes):
                         return request()
-                except (NoAnswer, NoCredentials):
+                except (NoResponse, NoCredentials):
                     if time.monotonic() > end_s:
                         raise
                 time.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     def _conflict(self, key: str) -> Conflict:
-        return Conflict(errno.EEXIST, "another writer was faster", f"{self._address}/{key}")
+        return Conflict(errno.EEXIST, "another process has written it in the meantime", f"{self._address}/{key}")
 
 
 _STREAM_BYTES = 4 * 2**20
-_GAP_BYTES = 256 * 2**10  # ranges with smaller gaps are one request
+_GAP_BYTES = 256 * 2**10  # largest gap between ranges that are read with one request
 
 
 def open_objects(address: str) -> "Objects":
-    """Return the objects below `address`; no request is sent yet.
+    """Return the objects under the URL `address`; no request is sent yet.
 
     Raises:
-        UserError: The scheme is unknown, the address names no bucket or host, or required settings are missing.
+        UserError: The scheme is unknown, the URL has no bucket or host, or required settings are missing.
     """
     return Objects(address)
 
 
 class Objects:
-    """The objects below an address. Keys are relative to it. Thread-safe.
+    """The objects under a URL. Keys are relative to the URL. Thread-safe.
 
     All methods raise FileNotFoundError for an object that does not exist, UserError for a bucket that does not exist,
-    AccessRefused (a UserError and a PermissionError), and OSError when retries have not helped. The file name of an
-    OSError is the address of the object.
+    AccessRefused (a UserError and a PermissionError), and OSError when retries have failed. The file name of an OSError
+    is the URL of the object.
 
     Attributes:
-        address: The address, without a slash at its end.
+        address: URL without a trailing slash.
         num_requests, num_bytes: Number of requests, without retries, and of bytes of content sent and received.
     """
 
@@ -335,7 +335,7 @@ class Objects:
         self.num_requests = 0
         self.num_bytes = 0
         self._count_lock = threading.Lock()
-        self._followed = set[str]()  # keys whose redirects were checked
+        self._checked_keys = set[str]()  # keys whose redirects were checked
         self._store = open_store(self.address, scheme=self.scheme)
         self._changes = Changes(
             self.address, scheme=self.scheme, is_writable=self.is_writable, read=self.read_version, count=self._count
@@ -347,11 +347,11 @@ class Objects:
 
     @property
     def is_writable(self) -> bool:
-        """False for a web server, which can only be read."""
+        """False for a web server, which is read-only."""
         return self.scheme not in ("http", "https")
 
     def address_of(self, key: str) -> str:
-        """Return the address of the object `key`."""
+        """Return the URL of the object `key`."""
         return f"{self.address}/{key}" if key else self.address
 
     def read(self, key: str) -> bytes:
@@ -359,22 +359,22 @@ class Objects:
         return self.read_version(key)[0]
 
     def read_version(self, key: str) -> tuple[bytes, ObjectInfo]:
-        """Return the content of an object, and its size, version and time."""
+        """Return the content of an object, with its size, version and time."""
         import obstore
 
         self._check_redirects(key)
         with self._errors(key):
-            answer = obstore.get(self._store, key)
-            content = bytes(answer.bytes())
+            response = obstore.get(self._store, key)
+            content = bytes(response.bytes())
         self._count(1, len(content))
-        return content, info_of({**answer.meta, "path": key})
+        return content, info_of({**response.meta, "path": key})
 
     def read_range(self, key: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes of an object from `offset`; an OSError if it has fewer."""
+        """Return `size` bytes of an object, starting at `offset`; raise OSError if the object is too short."""
         return self.read_ranges(key, [(offset, size)])[0]
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return ranges (offset, size) of an object, requested in parallel; neighbouring ranges in one request."""
+        """Return ranges (offset, size) of an object, read in parallel; one request reads neighbouring ranges."""
         import obstore
 
         nonempty = [(offset, size) for offset, size in ranges if size]
@@ -395,7 +395,7 @@ class Objects:
             if len(content) != size:
                 reason = f"the object ends before byte {offset + size}"
                 raise OSError(errno.EIO, reason, self.address_of(key))
-        # obstore joins ranges with small gaps.
+        # Count the requests, because obstore joins ranges with small gaps.
         num_requests, end = 0, None
         for offset, size in sorted(nonempty):
             is_far = end is None or offset - end > _GAP_BYTES
@@ -405,18 +405,18 @@ class Objects:
         return result
 
     def info(self, key: str) -> ObjectInfo:
-        """Return size, version and time of an object."""
+        """Return the size, version and time of an object."""
         import obstore
 
         self._check_redirects(key)
         try:
             with self._errors(key):
                 meta = obstore.head(self._store, key)
-        except NoAnswer:
+        except NoResponse:
             raise
-        except (AccessDenied, Unanswered):
+        except (AccessDenied, UnusableResponse):
             if self.is_writable:
-                self.read_range(key, 0, 1)  # raises the cause, such as expired keys: an answer to HEAD names none
+                self.read_range(key, 0, 1)  # raises the cause, such as expired keys, which a HEAD response lacks
             raise
         self._count(1, 0)
         return info_of({**meta, "path": key})
@@ -425,24 +425,27 @@ class Objects:
         """Yield the objects in the folder `prefix`, in any order, without the objects in `odd_names`.
 
         Args:
-            recursive: Also yield the objects in folders below it.
+            recursive: Also yield the objects in its subfolders.
 
         Raises:
             UserError: A web server cannot be listed.
         """
         if not self.is_writable:
-            raise UserError(f"{self.address} cannot be listed", hint="give an address with s3://, gs:// or az://")
+            raise UserError(
+                f"{self.address} is on a web server, which cannot be listed",
+                hint="use a URL with s3://, gs:// or az://",
+            )
         for page in self._listing.pages(prefix, recursive=recursive):
             self._count(1, 0)
             yield from page
 
     @property
     def odd_names(self) -> set[str]:
-        """Listed keys that no request can name: with `//`, `/../`, `/./`, or unprintable characters."""
+        """Listed keys that obstore cannot access: with `//`, `/../`, `/./`, or unprintable characters."""
         return self._listing.odd_names
 
     def open_uploads(self) -> Iterator["OpenUpload"]:
-        """Yield the incomplete multipart uploads below the address, in S3 only (`s3_requests.py`)."""
+        """Yield the incomplete multipart uploads under the URL; only for S3 (`s3_requests.py`)."""
         from clipmill.manifests.storage.s3_requests import S3Requests
 
         if self.scheme == "s3":
@@ -464,16 +467,16 @@ class Objects:
         try:
             with naming(path), temporary.open("wb") as file:
                 with self._errors(key):
-                    answer = obstore.get(self._store, key)
-                    blocks = iter(answer.stream(min_chunk_size=_STREAM_BYTES))
+                    response = obstore.get(self._store, key)
+                    blocks = iter(response.stream(min_chunk_size=_STREAM_BYTES))
                 while True:
                     with self._errors(key, num_bytes=_STREAM_BYTES):
                         block = next(blocks, None)
                     if block is None:
                         break
                     num_bytes += file.write(block)
-            if num_bytes != answer.meta["size"]:
-                reason = f"received {num_bytes} of {answer.meta['size']} bytes"
+            if num_bytes != response.meta["size"]:
+                reason = f"received {num_bytes} of {response.meta['size']} bytes"
                 raise OSError(errno.EIO, reason, self.address_of(key))
             temporary.replace(path)
         finally:
@@ -489,10 +492,10 @@ class Objects:
         replaces: str | None = None,
         guard: Guard = allow_always,
     ) -> str:
-        """Write a complete object and return its etag; readers see the old object or the new one.
+        """Write a complete object and return its etag; readers see either the old object or the new object.
 
-        A conditional write whose answer was lost is repeated, and then finds the object that it has written. A conflict
-        with an object of the same content is therefore not an error.
+        A conditional write whose response was lost is retried, and may then find the object that it has written. A
+        conflict with an object of the same content is therefore not an error.
 
         Args:
             content: Bytes, or the path of a file.
@@ -501,7 +504,7 @@ class Objects:
             guard: Function that is called before each attempt (*Changing* above).
 
         Raises:
-            Conflict: The condition does not hold.
+            Conflict: The condition is not met.
         """
         if not only_new and replaces is None:
             return self._changes.put(key, content, guard=guard)
@@ -509,11 +512,11 @@ class Objects:
         return self._changes.put_if(key, content, replaces=None if only_new else replaces, guard=guard)
 
     def replace(self, key: str, content: bytes, *, seen: ObjectInfo | None, old: Path, guard: Guard) -> str:
-        """Write a record in place of the record that this process has seen, and return its etag.
+        """Replace the version of a record that this process has seen, and return the new etag.
 
         Args:
             seen: Version that this process has seen; None if the record did not exist.
-            old: Local file with its content.
+            old: Local file with the content of that version.
 
         Raises:
             Conflict: Another process has written or removed the record.
@@ -521,14 +524,14 @@ class Objects:
         replaces = None if seen is None else seen.etag
         try:
             return self.write(key, content, only_new=seen is None, replaces=replaces, guard=guard)
-        except Conflict as refused:
+        except Conflict as conflict:
             guard()  # its error names the process that has taken over a lock
             with suppress(FileNotFoundError):
                 present, info = self.read_version(key)
                 if seen is not None and present == old.read_bytes():
-                    # Some servers name another etag in their answer to a write.
+                    # Some servers return a different etag in their response to a write.
                     return self.write(key, content, replaces=info.etag, guard=guard)
-            refused.strerror = "another command has written it in the meantime"
+            conflict.strerror = "another command has written it in the meantime"
             raise
 
     def copy(self, source: str, target: str, *, guard: Guard = allow_always) -> None:
@@ -540,15 +543,15 @@ class Objects:
         self._changes.delete(keys, guard=guard)
 
     def _check_redirects(self, key: str) -> None:
-        """Raise an OSError if a web server redirects to a host that may not be asked: obstore follows silently."""
-        if self.is_writable or key in self._followed:
+        """Raise an OSError if a web server redirects to a forbidden host; obstore follows redirects silently."""
+        if self.is_writable or key in self._checked_keys:
             return
         from clipmill.manifests.storage.urls import redirect_problem
 
         problem = redirect_problem(self.address_of(quote(key)))
         if problem is not None:
-            raise Unanswered(errno.EIO, problem, self.address_of(key))
-        self._followed.add(key)
+            raise UnusableResponse(errno.EIO, problem, self.address_of(key))
+        self._checked_keys.add(key)
 
     def _count(self, num_requests: int, num_bytes: int) -> None:
         with self._count_lock:

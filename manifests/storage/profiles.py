@@ -11,26 +11,26 @@ from obstore.auth.boto3 import Boto3CredentialProvider
 
 from clipmill.manifests.errors import UserError, first_line
 
-# obstore asks for credentials again five minutes before the time that it is told. boto3 renews them ten minutes before
-# they expire, so that a minute later they are still valid.
+# obstore requests new credentials five minutes before the expiry time that it is given. boto3 renews credentials ten
+# minutes before they expire, so they are still valid a minute later.
 _HELD = timedelta(minutes=6)
-_SOON_S = 120  # if boto3 has only credentials that expire sooner, it is asked for each request
+_SOON_S = 120  # lifetime below which credentials are requested from boto3 for each request
 
 
 class ProfileCredentials(Boto3CredentialProvider):
-    """obstore's provider, with a time to hold credentials that fits their lifetime."""
+    """obstore's provider, which caches credentials for a time that fits their lifetime."""
 
     def __call__(self) -> Any:
         """Return valid credentials; they are renewed before they expire."""
         credentials = super().__call__()
-        expires_within = getattr(self.credentials, "refresh_needed", None)  # keys of a file have no lifetime
+        expires_within = getattr(self.credentials, "refresh_needed", None)  # keys from a file do not expire
         if expires_within is not None and expires_within(refresh_in=_SOON_S):
             credentials["expires_at"] = datetime.now(UTC) + timedelta(seconds=1)
         return credentials
 
 
 def provider_of_profile(profile: str) -> ProfileCredentials:
-    """Return a provider of the credentials of a profile in AWS's configuration files; no request is sent yet.
+    """Return a provider for the credentials of a profile in AWS's configuration files; no request is sent yet.
 
     Raises:
         UserError: The profile does not exist, or has no credentials.
@@ -39,6 +39,6 @@ def provider_of_profile(profile: str) -> ProfileCredentials:
         return ProfileCredentials(ttl=_HELD)
     except (BotoCoreError, ValueError) as error:
         raise UserError(
-            f"the AWS profile {profile} (AWS_PROFILE) gives no credentials: {first_line(error)}",
+            f"the AWS profile {profile} (AWS_PROFILE) does not provide credentials: {first_line(error)}",
             hint="correct AWS_PROFILE, or the profile in ~/.aws/config ($AWS_CONFIG_FILE)",
         ) from None

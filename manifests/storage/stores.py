@@ -1,7 +1,7 @@
-"""obstore's stores for the supported addresses, and its errors as errors of files, of the user, or as Inaccessible.
+"""obstore's stores for the supported URLs, and conversion of its errors into OSErrors and user errors.
 
 Credentials and endpoint come from the variables that the tools of each provider use (`clouds.py`). obstore renews the
-credentials of web identity, containers and instances; boto3 renews the credentials of a profile (`profiles.py`).
+credentials of web identities, containers and instances; boto3 renews the credentials of a profile (`profiles.py`).
 """
 
 import errno
@@ -17,9 +17,9 @@ from clipmill.manifests.formatting import on_one_line
 from clipmill.manifests.storage.clouds import CLOUDS, cloud_of
 from clipmill.manifests.storage.waiting import watch_request
 
-RETRY_S = 90.0  # a request with a transient failure is repeated for so long; the last attempt begins within this time
-# obstore waits a random time between the first backoff and `base` times the one before; with a base of 2 or less, the
-# waits hardly grow, and a number of attempts says nothing about the time that they take.
+RETRY_S = 90.0  # time during which a request with transient failures is retried; the last attempt begins within it
+# obstore waits for a random time between the first backoff and `base` times the previous wait. With a base of 2 or
+# less, the waits hardly grow. The number of attempts is not limited, because it says nothing about the time they take.
 _RETRY: dict[str, Any] = {
     "max_retries": 10_000,
     "retry_timeout": timedelta(seconds=RETRY_S),
@@ -30,53 +30,53 @@ _TIMEOUTS: dict[str, Any] = {
     "read_timeout": timedelta(seconds=30),  # without a single byte
     "timeout": timedelta(minutes=15),  # for a complete object
 }
-# Requests that change objects are repeated by `objects.py`, because the right to change them may end. obstore repeats
-# them only so long that a failed part does not cost the upload of a tar.
+# `objects.py` retries requests that change objects, because the right to change them may end. obstore itself retries
+# them only briefly, so that the failure of a part does not abort the upload of a tar.
 _WRITE_RETRY: dict[str, Any] = {
     "max_retries": 10_000,
     "retry_timeout": timedelta(seconds=3),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 3},
 }
 _WRITE_TIMEOUTS: dict[str, Any] = {**_TIMEOUTS, "timeout": timedelta(seconds=30)}  # for an object, or a part of it
-WRITE_LIMIT_S = 34.0  # a call of obstore that writes an object in one part has ended by then: 3 + 1 + 30
+WRITE_LIMIT_S = 34.0  # time limit of an obstore call that writes an object in one part: 3 + 1 + 30
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
 def scheme_of(address: str, *, is_written: bool = False) -> str:
-    """Return the scheme of an address.
+    """Return the scheme of a URL.
 
     Args:
-        is_written: Omit the forms of web servers in hints.
+        is_written: Omit web servers, which are read-only, from hints.
 
     Raises:
-        UserError: The scheme is not supported, or the address names no bucket or host.
+        UserError: The scheme is not supported, or the URL has no bucket or host.
     """
     match = _ADDRESS.fullmatch(address)
     scheme = match[1].lower() if match else ""
     if match is not None and "@" in match[2].partition("/")[0]:
         raise UserError(
-            f"the address {scheme}://...@{match[2].partition('@')[2]} contains a user name or password",
-            hint="remove them from the address; credentials are read from the environment",
+            f"the URL {scheme}://...@{match[2].partition('@')[2]} contains a user name or password",
+            hint="remove them from the URL; credentials are read from the environment",
         )
     if scheme in ("s3a", "s3n"):
-        raise UserError(f"addresses of the form {scheme}:// are not supported: {address}", hint="write it as s3://...")
+        raise UserError(f"{scheme}:// URLs are not supported: {address}", hint="use s3://...")
     if match is None or scheme not in CLOUDS:
         forms = [cloud.form for cloud in CLOUDS.values() if cloud.credentials or not is_written]
         raise UserError(
-            f"addresses of the form {scheme or address}:// are not supported: {address}",
-            hint="give one of " + ", ".join(dict.fromkeys(forms)) + ", or a local path",
+            f"{scheme or address}:// URLs are not supported: {address}",
+            hint="use one of " + ", ".join(dict.fromkeys(forms)) + ", or a local path",
         )
     if not match[2].partition("/")[0] or "//" in match[2]:
-        raise UserError(f"the address {address} is incomplete", hint=f"its form is {CLOUDS[scheme].form}")
+        raise UserError(f"the URL {address} is incomplete", hint=f"use the form {CLOUDS[scheme].form}")
     if re.search(r"[?#]", match[2]):
         raise UserError(
-            f"the address {scheme}://{re.split('[?#]', match[2])[0]}?... has a query string", hint="give it without one"
+            f"the URL {scheme}://{re.split('[?#]', match[2])[0]}?... has a query string", hint="remove the query string"
         )
     return scheme
 
 
 def open_store(address: str, *, scheme: str, is_written: bool = False) -> Any:
-    """Return obstore's store for an address: for requests that read, or for requests that change objects."""
+    """Return obstore's store for a URL, for requests that read objects or for requests that change objects."""
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
@@ -90,10 +90,11 @@ def open_store(address: str, *, scheme: str, is_written: bool = False) -> Any:
             )
         if endpoint.startswith("http://") and not allows_http:
             raise UserError(
-                f"{variable}={endpoint} is not encrypted", hint=f"set {cloud.allow_http}=true to send requests in clear"
+                f"{variable}={endpoint} is not encrypted",
+                hint=f"set {cloud.allow_http}=true to allow unencrypted requests",
             )
     try:
-        open_url: Any = from_url  # its types know the options of each provider, not the options common to all
+        open_url: Any = from_url  # its type stubs lack the options that are common to all providers
         retry, timeouts = (_WRITE_RETRY, _WRITE_TIMEOUTS) if is_written else (_RETRY, _TIMEOUTS)
         options: dict[str, Any] = {"retry_config": retry, "client_options": {**timeouts, "allow_http": allows_http}}
         profile = os.environ.get("AWS_PROFILE")
@@ -105,7 +106,7 @@ def open_store(address: str, *, scheme: str, is_written: bool = False) -> Any:
     except (BaseError, ValueError) as error:
         raise UserError(
             f"{address} cannot be opened: {first_line(error)}",
-            hint=f"set {cloud.credentials}, and correct the address" if cloud.credentials else "correct the address",
+            hint=f"set {cloud.credentials}, and correct the URL" if cloud.credentials else "correct the URL",
         ) from None
 
 
@@ -126,31 +127,31 @@ _RENEWAL = re.compile("External AWS credential provider: (.*)")
 _METADATA_PATHS = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity/")
 _NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
 _BAD_NAME_CODES = ("InvalidBucketName", "InvalidResourceName", "OutOfRangeInput")
-_CUT = "the answer ended early in all attempts"
-_NO_ANSWER = "the server does not answer"
-_PASSING = re.compile(r"5\d\d|429|408", re.ASCII)
+_CUT = "the response was truncated in all attempts"
+_NO_RESPONSE = "the server does not respond"
+_TRANSIENT = re.compile(r"5\d\d|429|408", re.ASCII)
 
 _was_used = False
 _is_forked = False
 
 
 class Conflict(FileExistsError):
-    """A conditional write failed because another writer was faster: the object exists, or is not the expected one."""
+    """A conditional write failed, because another process has written the object in the meantime."""
 
 
-class Unanswered(OSError):
-    """The server gives no usable answer; nothing is known about the object."""
+class UnusableResponse(OSError):
+    """The server gives no usable response; nothing is known about the object."""
 
 
-class NoAnswer(Unanswered):
-    """A request had a transient failure (no answer, 5xx, 429 or 408), and repeating it for a while has not helped.
+class NoResponse(UnusableResponse):
+    """A request had transient failures (no response, 5xx, 429 or 408) until the time limit for retries.
 
-    A request that changes an object may have changed it.
+    A request that changes an object may have succeeded nevertheless.
     """
 
 
-class CutAnswer(NoAnswer):
-    """The body of an answer ended early. obstore resumes only the content of objects, not other answers."""
+class TruncatedResponse(NoResponse):
+    """The body of a response was truncated. obstore resumes only the content of objects, not other responses."""
 
 
 class AccessRefused(StorageRefused, PermissionError):
@@ -168,15 +169,15 @@ class NoCredentials(AccessRefused):
 
 
 class OddName(OSError):
-    """A listing has an object whose name obstore rejects: with `//`, with `.` or `..` as a folder, or unprintable."""
+    """A listing contains a name that obstore rejects: with `//`, a folder `.` or `..`, or unprintable characters."""
 
 
 @contextmanager
 def no_damage() -> Iterator[None]:
-    """Context manager around reads that report damage: a server that returns no content raises Inaccessible."""
+    """Context manager for reads that report damage. It raises Inaccessible if the server returns no content."""
     try:
         yield
-    except (AccessRefused, Unanswered) as error:
+    except (AccessRefused, UnusableResponse) as error:
         raise Inaccessible(error) from error
 
 
@@ -185,13 +186,13 @@ def storage_errors(address: str, where: str, *, num_bytes: int = 0) -> Iterator[
     """Context manager around calls of obstore.
 
     Args:
-        address: Address of the folder, which names the bucket.
-        where: Address of the object.
-        num_bytes: Number of bytes that are sent or received, as far as it is known.
+        address: URL of the folder, which includes the bucket.
+        where: URL of the object.
+        num_bytes: Number of bytes that are sent or received, if known.
 
     Raises:
-        RuntimeError: This process was forked from a process that had used obstore, whose threads do not exist here;
-            without this check, the call would never return.
+        RuntimeError: This process was forked from a process that had used obstore. obstore's threads do not exist in
+            this process, so the call would never return.
     """
     global _was_used
     from obstore.exceptions import BaseError
@@ -215,17 +216,17 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
-    """Raise the error that tells a user what to do about an error of obstore."""
+    """Convert an error from obstore to an error that tells the user what to do, and raise it."""
     from obstore.exceptions import AlreadyExistsError, InvalidPathError, PreconditionError, UnauthenticatedError
 
     code, reason, cloud = _code(error), _reason(error), cloud_of(address)
     if code in _NO_BUCKET_CODES:
         message = f"the bucket of {address} does not exist"
-        raise StorageRefused(message, hint="create the bucket, or correct the address") from None
+        raise StorageRefused(message, hint="create the bucket, or correct the URL") from None
     if code in _BAD_NAME_CODES:
-        raise UserError(f"{where}: the server rejects the name ({code})", hint="correct the address") from None
+        raise UserError(f"{where}: the server rejects the name ({code})", hint="correct the URL") from None
     if isinstance(error, AlreadyExistsError | PreconditionError):
-        raise Conflict(errno.EEXIST, "another writer was faster", where) from None
+        raise Conflict(errno.EEXIST, "another process has written it in the meantime", where) from None
     if isinstance(error, FileNotFoundError):
         raise FileNotFoundError(errno.ENOENT, "no such object", where) from None
     if isinstance(error, InvalidPathError):
@@ -234,11 +235,11 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
     if _OTHER_REGION.search(str(error)):
         region = _REGION.search(str(error))
         raise UserError(
-            f"the bucket of {address} is in another region than the requests",
+            f"the bucket of {address} is in a different region than the requests",
             hint=f"set AWS_REGION={region[1] if region else 'REGION to the region of the bucket'}",
         ) from None
     if code in _CLOCK_CODES:
-        message = f"{where}: the clock of this machine differs too much from the server's ({code})"
+        message = f"{where}: the clock of this machine differs too much from the clock of the server ({code})"
         raise AccessRefused(message, hint="set the clock, for example with NTP") from None
     if any(path in str(error) for path in _METADATA_PATHS):  # obstore's last resort without credentials
         raise NoCredentials(
@@ -246,12 +247,12 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
         ) from None
     if (renewal := _RENEWAL.search(str(error))) is not None:
         message = f"{where}: the credentials cannot be renewed: {on_one_line(renewal[1])}"
-        raise AccessRefused(message, hint="check the profile that AWS_PROFILE names") from None
+        raise AccessRefused(message, hint="check the profile in AWS_PROFILE") from None
     if code in _CREDENTIAL_CODES or isinstance(error, UnauthenticatedError) or reason.startswith("401"):
         hint = f"check {cloud.credentials}" + ("" if cloud.names_clock else ", and the clock of this machine")
-        refused = AccessRefused(f"{where}: the credentials are refused ({code or reason})", hint=hint)
-        # A web server, which has no credentials of its own, answers for a single file.
-        raise (refused if cloud.credentials else AccessDenied(str(refused), hint=hint)) from None
+        error_for_all = AccessRefused(f"{where}: the credentials are refused ({code or reason})", hint=hint)
+        # A web server has no credentials for all files, so its response concerns a single file.
+        raise (error_for_all if cloud.credentials else AccessDenied(str(error_for_all), hint=hint)) from None
     if reason.startswith("403"):
         raise AccessDenied(
             f"{where}: access denied ({code or reason})",
@@ -260,27 +261,27 @@ def _raise_for(error: Exception, *, address: str, where: str) -> NoReturn:
     if code == "NotImplemented" or reason.startswith("501"):
         raise UserError(
             f"{where}: the server does not support this request ({code or reason})",
-            hint="write to a server with conditional writes (If-None-Match and If-Match)",
+            hint="use a server that supports conditional writes (If-None-Match and If-Match)",
         ) from None
-    is_passing = reason == _NO_ANSWER or _PASSING.match(reason)
-    unanswered = CutAnswer if reason == _CUT else NoAnswer if is_passing else Unanswered
-    raise unanswered(errno.EIO, reason, where) from error
+    is_transient = reason == _NO_RESPONSE or _TRANSIENT.match(reason)
+    kind = TruncatedResponse if reason == _CUT else NoResponse if is_transient else UnusableResponse
+    raise kind(errno.EIO, reason, where) from error
 
 
 def _code(error: Exception) -> str:
-    """Return the error code that the server names, such as "SlowDown"; empty if it names none."""
+    """Return the error code from the server, such as "SlowDown"; empty if there is none."""
     match = _CODE.search(str(error))
     return match[1] if match else ""
 
 
 def _reason(error: Exception) -> str:
-    """Return the useful part of obstore's message: the status of the answer, or that there was none."""
+    """Return the useful part of obstore's message: the status of the response, or that there was no response."""
     text = str(error)
     if status := _STATUS.search(text):
         code = _code(error)
         return f"{status[1]} ({code})" if code else status[1]
     if "error sending request" in text:
-        return _NO_ANSWER
+        return _NO_RESPONSE
     if "body error" in text:
         return _CUT
     return first_line(error)

@@ -1,14 +1,14 @@
 """URLs of single objects, such as `s3://bucket/videos/a.mp4`: parsing, masking of secrets, and restriction of hosts.
 
-In the URL of a bucket, everything after the bucket name is the literal key. In `http(s)` URLs, the path is
-percent-encoded. No URL may contain a user name or password, and no `http(s)` URL may contain a query string: the
-manifest would store them, and a signed URL expires.
-Credentials are taken from the environment (`clipmill.manifests.storage.objects`).
+In a bucket URL, everything after the bucket name is the literal key. In `http(s)` URLs, the path is percent-encoded. No
+URL may contain a user name or password, and no `http(s)` URL may contain a query string, because the manifest would
+store them, and a signed URL expires. Credentials are taken from the environment
+(`clipmill.manifests.storage.objects`).
 
 A table of URLs and the response of a server may be untrusted. Neither may cause this machine to send requests to
 services that only it can reach, such as services of other users, routers, or the metadata server of a cloud instance.
-Requests to this machine and its network are therefore rejected, unless the user allows them. An address that the user
-types is not checked.
+Requests to this machine and its network are therefore rejected, unless the user allows them. A URL that the user types
+is not checked.
 """
 
 import ipaddress
@@ -50,10 +50,10 @@ def is_web(url: str) -> bool:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return the address of the bucket or host, and the key of the object in it.
+    """Return the URL of the bucket or host, and the key of the object.
 
     Raises:
-        UserError: The URL has a user, a password or a query string.
+        UserError: The URL contains a user name, a password or a query string.
     """
     match = _PARTS.fullmatch(url)
     if match is None:
@@ -69,18 +69,18 @@ def split_url(url: str) -> tuple[str, str]:
     if "?" in url or "#" in url:
         raise UserError(
             f"{mask_secrets(url)} has a query string; signed URLs expire, and the manifest would store them",
-            hint="give the address in the bucket (s3://BUCKET/KEY), or a URL without a query string",
+            hint="use the URL in the bucket (s3://BUCKET/KEY), or a URL without a query string",
         )
     return root, unquote(key)
 
 
 def url_below(folder: str, relative: str) -> str:
-    """Return the URL of the object with the path `relative` below the URL of a folder."""
+    """Return the URL of the object with the path `relative` in the folder with the URL `folder`."""
     return f"{folder.rstrip('/')}/{quote(relative) if is_web(folder) else relative}"
 
 
 def mask_secrets(text: str) -> str:
-    """Mask user names, passwords and query strings in the URLs of a text."""
+    """Mask user names, passwords and query strings of URLs in a text."""
     return _QUERY.sub(r"\1?...", _USER.sub("...@", text))
 
 
@@ -119,14 +119,14 @@ def redirect_problem(url: str) -> str | None:
         if target is None:
             return None
         if urlsplit(target).hostname != urlsplit(url).hostname and (problem := host_problem(target)) is not None:
-            return f"the server redirects to another host: {problem}"
+            return f"the server redirects to a different host: {problem}"
         url = target
-    return f"the server redirects {_MAX_REDIRECTS} times or more"
+    return f"the server redirects at least {_MAX_REDIRECTS} times"
 
 
 @lru_cache(maxsize=4096)
 def _private_address(host: str) -> str | None:
-    """Return an IP address of a host that is not public; None if all are public, or the host cannot be resolved."""
+    """Return a non-public IP address of a host; None if all are public, or the host cannot be resolved."""
     try:
         addresses = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
@@ -147,18 +147,18 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def _redirect(url: str) -> str | None:
     """Return the target if the server redirects a URL; otherwise return None.
 
-    If the server rejects HEAD, or its URL is signed for another method, one byte is requested with GET instead.
+    If the server rejects HEAD, or the URL is signed for a different method, one byte is requested with GET instead.
     """
     for method, headers in (("HEAD", {}), ("GET", {"Range": "bytes=0-0"})):
         request = urllib.request.Request(url, method=method, headers=headers)
         try:
             urllib.request.build_opener(_NoRedirect).open(request, timeout=_TIMEOUT_S).close()
-        except urllib.error.HTTPError as answer:
-            location = answer.headers.get("Location")
-            answer.close()
-            if answer.code in _REDIRECTS and location:
+        except urllib.error.HTTPError as response:
+            location = response.headers.get("Location")
+            response.close()
+            if response.code in _REDIRECTS and location:
                 return urljoin(url, location)
-            if answer.code in _NO_HEAD:
+            if response.code in _NO_HEAD:
                 continue
         except (OSError, ValueError):
             pass

@@ -1,24 +1,24 @@
-"""A data folder or a run in a bucket: a local folder that mirrors it, so that everything above works with paths.
+"""Local folder that mirrors a data folder or a run in a bucket, so that all other code works with paths.
 
-The bucket is the truth. The local folder holds the small files (records, tables, layouts, commits), and placeholders
-for the others: sparse files of the right size. It is a cache, below `$TMPDIR/data-clipmill-<uid>/`, and losing it loses
-nothing:
+The bucket is authoritative. The local folder contains the small files (records, tables, layouts, commits), and
+placeholders for all other files: sparse files of the right size. It is a cache under `$TMPDIR/data-clipmill-<uid>/`
+that can be deleted without loss:
 
-    <16 hex of the address>/
-        <host>-<n>/           the mirror of one command at a time; n counts the commands that run at once on a host
-        <host>-<n>.lock       locked while a command uses the folder; holds the random number of its run
+    <16 hex of the URL>/
+        <host>-<n>/           the mirror of one command at a time; n distinguishes concurrent commands on a host
+        <host>-<n>.lock       locked while a command uses the folder; contains the random number of its run
 
 Reading: a command lists the bucket once and fetches the objects that have changed. The modification time of a local
-file tells which version of the object it holds, so that a killed command leaves nothing that has to be trusted: its
-nanoseconds are a hash of the object's etag, and the last bit is set for a placeholder. A file that was being written
-when its command was killed has other nanoseconds, and is fetched again. A file whose content is only in the bucket is
-fetched when it is opened; a tar, or a part of a checkpoint, is not kept.
+file identifies the version of its object: the nanoseconds are a hash of the object's etag, and the last bit is set for
+a placeholder. A file that was being written when its command was killed has different nanoseconds, and is fetched
+again, so no file of a killed command has to be trusted. A file whose content is only in the bucket is fetched when it
+is opened; the content of a tar, or of a part of a checkpoint, is not kept.
 
 Writing: an object is written before the local file appears, in the order in which files are published (tar, indexes,
-commit), so that a killed command leaves at most objects that no commit names. Locks are leases (`leases.py`), which are
-checked before each attempt of a request that changes something. A record is replaced only if it is the record that this
-command has seen. Tars and indexes are named by their plan, and tables that are merged of them name their commits, so
-that a late second write does no harm.
+commit), so that a killed command leaves at most objects that no commit refers to. Locks are leases (`leases.py`), which
+are checked before each attempt of a request that changes objects. A record is replaced only if it is still the version
+that this command has seen. The names of tars and indexes depend on their plan, and merged tables record their commits,
+so that a delayed second write is harmless.
 
 `mounting.py` opens and mounts these folders.
 """
@@ -40,12 +40,12 @@ from clipmill.manifests.storage.leases import HeldLeases, Lease, LeaseHeld, held
 from clipmill.manifests.storage.objects import PART_BYTES, ObjectInfo, Objects, open_objects
 from clipmill.manifests.storage.stores import no_damage
 
-_LAZY_SUFFIXES = (".tar", ".tar.idx", ".index.arrow", "/chunks.arrow")  # fetched when they are opened
+_LAZY_SUFFIXES = (".tar", ".tar.idx", ".index.arrow", "/chunks.arrow")  # suffixes of files fetched when opened
 _EAGER_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".arrow")
-_LARGE_SUFFIXES = (".tar", ".bin")  # shards, and parts of checkpoints: their content does not stay on the local disk
+_LARGE_SUFFIXES = (".tar", ".bin")  # shards and parts of checkpoints, whose content is not kept on the local disk
 _JOURNAL = re.compile(r"(.+)/answers/[^/]+")
 _SECOND_NS = 1_000_000_000
-_MAX_NAME_BYTES = 255 - len(temporary_path(Path()).name)  # file systems allow 255; a file is written under another name
+_MAX_NAME_BYTES = 255 - len(temporary_path(Path()).name)  # limit of file systems, less the prefix of temporary names
 
 
 def is_eager(key: str) -> bool:
@@ -63,26 +63,26 @@ def is_lock(key: str) -> bool:
 def journal_owner(key: str) -> str | None:
     """Return the folder that a journal belongs to; None for other files.
 
-    A journal grows line by line, which an object cannot: it is a file of the machine that writes it, and not an object.
+    A journal grows line by line, which an object cannot, so it is stored only on the machine that writes it.
     """
     match = _JOURNAL.fullmatch(key)
     return match[1] if match else None
 
 
 def is_format_name(key: str) -> bool:
-    """Return True if files of the format may have a name."""
+    """Return True if a name is valid for a file of the data format."""
     return is_eager(key) or key.endswith(_LAZY_SUFFIXES)
 
 
 def sort_objects(listed: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectInfo], set[str]]:
     """Return the objects that have local files, by key, and the keys of objects that cannot have a local file.
 
-    The markers of folders that consoles and FUSE tools make are omitted: objects without content whose name is the name
-    of a folder, or has no suffix of the format.
+    Folder markers, which consoles and FUSE tools create, are omitted: objects without content whose name is the name of
+    a folder, or lacks a suffix of the format.
     """
     infos = {info.key: info for info in listed}
     folders = {parent for key in infos for parent in parents_of(key)}
-    # If a file and a folder have the same name, the one whose name is of the format has a local file.
+    # If an object and a folder have the same name, the object has a local file only if its name is of the format.
     files = {key for key in folders & infos.keys() if infos[key].size_bytes and is_format_name(key)}
     kept, foreign = {}, set()
     for key, info in infos.items():
@@ -104,14 +104,14 @@ def parents_of(key: str) -> Iterator[str]:
 
 
 def is_below(key: str, prefix: str, *, recursive: bool) -> bool:
-    """Return True if an object is in the folder `prefix`, or with `recursive` in a folder below it."""
+    """Return True if an object is in the folder `prefix` or, with `recursive`, in one of its subfolders."""
     if prefix and not key.startswith(f"{prefix}/"):
         return False
     return recursive or "/" not in key[len(prefix) + bool(prefix) :]
 
 
 def local_files(folder: Path, prefix: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield key and state of each local file below a prefix."""
+    """Yield the key and `stat` result of each local file in the folder `prefix`."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder / prefix) as entries:
         for entry in entries:
             key = f"{prefix}/{entry.name}" if prefix else entry.name
@@ -123,20 +123,20 @@ def local_files(folder: Path, prefix: str, *, recursive: bool) -> Iterator[tuple
 
 
 def holds(path: Path, state: os.stat_result, info: ObjectInfo, *, is_small: Callable[[str], bool] = is_eager) -> bool:
-    """Return True if a local file holds this version of its object: its content, or a placeholder if that suffices."""
+    """Return True if a local file is current: it has the object's content, or is a placeholder and that suffices."""
     is_content = not state.st_mtime_ns % 2
     stamp = _stamp(info.key, info.etag, is_content=is_content)
     if state.st_size != info.size_bytes or state.st_mtime_ns % _SECOND_NS != stamp:
         return False
     if not is_content and is_small(info.key):
         return False
-    if state.st_mtime_ns // _SECOND_NS != int(info.modified_s):  # it was the time of this machine's clock
+    if state.st_mtime_ns // _SECOND_NS != int(info.modified_s):  # the seconds were from this machine's clock
         set_stamp(path, info, is_content=is_content)
     return True
 
 
 def set_stamp(path: Path, info: ObjectInfo, *, is_content: bool) -> None:
-    """Record the version of the object that a local file holds in the file's modification time."""
+    """Record the version of the object in the modification time of its local file."""
     time_ns = int(info.modified_s) * _SECOND_NS + _stamp(info.key, info.etag, is_content=is_content)
     os.utime(path, ns=(time_ns, time_ns))
 
@@ -144,15 +144,15 @@ def set_stamp(path: Path, info: ObjectInfo, *, is_content: bool) -> None:
 def _stamp(key: str, etag: str, *, is_content: bool) -> int:
     """Return the nanoseconds of the modification time of a local file, which identify the version of its object.
 
-    The last bit is set for a placeholder. Records come after the shards of the same second, as if the nanoseconds were
-    a time: a commit is never older than its files.
+    The last bit is set for a placeholder. Records get larger nanoseconds than the shards of the same second, so that a
+    commit is never older than its files.
     """
     digest = int.from_bytes(hashlib.blake2b(etag.encode(), digest_size=8).digest(), "big") % ((_SECOND_NS // 2) // 2)
     return digest * 2 + (not is_content) + ((_SECOND_NS // 2) if is_eager(key) else 0)
 
 
 def make_placeholder(path: Path, info: ObjectInfo) -> None:
-    """Write a sparse file with the size of an object in place of its content."""
+    """Write a sparse file with the size of an object instead of its content."""
     temporary = temporary_path(path)
     with temporary.open("wb") as file:
         file.truncate(info.size_bytes)
@@ -161,7 +161,7 @@ def make_placeholder(path: Path, info: ObjectInfo) -> None:
 
 
 def run_of(folder: Path) -> str:
-    """Return the random number of the run that a local folder belongs to; empty if it belongs to none."""
+    """Return the random number of the run that a local folder belongs to; empty if there is no such run."""
     try:
         return (folder.parent / f"{folder.name}.lock").read_text()
     except OSError:
@@ -216,7 +216,7 @@ class WorkingCopy:
         return not any(not key.startswith(".") for key in self._listed or ())
 
     def foreign_keys(self) -> list[str]:
-        """Return the keys of the objects that cannot be local files, which only listings return."""
+        """Return the keys of the objects that cannot be local files."""
         self.require_listed()
         return sorted(self._foreign | self.objects.odd_names)
 
@@ -262,7 +262,7 @@ class WorkingCopy:
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             for _ in pool.map(self._fetch, to_fetch):
                 pass
-        # Journals come last: the recipe of a folder that was removed is then removed already.
+        # Journals come last, when the recipe of a removed folder has already been removed.
         for key in sorted(local.keys() - infos.keys(), key=lambda key: journal_owner(key) is not None):
             owner = journal_owner(key)
             is_kept = owner is not None and (self.folder / owner / "recipe.json").is_file()
@@ -280,14 +280,14 @@ class WorkingCopy:
         if not path.name.endswith(_LARGE_SUFFIXES):
             self._provide(path)
             return None
-        # Without a name, the copy vanishes with its last user, even if that process is killed.
-        nameless = temporary_path(path)
+        # The name of the copy is removed, so that the copy vanishes with its last user, even if that process is killed.
+        temporary = temporary_path(path)
         with no_damage():
-            self.objects.fetch(self._info(path).key, nameless)
+            self.objects.fetch(self._info(path).key, temporary)
         try:
-            return os.open(nameless, os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
         finally:
-            nameless.unlink()
+            temporary.unlink()
 
     @no_damage()
     def _provide(self, path: Path) -> None:
@@ -414,7 +414,7 @@ class WorkingCopy:
 
     def abort_uploads(self, folder: Path) -> None:
         prefix = f"{self.key_of(folder)}/"
-        with suppress(UserError, OSError):  # the account may lack the right, or the server the request
+        with suppress(UserError, OSError):  # the account may lack the permission, or the server may not support this
             for upload in self.objects.open_uploads():
                 if upload.key.startswith(prefix):
                     self.require_locks()

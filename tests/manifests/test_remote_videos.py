@@ -153,7 +153,7 @@ def test_a_row_that_cannot_be_served_does_not_refuse_its_table(tmp_path: Path, v
     assert reading.captions["text"].to_pylist() == ["one"]
     rejected = {row["source_id"]: row["detail"] for row in reading.rejected.to_pylist()}
     assert rejected.keys() == {"ftp://host/b.mp4", "s3://", "gopher://x/c.mp4"}
-    assert "ftp:// are not supported: ftp://host" in rejected["ftp://host/b.mp4"]
+    assert "ftp:// URLs are not supported: ftp://host" in rejected["ftp://host/b.mp4"]
 
 
 def test_a_table_leads_to_no_server_of_this_machine_that_the_user_does_not_allow(
@@ -194,11 +194,11 @@ def test_redirects_lead_to_allowed_hosts_only(tmp_path: Path, web: HttpFolder, m
     reading = read_folder(None, captions=table)
     assert reading.captions["text"].to_pylist() == ["one"]
     (why,) = (row["detail"] for row in reading.rejected.to_pylist() if row["reason"] == "unreadable")
-    assert why.startswith("the server redirects to another host: localhost is in the network of this machine")
+    assert why.startswith("the server redirects to a different host: localhost is in the network of this machine")
     objects = open_objects(web.address)
     assert objects.read("signed.mp4") == b"1" and objects.read_range("signed.mp4", 0, 1) == b"1"
     for read in (objects.read, objects.info, lambda key: objects.fetch(key, tmp_path / "copy")):
-        with pytest.raises(OSError, match="redirects to another host"):
+        with pytest.raises(OSError, match="redirects to a different host"):
             read("away.mp4")
     monkeypatch.setenv("CLIPMILL_ALLOWED_HOSTS", "127.0.0.1,localhost")
     assert read_folder(None, captions=table).captions["text"].to_pylist() == ["one", "two"]

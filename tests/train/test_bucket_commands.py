@@ -61,7 +61,7 @@ def test_addresses_without_a_run_are_refused(bucket: str, other_machine: Callabl
     for address, reason in (
         ("s3://no-such-bucket-here/run", "the bucket of s3://no-such-bucket-here/run does not exist"),
         ("https://example.org/run", "cannot be a run"),
-        ("ftp://example.org/run", "addresses of the form ftp:// are not supported"),
+        ("ftp://example.org/run", "ftp:// URLs are not supported"),
     ):
         with pytest.raises(UserError, match=reason):
             local_folder(address)

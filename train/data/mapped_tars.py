@@ -34,7 +34,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import size_text
 from clipmill.manifests.mapped_files import MAX_OPEN_MAPS, OPEN_MAPS, map_descriptor, read_ahead
 from clipmill.manifests.storage.cache import CachedFile, NoRoom
-from clipmill.manifests.storage.stores import Unanswered
+from clipmill.manifests.storage.stores import UnusableResponse
 from clipmill.shards.chunk_table import ChunkRows, read_chunk_rows
 from clipmill.shards.format import BLOCK_BYTES
 from clipmill.shards.opening import Damaged, DamagedIndex, open_regular
@@ -462,7 +462,7 @@ class RemoteMaps(MappedTars):
         except OSError as error:
             if is_local(error):
                 raise cache_unusable(cache.folder, f"the {column} column", error) from error
-            hint = "check the network, and start again" if isinstance(error, Unanswered) else "see prep verify"
+            hint = "check the network, and start again" if isinstance(error, UnusableResponse) else "see prep verify"
             raise UserError(f"the {column} column cannot be fetched: {error}", hint=hint) from error
 
     def _is_claimed(self) -> NDArray[np.bool_]:

@@ -25,7 +25,7 @@ from clipmill.manifests.schema import MANIFEST_FILE
 from clipmill.manifests.storage.cache import CachedFile, ObjectCache
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.storage.objects import ObjectInfo, Objects, open_objects
-from clipmill.manifests.storage.stores import AccessRefused, Unanswered, no_damage
+from clipmill.manifests.storage.stores import AccessRefused, UnusableResponse, no_damage
 from clipmill.manifests.store import CAPTIONS_FILE, MANIFEST_FOLDER, MAPPED_FILES, VIDEOS_FILE, describe, staged_path
 from clipmill.shards.chunk_table import has_chunk_table, missing_parts, shards_to_merge, update_chunk_table
 from clipmill.shards.columns import command_for, how_to_make
@@ -493,7 +493,7 @@ class RemoteTars:
                 self.objects.read(DATASET_FILE)
             except AccessRefused:
                 raise AccessRefused(str(error), hint=error.hint) from None
-            raise Unanswered(errno.EIO, str(error)) from error
+            raise UnusableResponse(errno.EIO, str(error)) from error
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
         try:

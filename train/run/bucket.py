@@ -22,7 +22,7 @@ from typing import TypeVar
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.leases import EXPIRY_S, LeaseHeld, LeaseLost
 from clipmill.manifests.storage.mirrors import Mirror
-from clipmill.manifests.storage.stores import NoAnswer
+from clipmill.manifests.storage.stores import NoResponse
 from clipmill.train.distributed.world import World
 
 LOCK = "run.lock"
@@ -117,7 +117,7 @@ def insist(work: Callable[[], Outcome]) -> Outcome:
     while True:
         try:
             return work()
-        except NoAnswer:
+        except NoResponse:
             if time.monotonic() > latest_s:
                 raise
         time.sleep(_PAUSE_S)

@@ -48,7 +48,7 @@ def test_a_copy_in_use_or_mapped_is_not_evicted(tmp_path: Path) -> None:
     assert held is not None
     mapped = mmap.mmap(held.descriptor, 0, prot=mmap.PROT_READ)
     for _ in range(2):  # the second time, only the map is left
-        with pytest.raises(NoRoom, match="the rest is in use"):
+        with pytest.raises(NoRoom, match="bytes are free or unused"):
             put(cache, "b", bytes(10))
         held.close()
     assert mapped[:] == content
@@ -145,7 +145,7 @@ def test_claims_are_bounded_and_noted_once(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path, limit_bytes=100)
     assert cache.claim({"a": 60}) and cache.claim({"a": 60})
     assert not cache.claim({"b": 50}, only_if_it_fits=True)
-    with pytest.raises(NoRoom, match="110 bytes have to be in the cache"):
+    with pytest.raises(NoRoom, match="110 bytes must be in the cache"):
         cache.claim({"b": 50})
 
 

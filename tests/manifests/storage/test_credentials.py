@@ -132,8 +132,10 @@ def test_keys_that_cannot_be_renewed_and_unknown_profiles_are_named(
         AccessRefused, match=r"the credentials cannot be renewed: ClientError: .* AssumeRole"
     ) as refused:
         open_objects(bucket).read("small")
-    assert refused.value.hint == "check the profile that AWS_PROFILE names"
+    assert refused.value.hint == "check the profile in AWS_PROFILE"
     monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(UserError, match=r"the AWS profile nobody \(AWS_PROFILE\) gives no credentials") as unknown:
+    with pytest.raises(
+        UserError, match=r"the AWS profile nobody \(AWS_PROFILE\) does not provide credentials"
+    ) as unknown:
         open_objects(bucket)
     assert "AWS_CONFIG_FILE" in str(unknown.value.hint)

@@ -112,7 +112,7 @@ def test_a_server_that_does_not_answer_is_named_once(
     told: list[str] = []
     monkeypatch.setattr(waiting, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(waiting, "_PERIOD_S", 0.1)
-    waiting.tell_of_waiting(told.append)
+    waiting.report_waiting_with(told.append)
     try:
         objects = open_objects(bucket)
         objects.write("k", CONTENT)
@@ -120,8 +120,8 @@ def test_a_server_that_does_not_answer_is_named_once(
         faults.set(Fault("hang", times=1))
         assert objects.read("k") == CONTENT
     finally:
-        waiting.tell_of_waiting(None)
-    assert told == [f"waiting for {bucket}, which has not answered for 0.2 s; giving up after 2 minutes"]
+        waiting.report_waiting_with(None)
+    assert told == [f"waiting for {bucket}, which has not responded for 0.2 s; giving up after 2 minutes"]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_server_that_does_not_answer_is_named_once(
     [
         (Fault("cut", method="GET"), "ended early"),
         (Fault("error"), "503 Injected|503 Service Unavailable"),
-        (Fault("lost"), "does not answer"),
+        (Fault("lost"), "does not respond"),
     ],
 )
 def test_retries_are_bounded(
@@ -232,7 +232,7 @@ def test_a_bucket_of_another_region_is_told(status: int, code: str, faults: Faul
     objects = open_objects(address)
     faults.set(Fault("error", status=status, code=code))
     for use in (lambda: objects.read("k"), lambda: objects.write("k", b"1"), lambda: list(objects.list())):
-        with pytest.raises(UserError, match=f"the bucket of {address} is in another region") as told:
+        with pytest.raises(UserError, match=f"the bucket of {address} is in a different region") as told:
             use()
         assert "AWS_REGION" in (told.value.hint or "")
 

@@ -47,7 +47,7 @@ def test_a_name_that_another_cloud_cannot_list_is_named(
         for name, value in google.environment().items():
             monkeypatch.setenv(name, value)
         s3.put(bucket, "data/a//b")
-        with pytest.raises(UserError, match="cannot list: data/a//b") as told:
+        with pytest.raises(UserError, match="cannot be listed: data/a//b") as told:
             list(open_objects(f"{bucket.replace('s3', 'gs')}/data").list())
     assert "rename or remove" in (told.value.hint or "")
 

@@ -258,7 +258,7 @@ def run_invalid(*arguments: object) -> Ran:
 def test_urls_that_cannot_be_served_are_refused_before_anything_is_made(tmp_path: Path, s3: object) -> None:
     data = tmp_path / "data"
     for url, words in (
-        ("ftp://host/videos", "ftp:// are not supported"),
+        ("ftp://host/videos", "ftp:// URLs are not supported"),
         ("s3://", "is incomplete"),
         ("s3://no-such-bucket/videos", "bucket of s3://no-such-bucket/videos does not exist"),
         ("https://host/videos", "cannot be listed: it is on a web server"),
