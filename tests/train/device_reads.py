@@ -51,15 +51,15 @@ class DeviceReads(TorchDispatchMode):
 
     def take(self, *values: Any) -> None:
         """Tensors that are the device's from now on."""
-        for one in tree_leaves(values):
-            if isinstance(one, torch.Tensor):
-                storage = one.untyped_storage()
+        for tree_leaf in tree_leaves(values):
+            if isinstance(tree_leaf, torch.Tensor):
+                storage = tree_leaf.untyped_storage()
                 self._storages[storage._cdata] = storage
 
     def has(self, *values: Any) -> bool:
         """Whether one of them is the device's."""
-        tensors = (one for one in tree_leaves(values) if isinstance(one, torch.Tensor))
-        return any(one.untyped_storage()._cdata in self._storages for one in tensors)
+        tensors = (tree_leaf for tree_leaf in tree_leaves(values) if isinstance(tree_leaf, torch.Tensor))
+        return any(tensor.untyped_storage()._cdata in self._storages for tensor in tensors)
 
     def is_heard(self) -> bool:
         """Whether this is the thread that trains: what the loader's do keeps no step."""
@@ -67,7 +67,11 @@ class DeviceReads(TorchDispatchMode):
 
     def note(self, numbers_of: int | None = None) -> None:
         """Writes down who looks."""
-        frames = [one for one in traceback.extract_stack() if "/train/" in one.filename and "tests" not in one.filename]
+        frames = [
+            frame
+            for frame in traceback.extract_stack()
+            if "/train/" in frame.filename and "tests" not in frame.filename
+        ]
         where = f"{frames[-1].filename.rpartition('/train/')[2]}:{frames[-1].lineno}" if frames else "?"
         self.looks.append(Look(self.step, where, numbers_of))
 
@@ -90,7 +94,7 @@ def _by_mask(name: str, args: Any) -> bool:
     if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
         return False
     is_filled = name != "index" and args[2].numel() == 1
-    return not is_filled and any(one is not None and one.dtype == torch.bool for one in args[1])
+    return not is_filled and any(arg is not None and arg.dtype == torch.bool for arg in args[1])
 
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
@@ -165,14 +169,14 @@ def _making(reads: DeviceReads, method: Callable[..., Any]) -> Callable[..., Any
 
 def _moving(reads: DeviceReads, method: Callable[..., Any]) -> Callable[..., Any]:
     def move(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        is_moved = any(isinstance(one, torch.device) for one in (*args, *kwargs.values()))
+        is_moved = any(isinstance(argument, torch.device) for argument in (*args, *kwargs.values()))
         if not is_moved or not reads.is_heard() or reads.has(self):
             return method(self, *args, **kwargs)
         if not kwargs.get("non_blocking"):
             reads.note()
         # A copy, as on a GPU: what was sent stays the host's.
-        there = method(self, *args, **kwargs).clone()
-        reads.take(there)
-        return there
+        clone = method(self, *args, **kwargs).clone()
+        reads.take(clone)
+        return clone
 
     return move

@@ -51,35 +51,39 @@ ALGORITHMS = {
 
 def losses_of(size: str) -> dict[str, dict[str, Any]]:
     """The settings of each algorithm, `loss.*`."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in ALGORITHMS[size]}
-    for name, own in found.items():
+    values_by_name: dict[str, dict[str, Any]] = {name: {} for name in ALGORITHMS[size]}
+    for name, algorithm in values_by_name.items():
         for setting, table in (("rho", RHO), ("temperature_lr", TEMPERATURE_LR)):
-            own |= {setting: table[size][name]} if name in table[size] else {}
-        own |= {"temperature": TEMPERATURE[name]} if name in TEMPERATURE else {}
+            algorithm |= {setting: table[size][name]} if name in table[size] else {}
+        algorithm |= {"temperature": TEMPERATURE[name]} if name in TEMPERATURE else {}
         if name in CONSTANT[size]:
-            own |= {"gamma": CONSTANT[size][name], "gamma_schedule": "constant"}
+            algorithm |= {"gamma": CONSTANT[size][name], "gamma_schedule": "constant"}
         if name in COSINE[size]:
-            own |= {"gamma": COSINE[size][name][0], "gamma_schedule": "cosine", "gamma_epochs": COSINE[size][name][1]}
-    return found
+            algorithm |= {
+                "gamma": COSINE[size][name][0],
+                "gamma_schedule": "cosine",
+                "gamma_epochs": COSINE[size][name][1],
+            }
+    return values_by_name
 
 
 def optimizers_of(size: str) -> dict[str, dict[str, Any]]:
     """The settings of each optimizer, by the names of their flags."""
     beta1, beta2, eps, *_ = TABLE_7[size]
-    found = {}
+    values_by_name = {}
     for name, (lr, decay) in TABLE_10[size].items():
-        found[name] = {"lr": lr, "weight_decay": decay}
+        values_by_name[name] = {"lr": lr, "weight_decay": decay}
         # 'Other hyperparameters are kept the same'; the code passes the same betas and epsilon to LAMB.
-        found[name] |= {} if name == "sgd" else {"optimizer.beta1": beta1, "optimizer.beta2": beta2}
-        found[name] |= {"optimizer.eps": eps} if name in ("adamw", "lamb") else {}
-    return found
+        values_by_name[name] |= {} if name == "sgd" else {"optimizer.beta1": beta1, "optimizer.beta2": beta2}
+        values_by_name[name] |= {"optimizer.eps": eps} if name in ("adamw", "lamb") else {}
+    return values_by_name
 
 
 def published_rows(preset: str) -> dict[str, Any]:
     """The rows that a preset has in the package, with their sources, by loss and by optimizer."""
-    found: dict[str, Any] = {}
+    values_by_name: dict[str, Any] = {}
     for choice, rows in (("loss.kind", Loss.published), ("optimizer.name", OptimizerSettings.published)):
         for name, row in rows.get(preset, {}).items():
             values = flatten(row.values) | {"source": row.source}
-            found |= {f"by.{choice}.{name}.{key}": value for key, value in values.items()}
-    return found
+            values_by_name |= {f"by.{choice}.{name}.{key}": value for key, value in values.items()}
+    return values_by_name

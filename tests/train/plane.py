@@ -180,9 +180,11 @@ def train_plane(
 
 def assert_same(run: RunFolder, other: RunFolder) -> None:
     """The weights, the numbers of every step and the failures."""
-    found, expected = weights_of(run.path), weights_of(other.path)
-    assert found.keys() == expected.keys() and all(torch.equal(one, expected[name]) for name, one in found.items())
+    weights, expected = weights_of(run.path), weights_of(other.path)
+    assert weights.keys() == expected.keys() and all(
+        torch.equal(tensor, expected[name]) for name, tensor in weights.items()
+    )
     for key in ("step", "loss", "lr", "grad_norm", "worst", "epoch", "num_failed", "loss_scale", "num_skipped"):
-        lines, again = ([line.get(key) for line in read_lines(one.metrics)] for one in (run, other))
+        lines, again = ([line.get(key) for line in read_lines(folder.metrics)] for folder in (run, other))
         assert lines == again, key
     assert read_lines(run.failures) == read_lines(other.failures)

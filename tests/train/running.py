@@ -57,8 +57,8 @@ def weights_of(out: Path) -> dict[str, torch.Tensor]:
 
 
 def facts(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "run.json").read_bytes())
-    return found
+    record: dict[str, Any] = json.loads((out / "run.json").read_bytes())
+    return record
 
 
 def all_files(folder: Path) -> set[str]:

@@ -69,5 +69,5 @@ def test_a_run_that_names_no_backend_that_is_here_gets_one(facts: dict[str, Any]
 
 def test_the_kernels_of_a_run_are_named() -> None:
     settings = DualEncoderSettings(model="tiny", size_px=32)
-    said = kernels_fact(open_attention("auto", device_type="cpu"), settings, device=CPU, products=None)
-    assert said == "flash (CPU) of torch (clips); flash (CPU) of torch (packed captions)"
+    fact = kernels_fact(open_attention("auto", device_type="cpu"), settings, device=CPU, products=None)
+    assert fact == "flash (CPU) of torch (clips); flash (CPU) of torch (packed captions)"

@@ -28,7 +28,7 @@ from tests.train.running import all_files, weights_of
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """An undisturbed run on a disk, with a checkpoint in each step."""
     return train_plane(_steps(tmp_path_factory.mktemp("whole") / "run"))
 
@@ -62,19 +62,19 @@ def _train(address: str, *, kind: type[LoadedPoints] = LoadedPoints, **changes: 
 
 
 def test_a_run_in_a_bucket_has_the_files_and_bits_of_a_run_on_a_disk(
-    address: str, whole: RunFolder, other_machine: Callable[[], Path]
+    address: str, whole_run: RunFolder, other_machine: Callable[[], Path]
 ) -> None:
     _train(address)
     other_machine()
     run = RunFolder(local_folder(address))
-    assert_same(run, whole)
-    names = {_plain(name) for name in all_files(run.path)}
-    assert names == {_plain(name) for name in all_files(whole.path)}
+    assert_same(run, whole_run)
+    names = {_without_attempt(name) for name in all_files(run.path)}
+    assert names == {_without_attempt(name) for name in all_files(whole_run.path)}
     assert f"out: {address}\n" in run.settings.read_text()
     assert run.name == "first" and show_addresses(f"{run.path}1 {run.path}/x") == f"{run.path}1 {address}/x"
 
 
-def _plain(name: str) -> str:
+def _without_attempt(name: str) -> str:
     """The name of a part without the attempt."""
     head, is_part, _ = name.partition("/__0_")
     return f"{head}{is_part}"
@@ -90,16 +90,16 @@ class StoppedPoints(LoadedPoints):
             yield loaded
 
 
-def test_another_machine_continues_a_run(address: str, whole: RunFolder, other_machine: Callable[[], Path]) -> None:
+def test_another_machine_continues_a_run(address: str, whole_run: RunFolder, other_machine: Callable[[], Path]) -> None:
     with pytest.raises(Stopped):
         _train(address, kind=StoppedPoints)
     other_machine()
     assert list(all_checkpoints(RunFolder(local_folder(address)).checkpoints)) == [2, 3]
-    assert_same(_train(address), whole)
+    assert_same(_train(address), whole_run)
 
 
 def test_a_checkpoint_whose_last_upload_is_refused_does_not_count(
-    address: str, whole: RunFolder, faults: Faults, other_machine: Callable[[], Path]
+    address: str, whole_run: RunFolder, faults: Faults, other_machine: Callable[[], Path]
 ) -> None:
     for name in ("__0_", "tensors.json", "checkpoint.json"):
         faults.set(
@@ -111,7 +111,7 @@ def test_a_checkpoint_whose_last_upload_is_refused_does_not_count(
         other_machine()
         assert list(all_checkpoints(RunFolder(local_folder(address)).checkpoints)) == [1, 2]
     assert any("step_000003/__0_" in key for key in _keys(address)), "nothing was uploaded: the test shows nothing"
-    assert_same(_train(address), whole)
+    assert_same(_train(address), whole_run)
     of_checkpoints = {key.split("/")[1] for key in _keys(address) if key.startswith("checkpoints/")}
     assert of_checkpoints == {"step_000004", "step_000005"}, "a part of a checkpoint that failed is left"
 
@@ -121,14 +121,14 @@ def _keys(address: str) -> set[str]:
 
 
 def test_a_run_goes_on_while_its_bucket_is_away(
-    address: str, whole: RunFolder, faults: Faults, impatient: None, other_machine: Callable[[], Path]
+    address: str, whole_run: RunFolder, faults: Faults, impatient: None, other_machine: Callable[[], Path]
 ) -> None:
     faults.set(Fault("error", path="/checkpoints/|run.lock|metrics", skip=14, for_s=4.0))
     _train(address)
     refused = [path for _, path in faults.seen().requests]
     assert faults.seen().num_faults > 3 and any("step_000002/__0_" in path for path in refused), refused
     other_machine()
-    assert_same(RunFolder(local_folder(address)), whole)
+    assert_same(RunFolder(local_folder(address)), whole_run)
 
 
 def test_a_second_training_is_refused(address: str) -> None:
@@ -140,7 +140,7 @@ def test_a_second_training_is_refused(address: str) -> None:
 
 
 def test_a_run_killed_in_an_upload_is_continued(
-    address: str, whole: RunFolder, faults: Faults, other_machine: Callable[[], Path]
+    address: str, whole_run: RunFolder, faults: Faults, other_machine: Callable[[], Path]
 ) -> None:
     for skip, key in ((2, "__0_"), (1, "checkpoint.json"), (0, "metrics.jsonl")):
         faults.set(Fault("hang", method="PUT", path=key, skip=skip))
@@ -152,7 +152,7 @@ def test_a_run_killed_in_an_upload_is_continued(
         process.kill()
         process.join()
         faults.set()
-    assert_same(_train(address), whole)
+    assert_same(_train(address), whole_run)
 
 
 def _environment() -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _environment() -> dict[str, Any]:
 
 
 def test_a_run_in_google_s_storage_is_continued(
-    s3: S3Server, whole: RunFolder, other_machine: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, whole_run: RunFolder, other_machine: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other_machine()
     with google_server(s3) as server:
@@ -170,11 +170,11 @@ def test_a_run_in_google_s_storage_is_continued(
         with pytest.raises(Stopped):
             _train(address, kind=StoppedPoints)
         other_machine()
-        assert_same(_train(address), whole)
+        assert_same(_train(address), whole_run)
 
 
 def test_a_record_that_arrives_after_its_parts_are_gone_does_not_count(
-    address: str, whole: RunFolder, other_machine: Callable[[], Path]
+    address: str, whole_run: RunFolder, other_machine: Callable[[], Path]
 ) -> None:
     with pytest.raises(Stopped):
         _train(address, kind=StoppedPoints)
@@ -184,7 +184,7 @@ def test_a_record_that_arrives_after_its_parts_are_gone_does_not_count(
         objects.write(f"checkpoints/step_{step:06d}/checkpoint.json", record)
     other_machine()
     assert list(all_checkpoints(RunFolder(local_folder(address)).checkpoints)) == [2, 3]
-    assert_same(_train(address), whole)
+    assert_same(_train(address), whole_run)
     of_checkpoints = {key.split("/")[1] for key in _keys(address) if key.startswith("checkpoints/")}
     assert of_checkpoints == {"step_000004", "step_000005"}, "a late record is left"
 

@@ -196,8 +196,8 @@ def test_boxes_that_cover_each_element_once_are_whole_whatever_their_order() -> 
         offsets, sizes = whole.pop(at)
         cut = int(torch.randint(sizes[dimension] + 1, (1,), generator=generator))
         for begin, size in ((0, cut), (cut, sizes[dimension] - cut)):
-            moved = [one + begin * (place == dimension) for place, one in enumerate(offsets)]
-            whole.insert(0, (moved, [size if place == dimension else one for place, one in enumerate(sizes)]))
+            moved = [place_begin + begin * (place == dimension) for place, place_begin in enumerate(offsets)]
+            whole.insert(0, (moved, [size if place == dimension else length for place, length in enumerate(sizes)]))
         assert is_tiled([4, 5, 6], whole)
     solid = next(box for box in whole if 0 not in box[1])
     assert not is_tiled([4, 5, 6], [*whole, solid])
@@ -257,9 +257,9 @@ def test_a_step_that_was_changed_does_not_pass(tmp_path: Path) -> None:
 def test_tensors_of_another_model_are_listed(tmp_path: Path) -> None:
     write(tmp_path, 3)
     path = tmp_path / "step_000003"
-    wanted = {"model.a.weight": torch.zeros(3, 3), "model.c": torch.zeros(4)}
+    expected = {"model.a.weight": torch.zeros(3, 3), "model.c": torch.zeros(4)}
     with pytest.raises(UserError) as caught:
-        check_fits(path, read_table(path), wanted, prefix="model.")
+        check_fits(path, read_table(path), expected, prefix="model.")
     assert str(caught.value).partition("; ")[2] == (
         "missing: model.c [4]; unexpected: model.b [2]; of a different shape: model.a.weight [2, 3] to [3, 3]"
     )
@@ -276,14 +276,14 @@ def test_the_last_and_the_best_stay() -> None:
 def test_the_best_checkpoint_of_a_metric_is_kept(tmp_path: Path, metric: str, best: int) -> None:
     values = {1: 0.2, 2: 0.9, 3: 0.1, 4: 0.5, 5: 0.4}
     writer = CheckpointWriter(tmp_path, world=World(), keep=1, best=metric, lower_is_better=metric == "mean_rank")
-    found = []
+    pieces = []
     for step, value in values.items():
         if writer.is_best({metric: value}):
-            found.append(step)
+            pieces.append(step)
         writer.save(TENSORS, CheckpointMetadata(task="t", step=step, loader=[], numbers={metric: value}))
     writer.close()
     assert list(all_checkpoints(tmp_path)) == [best, 5]
-    assert found == ([1, 2] if metric == "score" else [1, 3])
+    assert pieces == ([1, 2] if metric == "score" else [1, 3])
 
 
 def test_a_folder_that_cannot_be_written_fails_the_run_at_the_next_checkpoint(tmp_path: Path) -> None:

@@ -18,19 +18,19 @@ Launch = Callable[..., tuple[DualEncoderSettings, list[str]]]
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
+def launch_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
     """The settings of a command line and what is said about them, without its run."""
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
 
     def launch(*words: object) -> tuple[Any, list[str]]:
-        found: list[Any] = []
+        result: list[Any] = []
         monkeypatch.setattr(
             "clipmill.train.commands.launch.launch",
-            lambda spec, settings, resume, provenance: found.extend((settings, provenance.remarks)),
+            lambda spec, settings, resume, provenance: result.extend((settings, provenance.remarks)),
         )
         assert train(*words) == 0
-        return found[0], found[1]
+        return result[0], result[1]
 
     return launch
 
@@ -41,27 +41,27 @@ def values_of(settings: DualEncoderSettings) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", ["medium", "large", "xlarge"])
 def test_every_loss_and_optimizer_of_fastclip_has_the_values_of_its_row_and_no_others(
-    launched: Launch, size: str
+    launch_settings: Launch, size: str
 ) -> None:
     losses, optimizers = losses_of(size), optimizers_of(size)
     runs = [(loss, "adamw") for loss in losses] + [("fastclip-v3", name) for name in optimizers]
     for loss, optimizer in runs:
         words = ("--preset", f"fastclip-{size}", "--loss.kind", loss, "--optimizer.name", optimizer)
-        settings, remarks = launched("dual-encoder", *words)
+        settings, remarks = launch_settings("dual-encoder", *words)
         values = values_of(settings)
-        own = {f"loss.{name}": value for name, value in losses[loss].items()} | optimizers[optimizer]
-        assert {name: values[name] for name in own} == own
-        others = {f"loss.{name}" for one in losses.values() for name in one}
-        others |= {name for one in optimizers.values() for name in one}
-        assert {name: values[name] for name in others - set(own)} == dict.fromkeys(others - set(own))
+        given_values = {f"loss.{name}": value for name, value in losses[loss].items()} | optimizers[optimizer]
+        assert {name: values[name] for name in given_values} == given_values
+        others = {f"loss.{name}" for loss_settings in losses.values() for name in loss_settings}
+        others |= {name for optimizer_settings in optimizers.values() for name in optimizer_settings}
+        assert {name: values[name] for name in others - set(given_values)} == dict.fromkeys(others - set(given_values))
         assert len(remarks) == 2
         for remark, choice in zip(remarks, (f"--loss.kind {loss}", f"--optimizer.name {optimizer}"), strict=True):
             assert remark.startswith(f"preset fastclip-{size}, {choice} (FastCLIP, ")
 
 
-def test_a_choice_without_a_row_is_named_and_has_the_defaults(launched: Launch) -> None:
+def test_a_choice_without_a_row_is_named_and_has_the_defaults(launch_settings: Launch) -> None:
     words = ("--preset", "fastclip-xlarge", "--loss.kind", "sogclr", "--optimizer.name", "lion")
-    settings, remarks = launched("dual-encoder", *words)
+    settings, remarks = launch_settings("dual-encoder", *words)
     assert remarks == [
         "preset fastclip-xlarge has no values for --loss.kind sogclr, only for mbcl, fastclip-v3; defaults: "
         "--loss.temperature 0.03 --loss.gamma 0.6 --loss.gamma-schedule constant",
@@ -74,11 +74,13 @@ def test_a_choice_without_a_row_is_named_and_has_the_defaults(launched: Launch) 
     assert (settings.loss.number("gamma"), settings.optimizer.number("beta2")) == (0.6, 0.99)
 
 
-def test_a_flag_and_a_file_are_stronger_than_the_row_and_a_file_chooses_too(launched: Launch, tmp_path: Path) -> None:
+def test_a_flag_and_a_file_are_stronger_than_the_row_and_a_file_chooses_too(
+    launch_settings: Launch, tmp_path: Path
+) -> None:
     chosen = tmp_path / "chosen.yaml"
     chosen.write_text("loss: {kind: isogclr, rho: 3.0}\n")
     words = ("--preset", "fastclip-medium", "--config", chosen, "--loss.gamma", 0.9)
-    settings, (remark, _) = launched("dual-encoder", *words)
+    settings, (remark, _) = launch_settings("dual-encoder", *words)
     assert (settings.loss.kind, settings.loss.rho, settings.loss.gamma) == ("isogclr", 3.0, 0.9)
     assert settings.loss.temperature_lr == 1e-2
     assert remark.endswith(": --loss.temperature 0.03 --loss.temperature-lr 0.01 --loss.gamma-schedule constant")
@@ -116,17 +118,19 @@ def test_a_table_of_values_by_a_setting_is_not_a_setting(tmp_path: Path, capsys:
     ],
 )
 def test_what_a_preset_has_for_its_own_choice_is_not_used_with_another(
-    launched: Launch, words: str, left_out: str, lacks: dict[str, Any]
+    launch_settings: Launch, words: str, left_out: str, lacks: dict[str, Any]
 ) -> None:
-    settings, (remark,) = launched(*words.split())
+    settings, (remark,) = launch_settings(*words.split())
     assert remark == f"preset {words.split()[2]}: values for {left_out}"
     assert {name: values_of(settings)[name] for name in lacks} == lacks
 
 
 @pytest.mark.parametrize("preset", ["tiny", "b16-ego4d", "b16-ek100-mir", "fastclip-medium", "fastclip-xlarge"])
-def test_every_loss_and_optimizer_goes_with_every_kind_of_preset(launched: Launch, preset: str) -> None:
+def test_every_loss_and_optimizer_goes_with_every_kind_of_preset(launch_settings: Launch, preset: str) -> None:
     for kind in LOSSES:
-        settings, _ = launched("dual-encoder", "--preset", preset, "--loss.kind", kind, "--optimizer.name", "lion")
+        settings, _ = launch_settings(
+            "dual-encoder", "--preset", preset, "--loss.kind", kind, "--optimizer.name", "lion"
+        )
         assert (settings.loss.kind, settings.optimizer.name) == (kind, "lion")
 
 
@@ -173,16 +177,16 @@ DECODINGS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("flags", "expected"), DECODINGS)
 def test_a_flag_selects_another_decoding_than_that_of_a_preset(
-    launched: Launch, flags: str, expected: dict[str, Any]
+    launch_settings: Launch, flags: str, expected: dict[str, Any]
 ) -> None:
-    settings, remarks = launched("caption", "--preset", "vatex-timesformer-gpt2", *flags.split())
+    settings, remarks = launch_settings("caption", "--preset", "vatex-timesformer-gpt2", *flags.split())
     assert {name: values_of(settings)[f"decoding.{name}"] for name in expected} == expected
-    said = [one for one in remarks if "--decoding.num-beams is not used with" in one]
-    assert bool(said) == (expected["num_beams"] is None)
+    remarks_found = [remark for remark in remarks if "--decoding.num-beams is not used with" in remark]
+    assert bool(remarks_found) == (expected["num_beams"] is None)
 
 
 def test_a_value_that_does_nothing_is_refused_if_a_flag_or_the_same_file_gives_it(
-    launched: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launch_settings: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "own.yaml"
     config.write_text("decoding: {method: greedy, num-beams: 3}")
@@ -193,8 +197,8 @@ def test_a_value_that_does_nothing_is_refused_if_a_flag_or_the_same_file_gives_i
     # A stronger file chooses too, and a flag beside a file.
     stronger = tmp_path / "greedy.yaml"
     stronger.write_text("decoding: {method: greedy}")
-    settings, _ = launched("caption", "--preset", "vatex-timesformer-gpt2", "--config", stronger)
+    settings, _ = launch_settings("caption", "--preset", "vatex-timesformer-gpt2", "--config", stronger)
     assert values_of(settings)["decoding.num_beams"] is None
     config.write_text("decoding: {method: beam, num-beams: 3}")
-    settings, _ = launched("caption", "--config", config, "--decoding.method", "greedy")
+    settings, _ = launch_settings("caption", "--config", config, "--decoding.method", "greedy")
     assert values_of(settings)["decoding.num_beams"] is None

@@ -36,8 +36,8 @@ def frames_of(
     """Frames of a 30 fps video that a rule shows."""
     sampling = Sampling(num_frames=num_frames, rule=rule, stride=stride)
     rng = None if seed is None else np.random.default_rng(seed)
-    found = moments_of(begin_us, end_us, sampling, fps_num=30, fps_den=1, rng=rng)
-    return [place.frame for place in locate_frames(found, [chunk(0)])]
+    moments_found = moments_of(begin_us, end_us, sampling, fps_num=30, fps_den=1, rng=rng)
+    return [place.frame for place in locate_frames(moments_found, [chunk(0)])]
 
 
 @pytest.mark.parametrize(
@@ -52,21 +52,21 @@ def frames_of(
     ],
 )
 def test_centres_of_segments_become_frames(begin_s: float, end_s: float, num_frames: int, expected: list[int]) -> None:
-    found = moments(to_us(begin_s), to_us(end_s), num_frames)
-    assert [place.frame for place in locate_frames(found, [chunk(0)])] == expected
+    moments_found = moments(to_us(begin_s), to_us(end_s), num_frames)
+    assert [place.frame for place in locate_frames(moments_found, [chunk(0)])] == expected
 
 
 @pytest.mark.parametrize(
     ("fps_num", "fps_den"), [(30, 1), (30000, 1001), (24000, 1001), (25, 1), (10, 1), (60000, 1001)]
 )
 def test_the_first_instant_of_every_frame_belongs_to_it_and_the_one_before_does_not(fps_num: int, fps_den: int) -> None:
-    one = chunk(5000, 300, fps_num, fps_den)
+    only_chunk = chunk(5000, 300, fps_num, fps_den)
     for frame in range(300):
         begins = 5_000_000 + Fraction(frame * fps_den * 1_000_000, fps_num)
-        assert locate_frames(at(begins), [one]) == [FrameIndex(0, frame)]
-        assert one.frame_begin_us(frame) == begins
+        assert locate_frames(at(begins), [only_chunk]) == [FrameIndex(0, frame)]
+        assert only_chunk.frame_begin_us(frame) == begins
         if frame:
-            assert locate_frames(at(begins - Fraction(1, 10**9)), [one]) == [FrameIndex(0, frame - 1)]
+            assert locate_frames(at(begins - Fraction(1, 10**9)), [only_chunk]) == [FrameIndex(0, frame - 1)]
 
 
 def test_decimal_times_are_not_led_astray_by_binary_ones() -> None:
@@ -106,9 +106,9 @@ def test_a_moment_that_no_chunk_holds_is_refused() -> None:
 
 def test_jitter_stays_in_its_segment_and_follows_its_seed() -> None:
     for seed in range(200):
-        found = moments(1_000_000, 4_000_000, 3, seed=seed)
-        assert [time // (found.denominator * 1_000_000) for time in found.numerators] == [1, 2, 3]
-        assert found == moments(1_000_000, 4_000_000, 3, seed=seed)
+        moments_found = moments(1_000_000, 4_000_000, 3, seed=seed)
+        assert [time // (moments_found.denominator * 1_000_000) for time in moments_found.numerators] == [1, 2, 3]
+        assert moments_found == moments(1_000_000, 4_000_000, 3, seed=seed)
 
 
 @pytest.mark.parametrize(("begin", "end", "num_frames"), [(5, 5, 4), (6, 5, 4), (0, 5, 0)])
@@ -157,8 +157,8 @@ def test_every_moment_lies_in_the_span_and_they_are_in_order(rule: SamplingRule,
         end_us = begin_us + int(rng.choice([1, 40, 30_000, 2_000_000, 9_000_000]))
         for generator in (None, rng):
             sampling = Sampling(num_frames=int(rng.integers(1, 20)), rule=rule, stride=int(rng.integers(1, 9)))
-            found = moments_of(begin_us, end_us, sampling, fps_num=fps_num, fps_den=fps_den, rng=generator)
-            assert len(found.numerators) == sampling.num_frames
-            assert list(found.numerators) == sorted(found.numerators)
-            assert begin_us * found.denominator <= found.numerators[0]
-            assert found.numerators[-1] < end_us * found.denominator
+            moments_found = moments_of(begin_us, end_us, sampling, fps_num=fps_num, fps_den=fps_den, rng=generator)
+            assert len(moments_found.numerators) == sampling.num_frames
+            assert list(moments_found.numerators) == sorted(moments_found.numerators)
+            assert begin_us * moments_found.denominator <= moments_found.numerators[0]
+            assert moments_found.numerators[-1] < end_us * moments_found.denominator

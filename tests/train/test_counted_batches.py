@@ -18,18 +18,18 @@ class Loaded:
 
 
 def test_batches_are_counted_for_a_command_and_not_in_a_training_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Activity] = []
+    activities: list[Activity] = []
 
-    def noted(what: str) -> Activity:
-        said.append(Activity(what))
-        return said[-1]
+    def note_activity(what: str) -> Activity:
+        activities.append(Activity(what))
+        return activities[-1]
 
-    monkeypatch.setattr("clipmill.train.run.tracking.Activity", noted)
+    monkeypatch.setattr("clipmill.train.run.tracking.Activity", note_activity)
     batches: Any = [Loaded(), Loaded()]
-    assert list(count_batches(batches, "embedding", total=9)) == batches and not said
+    assert list(count_batches(batches, "embedding", total=9)) == batches and not activities
     with show_batch_counts():
         assert list(count_batches(batches, "embedding", total=9)) == batches
-    assert said[0].text() == "embedding: 6 of 9 clips"
+    assert activities[0].text() == "embedding: 6 of 9 clips"
 
 
 def test_a_log_of_steps_says_how_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

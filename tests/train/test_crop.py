@@ -16,18 +16,18 @@ from clipmill.train.data.clip_frames import (
 @pytest.mark.parametrize(("width", "height"), [(512, 288), (288, 512), (64, 64), (1000, 10), (1, 1)])
 def test_random_rectangles_lie_inside_and_follow_their_seed(width: int, height: int) -> None:
     for seed in range(200):
-        one = random_resized_rectangle(width, height, min_area=0.3, rng=np.random.default_rng(seed))
-        assert one.left >= 0 and one.left + one.width <= width and one.width > 0
-        assert one.top >= 0 and one.top + one.height <= height and one.height > 0
-        assert one == random_resized_rectangle(width, height, min_area=0.3, rng=np.random.default_rng(seed))
+        box = random_resized_rectangle(width, height, min_area=0.3, rng=np.random.default_rng(seed))
+        assert box.left >= 0 and box.left + box.width <= width and box.width > 0
+        assert box.top >= 0 and box.top + box.height <= height and box.height > 0
+        assert box == random_resized_rectangle(width, height, min_area=0.3, rng=np.random.default_rng(seed))
 
 
 def test_random_rectangles_keep_to_area_and_ratio() -> None:
     rectangles = [
         random_resized_rectangle(512, 288, min_area=0.25, rng=np.random.default_rng(seed)) for seed in range(500)
     ]
-    areas = [one.width * one.height / (512 * 288) for one in rectangles]
-    ratios = [one.width / one.height for one in rectangles]
+    areas = [rectangle.width * rectangle.height / (512 * 288) for rectangle in rectangles]
+    ratios = [rectangle.width / rectangle.height for rectangle in rectangles]
     assert 0.24 < min(areas) < 0.3 and max(areas) <= 1
     assert 0.74 < min(ratios) < 0.8 and 1.25 < max(ratios) < 1.35
 
@@ -47,11 +47,11 @@ def test_random_rectangles_are_drawn_as_torchvision_draws_them() -> None:
         theirs.append((width * height, width / height, left, top))
     ours = []
     for seed in range(4000):
-        one = random_resized_rectangle(512, 288, min_area=0.3, rng=np.random.default_rng(seed))
-        ours.append((one.width * one.height, one.width / one.height, one.left, one.top))
-    for own, other in zip(np.transpose(ours), np.transpose(theirs), strict=True):
-        places = np.sort(np.concatenate([own, other]))
-        own_share = np.searchsorted(np.sort(own), places, side="right") / len(own)
+        box = random_resized_rectangle(512, 288, min_area=0.3, rng=np.random.default_rng(seed))
+        ours.append((box.width * box.height, box.width / box.height, box.left, box.top))
+    for our_places, other in zip(np.transpose(ours), np.transpose(theirs), strict=True):
+        places = np.sort(np.concatenate([our_places, other]))
+        own_share = np.searchsorted(np.sort(our_places), places, side="right") / len(our_places)
         other_share = np.searchsorted(np.sort(other), places, side="right") / len(other)
         # Two samples of 4000 of one distribution differ by more than this once in 1000 times (Kolmogorov, Smirnov).
         assert np.abs(own_share - other_share).max() < 0.044
@@ -60,28 +60,34 @@ def test_random_rectangles_are_drawn_as_torchvision_draws_them() -> None:
 @pytest.mark.parametrize(("width", "height"), [(1000, 10), (10, 1000), (5, 5)])
 def test_where_no_rectangle_fits_the_fallback_is_torchvisions(width: int, height: int) -> None:
     theirs = RandomResizedCrop.get_params(torch.empty(1, height, width), [1.0, 1.0], [3 / 4, 4 / 3])
-    one = random_resized_rectangle(width, height, min_area=1.0, rng=np.random.default_rng(0))
-    assert [one.top, one.left, one.height, one.width] == list(theirs)
+    box = random_resized_rectangle(width, height, min_area=1.0, rng=np.random.default_rng(0))
+    assert [box.top, box.left, box.height, box.width] == list(theirs)
 
 
 def test_multi_scale_rectangles_have_four_sides_and_thirteen_places() -> None:
     """The facts of TSN's and VideoMAE's crop, for the 340 x 256 of their papers."""
-    found = [multi_scale_rectangle(340, 256, rng=np.random.default_rng(seed)) for seed in range(4000)]
-    assert {one.width for one in found} == {one.height for one in found} == {256, 224, 192, 168}
+    rectangles = [multi_scale_rectangle(340, 256, rng=np.random.default_rng(seed)) for seed in range(4000)]
+    assert (
+        {rectangle.width for rectangle in rectangles}
+        == {rectangle.height for rectangle in rectangles}
+        == {256, 224, 192, 168}
+    )
     sizes = [256, 224, 192, 168]
-    assert all(abs(sizes.index(one.width) - sizes.index(one.height)) <= 1 for one in found)
-    small = {(one.left, one.top) for one in found if (one.width, one.height) == (168, 168)}
+    assert all(abs(sizes.index(rectangle.width) - sizes.index(rectangle.height)) <= 1 for rectangle in rectangles)
+    small = {
+        (rectangle.left, rectangle.top) for rectangle in rectangles if (rectangle.width, rectangle.height) == (168, 168)
+    }
     assert len(small) == 13 and (0, 0) in small and (172, 88) in small and (86, 44) in small and (43, 66) in small
-    for one in found:
-        assert 0 <= one.left <= 340 - one.width and 0 <= one.top <= 256 - one.height
+    for rectangle in rectangles:
+        assert 0 <= rectangle.left <= 340 - rectangle.width and 0 <= rectangle.top <= 256 - rectangle.height
     assert multi_scale_rectangle(1, 1, rng=np.random.default_rng(0)) == Rectangle(0, 0, 1, 1)
 
 
 def test_simple_squares_are_of_one_size_and_lie_anywhere() -> None:
     """AlexNet's 224 of 256 pixels; every even offset is as likely as torchvision's RandomCrop makes it."""
-    found = [simple_rectangle(456, 256, share=224 / 256, rng=np.random.default_rng(seed)) for seed in range(8000)]
-    assert {(one.width, one.height) for one in found} == {(224, 224)}
-    lefts, tops = (np.bincount([getattr(one, name) for one in found]) for name in ("left", "top"))
+    rectangles = [simple_rectangle(456, 256, share=224 / 256, rng=np.random.default_rng(seed)) for seed in range(8000)]
+    assert {(rectangle.width, rectangle.height) for rectangle in rectangles} == {(224, 224)}
+    lefts, tops = (np.bincount([getattr(rectangle, name) for rectangle in rectangles]) for name in ("left", "top"))
     assert len(lefts) == 456 - 224 + 1 and len(tops) == 256 - 224 + 1
     assert not lefts[1::2].any() and not tops[1::2].any()
     for counts in (lefts[::2], tops[::2]):
@@ -93,9 +99,9 @@ def test_simple_squares_are_of_one_size_and_lie_anywhere() -> None:
 @pytest.mark.parametrize("share", [0.5, 0.875, 1.0])
 def test_simple_squares_lie_inside(width: int, height: int, share: float) -> None:
     for seed in range(50):
-        one = simple_rectangle(width, height, share=share, rng=np.random.default_rng(seed))
-        assert 0 <= one.left <= width - one.width and 0 <= one.top <= height - one.height and one.width == one.height
-        assert abs(one.width - min(width, height) * share) < 2
+        box = simple_rectangle(width, height, share=share, rng=np.random.default_rng(seed))
+        assert 0 <= box.left <= width - box.width and 0 <= box.top <= height - box.height and box.width == box.height
+        assert abs(box.width - min(width, height) * share) < 2
 
 
 def test_evaluation_has_the_centre_square_whatever_the_rule() -> None:

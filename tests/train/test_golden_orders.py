@@ -91,7 +91,7 @@ def record_orders(open_data: _Open, arguments: dict[str, Any]) -> dict[str, Any]
                     means.append(mean)
         digests[f"{world} ranks"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
         if world == 1:
-            digests["samples"], digests["means"] = lines[:6], [round(one, 2) for one in means[:24]]
+            digests["samples"], digests["means"] = lines[:6], [round(mean, 2) for mean in means[:24]]
     with open_data(**arguments, shuffle=False, rank=0, world=1) as batches:
         order = "\n".join(line for line, _ in _samples(batches))
     return {**digests, "evaluation": hashlib.sha256(order.encode()).hexdigest()[:16]}
@@ -127,7 +127,7 @@ def test_a_kind_of_data_has_its_golden_order(kinds_of_data: dict[str, tuple[_Ope
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        values = {name: record_orders(*one) for name, one in producers(Path(folder)).items()}
+        values = {name: record_orders(*producer) for name, producer in producers(Path(folder)).items()}
     GOLDEN.write_text(json.dumps(values, indent=1) + "\n")
 
 

@@ -44,9 +44,9 @@ def goldens() -> dict[Path, str]:
 
 
 def test_the_help_of_every_task_is_as_it_was() -> None:
-    found = goldens()
-    assert set(found) == set(GOLDENS.iterdir())
-    other = [path.name for path, text in found.items() if path.read_text() != text]
+    help_texts = goldens()
+    assert set(help_texts) == set(GOLDENS.iterdir())
+    other = [path.name for path, text in help_texts.items() if path.read_text() != text]
     assert other == [], "if the change is meant: python -m tests.train.test_help"
 
 
@@ -68,15 +68,15 @@ def test_the_help_fits_and_is_aligned(command: str) -> None:
         # All texts begin, and go on, in the same column.
         begins = [re.match(r"  \S.*?\s{2,}(?=\S)", line) for line in lines]
         more = [re.match(r" {5,}(?=\S)", line) for line in lines]
-        assert len({found.end() for found in (*begins, *more) if found}) == 1
+        assert len({match.end() for match in (*begins, *more) if match}) == 1
 
 
 def test_each_preset_is_listed_by_the_commands_that_it_is_for_under_the_name_that_finds_it() -> None:
     listed = {}
     for name in task_names():
-        found = help_of(name).partition("Presets (--preset):\n")[2].partition("\n\n")[0]
-        listed[name] = re.findall(r"^  ([a-z0-9-]+)", found, re.MULTILINE)
-    assert {preset_path(one, name) for name, names in listed.items() for one in names} == {
+        text = help_of(name).partition("Presets (--preset):\n")[2].partition("\n\n")[0]
+        listed[name] = re.findall(r"^  ([a-z0-9-]+)", text, re.MULTILINE)
+    assert {preset_path(preset, name) for name, names in listed.items() for preset in names} == {
         *PRESETS_FOLDER.glob("*.yaml")
     }
     assert "tiny" in listed["mae"] and "tiny-mae" not in listed["mae"] and "b16-ego4d" not in listed["classify"]

@@ -58,8 +58,8 @@ def test_each_step_looks_once_at_the_device_and_sees_the_step_before(
     with device_reads(monkeypatch) as reads:
         assert train(*flags.split(), "--shards", shards, "--out", tmp_path / "run") == 0
     # The first step of a process sends what is the same in all others; the last one's numbers are read at once.
-    found = [look for look in reads.looks if 2 <= look.step < 4]
-    assert [(one.step, one.numbers_of) for one in found] == [(2, 1), (3, 2)], found
+    looks = [look for look in reads.looks if 2 <= look.step < 4]
+    assert [(look.step, look.numbers_of) for look in looks] == [(2, 1), (3, 2)], looks
 
 
 def test_no_operation_of_rand_augment_looks_at_a_clip(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,21 +78,21 @@ def test_a_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the other test relies on: each way to look at what a device has, and none of those that wait for nothing."""
     host = torch.arange(6.0)
     with device_reads(monkeypatch) as reads:
-        there = torch.arange(6.0)
-        reads.take(there)
+        values_there = torch.arange(6.0)
+        reads.take(values_there)
         ways: list[Callable[[], object]] = [
-            lambda: there.sum().item(),
-            lambda: float(there[0] + host[0]),
-            lambda: bool((there > 2).all()),
-            lambda: int(host.clone().copy_(there)[1]),
-            lambda: (there * 2).tolist(),
-            lambda: there.view(2, 3).numpy(),
-            lambda: there.cpu(),
-            lambda: there[there > 2],
-            lambda: there.clone().masked_select(host > 2),
-            lambda: there.nonzero(),
-            lambda: there.unique(),
-            lambda: torch.equal(there, host),
+            lambda: values_there.sum().item(),
+            lambda: float(values_there[0] + host[0]),
+            lambda: bool((values_there > 2).all()),
+            lambda: int(host.clone().copy_(values_there)[1]),
+            lambda: (values_there * 2).tolist(),
+            lambda: values_there.view(2, 3).numpy(),
+            lambda: values_there.cpu(),
+            lambda: values_there[values_there > 2],
+            lambda: values_there.clone().masked_select(host > 2),
+            lambda: values_there.nonzero(),
+            lambda: values_there.unique(),
+            lambda: torch.equal(values_there, host),
             lambda: torch.tensor([1.0], device=torch.device("cpu")),
             lambda: host.to(torch.device("cpu")),
         ]
@@ -101,13 +101,13 @@ def test_a_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(reads.looks) == number, number
         seen = len(reads.looks)
         _ = (
-            there.sum() * 2,
-            there[host.long()],
-            there.masked_fill(host > 2, 0.0),
-            there.to(torch.float64),
+            values_there.sum() * 2,
+            values_there[host.long()],
+            values_there.masked_fill(host > 2, 0.0),
+            values_there.to(torch.float64),
             host.tolist(),
         )
-        there[there > 2] = 0
-        there.requires_grad_().square().sum().backward()
+        values_there[values_there > 2] = 0
+        values_there.requires_grad_().square().sum().backward()
         assert len(reads.looks) == seen
-    assert isinstance(reads, DeviceReads) and {type(one) for one in reads.looks} == {Look}
+    assert isinstance(reads, DeviceReads) and {type(look) for look in reads.looks} == {Look}

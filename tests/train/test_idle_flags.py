@@ -112,7 +112,7 @@ def test_what_has_an_effect_or_nobody_gave_is_let_pass(monkeypatch: pytest.Monke
         "classify --evaluate.split test",
     ):
         assert train(*words.split()) == 0, words
-    assert [(one.stride, one.sampling) for one in chosen[:2]] == [(16, "uniform"), (8, "uniform")]
+    assert [(setting.stride, setting.sampling) for setting in chosen[:2]] == [(16, "uniform"), (8, "uniform")]
 
 
 def test_flags_without_effect_are_named_together_with_all_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:

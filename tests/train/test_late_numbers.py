@@ -85,7 +85,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """An undisturbed run."""
     return train_plane(settings(tmp_path_factory.mktemp("whole") / "run"), FaultyTask())
 
@@ -94,19 +94,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.mark.parametrize("at", nightly_beyond([1, 4], [1, 3, 4, 12]))
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_number_that_is_not_finite_ends_the_run_at_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: RunFolder, fault: Fault, at: int, every: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_run: RunFolder, fault: Fault, at: int, every: int
 ) -> None:
     states: list[State] = []
     before: dict[str, torch.Tensor] = {}
     take = clipmill.train.engine.loop.run_step
 
-    def watched(step: Step, state: State, *args: Any, **kwargs: Any) -> Any:
+    def watch_step(step: Step, state: State, *args: Any, **kwargs: Any) -> Any:
         states.append(state)
         if step.number == at:
-            before.update({name: one.clone() for name, one in state.tensors().items()})
+            before.update({name: tensor.clone() for name, tensor in state.tensors().items()})
         return take(step, state, *args, **kwargs)
 
-    monkeypatch.setattr(clipmill.train.engine.loop, "run_step", watched)
+    monkeypatch.setattr(clipmill.train.engine.loop, "run_step", watch_step)
     chosen = settings(tmp_path / "run", checkpoint_every=every, keep_checkpoints=20)
     task = FaultyTask({at: [fault]})
     with pytest.raises(FailedWork, match=SAID[fault].format(at)):
@@ -122,7 +122,7 @@ def test_a_number_that_is_not_finite_ends_the_run_at_its_step(
         if name != "objective.num_seen" and (at > 1 or not name.startswith("optimizer.")):
             assert torch.equal(value, before[name]), name
     train_plane(chosen, FaultyTask())
-    assert_same(run, whole)
+    assert_same(run, whole_run)
 
 
 @pytest.mark.parametrize("name", nightly_beyond(["lamb"], ["lion", "lamb", "sgd"]))
@@ -145,14 +145,14 @@ def test_a_step_whose_numbers_are_bad_is_not_evaluated(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "closeness" in line] == [2, 4] and len(lines) == 5
 
 
-def test_an_order_to_stop_loses_no_line_and_the_run_goes_on_to_the_bit(tmp_path: Path, whole: RunFolder) -> None:
+def test_an_order_to_stop_loses_no_line_and_the_run_goes_on_to_the_bit(tmp_path: Path, whole_run: RunFolder) -> None:
     chosen = settings(tmp_path / "run")
     with pytest.raises(Stopped, match="step 5 is saved"):
         train_plane(chosen, FaultyTask({5: ["order to stop"]}))
     run = RunFolder(chosen.out)
     assert steps(run) == [1, 2, 3, 4, 5] and max(all_checkpoints(run.checkpoints)) == 5
     train_plane(chosen, FaultyTask())
-    assert_same(run, whole)
+    assert_same(run, whole_run)
 
 
 def test_an_order_to_stop_saves_nothing_after_a_bad_number(tmp_path: Path) -> None:
@@ -177,13 +177,13 @@ class FailingFrom(Points):
 
 
 @pytest.mark.parametrize(
-    ("faults", "said", "num_lines"), [({3: ["loss"]}, SAID["loss"].format(3), 2), ({}, "failed", 3)]
+    ("faults", "message", "num_lines"), [({3: ["loss"]}, SAID["loss"].format(3), 2), ({}, "failed", 3)]
 )
 def test_too_many_failures_in_the_next_step_hide_no_bad_number_and_lose_no_line(
-    tmp_path: Path, faults: Faults, said: str, num_lines: int
+    tmp_path: Path, faults: Faults, message: str, num_lines: int
 ) -> None:
     chosen = settings(tmp_path / "run", max_failures=0)
-    with pytest.raises(FailedWork, match=said):
+    with pytest.raises(FailedWork, match=message):
         train_plane(chosen, FaultyTask(faults), FailingFrom(3 * chosen.batch))
     assert steps(RunFolder(chosen.out)) == list(range(1, num_lines + 1))
 
@@ -217,14 +217,14 @@ def test_fp16_leaves_a_step_out_and_goes_on(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_step_after_a_bad_one_is_not_taken_though_its_own_numbers_are_good() -> None:
-    nan, one = torch.tensor(float("nan")), torch.tensor(1.0)
+    nan, unit = torch.tensor(float("nan")), torch.tensor(1.0)
     for skips in (True, False):
         soundness = StepGuard(CPU)
-        assert soundness.allow(one, one, skips=skips)
-        assert not soundness.allow(one, nan, skips=skips)
-        assert bool(soundness.allow(one, one, skips=skips)) == skips
-        assert not soundness.allow(nan, one, skips=skips)
-        assert not soundness.allow(one, one, skips=skips)
+        assert soundness.allow(unit, unit, skips=skips)
+        assert not soundness.allow(unit, nan, skips=skips)
+        assert bool(soundness.allow(unit, unit, skips=skips)) == skips
+        assert not soundness.allow(nan, unit, skips=skips)
+        assert not soundness.allow(unit, unit, skips=skips)
 
 
 def test_numbers_come_in_their_order_with_those_that_the_host_knew() -> None:

@@ -23,8 +23,8 @@ def test_it_learns_what_the_stored_embeddings_say(
 ) -> None:
     out = tmp_path / "run"
     assert train("dual-encoder", "--shards", columns, "--out", out, *FLAGS, *STEPS, "--steps", 40) == 0
-    found = losses(out)
-    assert np.mean(found[-5:]) < 0.5 * np.mean(found[:5])
+    losses_found = losses(out)
+    assert np.mean(losses_found[-5:]) < 0.5 * np.mean(losses_found[:5])
     capsys.readouterr()
     assert train("eval", "retrieval", out, "--json") == 0
     result = json.loads(capsys.readouterr().out)
@@ -57,8 +57,8 @@ def test_latents_train_a_text_tower_too_without_a_column_of_text(
     flags = ["trained" if flag == "frozen" else flag for flag in FLAGS]
     flags = [*flags, *STEPS, "--steps", "60"]
     assert train("dual-encoder", "--shards", data_dir, "--out", out, *flags) == 0
-    found = losses(out)
-    assert np.mean(found[-5:]) < 0.6 * np.mean(found[:5])
+    losses_found = losses(out)
+    assert np.mean(losses_found[-5:]) < 0.6 * np.mean(losses_found[:5])
     capsys.readouterr()
     assert train("eval", "retrieval", out, "--json") == 0
     assert json.loads(capsys.readouterr().out)["video_to_text"]["recall"]["1"] > 0.3  # chance 0.125
@@ -81,7 +81,7 @@ def test_damaged_latents_are_named_and_never_trained_on(tmp_path: Path, capsys: 
     capsys.readouterr()
     assert train("eval", "retrieval", out, "--json") == 1
     failed = json.loads(capsys.readouterr().out)["failed"]
-    assert [(one["key"], one["reason"]) for one in failed] == [("val2_000000000", "checksum")] * 3
+    assert [(failure["key"], failure["reason"]) for failure in failed] == [("val2_000000000", "checksum")] * 3
     assert train(*flags, "--out", tmp_path / "strict", "--max-failures", 2) == 1
     assert "3 samples failed, more than --max-failures 2" in capsys.readouterr().err
 

@@ -87,8 +87,8 @@ def test_batches_do_not_depend_on_threads(failing: tuple[int, ...]) -> None:
     for num_threads, num_ahead in ((2, 8), (7, 40)):
         got = take(Numbers(23, failing=failing), 12, num_threads=num_threads, num_ahead=num_ahead)
         assert content(got) == content(expected)
-        assert [one.failed for one in got] == [one.failed for one in expected]
-        assert [one.cursor.position for one in got] == [one.cursor.position for one in expected]
+        assert [loaded.failed for loaded in got] == [loaded.failed for loaded in expected]
+        assert [loaded.cursor.position for loaded in got] == [loaded.cursor.position for loaded in expected]
 
 
 @pytest.mark.parametrize("failing", [(), (3, 7, 8)])
@@ -149,10 +149,10 @@ def test_closing_ends_the_threads() -> None:
     before = set(threading.enumerate())  # tests before may have left some
     batches = training(Numbers(100), 0)
     next(batches)
-    own = set(threading.enumerate()) - before
-    assert any(thread.name.startswith("loader") for thread in own)
+    threads = set(threading.enumerate()) - before
+    assert any(thread.name.startswith("loader") for thread in threads)
     batches.close()
-    assert not own & set(threading.enumerate())
+    assert not threads & set(threading.enumerate())
 
 
 def test_evaluation_gives_every_sample_once_in_order() -> None:
@@ -166,7 +166,7 @@ def test_evaluation_names_what_failed(failing: tuple[int, ...]) -> None:
     batches = list(loader_of(Numbers(10, failing=failing), settings()).evaluation_batches())
     seen = [sample for loaded in batches if loaded.batch for sample in loaded.batch["caption_id"].tolist()]
     assert seen == [sample for sample in range(10) if sample not in failing]
-    assert [one.key for loaded in batches for one in loaded.failed] == [f"key_{sample}" for sample in failing]
+    assert [failure.key for loaded in batches for failure in loaded.failed] == [f"key_{sample}" for sample in failing]
 
 
 def test_a_bug_in_loading_is_not_taken_for_a_failed_sample() -> None:
@@ -188,8 +188,8 @@ def test_a_batch_is_whole_until_the_second_one_after_it_is_asked_for() -> None:
     before = next(batches)
     for _ in range(6):
         loaded = next(batches)
-        for one in (before, loaded):
-            assert one.batch["video"][:, 0].tolist() == one.batch["caption_id"].tolist()
+        for batch in (before, loaded):
+            assert batch.batch["video"][:, 0].tolist() == batch.batch["caption_id"].tolist()
         before = loaded
     batches.close()
 

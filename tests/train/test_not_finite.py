@@ -84,7 +84,7 @@ def test_a_run_that_has_a_gradient_before_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "found"),
+    ("tensors", "names"),
     [
         ({"model.a": torch.tensor([1.0, float("inf")])}, "model.a"),
         ({"model.a": torch.tensor([1.0, float("-inf")])}, "model.a"),
@@ -98,5 +98,5 @@ def test_a_run_that_has_a_gradient_before_goes_on(tmp_path: Path) -> None:
         ({name: torch.tensor(float("nan")) for name in "abcde"}, "a, b, c and 2 more"),
     ],
 )  # fmt: skip
-def test_what_is_not_finite_is_named(tensors: Mapping[str, torch.Tensor], found: str | None) -> None:
-    assert not_finite(tensors, world=ONE) == found
+def test_what_is_not_finite_is_named(tensors: Mapping[str, torch.Tensor], names: str | None) -> None:
+    assert not_finite(tensors, world=ONE) == names

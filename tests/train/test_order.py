@@ -61,8 +61,8 @@ def test_groups_stay_in_a_row_and_an_epoch_holds_every_sample_once(num_samples: 
         samples = order.at(np.arange(begin, begin + order.positions_per_epoch))
         assert sorted(samples[samples >= 0].tolist()) == list(range(num_samples))
         for row in samples.reshape(-1, group):
-            there = row[row >= 0]
-            assert (np.diff(there) == 1).all() and there[0] % group == 0
+            filled = row[row >= 0]
+            assert (np.diff(filled) == 1).all() and filled[0] % group == 0
 
 
 def test_the_order_looks_random() -> None:
@@ -109,8 +109,8 @@ def test_resumed_ranks_take_what_is_left_and_as_many_ranks_the_batches_that_they
     for rank in range(num_ranks):
         share = Share(rank, num_ranks, group)
         whole.append(batches_of(Cursor(0), share, batch=batch, num_batches=stop + 3, failing=failing)[0])
-        _, own, cursor = batches_of(Cursor(0), share, batch=batch, num_batches=stop, failing=failing)
-        taken.update(own)
+        _, positions, cursor = batches_of(Cursor(0), share, batch=batch, num_batches=stop, failing=failing)
+        taken.update(positions)
         cursors.append(cursor)
     state = merge_cursors(cursors)
     for rank in range(num_ranks):
@@ -121,8 +121,10 @@ def test_resumed_ranks_take_what_is_left_and_as_many_ranks_the_batches_that_they
     # Another number of ranks, twice as many samples each, and then one rank.
     cursors = []
     for rank in range(then):
-        _, own, cursor = batches_of(state, Share(rank, then, group), batch=2 * batch, num_batches=2, failing=failing)
-        taken.update(own)
+        _, positions, cursor = batches_of(
+            state, Share(rank, then, group), batch=2 * batch, num_batches=2, failing=failing
+        )
+        taken.update(positions)
         cursors.append(cursor)
     taken.update(merge_cursors(cursors).positions(0, 200, Share()).tolist())
     assert set(taken.values()) == {1} and sorted(taken) == list(range(max(taken) + 1))

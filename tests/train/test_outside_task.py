@@ -30,7 +30,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Iterator[Co
 
 
 @pytest.fixture(scope="module")
-def trained(train: Commands) -> Trained:
+def train_command(train: Commands) -> Trained:
     """Runs a command line that succeeds, and gives its output."""
 
     def run(*arguments: object) -> str:
@@ -42,10 +42,10 @@ def trained(train: Commands) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def run(trained: Trained, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(train_command: Trained, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "order"
     evaluation = ["--evaluate.every", "3", "--best", "val/accuracy"]
-    trained("frame-order", "--shards", data_dir, "--out", out, *SMALL, *STEPS, *evaluation)
+    train_command("frame-order", "--shards", data_dir, "--out", out, *SMALL, *STEPS, *evaluation)
     return out
 
 
@@ -56,26 +56,26 @@ def test_it_trains_and_evaluates_in_the_loop(run: Path) -> None:
     assert json.loads((run / "run.json").read_bytes())["task"] == "frame-order"
 
 
-def test_it_resumes_as_if_it_had_not_stopped(trained: Trained, run: Path, tmp_path: Path) -> None:
+def test_it_resumes_as_if_it_had_not_stopped(train_command: Trained, run: Path, tmp_path: Path) -> None:
     again = tmp_path / "again"
     shutil.copytree(run, again)
     shutil.rmtree(again / "checkpoints/step_000006")
     settings = (again / "settings.yaml").read_text().replace(str(run), str(again))
     (again / "settings.yaml").write_text(settings)
-    trained("frame-order", "--resume", "--out", again)
+    train_command("frame-order", "--resume", "--out", again)
     before, after = (read_lines(RunFolder(path).metrics) for path in (run, again))
     assert [line["loss"] for line in after] == [line["loss"] for line in before]
 
 
-def test_it_is_evaluated_and_on_its_page_and_the_overview(trained: Trained, run: Path, tmp_path: Path) -> None:
-    result = json.loads(trained("eval", "frame-order", run, "--split", "train", "--json"))
+def test_it_is_evaluated_and_on_its_page_and_the_overview(train_command: Trained, run: Path, tmp_path: Path) -> None:
+    result = json.loads(train_command("eval", "frame-order", run, "--split", "train", "--json"))
     assert result["evaluation"] == "frame-order" and 0 <= result["accuracy"] <= 1
     assert result["command"] == f"train eval frame-order {run} --split train"
     page = (run / "index.html").read_text()
     assert "<h2>Frame order</h2>" in page and "Frame order, %" in page
-    trained("overview", run, "--out", tmp_path / "all.html")
+    train_command("overview", run, "--out", tmp_path / "all.html")
     assert "train frame-order" in (tmp_path / "all.html").read_text()
-    assert "frame-order" in trained("--help")
+    assert "frame-order" in train_command("--help")
 
 
 def test_other_evaluations_and_formats_are_refused(train: Commands, run: Path) -> None:
@@ -85,12 +85,12 @@ def test_other_evaluations_and_formats_are_refused(train: Commands, run: Path) -
 
 
 def test_it_is_exported_and_another_run_starts_from_it(
-    trained: Trained, run: Path, data_dir: Path, tmp_path: Path
+    train_command: Trained, run: Path, data_dir: Path, tmp_path: Path
 ) -> None:
-    trained("export", run, "--format", "plain", "--out", tmp_path / "export")
+    train_command("export", run, "--format", "plain", "--out", tmp_path / "export")
     exported = load_file(tmp_path / "export/model.safetensors")
     weights = read_weights(RunFolder(run).require_checkpoint())
     assert exported.keys() == weights.keys() and all((exported[name] == weights[name]).all() for name in weights)
     start = ["--init.weights", run, "--steps", "1"]
-    trained("frame-order", "--shards", data_dir, "--out", tmp_path / "next", *SMALL, *start)
+    train_command("frame-order", "--shards", data_dir, "--out", tmp_path / "next", *SMALL, *start)
     assert json.loads((tmp_path / "next/run.json").read_bytes())["weights"]["num_copied"] == len(weights)

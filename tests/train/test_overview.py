@@ -25,11 +25,11 @@ def test_runs_are_linked_and_nothing_from_outside_becomes_markup(tmp_path: Path)
     out = tmp_path / "pages" / "index.html"
     out.parent.mkdir()
     write_overview([run.path, run.path], out)
-    found = Tags()
-    found.feed(out.read_text())
+    tags = Tags()
+    tags.feed(out.read_text())
     assert HOSTILE not in out.read_text()
     assert_own_scripts_only(out.read_text())
-    links = [one for one in found.loaded if not one.startswith("data:")]
+    links = [link for link in tags.loaded if not link.startswith("data:")]
     assert len(links) == 6  # in both tables of the comparison too
     assert all((out.parent / unquote(link)).resolve() == run.page.resolve() for link in links)
     assert out.read_text().count(PIXEL) == 2  # of the first text found, in each card
@@ -112,7 +112,7 @@ def test_runs_are_compared_by_metrics_settings_and_curves(tmp_path: Path) -> Non
     assert "run &amp; &lt;b&gt; (2)</a>" in comparison, "runs of the same name are told apart"
 
 
-def repeated(
+def repeat_run(
     folder: Path, *, seed: int, recall: float, processes: str = "1", speed: float = 9.0, lr: float = 0.1
 ) -> Path:
     """A run with a result, whose R@1 from text to video is `recall`."""
@@ -131,8 +131,8 @@ def repeated(
 
 def test_runs_that_differ_in_the_seed_alone_have_a_mean_and_a_standard_deviation(tmp_path: Path) -> None:
     recalls = [0.36, 0.37, 0.41]
-    runs = [repeated(tmp_path / str(seed), seed=seed, recall=recall) for seed, recall in enumerate(recalls)]
-    runs.append(repeated(tmp_path / "other", seed=0, recall=0.9, lr=0.2))
+    runs = [repeat_run(tmp_path / str(seed), seed=seed, recall=recall) for seed, recall in enumerate(recalls)]
+    runs.append(repeat_run(tmp_path / "other", seed=0, recall=0.9, lr=0.2))
     runs.append(runs[0])  # the same run once more is no other seed
     write_overview(runs, tmp_path / "index.html")
     comparison = (tmp_path / "index.html").read_text().split("<h2>Comparison</h2>")[1].split("</section>")[0]
@@ -149,7 +149,7 @@ def test_runs_that_differ_in_the_seed_alone_have_a_mean_and_a_standard_deviation
 def test_metrics_on_other_data_have_a_mean_over_seeds_too(tmp_path: Path) -> None:
     recalls, runs = [0.2, 0.3, 0.7], []
     for seed, recall in enumerate(recalls):
-        path = repeated(tmp_path / str(seed), seed=seed, recall=0.5)
+        path = repeat_run(tmp_path / str(seed), seed=seed, recall=0.5)
         run = RunFolder(path)
         for name, change in (("imagenet", 0.0), ("flickr", 0.1)):
             result = read_object(run.evaluation("retrieval-val")) | {"shards": f"data/{name}", "is_own_data": False}
@@ -168,7 +168,7 @@ def test_metrics_on_other_data_have_a_mean_over_seeds_too(tmp_path: Path) -> Non
 def test_more_processes_have_a_speed_up(tmp_path: Path) -> None:
     speeds = {"1": 100.0, "8, ddp": 700.0, "4, fsdp": 390.0}
     runs = [
-        repeated(tmp_path / str(number), seed=0, recall=0.5, processes=text, speed=speed, lr=0.1 * (number + 1))
+        repeat_run(tmp_path / str(number), seed=0, recall=0.5, processes=text, speed=speed, lr=0.1 * (number + 1))
         for number, (text, speed) in enumerate(speeds.items())
     ]
     write_overview(runs, tmp_path / "index.html")
@@ -183,5 +183,5 @@ def test_more_processes_have_a_speed_up(tmp_path: Path) -> None:
 def test_a_browser_shows_the_comparison_without_a_complaint(tmp_path: Path) -> None:
     runs = [long_run(tmp_path / name) for name in ("one", "two")]
     write_overview([run.path for run in runs], tmp_path / "index.html")
-    found = open_page(tmp_path / "index.html", width_px=1400)
-    assert found.problems == [] and found.num_canvases >= 5
+    page = open_page(tmp_path / "index.html", width_px=1400)
+    assert page.problems == [] and page.num_canvases >= 5

@@ -19,9 +19,9 @@ def test_products_are_in_the_precision_and_weights_in_float32(name: str, dtype: 
     precision = open_precision(name, device_type="cpu")  # type: ignore[arg-type]
     model = nn.Linear(4, 4)
     with precision.autocast():
-        found = model(torch.full((1, 4), 0.5))
-    assert found.dtype == (dtype or torch.float32)
-    loss = precision.scale(found.float().mean())
+        output = model(torch.full((1, 4), 0.5))
+    assert output.dtype == (dtype or torch.float32)
+    loss = precision.scale(output.float().mean())
     loss.backward()
     assert model.weight.grad is not None and model.weight.grad.dtype == torch.float32
     assert 8 * model.weight.grad.max() == precision.loss_scale == (65536 if name == "fp16" else 1)

@@ -145,18 +145,20 @@ FASTCLIP: Table = {
 }
 
 
-def fastclip(size: str, own: Table) -> Table:
+def fastclip(size: str, table: Table) -> Table:
     """The table of a FastCLIP preset, with its rows by loss and by optimizer."""
     rows = {
-        f"by.loss.kind.{name}.loss.{key}": value for name, one in losses_of(size).items() for key, value in one.items()
+        f"by.loss.kind.{name}.loss.{key}": value
+        for name, loss in losses_of(size).items()
+        for key, value in loss.items()
     }
-    for name, one in optimizers_of(size).items():
-        rows |= {f"by.optimizer.name.{name}.{key}": value for key, value in one.items()}
-    found = {name: Row(value, "FastCLIP, tables 7 to 10, appendix B") for name, value in rows.items()}
+    for name, optimizer in optimizers_of(size).items():
+        rows |= {f"by.optimizer.name.{name}.{key}": value for key, value in optimizer.items()}
+    result = {name: Row(value, "FastCLIP, tables 7 to 10, appendix B") for name, value in rows.items()}
     for choice, names in (("loss.kind", ALGORITHMS[size]), ("optimizer.name", TABLE_10[size])):
         for name in names:
-            found[f"by.{choice}.{name}.source"] = Row(..., f"FastCLIP: the row of {name}")
-    return FASTCLIP | own | found
+            result[f"by.{choice}.{name}.source"] = Row(..., f"FastCLIP: the row of {name}")
+    return FASTCLIP | table | result
 
 
 VIDEOMAE: Table = {
@@ -312,10 +314,10 @@ PRESETS: dict[str, Table] = {
 
 def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values of a preset by the names of their flags."""
-    found: dict[str, Any] = {}
+    values_found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+        values_found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return values_found
 
 
 def is_same(value: Any, expected: Any) -> bool:
@@ -323,12 +325,12 @@ def is_same(value: Any, expected: Any) -> bool:
     return isclose(value, expected, rel_tol=1e-12) if isinstance(expected, float) else bool(value == expected)
 
 
-def published() -> set[str]:
+def published_presets() -> set[str]:
     return {path.stem for path in PRESETS_FOLDER.glob("*.yaml") if not path.stem.startswith("tiny")}
 
 
 def test_every_published_preset_has_a_table() -> None:
-    assert set(PRESETS) == published()
+    assert set(PRESETS) == published_presets()
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

@@ -96,27 +96,32 @@ def manifest(folder: Path, kind: str, *annotations: Path, videos: list[str]) -> 
     splits = read_videos(data_dir).select(["video_id", "split"]).to_pylist()
     for shard_id, split in enumerate(sorted({row["split"] for row in splits})):
         names = [row["video_id"] for row in splits if row["split"] == split]
-        write_shard(data_dir, shard_id, [one for name in names for one in chunks_of(name, NUM_FRAMES)], split=split)
+        write_shard(data_dir, shard_id, [chunk for name in names for chunk in chunks_of(name, NUM_FRAMES)], split=split)
     return data_dir
 
 
 def epic(folder: Path, header: str, **ids: list[str]) -> Path:
     """Annotation files of EPIC-KITCHENS-100 by their names, of three rows a video; `uid` leads in some releases."""
     paths = []
-    for name, own in ids.items():
-        lines = [line for one in own for line in EPIC_ROWS.format(id=one).splitlines()]
+    for name, narrations in ids.items():
+        lines = [line for narration in narrations for line in EPIC_ROWS.format(id=narration).splitlines()]
         if header.startswith("uid,"):
             lines = [f"{number},{line}" for number, line in enumerate(lines)]
         path = folder / f"EPIC_100_{name}.csv"
         path.write_text("\n".join([header, *lines]) + "\n")
         paths.append(path)
-    return manifest(folder, "epic-kitchens", *paths, videos=[f"{one}.MP4" for own in ids.values() for one in own])
+    return manifest(
+        folder,
+        "epic-kitchens",
+        *paths,
+        videos=[f"{narration}.MP4" for narrations in ids.values() for narration in narrations],
+    )
 
 
 def ego4d(folder: Path) -> Path:
     path = folder / "narration.json"
     points = [{"timestamp_sec": time_s, "narration_text": f"#C C opens door {time_s}"} for time_s in (0.5, 1.5, 2.5)]
-    narrated = {one: {"narration_pass_1": {"narrations": points}} for one in ("uid-a", "uid-b")}
+    narrated = {uid: {"narration_pass_1": {"narrations": points}} for uid in ("uid-a", "uid-b")}
     path.write_text(json.dumps({"videos": narrated}))
     return manifest(folder, "ego4d", path, videos=["uid-a.mp4", "uid-b.mp4"])
 
@@ -124,7 +129,9 @@ def ego4d(folder: Path) -> Path:
 def vatex(folder: Path) -> Path:
     paths, videos = [], []
     for name, ids in (("training", "abcd"), ("validation", "ef")):
-        rows = [{"videoID": f"{one * 11}_000000_000010", "enCap": [f"{one} runs", f"{one} sits"]} for one in ids]
+        rows = [
+            {"videoID": f"{letter * 11}_000000_000010", "enCap": [f"{letter} runs", f"{letter} sits"]} for letter in ids
+        ]
         paths.append(folder / f"vatex_{name}_v1.0.json")
         paths[-1].write_text(json.dumps(rows))
         videos += [f"{row['videoID']}.mp4" for row in rows]
@@ -133,7 +140,7 @@ def vatex(folder: Path) -> Path:
 
 def k400(folder: Path) -> Path:
     path = folder / "kinetics_400.csv"
-    rows = [(one * 11, "train" if one in "abcd" else "validate") for one in "abcdef"]
+    rows = [(letter * 11, "train" if letter in "abcd" else "validate") for letter in "abcdef"]
     lines = [f"{('zumba', 'riding a bike')[at % 2]},{name},0,4,{split}" for at, (name, split) in enumerate(rows)]
     path.write_text("\n".join(["label,youtube_id,time_start,time_end,split", *lines]) + "\n")
     return manifest(folder, "kinetics", path, videos=[f"{name}_000000_000004.mp4" for name, _ in rows])
@@ -145,7 +152,9 @@ def latents(folder: Path) -> Path:
     write_captions(written.data_dir, videos, [])
     chunks = [[Chunk(name, 0, 24, frame=(4, 8, 8))] for name in videos]
     noise = np.random.default_rng(0)
-    write_latents(written, chunks, values=lambda one: noise.normal(size=(one.num_frames, *one.frame)).astype("f2"))
+    write_latents(
+        written, chunks, values=lambda chunk: noise.normal(size=(chunk.num_frames, *chunk.frame)).astype("f2")
+    )
     return written.data_dir
 
 
@@ -188,7 +197,9 @@ def test_the_official_files_of_multi_instance_retrieval_are_scored(
     assert "test/average_mean_ap" in read_lines(RunFolder(out).metrics)[-1]
     sentences = tmp_path / "EPIC_100_retrieval_test_sentence.csv"
     texts = ("open door", "take plate", "put plate into rack.")
-    sentences.write_text("narration_id,narration\n" + "".join(f"P01_11_{at},{one}\n" for at, one in enumerate(texts)))
+    sentences.write_text(
+        "narration_id,narration\n" + "".join(f"P01_11_{at},{sentence}\n" for at, sentence in enumerate(texts))
+    )
     capsys.readouterr()
     assert train("eval", "mir", out, "--sentences", sentences, "--json") == 0
     result = json.loads(capsys.readouterr().out)

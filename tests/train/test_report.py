@@ -37,7 +37,7 @@ class Tags(HTMLParser):
         self.loaded += [value or "" for name, value in attrs if name in ("src", "href")]
 
 
-GROUPS = [group for one in evaluations().values() for group in one.curves]
+GROUPS = [group for evaluation in evaluations().values() for group in evaluation.curves]
 
 
 def hostile_run(path: Path) -> RunFolder:
@@ -215,9 +215,9 @@ def long_run(folder: Path) -> RunFolder:
 def test_a_browser_draws_the_charts_without_a_complaint_and_cuts_nothing(tmp_path: Path) -> None:
     run = long_run(tmp_path)
     write_page(run)
-    found = open_page(run.page, width_px=420)
-    assert found.messages == [] and found.overflow_px == 0 and found.problems == []
-    assert found.num_canvases == run.page.read_text().count("data-chart=") >= 6
+    page = open_page(run.page, width_px=420)
+    assert page.messages == [] and page.overflow_px == 0 and page.problems == []
+    assert page.num_canvases == run.page.read_text().count("data-chart=") >= 6
 
 
 def classified_run(path: Path) -> RunFolder:
@@ -226,11 +226,16 @@ def classified_run(path: Path) -> RunFolder:
     names = [HOSTILE, *(f"class {number}" for number in range(1, 14))]
     label = torch.arange(14).repeat_interleave(20)
     predicted = torch.where(torch.arange(280) % 3 == 0, (label + 5) % 14, label)
-    found = Predictions(label, predicted, torch.ones_like(label, dtype=torch.bool)).by_class(names, title="classes")
+    by_class = Predictions(label, predicted, torch.ones_like(label, dtype=torch.bool)).by_class(names, title="classes")
     result = json.loads(run.evaluation("retrieval-val").read_bytes())
     scores = {"num_clips": 280, "num_classes": 14, "num_classes_seen": 14, "num_without_class": 0}
     rest = {"top": {"1": 2 / 3, "5": 1.0}, "chance": {"1": 1 / 14, "5": 5 / 14}, "mean_class_accuracy": 0.6}
-    words = {"classes": HOSTILE, "prompts": HOSTILE, "majority_baseline": majority_baseline(found), "by_class": [found]}
+    words = {
+        "classes": HOSTILE,
+        "prompts": HOSTILE,
+        "majority_baseline": majority_baseline(by_class),
+        "by_class": [by_class],
+    }
     run.write_evaluation("zero-shot-val", {**result, "evaluation": "zero-shot", **scores, **rest, **words})
     return run
 

@@ -52,41 +52,41 @@ def test_one_command_line_begins_a_run_and_goes_on_with_it_however_it_was_killed
     expected = weights_of(whole)
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(killed).items())
     assert all_files(killed) == all_files(whole)
-    assert [one["step"] for one in read_lines(RunFolder(killed).metrics)] == [1, 2, 3]
+    assert [logged["step"] for logged in read_lines(RunFolder(killed).metrics)] == [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
-def begun(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun_run(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "begun"
     assert train(*line("dual-encoder", moving, out)) == 0
     return out
 
 
 def test_a_flag_or_preset_that_the_run_did_not_begin_with_is_named_with_both_values(
-    moving: Path, begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    moving: Path, begun_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(*line("dual-encoder", moving, begun, "--lr", 0.5, "--seed", 3)) == 2
+    assert train(*line("dual-encoder", moving, begun_run, "--lr", 0.5, "--seed", 3)) == 2
     error, hint = two_lines(capsys)
-    assert f"--lr is 0.5, but the run in {begun} has 0.001; --seed is 3, not 0" in error
+    assert f"--lr is 0.5, but the run in {begun_run} has 0.001; --seed is 3, not 0" in error
     assert "the run is complete: start a new run from its weights" in hint and "continue" not in hint
     preset = tmp_path / "preset.yaml"
     preset.write_text("weight_decay: 0.3\n")
-    assert train(*line("dual-encoder", moving, begun, "--config", preset)) == 2
+    assert train(*line("dual-encoder", moving, begun_run, "--config", preset)) == 2
     error, hint = two_lines(capsys)
     assert "--weight-decay is 0.3, " in error and "has 0.1" in error and str(preset) in hint
-    assert train(*line("mae", moving, begun)) == 2
+    assert train(*line("mae", moving, begun_run)) == 2
     assert "is a run of train dual-encoder, not of train mae" in two_lines(capsys)[0]
 
 
 def test_settings_that_do_not_shape_the_weights_may_be_others_and_those_left_out_are_the_runs(
-    moving: Path, begun: Path, tmp_path: Path
+    moving: Path, begun_run: Path, tmp_path: Path
 ) -> None:
-    before = RunFolder(begun).metrics.read_bytes()
+    before = RunFolder(begun_run).metrics.read_bytes()
     config = tmp_path / "where.yaml"
-    config.write_text(f"out: {begun}\n")
+    config.write_text(f"out: {begun_run}\n")
     assert train("dual-encoder", "--config", config, "--workers", 2, "--resume", "auto") == 0
-    assert train(*line("dual-encoder", moving, begun)) == 0
-    assert RunFolder(begun).metrics.read_bytes() == before, "a complete run takes no more steps"
+    assert train(*line("dual-encoder", moving, begun_run)) == 0
+    assert RunFolder(begun_run).metrics.read_bytes() == before, "a complete run takes no more steps"
 
 
 def test_a_folder_that_holds_something_else_is_not_taken_for_a_run(
@@ -101,16 +101,16 @@ def test_a_folder_that_holds_something_else_is_not_taken_for_a_run(
 
 
 def test_without_auto_a_run_is_required_and_a_preset_has_to_agree_with_it(
-    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    begun_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("dual-encoder", "--out", tmp_path / "none", "--resume") == 2
     assert "there is no run in" in two_lines(capsys)[0]
-    begun = shutil.copytree(begun, tmp_path / "begun")
-    shutil.rmtree(RunFolder(begun).require_checkpoint())  # what is complete cannot continue
+    begun_run = shutil.copytree(begun_run, tmp_path / "begun")
+    shutil.rmtree(RunFolder(begun_run).require_checkpoint())  # what is complete cannot continue
     messages = []
     for resume in (("--resume",), ("--resume", "auto")):
-        assert train("dual-encoder", "--out", begun, *resume, "--preset", "tiny") == 2
+        assert train("dual-encoder", "--out", begun_run, *resume, "--preset", "tiny") == 2
         messages.append(two_lines(capsys))
     error, hint = messages[0]
-    assert messages[0] == messages[1] and f"the run in {begun} has 3; --batch is 64, not 4" in error
+    assert messages[0] == messages[1] and f"the run in {begun_run} has 3; --batch is 64, not 4" in error
     assert "omit these flags, and a --preset" in hint and "is from preset tiny" in hint

@@ -41,19 +41,19 @@ def test_every_row_has_a_place_and_is_exact_or_says_what_differs_and_why() -> No
 def test_every_table_and_figure_of_the_documents_is_an_experiment() -> None:
     named = " ".join(re.findall(r"^\| ((?:AVION|FastCLIP), .*?) \|", TEXT, re.MULTILINE))
     for document, tables, figures in (("AVION", 5, 8), ("FastCLIP", 22, 11)):
-        own = " ".join(re.findall(rf"{document}, (?:(?!AVION|FastCLIP).)*", named))
+        text = " ".join(re.findall(rf"{document}, (?:(?!AVION|FastCLIP).)*", named))
         for noun, count, first in (("table", tables, 1), ("figure", figures, 1)):
             # Tables 1, 2 and 7 to 10 of FastCLIP are settings, which the presets hold.
             left_out = {1, 2, 7, 8, 9, 10} if (document, noun) == ("FastCLIP", "table") else set()
-            assert set(numbers(own, noun)) >= set(range(first, count + 1)) - left_out, f"{document}: {noun}"
+            assert set(numbers(text, noun)) >= set(range(first, count + 1)) - left_out, f"{document}: {noun}"
 
 
 def numbers(text: str, noun: str) -> list[int]:
     """Numbers behind `table 3`, `tables 12 to 14`, `figures 1 and 2`."""
-    found = []
+    documents = []
     for first, word, last in re.findall(rf"{noun}s? (\d+)(?: (to|and) (\d+))?", text):
-        found += [int(first), *(range(int(first), int(last) + 1) if word == "to" else [int(last)] if last else [])]
-    return found
+        documents += [int(first), *(range(int(first), int(last) + 1) if word == "to" else [int(last)] if last else [])]
+    return documents
 
 
 @pytest.mark.parametrize("line", EXPERIMENTS)
@@ -90,7 +90,7 @@ def test_a_training_run_of_the_table_starts_at_tiny_size(
     task: str, data_dir: Path, moving: Path, tmp_path: Path
 ) -> None:
     words = shlex.split(next(line for line in EXPERIMENTS if line.startswith(f"train {task} ")))[1:]
-    kept = [one for at, one in enumerate(words) if one not in NAMED and words[at - 1] not in NAMED]
+    kept = [word for at, word in enumerate(words) if word not in NAMED and words[at - 1] not in NAMED]
     data = moving if task == "classify" else data_dir
     assert train(*kept, *TINY.split(), *OWN[task].split(), "--shards", data, "--out", tmp_path / "run") == 0
     assert (tmp_path / "run" / "index.html").exists()
@@ -99,6 +99,6 @@ def test_a_training_run_of_the_table_starts_at_tiny_size(
 def test_the_store_of_the_table_is_written_at_tiny_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = (line for line in EXPERIMENTS if line.startswith("prep export "))
     written = write_all(tmp_path / "data", [[Chunk("a", 0, 60)]], [Caption("a", 0.0, 5.0, "a")])
-    words = [str(tmp_path / one) if one.endswith(".zarr") else one for one in shlex.split(line)[1:]]
+    words = [str(tmp_path / word) if word.endswith(".zarr") else word for word in shlex.split(line)[1:]]
     prep_cli.build_app()([*words, "--data", str(written.data_dir)], exit_on_error=False, result_action="return_value")
     assert "exported  3 segments" in capsys.readouterr().out and (tmp_path / "segments.zarr").is_dir()

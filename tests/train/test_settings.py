@@ -35,8 +35,8 @@ def test_saved_settings_load_back_equal(tmp_path: Path) -> None:
 def test_a_preset_loads_and_says_on_top_what_it_costs(path: Path) -> None:
     top, *lines = path.read_text().splitlines()
     keys = {line.partition(":")[0] for line in lines}
-    own = {"label": ClassifySettings, "mask_ratio": MaeSettings, "decoder": CaptionerSettings}
-    kinds = [kind for key, kind in own.items() if key in keys]
+    task_settings = {"label": ClassifySettings, "mask_ratio": MaeSettings, "decoder": CaptionerSettings}
+    kinds = [kind for key, kind in task_settings.items() if key in keys]
     load_settings(path, *(kinds or [DualEncoderSettings]))
     assert top.startswith("# ") and len(top) > 20
 
@@ -70,7 +70,7 @@ def test_a_setting_out_of_range_is_named(field: str, value: float, rule: str) ->
 def test_all_mistakes_are_named_at_once_and_none_twice() -> None:
     with pytest.raises(UserErrors) as caught:
         DualEncoderSettings(steps=0, lr=math.nan, batch=1, seed=-1, size_px=40, best="val/x")
-    named = [str(one) for one in caught.value.errors]
+    named = [str(mistake) for mistake in caught.value.errors]
     assert named == [
         *(f"{flag}, which is out of range" for flag in ("--steps is 0", "--lr is nan", "--seed is -1")),
         "--best val/x needs an evaluation in the loop",
@@ -115,13 +115,13 @@ def test_a_rule_does_not_trip_over_what_is_out_of_range() -> None:
     with deferred_checks():
         caption = CaptionerSettings(towers=Towers(patch_px=0, drop_path=2), size_px=40)
         mae = MaeSettings(mask_ratio=math.nan, optimizer=MaeOptimizer(end_lr=1.0), lr=0.0)
-    assert [str(one) for one in mistakes(caption)] == [
+    assert [str(mistake) for mistake in mistakes(caption)] == [
         "--towers.patch-px is 0",
         "--towers.drop-path is 2",
         "--size-px 40 is not a multiple of 16, the patch size of b16",
     ]
     out_of_range = "which is out of range"
-    assert [str(one) for one in mistakes(mae)] == [
+    assert [str(mistake) for mistake in mistakes(mae)] == [
         f"--lr is 0.0, {out_of_range}",
         f"--mask-ratio is nan, {out_of_range}",
     ]
@@ -291,8 +291,8 @@ def test_a_mistake_in_a_value_that_nobody_typed_says_where_it_is_from(
     (tmp_path / "one.yaml").write_text("size-px: 40")
     monkeypatch.chdir(tmp_path)
     assert train("caption", "--towers.patch-px", "9", *words.split()) == 2
-    error, said = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: --size-px ") and said.endswith(hint)
+    error, message = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: --size-px ") and message.endswith(hint)
 
 
 @pytest.mark.parametrize(("local_rank", "pauses"), [("", []), ("0", []), ("1", [5.0])])

@@ -37,6 +37,6 @@ def test_no_file_outside_of_a_tasks_folder_names_the_task() -> None:
         assert folder.is_dir()
         word = rf"(--task|train) {name}\b" if name in THINGS else rf"(?<![\w-])({name}|{folder.name})(?![\w-])"
         named = re.compile(word)
-        found = [one for path in files if not path.is_relative_to(folder) for one in mentions(path, named)]
-        assert found == [], f"make it a field of the task's spec: {found}"
+        result = [mention for path in files if not path.is_relative_to(folder) for mention in mentions(path, named)]
+        assert result == [], f"make it a field of the task's spec: {result}"
         assert list(mentions(TRAIN / "registry.py", re.compile(rf"^{name}$")))

@@ -73,7 +73,7 @@ def test_what_is_computed_twice_counts_once_and_what_has_no_gradient_not_at_all(
 
 def test_counting_does_not_change_the_step() -> None:
     model, x = Twice(), torch.randn(8, 16)
-    found = []
+    results = []
     for counts in (False, True):
         speed = speed_of()
         model.zero_grad()
@@ -83,8 +83,8 @@ def test_counting_does_not_change_the_step() -> None:
                 model(x).square().sum().backward()
         else:
             model(x).square().sum().backward()
-        found.append([*(one.grad for one in model.parameters()), torch.get_rng_state()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        results.append([*(parameter.grad for parameter in model.parameters()), torch.get_rng_state()])
+    assert all(torch.equal(tensor, other) for tensor, other in zip(*results, strict=True))
     assert not model._forward_pre_hooks
 
 
@@ -103,8 +103,8 @@ def test_numbers_of_a_step() -> None:
         "data_wait_share": 0.25,
     }
     speed.flops_per_step = 4 * 10**12
-    found = speed.metrics(step_s=2.0, waited_s=0.5, num_samples=64)
-    assert found["tflops"] == 2.0 and "mfu" not in found
+    metrics = speed.metrics(step_s=2.0, waited_s=0.5, num_samples=64)
+    assert metrics["tflops"] == 2.0 and "mfu" not in metrics
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_numbers_of_a_step() -> None:
     ],
 )
 def test_the_peak_of_a_gpu_is_told_by_its_name(device: str, precision: str, tflops: float | None) -> None:
-    found = peak_flops(device, precision)
-    assert found == (None if tflops is None else pytest.approx(tflops * 1e12))
+    peak = peak_flops(device, precision)
+    assert peak == (None if tflops is None else pytest.approx(tflops * 1e12))
 
 
 def test_flops_are_counted_in_inference_mode_as_without_it() -> None:

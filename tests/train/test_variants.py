@@ -66,10 +66,10 @@ def test_a_run_is_resumed_and_evaluated_on_its_own_variant(
 
     shutil.rmtree(data / "video" / VARIANT)
     assert train("eval", "retrieval", run, "--json") == 0
-    said = capsys.readouterr()
-    assert f"note: {run} was made with variant {VARIANT} of video, which {data} no longer has; the" in said.err
-    assert f"the current variant {OTHER} is used instead" in said.err
-    assert f'"variant": "{OTHER}"' in said.out
+    output = capsys.readouterr()
+    assert f"note: {run} was made with variant {VARIANT} of video, which {data} no longer has; the" in output.err
+    assert f"the current variant {OTHER} is used instead" in output.err
+    assert f'"variant": "{OTHER}"' in output.out
     forget_last_step(run)
     assert train("dual-encoder", "--resume", "--out", run) == 2
     error, hint = two_lines(capsys)
@@ -163,10 +163,10 @@ def test_clips_are_embedded_captioned_and_shown_from_the_variant_of_the_run(
     capsys.readouterr()
     for command in (search, ("embed", run, "--out", tmp_path / "again", "--device", "cpu")):
         assert train(*command) == 1
-        said = "".join(capsys.readouterr())
+        text = "".join(capsys.readouterr())
         made = out if command == search else run
-        assert f"note: {made} was made with variant {VARIANT} of video, which {data} no longer has; the" in said
-        assert f"the current variant {OTHER} is used instead" in said
+        assert f"note: {made} was made with variant {VARIANT} of video, which {data} no longer has; the" in text
+        assert f"the current variant {OTHER} is used instead" in text
 
 
 def test_a_choice_ends_with_its_command(data: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_model_in_python_and_evaluated_data_keep_the_variants_of_the_run(
 
     forget_last_step(run)
     assert train("dual-encoder", "--resume", "--out", run) == 0
-    assert [one["variant"] for one in facts(run)["evaluations"].values()] == [VARIANT, VARIANT]
+    assert [evaluation["variant"] for evaluation in facts(run)["evaluations"].values()] == [VARIANT, VARIANT]
     forget_last_step(run)
     shutil.rmtree(other / "video" / VARIANT)
     capsys.readouterr()

@@ -87,8 +87,10 @@ def test_training_clips_show_the_frames_that_the_arithmetic_names(data_dir: Path
         sample = seed % len(samples)
         begin_s, end_s = spans[sample % 3]
         rng = SampleRequest(sample, 0, seed).generator("frames")
-        found = moments_of(to_us(begin_s), to_us(end_s), Sampling(num_frames=4), fps_num=FPS, fps_den=1, rng=rng)
-        expected = [time * FPS // (found.denominator * 1_000_000) for time in found.numerators]
+        moments_found = moments_of(
+            to_us(begin_s), to_us(end_s), Sampling(num_frames=4), fps_num=FPS, fps_den=1, rng=rng
+        )
+        expected = [time * FPS // (moments_found.denominator * 1_000_000) for time in moments_found.numerators]
         assert numbers(samples, sample, seed=seed) == expected
 
 
@@ -193,12 +195,12 @@ def test_neighbours_of_different_size_are_a_failed_sample(tmp_path: Path) -> Non
 
 def test_the_fingerprint_follows_the_captions(data_dir: Path, tmp_path: Path) -> None:
     assert open_set(data_dir).fingerprint == open_set(data_dir).fingerprint
-    found = set()
+    frames = set()
     write_shard(tmp_path, 0, chunks_of("a", CHUNK_FRAMES), split="train")
     for end_s in (1.0, 1.5):
         write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, end_s, "it begins")])
-        found.add(open_set(tmp_path).fingerprint)
-    assert len(found) == 2
+        frames.add(open_set(tmp_path).fingerprint)
+    assert len(frames) == 2
 
 
 def test_spans_are_rounded_once(data_dir: Path) -> None:

@@ -18,7 +18,7 @@ from tests.train.tiny_data import Caption, write_captions
 
 
 @pytest.fixture(scope="module")
-def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scored_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight videos, two held out; the chunks of odd videos do not move."""
     data_dir = tmp_path_factory.mktemp("data") / "scored"
     data_dir.mkdir()
@@ -36,11 +36,11 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(scored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(scored_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "selected"
     evaluate = ["--evaluate.every", 2, "--evaluate.where", "begin_s < 1"]
     words = [*TASKS["dual-encoder"].split(), "--where", "motion > 0.5 and words == 2", *evaluate]
-    assert train("dual-encoder", "--shards", scored, "--out", out, *words) == 0
+    assert train("dual-encoder", "--shards", scored_data, "--out", out, *words) == 0
     return out
 
 
@@ -55,7 +55,7 @@ def test_captions_and_evaluations_are_selected(run: Path) -> None:
 
 
 def test_resuming_with_another_expression_is_refused(
-    run: Path, scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, scored_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
@@ -63,23 +63,25 @@ def test_resuming_with_another_expression_is_refused(
     assert "--where is motion > 0.25, the run in" in capsys.readouterr().err
     # Other scores select other samples.
     other = tmp_path / "data"
-    shutil.copytree(scored, other)
+    shutil.copytree(scored_data, other)
     keys = [key for shard in Variant.open(other).shards() for key in shard.index["key"].to_pylist()]
     write_scores(other, {key: {"motion": float(key < "v05")} for key in keys})
     assert train("dual-encoder", "--resume", "--out", copy, "--shards", other) == 2
     assert "sample" in capsys.readouterr().err
 
 
-def test_an_evaluation_has_a_condition_of_its_own(run: Path, scored: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def evaluated(*flags: object) -> dict:
+def test_an_evaluation_has_a_condition_of_its_own(
+    run: Path, scored_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(*flags: object) -> dict:
         capsys.readouterr()
         assert train("eval", "retrieval", run, *flags, "--json") == 0
         return dict(json.loads(capsys.readouterr().out))
 
-    everything = evaluated("--split", "train")
+    everything = evaluate("--split", "train")
     assert "where" not in everything["data"]
     assert "25 of 25 captions" in everything["data"]
-    some = evaluated("--split", "train", "--where", "motion < 0.5")
+    some = evaluate("--split", "train", "--where", "motion < 0.5")
     assert "8 of 25 captions of split 'train'; 17 not selected" in some["data"]
     assert "--where 'motion < 0.5'" in some["command"]
     names = [path.stem for path in RunFolder(run).results()]
@@ -91,8 +93,8 @@ def test_an_evaluation_has_a_condition_of_its_own(run: Path, scored: Path, capsy
     assert "selects none of the 4 chunks of split 'val'" in capsys.readouterr().err
 
 
-def test_embeddings_are_of_the_selected_clips(run: Path, scored: Path, tmp_path: Path) -> None:
-    words = ["--shards", scored, "--split", "train", "--workers", 1, "--device", "cpu", "--clips", "chunks"]
+def test_embeddings_are_of_the_selected_clips(run: Path, scored_data: Path, tmp_path: Path) -> None:
+    words = ["--shards", scored_data, "--split", "train", "--workers", 1, "--device", "cpu", "--clips", "chunks"]
     where = ["--where", "motion > 0.5"]
     assert train("embed", run, *words, "--out", tmp_path / "embedded", *where) == 0
     clips = pq.read_table(tmp_path / "embedded" / "clips.parquet")["key"].to_pylist()
@@ -101,9 +103,9 @@ def test_embeddings_are_of_the_selected_clips(run: Path, scored: Path, tmp_path:
 
 
 def test_a_mistake_is_named_before_the_run_is_made(
-    scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scored_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--shards", scored, "--out", tmp_path / "run", *TASKS["mae"].split(), "--evaluate.every", 2]
+    words = ["--shards", scored_data, "--out", tmp_path / "run", *TASKS["mae"].split(), "--evaluate.every", 2]
     for where, message in (
         ("__import__('os').remove('x')", "there is no function remove"),
         ("words > 3", "these samples have no captions"),

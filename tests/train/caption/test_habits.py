@@ -14,7 +14,7 @@ from clipmill.shards.where import parse_where
 from clipmill.train.config.clips import ClipSettings
 from tests.train.running import error_of, facts, steps, train, weights_of
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from tests.train.tracking.test_trackers import sent
+from tests.train.tracking.test_trackers import sent_records
 
 SMALL = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 3 --lr 1e-3 --device cpu"
 DECODER = "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280"
@@ -75,7 +75,7 @@ def test_the_log_says_what_an_epoch_is(data_dir: Path, tmp_path: Path, capsys: p
 
 
 def records(run: Path, kind: str) -> list[Any]:
-    records_read = [record for path in sorted(run.glob("wandb/offline-run-*/*.wandb")) for record in sent(path)]
+    records_read = [record for path in sorted(run.glob("wandb/offline-run-*/*.wandb")) for record in sent_records(path)]
     return [getattr(record, kind) for record in records_read if record.HasField(kind)]
 
 

@@ -27,12 +27,12 @@ WITHOUT_EMBEDDING = frozenset({9})
 
 
 @pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+def written_data(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """Five videos; everything about them that a loader could get wrong."""
     return write_all(tmp_path_factory.mktemp("latents"), SHARDS, CAPTIONS, without=WITHOUT_EMBEDDING)
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Written:
+def data_copy(tmp_path: Path) -> Written:
     """The same, for a test that damages it."""
     return write_all(tmp_path / "data", SHARDS, CAPTIONS, without=WITHOUT_EMBEDDING)

@@ -13,5 +13,5 @@ _OF_LOADING = {field.name for field in fields(LoaderSettings)}
 def segments(data_dir: Path, **settings: Any) -> SegmentQuery:
     """The query of these settings, of which those of `LoaderSettings` are its `loading`."""
     loading = {name: value for name, value in settings.items() if name in _OF_LOADING}
-    own = {name: value for name, value in settings.items() if name not in _OF_LOADING}
-    return SegmentQuery(data_dir, **own, loading=LoaderSettings(**loading))
+    query_settings = {name: value for name, value in settings.items() if name not in _OF_LOADING}
+    return SegmentQuery(data_dir, **query_settings, loading=LoaderSettings(**loading))

@@ -30,69 +30,69 @@ def tar(written: Written, column: str, shard_id: int = 0) -> Path:
 
 @pytest.mark.parametrize("column", ["latents", "text"])
 @pytest.mark.parametrize("left", [0, 1, 4096, 10_239])
-def test_a_tar_that_was_cut_short_is_named(own: Written, column: str, left: int) -> None:
-    path = tar(own, column, shard_id=1)
+def test_a_tar_that_was_cut_short_is_named(data_copy: Written, column: str, left: int) -> None:
+    path = tar(data_copy, column, shard_id=1)
     size = path.stat().st_size
     os.truncate(path, left)
     with pytest.raises(UserError) as caught:
-        open_segments(own.data_dir)
+        open_segments(data_copy.data_dir)
     assert f"{path} cannot be used: it has {left:,} bytes, its commit says {size:,}" in str(caught.value)
     assert f"prep {column}" in str(caught.value.hint)
 
 
-def test_a_tar_that_grew_or_is_gone_is_named(own: Written) -> None:
-    path = tar(own, "latents", shard_id=2)
+def test_a_tar_that_grew_or_is_gone_is_named(data_copy: Written) -> None:
+    path = tar(data_copy, "latents", shard_id=2)
     with path.open("ab") as file:
         file.write(b"x")
     with pytest.raises(UserError, match="its commit says"):
-        open_segments(own.data_dir)
+        open_segments(data_copy.data_dir)
     path.unlink()
     with pytest.raises(UserError, match="No such file"):
-        open_segments(own.data_dir)
+        open_segments(data_copy.data_dir)
 
 
-def test_an_index_of_another_tar_never_leads_beyond_the_end(own: Written) -> None:
-    first, other = Variant.open(own.data_dir, column="latents").shards()[:2]
+def test_an_index_of_another_tar_never_leads_beyond_the_end(data_copy: Written) -> None:
+    first, other = Variant.open(data_copy.data_dir, column="latents").shards()[:2]
     shutil.copy(first.index_path, other.index_path)
     with pytest.raises(UserError, match="its content differs from the commit"):
-        open_segments(own.data_dir, captions="none")
+        open_segments(data_copy.data_dir, captions="none")
     # A commit that vouches for it all the same.
     assert first.commit.files is not None and other.commit.files is not None
     files = replace(other.commit.files, index_sha256=first.commit.files.index_sha256)
-    write_commit(own.latents_dir, replace(other.commit, files=files))
+    write_commit(data_copy.latents_dir, replace(other.commit, files=files))
     with pytest.raises(UserError, match="its position of the array of"):
-        open_segments(own.data_dir, captions="none")
+        open_segments(data_copy.data_dir, captions="none")
 
 
-def test_a_damaged_index_is_named(own: Written) -> None:
+def test_a_damaged_index_is_named(data_copy: Written) -> None:
     for column in ("latents", "text"):
-        path = Variant.open(own.data_dir, column=column).shards()[0].index_path
+        path = Variant.open(data_copy.data_dir, column=column).shards()[0].index_path
         content = path.read_bytes()
         path.write_bytes(content[:100])
         with pytest.raises(UserError, match=r"index\.arrow"):
-            open_segments(own.data_dir)
+            open_segments(data_copy.data_dir)
         path.write_bytes(content)
-    open_segments(own.data_dir)
+    open_segments(data_copy.data_dir)
 
 
-def test_a_damaged_commit_is_named_before_its_segments_are_missed(own: Written) -> None:
-    (own.latents_dir / "commits" / "000002.json").write_text("{")
+def test_a_damaged_commit_is_named_before_its_segments_are_missed(data_copy: Written) -> None:
+    (data_copy.latents_dir / "commits" / "000002.json").write_text("{")
     with pytest.raises(UserError, match=r"000002\.json"):
-        open_segments(own.data_dir)
+        open_segments(data_copy.data_dir)
 
 
-def test_missing_columns_are_named_with_the_command_that_makes_them(own: Written) -> None:
-    shutil.rmtree(own.data_dir / "text")
+def test_missing_columns_are_named_with_the_command_that_makes_them(data_copy: Written) -> None:
+    shutil.rmtree(data_copy.data_dir / "text")
     with pytest.raises(UserError) as caught:
-        open_segments(own.data_dir)
+        open_segments(data_copy.data_dir)
     assert "text" in str(caught.value) and "prep text" in str(caught.value.hint)
-    assert len(open_segments(own.data_dir, captions="none")) > 0
-    shutil.rmtree(own.data_dir / "latents")
+    assert len(open_segments(data_copy.data_dir, captions="none")) > 0
+    shutil.rmtree(data_copy.data_dir / "latents")
     with pytest.raises(UserError) as caught:
-        open_segments(own.data_dir, captions="none")
+        open_segments(data_copy.data_dir, captions="none")
     assert "prep latents" in str(caught.value.hint)
     with pytest.raises(UserError, match="no data folder"):
-        open_segments(own.data_dir / "nothing")
+        open_segments(data_copy.data_dir / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -116,35 +116,35 @@ def test_latents_of_two_shapes_are_refused(tmp_path: Path, other: Chunk, togethe
     assert other.dtype in message and f"at {other.fps} frames" in message and message.count(".tar") == 2
 
 
-def test_latents_of_another_data_set_are_named(own: Written) -> None:
-    write_latents(own, [[replace(chunk, video_id=f"other-{chunk.video_id}") for chunk in SHARDS[0]]])
+def test_latents_of_another_data_set_are_named(data_copy: Written) -> None:
+    write_latents(data_copy, [[replace(chunk, video_id=f"other-{chunk.video_id}") for chunk in SHARDS[0]]])
     for shard_id in (1, 2):
-        (own.latents_dir / "commits" / f"{shard_id:06d}.json").unlink()
+        (data_copy.latents_dir / "commits" / f"{shard_id:06d}.json").unlink()
     with pytest.raises(UserError) as caught:
-        open_segments(own.data_dir, captions="none")
+        open_segments(data_copy.data_dir, captions="none")
     assert "the manifest names 'a', 'b', 'c'" in str(caught.value)
     assert "'other-a', 'other-b'" in str(caught.value)
 
 
-def test_text_of_another_data_set_is_named(own: Written, tmp_path: Path) -> None:
+def test_text_of_another_data_set_is_named(data_copy: Written, tmp_path: Path) -> None:
     captions = [replace(caption, video_id=f"other-{caption.video_id}") for caption in CAPTIONS]
     chunks = [replace(chunk, video_id=f"other-{chunk.video_id}") for chunk in SHARDS[0]]
     videos = {caption.video_id: "train" for caption in captions}
     other = write_all(tmp_path / "other", [chunks], captions, splits=videos)
-    shutil.rmtree(own.text_dir)
-    shutil.copytree(other.text_dir, own.text_dir)
+    shutil.rmtree(data_copy.text_dir)
+    shutil.copytree(other.text_dir, data_copy.text_dir)
     with pytest.raises(UserError) as caught:
-        open_segments(own.data_dir)
+        open_segments(data_copy.data_dir)
     assert "the manifest names 'a', 'b', 'c'" in str(caught.value) and "'other-a'" in str(caught.value)
 
 
-def test_text_whose_captions_are_of_other_videos_is_named(own: Written, tmp_path: Path) -> None:
+def test_text_whose_captions_are_of_other_videos_is_named(data_copy: Written, tmp_path: Path) -> None:
     # The same ids in another order: what a manifest made anew, in another folder, would give them.
     other = write_all(tmp_path / "other", SHARDS, CAPTIONS[::-1], without=WITHOUT_EMBEDDING)
-    shutil.rmtree(own.text_dir)
-    shutil.copytree(other.text_dir, own.text_dir)
+    shutil.rmtree(data_copy.text_dir)
+    shutil.copytree(other.text_dir, data_copy.text_dir)
     with pytest.raises(UserError, match="caption 0 is of video 'a' in the manifest, and of 'e' in the text column"):
-        open_segments(own.data_dir)
+        open_segments(data_copy.data_dir)
 
 
 def test_only_videos_of_the_split_are_shown(tmp_path: Path) -> None:
@@ -159,17 +159,17 @@ def test_only_videos_of_the_split_are_shown(tmp_path: Path) -> None:
         open_latent_segments(segments(written.data_dir, split="test"))
 
 
-def test_a_split_without_captions_says_what_there_is(own: Written) -> None:
-    write_captions(own.data_dir, dict.fromkeys("abcde", "train"), [])
+def test_a_split_without_captions_says_what_there_is(data_copy: Written) -> None:
+    write_captions(data_copy.data_dir, dict.fromkeys("abcde", "train"), [])
     with pytest.raises(UserError, match="no segment of split 'train' is usable"):
-        open_segments(own.data_dir)
-    assert len(open_segments(own.data_dir, captions="none")) > 0
+        open_segments(data_copy.data_dir)
+    assert len(open_segments(data_copy.data_dir, captions="none")) > 0
 
 
-def test_chunks_of_videos_that_left_the_manifest_are_counted(own: Written) -> None:
+def test_chunks_of_videos_that_left_the_manifest_are_counted(data_copy: Written) -> None:
     captions = [caption for caption in CAPTIONS if caption.video_id != "c"]
-    write_captions(own.data_dir, dict.fromkeys("abde", "train"), captions)
-    loader = open_segments(own.data_dir)
+    write_captions(data_copy.data_dir, dict.fromkeys("abde", "train"), captions)
+    loader = open_segments(data_copy.data_dir)
     assert "1 chunk of videos that the manifest does not name left out" in loader.describe()
     shown = {key for loaded in loader.evaluation_batches() for key in loaded.batch["key"]}
     assert shown and "c_000015000" not in shown

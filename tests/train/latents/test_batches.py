@@ -45,15 +45,15 @@ def rows_of(batches: list[Batch], name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("batch", [1, 3, 100])
-def test_every_segment_comes_as_it_was_written(written: Written, batch: int) -> None:
-    batches = evaluation(written, captions="none", batch=batch)
-    expected = segments_of(written)
+def test_every_segment_comes_as_it_was_written(written_data: Written, batch: int) -> None:
+    batches = evaluation(written_data, captions="none", batch=batch)
+    expected = segments_of(written_data)
     assert rows_of(batches, "key") == [key for key, _ in expected]
-    for got, wanted in zip(rows_of(batches, "latents"), expected.values(), strict=True):
+    for got, expected_latents in zip(rows_of(batches, "latents"), expected.values(), strict=True):
         assert got.shape == (T, 2, 4, 4) and got.dtype == torch.float16
-        assert np.array_equal(bits(got), wanted)
+        assert np.array_equal(bits(got), expected_latents)
     assert [int(place) for place in rows_of(batches, "position")] == list(range(len(expected)))
-    assert {one["input"] for one in batches} == {"latents"}
+    assert {batch["input"] for batch in batches} == {"latents"}
 
 
 def overlapping(key: str, number: int, *, seconds: float = 5.0) -> list[int]:
@@ -70,57 +70,60 @@ def overlapping(key: str, number: int, *, seconds: float = 5.0) -> list[int]:
     ]
 
 
-def test_a_segment_is_shown_with_the_captions_that_overlap_it(written: Written) -> None:
-    wanted = {place: ids for place in segments_of(written) if (ids := overlapping(*place))}
-    assert 0 < len(wanted) < len(segments_of(written))
-    batches = evaluation(written, batch=4)
-    assert rows_of(batches, "key") == [key for key, _ in wanted]
-    assert [int(one) for one in rows_of(batches, "caption_id")] == [ids[0] for ids in wanted.values()]
-    for latents, place in zip(rows_of(batches, "latents"), wanted, strict=True):
-        assert np.array_equal(bits(latents), segments_of(written)[place])
-    drawn: dict[tuple[str, int], set[int]] = {place: set() for place in wanted}
-    loader = open_latent_segments(segments(written.data_dir, split="train", batch=7, can_keep=True))
-    places = list(wanted)
-    by_bits = {latents.tobytes(): place for place, latents in segments_of(written).items()}
+def test_a_segment_is_shown_with_the_captions_that_overlap_it(written_data: Written) -> None:
+    expected = {place: ids for place in segments_of(written_data) if (ids := overlapping(*place))}
+    assert 0 < len(expected) < len(segments_of(written_data))
+    batches = evaluation(written_data, batch=4)
+    assert rows_of(batches, "key") == [key for key, _ in expected]
+    assert [int(caption_id) for caption_id in rows_of(batches, "caption_id")] == [ids[0] for ids in expected.values()]
+    for latents, place in zip(rows_of(batches, "latents"), expected, strict=True):
+        assert np.array_equal(bits(latents), segments_of(written_data)[place])
+    drawn: dict[tuple[str, int], set[int]] = {place: set() for place in expected}
+    loader = open_latent_segments(segments(written_data.data_dir, split="train", batch=7, can_keep=True))
+    places = list(expected)
+    by_bits = {latents.tobytes(): place for place, latents in segments_of(written_data).items()}
     for loaded in islice(loader.batches(), 60):
         batch = loaded.batch
         for latents, caption, text in zip(batch["latents"], batch["caption_id"], batch["text"], strict=True):
             drawn[by_bits[bits(latents).tobytes()]].add(int(caption))
-            assert np.array_equal(bits(text), written.text[int(caption)])
-    assert drawn == {place: set(wanted[place]) for place in places}
+            assert np.array_equal(bits(text), written_data.text[int(caption)])
+    assert drawn == {place: set(expected[place]) for place in places}
 
 
-def test_embeddings_come_as_they_were_written(written: Written) -> None:
-    batches = evaluation(written, batch=3)
+def test_embeddings_come_as_they_were_written(written_data: Written) -> None:
+    batches = evaluation(written_data, batch=3)
     for caption, text in zip(rows_of(batches, "caption_id"), rows_of(batches, "text"), strict=True):
-        assert text.dtype == torch.float16 and np.array_equal(bits(text), written.text[int(caption)])
+        assert text.dtype == torch.float16 and np.array_equal(bits(text), written_data.text[int(caption)])
 
 
-def test_the_log_says_what_is_left_out(written: Written) -> None:
-    line = open_latent_segments(segments(written.data_dir, split="train")).describe()
-    num_segments = sum(1 for place in segments_of(written) if overlapping(*place))
+def test_the_log_says_what_is_left_out(written_data: Written) -> None:
+    line = open_latent_segments(segments(written_data.data_dir, split="train")).describe()
+    num_segments = sum(1 for place in segments_of(written_data) if overlapping(*place))
     assert line.startswith(f"{num_segments} segments of 20 frames (2 x 4 x 4 float16 at 4 frames a second) in 7 chunks")
     assert "2 shorter tails left out" in line
     assert "1 caption without embedding" in line
-    assert f"{len(segments_of(written)) - num_segments} segments without captions left out" in line
+    assert f"{len(segments_of(written_data)) - num_segments} segments without captions left out" in line
     assert "3 captions outside of all segments" in line
 
 
-def test_a_tail_is_filled_up_with_zeros_and_says_so(written: Written) -> None:
-    batches = evaluation(written, captions="none", tails="pad", batch=3)
+def test_a_tail_is_filled_up_with_zeros_and_says_so(written_data: Written) -> None:
+    batches = evaluation(written_data, captions="none", tails="pad", batch=3)
     expected = [
         (key, latents[first : first + T])
-        for key, latents in sorted(written.latents.items(), key=lambda item: split_key(item[0]))
+        for key, latents in sorted(written_data.latents.items(), key=lambda item: split_key(item[0]))
         for first in range(0, len(latents), T)
     ]
     assert rows_of(batches, "key") == [key for key, _ in expected]
     assert [int(num) for num in rows_of(batches, "num_frames")] == [len(latents) for _, latents in expected]
-    for got, (_, wanted) in zip(rows_of(batches, "latents"), expected, strict=True):
-        assert np.array_equal(bits(got[: len(wanted)]), wanted) and not got[len(wanted) :].any()
+    for got, (_, expected_latents) in zip(rows_of(batches, "latents"), expected, strict=True):
+        assert (
+            np.array_equal(bits(got[: len(expected_latents)]), expected_latents)
+            and not got[len(expected_latents) :].any()
+        )
 
 
-def test_a_buffer_that_held_a_full_segment_shows_nothing_of_it_behind_a_tail(written: Written) -> None:
-    loader = open_latent_segments(segments(written.data_dir, split="train", captions="none", tails="pad", batch=1))
+def test_a_buffer_that_held_a_full_segment_shows_nothing_of_it_behind_a_tail(written_data: Written) -> None:
+    loader = open_latent_segments(segments(written_data.data_dir, split="train", captions="none", tails="pad", batch=1))
     shown = [
         (int(loaded.batch["num_frames"]), loaded.batch["latents"][0].any(dim=(1, 2, 3)).tolist())
         for loaded in islice(loader.batches(), 40)
@@ -150,23 +153,25 @@ def test_sizes_that_fit_no_block_come_as_they_were_written(
     shards = [part for part in (chunks[:2], chunks[2:]) if part]
     written = write_all(tmp_path_factory.mktemp("sizes"), shards, captions, width=width)
     batches = evaluation(written, segment=f"{segment}s", tails="pad", batch=2)
-    wanted = [
+    expected = [
         (written.latents[chunk.key][first : first + segment], number)
         for number, chunk in enumerate(chunks)
         for first in range(0, chunk.num_frames, segment)
     ]
-    for got, text, (latents, number) in zip(rows_of(batches, "latents"), rows_of(batches, "text"), wanted, strict=True):
+    for got, text, (latents, number) in zip(
+        rows_of(batches, "latents"), rows_of(batches, "text"), expected, strict=True
+    ):
         assert got.dtype == getattr(torch, dtype)
         assert np.array_equal(bits(got.contiguous())[: len(latents)], latents)
         assert not bits(got)[len(latents) :].any()
         assert np.array_equal(bits(text), written.text[number])
 
 
-def test_a_segment_that_is_no_whole_number_of_frames_is_refused(written: Written) -> None:
+def test_a_segment_that_is_no_whole_number_of_frames_is_refused(written_data: Written) -> None:
     with pytest.raises(UserError, match=r"0\.3s' is 1\.2 frames at 4 frames"):
-        open_latent_segments(segments(written.data_dir, split="train", segment="0.3s"))
+        open_latent_segments(segments(written_data.data_dir, split="train", segment="0.3s"))
     with pytest.raises(UserError, match="not a segment length"):
-        open_latent_segments(segments(written.data_dir, split="train", segment="5 minutes"))
+        open_latent_segments(segments(written_data.data_dir, split="train", segment="5 minutes"))
 
 
 def test_segments_that_would_show_two_crops_are_refused(tmp_path: Path) -> None:
@@ -180,9 +185,9 @@ def test_segments_that_would_show_two_crops_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("captions", ["none", "stored"])
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 100])
-def test_a_video_has_at_most_so_many_segments_evenly_over_it(written: Written, captions: str, most: int) -> None:
-    every = evaluation(written, captions=captions, batch=100)[0]
-    batch = evaluation(written, captions=captions, batch=100, max_segments=most)[0]
+def test_a_video_has_at_most_so_many_segments_evenly_over_it(written_data: Written, captions: str, most: int) -> None:
+    every = evaluation(written_data, captions=captions, batch=100)[0]
+    batch = evaluation(written_data, captions=captions, batch=100, max_segments=most)[0]
     of_all = [content.tobytes() for content in bits(every["latents"])]
     kept = [of_all.index(content.tobytes()) for content in bits(batch["latents"])]
     assert kept == sorted(set(kept)) and batch["key"] == [every["key"][row] for row in kept]
@@ -196,9 +201,9 @@ def test_a_video_has_at_most_so_many_segments_evenly_over_it(written: Written, c
         assert batch["caption_id"].tolist() == every["caption_id"][kept].tolist()
 
 
-def test_other_segments_are_another_set(written: Written) -> None:
+def test_other_segments_are_another_set(written_data: Written) -> None:
     sets = [
-        open_latent_segments(segments(written.data_dir, split="train", captions="none", max_segments=most))
+        open_latent_segments(segments(written_data.data_dir, split="train", captions="none", max_segments=most))
         for most in (None, 1, 2, 100)
     ]
     every, first, second, all_of_them = (samples.fingerprint for samples in sets)
@@ -208,22 +213,24 @@ def test_other_segments_are_another_set(written: Written) -> None:
 
 @pytest.mark.parametrize("tails", ["drop", "pad"])
 @pytest.mark.parametrize("captions", ["none", "stored"])
-def test_compressed_latents_make_the_same_batches(written: Written, tmp_path: Path, tails: str, captions: str) -> None:
+def test_compressed_latents_make_the_same_batches(
+    written_data: Written, tmp_path: Path, tails: str, captions: str
+) -> None:
     packed = Written(tmp_path / "data")
-    shutil.copytree(written.data_dir, packed.data_dir)
+    shutil.copytree(written_data.data_dir, packed.data_dir)
     shutil.rmtree(packed.latents_dir)
     write_latents(packed, SHARDS, is_compressed=True)  # the same noise
     given: dict[str, Any] = {"captions": captions, "tails": tails, "batch": 4, "can_keep": True, "seed": 3}
     plain, compressed = (
-        open_latent_segments(segments(one.data_dir, split="train", **given)) for one in (written, packed)
+        open_latent_segments(segments(data.data_dir, split="train", **given)) for data in (written_data, packed)
     )
     assert compressed.describe() == plain.describe().replace(" a second", " a second, compressed")
-    for one, other in zip(islice(plain.batches(), 9), islice(compressed.batches(), 9), strict=True):
-        assert one.batch["key"] == other.batch["key"] and one.cursor == other.cursor
-        assert np.array_equal(bits(one.batch["latents"]), bits(other.batch["latents"]))
-    folders = (written, packed) if captions == "stored" else ()
-    shown = [open_latent_segments(segments(one.data_dir, split="train", **given)) for one in folders]
-    pictures = [np.stack(one.pictures(2, num_frames=3)) for one in shown]
+    for plain_batch, other in zip(islice(plain.batches(), 9), islice(compressed.batches(), 9), strict=True):
+        assert plain_batch.batch["key"] == other.batch["key"] and plain_batch.cursor == other.cursor
+        assert np.array_equal(bits(plain_batch.batch["latents"]), bits(other.batch["latents"]))
+    folders = (written_data, packed) if captions == "stored" else ()
+    shown = [open_latent_segments(segments(data.data_dir, split="train", **given)) for data in folders]
+    pictures = [np.stack(samples.pictures(2, num_frames=3)) for samples in shown]
     assert captions == "none" or np.array_equal(pictures[0], pictures[1])
 
 
@@ -239,6 +246,8 @@ def test_damaged_compressed_latents_are_failures_by_name(tmp_path: Path) -> None
     loaded = list(
         open_latent_segments(segments(packed.data_dir, split="train", captions="none", batch=5)).evaluation_batches()
     )
-    failed = [one for part in loaded for one in part.failed]
-    assert {one.key for one in failed} == {"a_000000000"} and {one.reason for one in failed} == {"checksum"}
+    failed = [failure for part in loaded for failure in part.failed]
+    assert {failure.key for failure in failed} == {"a_000000000"} and {failure.reason for failure in failed} == {
+        "checksum"
+    }
     assert rows_of([part.batch for part in loaded], "key") == ["c_000000000"] * 2

@@ -9,12 +9,12 @@ from tests.train.latents.querying import segments
 from tests.train.latents.written import Written
 
 
-def test_a_batch_is_valid_until_two_further_ones_were_taken(written: Written) -> None:
-    kept = open_latent_segments(segments(written.data_dir, split="train", batch=2, can_keep=True))
+def test_a_batch_is_valid_until_two_further_ones_were_taken(written_data: Written) -> None:
+    kept = open_latent_segments(segments(written_data.data_dir, split="train", batch=2, can_keep=True))
     kept_batches = [loaded.batch for loaded in islice(kept.batches(), 20)]
     taken = []
     for number, loaded in enumerate(
-        islice(open_latent_segments(segments(written.data_dir, split="train", batch=2)).batches(), 20)
+        islice(open_latent_segments(segments(written_data.data_dir, split="train", batch=2)).batches(), 20)
     ):
         taken.append(loaded.batch)
         for valid, right in zip(taken[-2:], kept_batches[: number + 1][-2:], strict=True):
@@ -26,41 +26,45 @@ def test_a_batch_is_valid_until_two_further_ones_were_taken(written: Written) ->
         assert torch.equal(batch["caption_id"], right["caption_id"])
 
 
-def test_a_copied_batch_owns_its_memory(written: Written) -> None:
-    loader = open_latent_segments(segments(written.data_dir, split="train", batch=2, can_keep=True)).batches()
+def test_a_copied_batch_owns_its_memory(written_data: Written) -> None:
+    loader = open_latent_segments(segments(written_data.data_dir, split="train", batch=2, can_keep=True)).batches()
     first = next(loader).batch
     latents, text = first["latents"].clone(), first["text"].clone()
     del loader
     others = list(
-        islice(open_latent_segments(segments(written.data_dir, split="train", batch=2, can_keep=True)).batches(), 50)
+        islice(
+            open_latent_segments(segments(written_data.data_dir, split="train", batch=2, can_keep=True)).batches(), 50
+        )
     )
     assert len({loaded.batch["latents"].data_ptr() for loaded in others}) == 50
     assert torch.equal(first["latents"], latents) and torch.equal(first["text"], text)
 
 
-def test_batches_outlive_their_loader(written: Written) -> None:
-    batch = next(open_latent_segments(segments(written.data_dir, split="train", batch=2)).batches()).batch
+def test_batches_outlive_their_loader(written_data: Written) -> None:
+    batch = next(open_latent_segments(segments(written_data.data_dir, split="train", batch=2)).batches()).batch
     assert not torch.isnan(batch["latents"]).any()
     assert len(list(batch["key"])) == 2
 
 
-def test_a_smaller_last_batch_keeps_its_ring(written: Written) -> None:
-    loader = open_latent_segments(segments(written.data_dir, split="train", captions="none", batch=4))
+def test_a_smaller_last_batch_keeps_its_ring(written_data: Written) -> None:
+    loader = open_latent_segments(segments(written_data.data_dir, split="train", captions="none", batch=4))
     for _ in range(3):
         sizes = [len(loaded.batch["latents"]) for loaded in loader.evaluation_batches()]
         assert sum(sizes) == len(loader) and set(sizes[:-1]) == {4} and sizes[-1] == len(loader) % 4 > 0
 
 
-def test_keys_are_a_sequence_of_strings(written: Written) -> None:
-    batch = next(open_latent_segments(segments(written.data_dir, split="train", batch=4)).batches()).batch
+def test_keys_are_a_sequence_of_strings(written_data: Written) -> None:
+    batch = next(open_latent_segments(segments(written_data.data_dir, split="train", batch=4)).batches()).batch
     keys = batch["key"]
     assert list(keys) == [keys[number] for number in range(4)] == keys[:4] and keys[-1] == list(keys)[-1]
     assert keys == list(keys) and keys != list(keys)[:3]
-    assert all(key in written.latents for key in keys)
+    assert all(key in written_data.latents for key in keys)
 
 
-def test_a_batch_goes_to_a_device_whole(written: Written) -> None:
-    batch = next(open_latent_segments(segments(written.data_dir, split="train", tails="pad", batch=4)).batches()).batch
+def test_a_batch_goes_to_a_device_whole(written_data: Written) -> None:
+    batch = next(
+        open_latent_segments(segments(written_data.data_dir, split="train", tails="pad", batch=4)).batches()
+    ).batch
     moved = to_device(batch, torch.device("meta"))
     for name in ("latents", "text", "num_frames"):
         assert moved[name].device.type == "meta"  # type: ignore[literal-required]

@@ -40,49 +40,53 @@ def positions(batches: list[LoadedBatch]) -> list[int]:
 
 
 @pytest.mark.parametrize("batch", [1, 4, 5])
-def test_the_second_time_everything_comes_as_the_first_time(written: Written, batch: int) -> None:
+def test_the_second_time_everything_comes_as_the_first_time(written_data: Written, batch: int) -> None:
     """All is known to be good by then; the last batch of an evaluation is smaller."""
-    checked = loader(written, batch=batch)
+    checked = loader(written_data, batch=batch)
     first, second = (list(checked.evaluation_batches()) for _ in range(2))
     assert [loaded.cursor for loaded in second] == [loaded.cursor for loaded in first]
-    for one, other in zip(first, second, strict=True):
-        assert one.batch.keys() == other.batch.keys()
-        assert all((one.batch[name] == other.batch[name]).all() for name in ("position", "latents", "text"))
-        assert list(one.batch["key"]) == list(other.batch["key"])
+    for first_batch, other in zip(first, second, strict=True):
+        assert first_batch.batch.keys() == other.batch.keys()
+        assert all((first_batch.batch[name] == other.batch[name]).all() for name in ("position", "latents", "text"))
+        assert list(first_batch.batch["key"]) == list(other.batch["key"])
     assert positions(second) == list(range(len(checked)))
 
 
 @pytest.mark.parametrize(("column", "damaged"), [("latents", "b_000000000"), ("text", "b")])
-def test_a_flipped_byte_is_named_and_the_next_sample_takes_the_place(own: Written, column: str, damaged: str) -> None:
-    flip(own.data_dir, column=column, key=damaged)
-    batches = list(islice(loader(own).batches(), 15))
+def test_a_flipped_byte_is_named_and_the_next_sample_takes_the_place(
+    data_copy: Written, column: str, damaged: str
+) -> None:
+    flip(data_copy.data_dir, column=column, key=damaged)
+    batches = list(islice(loader(data_copy).batches(), 15))
     failed = [failure for loaded in batches for failure in loaded.failed]
-    assert failed and {(one.key, one.reason) for one in failed} == {("b_000000000", "checksum")}
-    assert all(f"in the {column} column" in one.detail for one in failed)
+    assert failed and {(failure.key, failure.reason) for failure in failed} == {("b_000000000", "checksum")}
+    assert all(f"in the {column} column" in failure.detail for failure in failed)
     shown = [key for loaded in batches for key in loaded.batch["key"]]
     assert len(shown) == 15 * 4 and not any(split_key(key)[0] == "b" for key in shown)
-    seen = positions(batches) + [one.position for one in failed]
+    seen = positions(batches) + [failure.position for failure in failed]
     assert sorted(seen) == list(range(batches[-1].cursor.position))
 
 
 def test_tars_of_equal_size_that_changed_places_are_not_shown(tmp_path: Path) -> None:
     """Their indexes, and what is in each at which place, agree in everything but the bytes."""
     chunks = [[Chunk("a", 0, 60)], [Chunk("b", 0, 60)]]
-    own = write_all(tmp_path / "data", chunks, [Caption("a", 0, 15, "one"), Caption("b", 0, 15, "other")])
-    one, other = (shard.tar_path for shard in Variant.open(own.data_dir, column="latents").shards())
-    swapped = one.read_bytes(), other.read_bytes()
+    swapped_data = write_all(tmp_path / "data", chunks, [Caption("a", 0, 15, "one"), Caption("b", 0, 15, "other")])
+    first_tar, other = (shard.tar_path for shard in Variant.open(swapped_data.data_dir, column="latents").shards())
+    swapped = first_tar.read_bytes(), other.read_bytes()
     assert len(swapped[0]) == len(swapped[1]) and swapped[0] != swapped[1]
     other.write_bytes(swapped[0])
-    one.write_bytes(swapped[1])
-    (last,) = loader(own).evaluation_batches()
-    assert not last.batch and {(one.key, one.reason) for one in last.failed} == {
+    first_tar.write_bytes(swapped[1])
+    (last,) = loader(swapped_data).evaluation_batches()
+    assert not last.batch and {(failure.key, failure.reason) for failure in last.failed} == {
         ("a_000000000", "checksum"),
         ("b_000000000", "checksum"),
     }
-    assert {str(one), str(other)} == {failure.detail.partition("(")[2].partition(")")[0] for failure in last.failed}
+    assert {str(first_tar), str(other)} == {
+        failure.detail.partition("(")[2].partition(")")[0] for failure in last.failed
+    }
 
 
-def test_a_record_is_compared_at_its_first_visit_only(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_compared_at_its_first_visit_only(written_data: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []  # appended to at once; threads that add to a number may overwrite each other's sum
 
     def count_checksum(content: memoryview) -> int:
@@ -90,7 +94,7 @@ def test_a_record_is_compared_at_its_first_visit_only(written: Written, monkeypa
         return crc32(content)
 
     monkeypatch.setattr("clipmill.train.data.mapped_tars.zlib.crc32", count_checksum)
-    running = loader(written)
+    running = loader(written_data)
     compared.clear()  # of captions, which are compared when they are opened
     batches = running.batches()
     for loaded in batches:
@@ -108,25 +112,25 @@ def test_a_record_is_compared_at_its_first_visit_only(written: Written, monkeypa
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
-def test_a_tar_that_is_cut_short_after_it_was_opened_is_a_named_failure(own: Written, is_mapped: bool) -> None:
+def test_a_tar_that_is_cut_short_after_it_was_opened_is_a_named_failure(data_copy: Written, is_mapped: bool) -> None:
     """Touching its pages would end the process."""
-    running, keys = loader(own, captions="none"), {"a_000000000", "a_000015000", "a_000030000", "b_000000000"}
+    running, keys = loader(data_copy, captions="none"), {"a_000000000", "a_000015000", "a_000030000", "b_000000000"}
     if is_mapped:
         assert len(list(running.outcomes([0]))) == 1
         keys.remove("a_000000000")
-    tar = Variant.open(own.data_dir, column="latents").shards()[0].tar_path
+    tar = Variant.open(data_copy.data_dir, column="latents").shards()[0].tar_path
     os.truncate(tar, 0)
     batches = list(running.evaluation_batches(begin=3 if is_mapped else 0))
-    failed = {one.key: one for loaded in batches for one in loaded.failed}
+    failed = {failure.key: failure for loaded in batches for failure in loaded.failed}
     assert set(failed) == keys
-    assert {one.reason for one in failed.values()} == {"shard_unreadable"}
-    assert all(str(tar) in one.detail for one in failed.values())
+    assert {failure.reason for failure in failed.values()} == {"shard_unreadable"}
+    assert all(str(tar) in failure.detail for failure in failed.values())
     assert {key for loaded in batches if loaded.batch for key in loaded.batch["key"]} == {"c_000015000", "e_000000000"}
 
 
-def test_a_tar_that_is_cut_short_after_it_was_verified_ends_the_process_with_its_name(own: Written) -> None:
-    running = loader(own, captions="none")
-    tar = Variant.open(own.data_dir, column="latents").shards()[0].tar_path
+def test_a_tar_that_is_cut_short_after_it_was_verified_ends_the_process_with_its_name(data_copy: Written) -> None:
+    running = loader(data_copy, captions="none")
+    tar = Variant.open(data_copy.data_dir, column="latents").shards()[0].tar_path
 
     def run() -> None:
         # Of pytest, or enabled by another test after this process began to report what became unreadable.
@@ -136,13 +140,13 @@ def test_a_tar_that_is_cut_short_after_it_was_verified_ends_the_process_with_its
         os.truncate(tar, 0)
         list(running.evaluation_batches())
 
-    status, said = forked(run)
-    assert status == 1 and said.startswith(f"failed: {tar} became unreadable while in use"), (status, said)
+    status, stderr = forked(run)
+    assert status == 1 and stderr.startswith(f"failed: {tar} became unreadable while in use"), (status, stderr)
 
 
-def test_pictures_of_damaged_latents_are_not_shown(own: Written) -> None:
-    samples = open_latent_segments(segments(own.data_dir, split="train", segment="5s", batch=2, seed=0))
-    flip(own.data_dir, column="latents", key=samples.key(0))
+def test_pictures_of_damaged_latents_are_not_shown(data_copy: Written) -> None:
+    samples = open_latent_segments(segments(data_copy.data_dir, split="train", segment="5s", batch=2, seed=0))
+    flip(data_copy.data_dir, column="latents", key=samples.key(0))
     assert samples.pictures(0, num_frames=2) == []
     intact = next(at for at in range(len(samples)) if samples.key(at) != samples.key(0))
     assert len(samples.pictures(intact, num_frames=2)) == 2

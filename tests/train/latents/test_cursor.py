@@ -19,18 +19,18 @@ def loader(written: Written, **settings: Any) -> Samples[Any]:
     )
 
 
-def test_a_state_of_other_samples_or_another_order_is_refused(written: Written) -> None:
-    state = loader(written).state_dict()
+def test_a_state_of_other_samples_or_another_order_is_refused(written_data: Written) -> None:
+    state = loader(written_data).state_dict()
     for other in ({"captions": "none"}, {"segment": "2.5s"}, {"tails": "pad"}, {"seed": SEED + 1}):
         with pytest.raises(UserError, match=r"state (belongs to other|has seed 11)"):
-            loader(written, **other).load_state_dict(state)
-    loader(written, batch=3, num_ranks=2, can_keep=False).load_state_dict(state)
+            loader(written_data, **other).load_state_dict(state)
+    loader(written_data, batch=3, num_ranks=2, can_keep=False).load_state_dict(state)
 
 
-def test_states_of_different_steps_do_not_belong_together(written: Written) -> None:
-    running = loader(written, batch=2, num_ranks=2)
+def test_states_of_different_steps_do_not_belong_together(written_data: Written) -> None:
+    running = loader(written_data, batch=2, num_ranks=2)
     states = [running.state_dict()]
     next(running.batches())
     states.append(running.state_dict())
     with pytest.raises(UserError, match="are of different steps"):
-        loader(written).load_state_dict(*states)
+        loader(written_data).load_state_dict(*states)

@@ -38,7 +38,7 @@ CAPTIONS = [
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+def written_data(tmp_path_factory: pytest.TempPathFactory) -> Written:
     data_dir = tmp_path_factory.mktemp("labelled")
     write_captions(data_dir, {"a": "train", "b": "train", "c": "val"}, CAPTIONS)
     made = Written(data_dir)
@@ -53,38 +53,38 @@ def open_segments(
     return open_latent_segments(query)
 
 
-def test_a_segment_has_the_label_of_the_caption_that_shares_most_time_with_it(written: Written) -> None:
-    samples = open_segments(written.data_dir)
+def test_a_segment_has_the_label_of_the_caption_that_shares_most_time_with_it(written_data: Written) -> None:
+    samples = open_segments(written_data.data_dir)
     names = [MOTION.names[label] for label in samples.labels]
     #                a 0-5    a 5-10   a 10-15  a 15-20, 20-25, 25-30; b has none
     assert names == ["rises", "falls", "rests", "falls", "falls", "falls"]
     assert samples.video.tolist() == [0] * 6 and len(samples) == 6
 
 
-def test_labels_of_several_lists_belong_to_one_sample(written: Written) -> None:
-    shapes = read_classes(written.data_dir, label="shape", splits=("train",))
-    samples = open_segments(written.data_dir, also=(shapes,))
+def test_labels_of_several_lists_belong_to_one_sample(written_data: Written) -> None:
+    shapes = read_classes(written_data.data_dir, label="shape", splits=("train",))
+    samples = open_segments(written_data.data_dir, also=(shapes,))
     assert samples.all_labels.tolist() == [[2, 0], [0, 0], [1, -1], [0, -1], [0, -1], [0, -1], [-1, 1]]
     assert samples.video.tolist() == [0] * 6 + [1]
 
 
-def test_batches_have_the_labels_and_the_latents_of_their_segments(written: Written) -> None:
-    samples = open_segments(written.data_dir)
-    of_chunk = {key: bits.reshape(3, 20, *bits.shape[1:]) for key, bits in written.latents.items()}
-    found = {}
+def test_batches_have_the_labels_and_the_latents_of_their_segments(written_data: Written) -> None:
+    samples = open_segments(written_data.data_dir)
+    of_chunk = {key: bits.reshape(3, 20, *bits.shape[1:]) for key, bits in written_data.latents.items()}
+    labels_by_segment = {}
     for rank in range(2):
-        for loaded in open_segments(written.data_dir, rank=rank, num_ranks=2).evaluation_batches():
+        for loaded in open_segments(written_data.data_dir, rank=rank, num_ranks=2).evaluation_batches():
             rows = zip(loaded.batch["position"].tolist(), loaded.batch["label"].tolist(), strict=True)
             for (sample, label), key, latents in zip(rows, loaded.batch["key"], loaded.batch["latents"], strict=True):
                 assert np.array_equal(latents.numpy().view(np.uint16), of_chunk[key][sample % 3])
-                found[sample] = label
-    assert [found[sample] for sample in range(len(samples))] == samples.labels.tolist()
+                labels_by_segment[sample] = label
+    assert [labels_by_segment[sample] for sample in range(len(samples))] == samples.labels.tolist()
     trained = next(samples.batches()).batch
     assert samples.labels[trained["clip_id"]].tolist() == trained["label"].tolist()
 
 
-def test_what_is_left_out_is_counted(written: Written) -> None:
-    told = open_segments(written.data_dir).describe()
+def test_what_is_left_out_is_counted(written_data: Written) -> None:
+    told = open_segments(written_data.data_dir).describe()
     assert "6 segments of 20 frames" in told and "3 of 3 classes (motion)" in told
     assert "3 segments without label left out" in told
     assert "captions: 2 without label, 1 of other classes" in told
@@ -92,24 +92,24 @@ def test_what_is_left_out_is_counted(written: Written) -> None:
     assert "covers 72% of a segment on average" in told
 
 
-def test_a_caption_that_is_stated_later_changes_what_the_set_is(written: Written, tmp_path: Path) -> None:
-    before = open_segments(written.data_dir).fingerprint
-    assert open_segments(written.data_dir, rank=1, num_ranks=2).fingerprint == before
-    (tmp_path / "latents").symlink_to(written.data_dir / "latents")
-    (tmp_path / "dataset.json").write_bytes((written.data_dir / "dataset.json").read_bytes())
+def test_a_caption_that_is_stated_later_changes_what_the_set_is(written_data: Written, tmp_path: Path) -> None:
+    before = open_segments(written_data.data_dir).fingerprint
+    assert open_segments(written_data.data_dir, rank=1, num_ranks=2).fingerprint == before
+    (tmp_path / "latents").symlink_to(written_data.data_dir / "latents")
+    (tmp_path / "dataset.json").write_bytes((written_data.data_dir / "dataset.json").read_bytes())
     changed = [caption("a", 0.0, 3.0, "falls"), *CAPTIONS[1:]]
     write_captions(tmp_path, {"a": "train", "b": "train", "c": "val"}, changed)
     assert len(read_captions(tmp_path)) == len(CAPTIONS)
     assert open_segments(tmp_path).fingerprint != before
 
 
-def test_a_split_without_labels_has_nothing_to_show(written: Written) -> None:
+def test_a_split_without_labels_has_nothing_to_show(written_data: Written) -> None:
     with pytest.raises(UserError, match="no segment of split 'val' is usable: 0 segments"):
-        open_segments(written.data_dir, split="val")
+        open_segments(written_data.data_dir, split="val")
 
 
-def test_labels_stay_with_their_segments_where_a_video_has_too_many(written: Written) -> None:
-    every, some = (open_segments(written.data_dir, max_segments=most) for most in (None, 2))
+def test_labels_stay_with_their_segments_where_a_video_has_too_many(written_data: Written) -> None:
+    every, some = (open_segments(written_data.data_dir, max_segments=most) for most in (None, 2))
     spans = np.stack([every.video, *every.span_us(np.arange(len(every)))], axis=1).tolist()
     kept = [spans.index(span) for span in np.stack([some.video, *some.span_us(np.arange(len(some)))], axis=1).tolist()]
     assert 0 < len(some) < len(every) and kept == sorted(set(kept))

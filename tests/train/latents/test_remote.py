@@ -32,8 +32,8 @@ NUM_BATCHES = 8
 
 
 @pytest.fixture
-def remote(written: Written, bucket: str) -> Objects:
-    return upload(written.data_dir, f"{bucket}/data")
+def remote(written_data: Written, bucket: str) -> Objects:
+    return upload(written_data.data_dir, f"{bucket}/data")
 
 
 def open_folder(address: str, cache: Path, *, size: str = ALL) -> DataFolder:
@@ -47,7 +47,7 @@ def loader(folder: DataFolder, **settings: Any) -> Samples[Any]:
     return open_latent_segments(segments(folder.path, tars=folder.tars, **{**GIVEN, **settings}))
 
 
-def shown(samples: Samples[Any]) -> Iterator[LoadedBatch]:
+def first_batches(samples: Samples[Any]) -> Iterator[LoadedBatch]:
     batches = samples.batches()
     yield from islice(batches, NUM_BATCHES)
     batches.close()
@@ -60,13 +60,13 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 def content(batches: Iterator[LoadedBatch]) -> list[Any]:
     """Everything in batches without failures."""
-    found = []
-    for one in batches:
-        assert not one.failed
-        batch = one.batch
+    batches_read = []
+    for loaded_batch in batches:
+        assert not loaded_batch.failed
+        batch = loaded_batch.batch
         text = bits(batch["text"]) if "text" in batch else None
-        found.append((list(batch["key"]), bits(batch["latents"]), batch["position"].tolist(), text))
-    return found
+        batches_read.append((list(batch["key"]), bits(batch["latents"]), batch["position"].tolist(), text))
+    return batches_read
 
 
 def maps_of(samples: Samples[Any]) -> RemoteMaps:
@@ -91,138 +91,148 @@ def fetch_all(samples: Samples[Any]) -> None:
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_latents_in_a_bucket_are_those_of_the_local_folder(
-    written: Written, remote: Objects, tmp_path: Path, has_room: bool
+    written_data: Written, remote: Objects, tmp_path: Path, has_room: bool
 ) -> None:
-    limit = 10**9 if has_room else size_of_text(written)
+    limit = 10**9 if has_room else size_of_text(written_data)
     samples, expected = (
         loader(open_folder(remote.address, tmp_path, size=f"{limit}B")),
-        loader(DataFolder(written.data_dir)),
+        loader(DataFolder(written_data.data_dir)),
     )
     assert samples.fingerprint == expected.fingerprint
     assert ("the rest is read by range" in samples.describe()) == (not has_room)
-    assert content(shown(samples)) == content(shown(expected))
+    assert content(first_batches(samples)) == content(first_batches(expected))
     assert content(samples.evaluation_batches()) == content(expected.evaluation_batches())
     assert samples.pictures(1, num_frames=1)[0].tolist() == expected.pictures(1, num_frames=1)[0].tolist()
     assert sum(path.stat().st_size for path in (tmp_path / "objects").iterdir()) <= limit
     if not has_room:
-        assert not copies_of(written, tmp_path)
+        assert not copies_of(written_data, tmp_path)
 
 
-def test_compressed_latents_are_read_by_range(written: Written, bucket: str, tmp_path: Path) -> None:
+def test_compressed_latents_are_read_by_range(written_data: Written, bucket: str, tmp_path: Path) -> None:
     packed = Written(tmp_path / "packed")
     packed.data_dir.mkdir()
     upload_from = tmp_path / "packed"
-    (upload_from / "manifest").symlink_to(written.data_dir / "manifest")
+    (upload_from / "manifest").symlink_to(written_data.data_dir / "manifest")
     write_latents(packed, SHARDS, is_compressed=True)
     remote = upload(upload_from, f"{bucket}/packed")
-    upload(written.data_dir / "manifest", f"{remote.address}/manifest")
+    upload(written_data.data_dir / "manifest", f"{remote.address}/manifest")
     settings = {"captions": "none", "tails": "pad"}
     samples = loader(open_folder(remote.address, tmp_path / "cache", size="1B"), **settings)
-    assert content(shown(samples)) == content(shown(loader(DataFolder(upload_from), **settings)))
+    assert content(first_batches(samples)) == content(first_batches(loader(DataFolder(upload_from), **settings)))
 
 
 def test_what_is_in_the_cache_is_not_asked_for_again(
-    written: Written, remote: Objects, tmp_path: Path, faults: Faults
+    written_data: Written, remote: Objects, tmp_path: Path, faults: Faults
 ) -> None:
     fetch_all(loader(open_folder(remote.address, tmp_path)))
     faults.set()
     samples = loader(open_folder(remote.address, tmp_path))
-    assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
+    assert content(first_batches(samples)) == content(first_batches(loader(DataFolder(written_data.data_dir))))
     asked = [path for _, path in faults.seen().requests]
     assert asked and not [path for path in asked if ".tar" in path or "index" in path]
 
 
 def test_a_copy_that_is_damaged_is_mended_and_fetched_again_by_the_next_run(
-    written: Written, remote: Objects, tmp_path: Path
+    written_data: Written, remote: Objects, tmp_path: Path
 ) -> None:
     fetch_all(loader(open_folder(remote.address, tmp_path)))
-    for path in copies_of(written, tmp_path):
+    for path in copies_of(written_data, tmp_path):
         with path.open("r+b") as file:
             file.seek(1500)
             file.write(bytes([path.read_bytes()[1500] ^ 1]))
     samples = loader(open_folder(remote.address, tmp_path))
     assert maps_of(samples).are_mapped(samples.reader.segments.records.array_place)
     # In order, so that all are seen.
-    assert content(samples.evaluation_batches()) == content(loader(DataFolder(written.data_dir)).evaluation_batches())
-    assert not copies_of(written, tmp_path)
+    assert content(samples.evaluation_batches()) == content(
+        loader(DataFolder(written_data.data_dir)).evaluation_batches()
+    )
+    assert not copies_of(written_data, tmp_path)
 
 
-def test_a_copy_that_was_cut_is_fetched_again(written: Written, remote: Objects, tmp_path: Path) -> None:
+def test_a_copy_that_was_cut_is_fetched_again(written_data: Written, remote: Objects, tmp_path: Path) -> None:
     fetch_all(loader(open_folder(remote.address, tmp_path)))
-    first = copies_of(written, tmp_path)[0]
+    first = copies_of(written_data, tmp_path)[0]
     whole = first.read_bytes()
     os.truncate(first, 100)
     samples = loader(open_folder(remote.address, tmp_path))
-    assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
+    assert content(first_batches(samples)) == content(first_batches(loader(DataFolder(written_data.data_dir))))
     fetch_all(samples)
     assert first.read_bytes() == whole
 
 
-def test_faults_in_passing_lose_nothing(written: Written, remote: Objects, tmp_path: Path, faults: Faults) -> None:
+def test_faults_in_passing_lose_nothing(written_data: Written, remote: Objects, tmp_path: Path, faults: Faults) -> None:
     faults.set(
         Fault("error", path=r"\.tar", every=3),
         Fault("cut", path=r"\.tar", skip=1, every=4),
         Fault("delay", path=r"\.tar", every=5, delay_s=0.05),
     )
-    samples = loader(open_folder(remote.address, tmp_path, size=f"{size_of_text(written)}B"))
-    assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
+    samples = loader(open_folder(remote.address, tmp_path, size=f"{size_of_text(written_data)}B"))
+    assert content(first_batches(samples)) == content(first_batches(loader(DataFolder(written_data.data_dir))))
     assert faults.seen().num_faults > 3
 
 
 def test_a_disk_that_fills_up_is_noted_and_the_rest_is_read_by_range(
-    written: Written, remote: Objects, tiny_disk: Path, capsys: pytest.CaptureFixture[str]
+    written_data: Written, remote: Objects, tiny_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     samples = loader(open_folder(remote.address, tiny_disk))
     fill(tiny_disk)
-    assert content(shown(samples)) == content(shown(loader(DataFolder(written.data_dir))))
-    said = capsys.readouterr().err
-    assert "note: the cache takes no more tars, further tars are read by range: [Errno 28] No space left" in said
-    assert not copies_of(written, tiny_disk)
+    assert content(first_batches(samples)) == content(first_batches(loader(DataFolder(written_data.data_dir))))
+    stderr = capsys.readouterr().err
+    assert "note: the cache takes no more tars, further tars are read by range: [Errno 28] No space left" in stderr
+    assert not copies_of(written_data, tiny_disk)
 
 
 def test_a_tar_that_vanishes_is_failures_by_name(
-    written: Written, remote: Objects, tmp_path: Path, faults: Faults, few_retries: None
+    written_data: Written, remote: Objects, tmp_path: Path, faults: Faults, few_retries: None
 ) -> None:
-    samples = loader(open_folder(remote.address, tmp_path, size=f"{size_of_text(written)}B"))
+    samples = loader(open_folder(remote.address, tmp_path, size=f"{size_of_text(written_data)}B"))
     faults.set(vanished(r"latents/.*/000001-\w+\.tar"))
     batches = list(samples.evaluation_batches())
-    failures = [failure for one in batches for failure in one.failed]
+    failures = [failure for loaded_batch in batches for failure in loaded_batch.failed]
     assert {failure.reason for failure in failures} == {"shard_unreadable"}
     assert {failure.key.partition("_")[0] for failure in failures} == {"c", "d"} & {
         key.partition("_")[0]
-        for one in loader(DataFolder(written.data_dir)).evaluation_batches()
-        for key in one.batch["key"]
+        for loaded_batch in loader(DataFolder(written_data.data_dir)).evaluation_batches()
+        for key in loaded_batch.batch["key"]
     }
     assert all("000001-" in failure.detail for failure in failures)
-    assert sum(len(one.batch.get("key", ())) for one in batches) + len(failures) == len(samples)
+    assert sum(len(loaded_batch.batch.get("key", ())) for loaded_batch in batches) + len(failures) == len(samples)
 
 
-def test_wrong_bytes_of_an_object_are_reported_under_its_address(own: Written, bucket: str, tmp_path: Path) -> None:
-    flip(own.data_dir, column="latents", key="c_000015000")
-    tar = Variant.open(own.data_dir, column="latents").find("c_000015000")[0].tar_path.relative_to(own.data_dir)
-    samples = loader(
-        open_folder(upload(own.data_dir, f"{bucket}/data").address, tmp_path, size=f"{size_of_text(own)}B")
+def test_wrong_bytes_of_an_object_are_reported_under_its_address(
+    data_copy: Written, bucket: str, tmp_path: Path
+) -> None:
+    flip(data_copy.data_dir, column="latents", key="c_000015000")
+    tar = (
+        Variant.open(data_copy.data_dir, column="latents")
+        .find("c_000015000")[0]
+        .tar_path.relative_to(data_copy.data_dir)
     )
-    failed = [one for loaded in samples.evaluation_batches() for one in loaded.failed]
-    assert {(one.key, one.reason) for one in failed} == {("c_000015000", "checksum")}
+    samples = loader(
+        open_folder(upload(data_copy.data_dir, f"{bucket}/data").address, tmp_path, size=f"{size_of_text(data_copy)}B")
+    )
+    failed = [failure for loaded in samples.evaluation_batches() for failure in loaded.failed]
+    assert {(failure.key, failure.reason) for failure in failed} == {("c_000015000", "checksum")}
     assert f"({bucket}/data/{tar}) do not match their checksum" in failed[0].detail
 
 
-def test_text_that_does_not_fit_is_the_users_mistake(written: Written, remote: Objects, tmp_path: Path) -> None:
+def test_text_that_does_not_fit_is_the_users_mistake(written_data: Written, remote: Objects, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the text column has to be completely in the cache") as caught:
         loader(open_folder(remote.address, tmp_path, size="1kB"))
     assert caught.value.hint and "--cache-size" in caught.value.hint
 
 
-def test_open_latents_reads_a_bucket_and_a_mixture(written: Written, remote: Objects, tmp_path: Path) -> None:
+def test_open_latents_reads_a_bucket_and_a_mixture(written_data: Written, remote: Objects, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"batch": 3, "shuffle": False, "captions": "embedding"}
 
-    def shown(data: Any) -> list[Any]:
-        batches = open_latents(data, cache=tmp_path, cache_size=f"{size_of_text(written)}B", **settings)
+    def read_open_latents(data: Any) -> list[Any]:
+        batches = open_latents(data, cache=tmp_path, cache_size=f"{size_of_text(written_data)}B", **settings)
         return [(list(batch["key"]), bits(batch["latents"]), bits(batch["text"])) for batch in batches]
 
-    assert shown(remote.address) == shown(str(written.data_dir))
-    assert shown([remote.address, str(written.data_dir)]) == shown([str(written.data_dir), remote.address])
+    assert read_open_latents(remote.address) == read_open_latents(str(written_data.data_dir))
+    assert read_open_latents([remote.address, str(written_data.data_dir)]) == read_open_latents(
+        [str(written_data.data_dir), remote.address]
+    )
 
 
 def test_a_cache_keeps_its_claims(tmp_path: Path) -> None:

@@ -29,53 +29,55 @@ SEGMENTS = [{0, 2, 3, 4}, {1, 2}, {5}]
 
 
 @pytest.fixture(scope="module")
-def spoken(tmp_path_factory: pytest.TempPathFactory) -> Written:
+def spoken_data(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return write_all(tmp_path_factory.mktemp("sources"), [[Chunk("a", 0, 60)]], CAPTIONS)
 
 
-def drawn(loader: Samples[Any], count: int) -> list[tuple[int, int, int]]:
+def draw_captions(loader: Samples[Any], count: int) -> list[tuple[int, int, int]]:
     return [
-        (int(one.batch["position"][0]), int(one.batch["clip_id"][0]), int(one.batch["caption_id"][0]))
-        for one in islice(loader.batches(), count)
+        (int(loaded.batch["position"][0]), int(loaded.batch["clip_id"][0]), int(loaded.batch["caption_id"][0]))
+        for loaded in islice(loader.batches(), count)
     ]
 
 
-def test_sources_are_drawn_by_weight_and_segments_are_clips(spoken: Written) -> None:
-    query = segments(spoken.data_dir, split="train", sources="rephraser=3,human=1", batch=1, can_keep=True)
+def test_sources_are_drawn_by_weight_and_segments_are_clips(spoken_data: Written) -> None:
+    query = segments(spoken_data.data_dir, split="train", sources="rephraser=3,human=1", batch=1, can_keep=True)
     loader = open_latent_segments(query)
     assert (len(loader), loader.num_clips, loader.num_caption_ids) == (2, 2, 5)
-    found = drawn(loader, 4000)
-    assert all(sorted(clip for _, clip, _ in found[at : at + 2]) == [0, 1] for at in range(0, 4000, 2))
-    counts = Counter((clip, caption) for _, clip, caption in found)
-    wanted = {(0, 0): 500, (0, 2): 500, (0, 3): 500, (0, 4): 500, (1, 1): 500, (1, 2): 1500}
-    assert counts.keys() == wanted.keys()
-    assert all(abs(counts[key] - wanted[key]) < 4 * np.sqrt(wanted[key]) for key in wanted)
-    [first] = [one.batch for one in open_latent_segments(replace(query, loading=LoaderSettings())).evaluation_batches()]
+    drawn_captions = draw_captions(loader, 4000)
+    assert all(sorted(clip for _, clip, _ in drawn_captions[at : at + 2]) == [0, 1] for at in range(0, 4000, 2))
+    counts = Counter((clip, caption) for _, clip, caption in drawn_captions)
+    expected = {(0, 0): 500, (0, 2): 500, (0, 3): 500, (0, 4): 500, (1, 1): 500, (1, 2): 1500}
+    assert counts.keys() == expected.keys()
+    assert all(abs(counts[key] - expected[key]) < 4 * np.sqrt(expected[key]) for key in expected)
+    [first] = [
+        loaded.batch for loaded in open_latent_segments(replace(query, loading=LoaderSettings())).evaluation_batches()
+    ]
     assert first["caption_id"].tolist() == [2, 2]
     assert "1 caption of other sources left out" in loader.describe()
 
 
-def test_by_default_all_sources_weigh_alike_and_the_first_of_the_alphabet_is_shown(spoken: Written) -> None:
-    loader = open_latent_segments(segments(spoken.data_dir, split="train", batch=3, can_keep=True))
-    [shown] = [one.batch for one in loader.evaluation_batches()]
+def test_by_default_all_sources_weigh_alike_and_the_first_of_the_alphabet_is_shown(spoken_data: Written) -> None:
+    loader = open_latent_segments(segments(spoken_data.data_dir, split="train", batch=3, can_keep=True))
+    [shown] = [loaded.batch for loaded in loader.evaluation_batches()]
     assert shown["clip_id"].tolist() == [0, 1, 2] and shown["caption_id"].tolist() == [0, 1, 5]
     counts = Counter(
         (clip, caption)
-        for one in islice(loader.batches(), 1000)
-        for clip, caption in zip(one.batch["clip_id"].tolist(), one.batch["caption_id"].tolist(), strict=True)
+        for loaded in islice(loader.batches(), 1000)
+        for clip, caption in zip(loaded.batch["clip_id"].tolist(), loaded.batch["caption_id"].tolist(), strict=True)
     )
     assert set(counts) == {(clip, caption) for clip, captions in enumerate(SEGMENTS) for caption in captions}
     assert abs(counts[0, 0] - 500) < 70 and abs(counts[0, 3] - 500 / 3) < 50
 
 
-def test_captions_come_as_words_where_a_tokenizer_is_given(spoken: Written, tmp_path: Path) -> None:
+def test_captions_come_as_words_where_a_tokenizer_is_given(spoken_data: Written, tmp_path: Path) -> None:
     for name in ("manifest", "latents", "dataset.json"):
-        (tmp_path / name).symlink_to(spoken.data_dir / name)  # and no column of text
+        (tmp_path / name).symlink_to(spoken_data.data_dir / name)  # and no column of text
     samples = open_latent_segments(
         segments(tmp_path, split="train", captions="words", batch=3), tokenize=load_tokenizer()
     )
     assert samples.text_width is None and samples.text(1) == "said later"
-    for one in islice(samples.batches(), 5):
-        assert "text" not in one.batch
-        for tokens, caption in zip(one.batch["tokens"], one.batch["caption_id"].tolist(), strict=True):
+    for loaded in islice(samples.batches(), 5):
+        assert "text" not in loaded.batch
+        for tokens, caption in zip(loaded.batch["tokens"], loaded.batch["caption_id"].tolist(), strict=True):
             assert tokens.tolist() == load_tokenizer()(CAPTIONS[caption].text).tolist()

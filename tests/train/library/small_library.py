@@ -92,8 +92,8 @@ def save_hf(folder: Path, kind: str) -> nn.Module:
         config = getattr(hf, f"{prefix}Config")(vision_config=vision, text_config=text, **options)
         model = getattr(hf, f"{prefix}Model")(config)
     with torch.no_grad():
-        for one in model.parameters():
-            one.add_(0.1 * torch.randn_like(one))
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     if kind != "bert":
         processor = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4], "resample": 3, "size": {"height": PX}}

@@ -23,7 +23,7 @@ from clipmill.train.optim.ema import Ema
 from tests.train.library.conftest import TINY
 from tests.train.library.small_library import RESNET
 from tests.train.running import losses, steps, train
-from tests.train.tuning.runs import killed, stored, weights
+from tests.train.tuning.runs import kill_copy, stored_names, weights
 
 Tensors = dict[str, torch.Tensor]
 
@@ -52,37 +52,39 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def state_of(model: nn.Module) -> Tensors:
-    gradients = {f"{name}.grad": one.grad for name, one in model.named_parameters() if one.grad is not None}
-    return {name: one.detach().clone() for name, one in {**model.state_dict(), **gradients}.items()}
+    gradients = {
+        f"{name}.grad": parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    return {name: tensor.detach().clone() for name, tensor in {**model.state_dict(), **gradients}.items()}
 
 
-def differing(found: Tensors, expected: Tensors) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [name for name, one in found.items() if not torch.equal(one, expected[name])]
+def differing_names(actual: Tensors, expected: Tensors) -> list[str]:
+    assert actual.keys() == expected.keys()
+    return [name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])]
 
 
-def plain(model: TwoTowers) -> TwoTowers:
+def leave_plain(model: TwoTowers) -> TwoTowers:
     return model
 
 
-def compiled(model: TwoTowers) -> TwoTowers:
+def compile_layer(model: TwoTowers) -> TwoTowers:
     torch._dynamo.reset()
     model.video.model.layer1.compile(backend="eager")  # type: ignore[union-attr, operator]
     return model
 
 
-@pytest.mark.parametrize("prepare", [plain, pytest.param(compiled, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("prepare", [leave_plain, pytest.param(compile_layer, marks=pytest.mark.nightly)])
 def test_a_count_of_flops_leaves_the_tensors_and_generators_of_a_step(
     prepare: Callable[[TwoTowers], TwoTowers],
 ) -> None:
-    found, calls, num_flops = list[Tensors](), [0, 0], 0
+    states, calls, num_flops = list[Tensors](), [0, 0], 0
     for number in range(2):
         model = prepare(TwoTowers())
 
         def note(*_: object, number: int = number) -> None:
             calls[number] += 1
 
-        if prepare is plain:  # the additional pass of a compiled model would be seen by hooks within it
+        if prepare is leave_plain:  # the additional pass of a compiled model would be seen by hooks within it
             model.text.register_forward_hook(note)
         throughput = Throughput(device=torch.device("cpu"), precision="fp32")
         torch.manual_seed(5)
@@ -94,9 +96,9 @@ def test_a_count_of_flops_leaves_the_tensors_and_generators_of_a_step(
         else:
             video, text = model(*inputs())
             (video * text).sum().backward()
-        found.append({**state_of(model), "generator": torch.get_rng_state()})
+        states.append({**state_of(model), "generator": torch.get_rng_state()})
         assert not model._forward_pre_hooks and not model._forward_hooks
-    assert differing(*found) == []
+    assert differing_names(*states) == []
     assert calls[0] == calls[1] and num_flops > 10**6
 
 
@@ -106,7 +108,9 @@ def test_gradcache_changes_statistics_as_plain_passes_over_its_microbatches(micr
     reference = deepcopy(model)
     ids = torch.arange(6)
     batch = Batch(input="pixels", video=pictures, text=text, clip_id=ids, caption_id=ids)
-    objective = build_contrast(Loss(), inputs=lambda one: (one["video"], one["text"]), dataset=None, world=World())
+    objective = build_contrast(
+        Loss(), inputs=lambda batch: (batch["video"], batch["text"]), dataset=None, world=World()
+    )
     for number in (1, 2):
         step = Step(number=number, microbatch=microbatch)
         model.zero_grad()
@@ -123,13 +127,15 @@ def test_gradcache_changes_statistics_as_plain_passes_over_its_microbatches(micr
         expected.backward()
         torch.testing.assert_close(torch.as_tensor(loss), expected.detach(), rtol=1e-9, atol=0)
         ours, theirs = state_of(model), state_of(reference)
-        assert differing(ours, theirs) == [] or all(name.endswith(".grad") for name in differing(ours, theirs))
+        assert differing_names(ours, theirs) == [] or all(
+            name.endswith(".grad") for name in differing_names(ours, theirs)
+        )
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-11)
     assert model.text[1].num_batches_tracked == 2 * -(-6 // microbatch)
 
 
 def test_recomputed_activations_change_no_statistics() -> None:
-    found = []
+    states = []
     for recomputes in (False, True):
         model = TwoTowers()
         if recomputes:
@@ -137,8 +143,8 @@ def test_recomputed_activations_change_no_statistics() -> None:
         for _ in range(2):
             video, text = model(*inputs())
             (video * text).sum().backward()
-        found.append(state_of(model))
-    assert differing(*found) == []
+        states.append(state_of(model))
+    assert differing_names(*states) == []
 
 
 def test_frozen_modules_are_in_evaluation_mode_whenever_the_model_is_trained() -> None:
@@ -154,20 +160,20 @@ def test_frozen_modules_are_in_evaluation_mode_whenever_the_model_is_trained() -
     }
     before = state_of(model)
     model(*inputs())[0].sum().backward()
-    after = {name: one for name, one in state_of(model).items() if not name.endswith(".grad")}
-    changed = differing(after, before)
+    after = {name: tensor for name, tensor in state_of(model).items() if not name.endswith(".grad")}
+    changed = differing_names(after, before)
     assert changed and not any(name.startswith(("text.", "video.model.bn1.")) for name in changed)
 
 
 def test_statistics_are_averaged_with_the_weights_that_they_are_of() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()
     ema = Ema(model, decay=0.5)
-    expected = {name: one.clone() for name, one in model.state_dict().items() if one.is_floating_point()}
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
     for step in range(1, 4):
         model(torch.randn(8, 2).double() + step)
         decay = min(0.5, (1 + step) / (10 + step))
         ema.update(model, step=step)
-        expected = {name: decay * one + (1 - decay) * model.state_dict()[name] for name, one in expected.items()}
+        expected = {name: decay * tensor + (1 - decay) * model.state_dict()[name] for name, tensor in expected.items()}
     torch.testing.assert_close(ema.state_dict(), expected)
     with ema.swap_in(model):
         torch.testing.assert_close(model[1].running_mean, expected["1.running_mean"])
@@ -180,27 +186,27 @@ def run(out: Path, data_dir: Path, *flags: Any) -> Tensors:
 
 
 @pytest.fixture(scope="module")
-def trained(models: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_run(models: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("norms") / "run"
     run(out, data_dir, "--microbatch", 2, "--optimizer.ema", 0.5, "--evaluate.every", 1)
     return out
 
 
-def test_a_resumed_run_of_a_resnet_ends_with_the_bits_of_the_undisturbed_one(trained: Path, tmp_path: Path) -> None:
-    again = killed(trained, tmp_path / "again")
+def test_a_resumed_run_of_a_resnet_ends_with_the_bits_of_the_undisturbed_one(trained_run: Path, tmp_path: Path) -> None:
+    again = kill_copy(trained_run, tmp_path / "again")
     assert train("dual-encoder", "--resume", "--out", again) == 0
-    assert losses(again) == losses(trained)
-    assert differing(weights(again), weights(trained)) == []
-    evaluated = [{name: one for name, one in steps(out)[-1].items() if "/" in name} for out in (again, trained)]
+    assert losses(again) == losses(trained_run)
+    assert differing_names(weights(again), weights(trained_run)) == []
+    evaluated = [{name: line for name, line in steps(out)[-1].items() if "/" in name} for out in (again, trained_run)]
     assert evaluated[0] == evaluated[1] != {}
-    assert "video.model.bn1.running_mean" in stored(trained, "ema.")
+    assert "video.model.bn1.running_mean" in stored_names(trained_run, "ema.")
     # One update per microbatch: two of 2 samples in each of two steps.
-    assert weights(trained)["video.model.bn1.num_batches_tracked"] == 4
+    assert weights(trained_run)["video.model.bn1.num_batches_tracked"] == 4
 
 
-def test_a_frozen_resnet_is_the_same_to_the_bit(trained: Path, data_dir: Path, tmp_path: Path) -> None:
-    flags = ("--init.weights", trained, "--freeze", "video", "--evaluate.every", 1)
-    after, before = run(tmp_path / "frozen", data_dir, *flags), weights(trained)
+def test_a_frozen_resnet_is_the_same_to_the_bit(trained_run: Path, data_dir: Path, tmp_path: Path) -> None:
+    flags = ("--init.weights", trained_run, "--freeze", "video", "--evaluate.every", 1)
+    after, before = run(tmp_path / "frozen", data_dir, *flags), weights(trained_run)
     tower = {name for name in after if name.startswith("video.model.") and "num_batches" not in name}
     assert len(tower) > 60 and [name for name in tower if not torch.equal(after[name], before[name])] == []
     assert after["video.model.bn1.num_batches_tracked"] == 0

@@ -87,16 +87,16 @@ def test_both_halves_of_a_model_of_transformers_are_its_own(tmp_path: Path, kind
     if kind == "siglip2":
         from transformers.models.siglip2.image_processing_pil_siglip2 import convert_image_to_patches
 
-        patches = [convert_image_to_patches(one.numpy(), 8) for one in pictures(2)]
+        patches = [convert_image_to_patches(picture.numpy(), 8) for picture in pictures(2)]
         given = {"pixel_values": torch.stack(list(map(torch.from_numpy, patches)))}
         given |= {
             "pixel_attention_mask": torch.ones(2, 16, dtype=torch.int64),
             "spatial_shapes": torch.tensor([[4, 4]] * 2),
         }
     with torch.no_grad():
-        found = theirs(input_ids=torch.tensor(padded), **given)
-        assert_equal_to_unit(ours.embed_video(pictures(2)[:, :, None]), found.image_embeds)
-        assert_equal_to_unit(ours.embed_text(tokens), found.text_embeds)
+        outputs = theirs(input_ids=torch.tensor(padded), **given)
+        assert_equal_to_unit(ours.embed_video(pictures(2)[:, :, None]), outputs.image_embeds)
+        assert_equal_to_unit(ours.embed_text(tokens), outputs.text_embeds)
 
 
 def test_an_encoder_of_texts_is_pooled_without_its_padding(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_an_encoder_of_texts_is_pooled_without_its_padding(tmp_path: Path) -> No
             "last": lambda x: x[:, -1],
         }.items():
             named: dict[str, Any] = {"text": f"hf:{tmp_path / 'bert'}", "text_pooling": pooling}
-            state = {f"text_model.{name}": one for name, one in theirs.state_dict().items()}
+            state = {f"text_model.{name}": tensor for name, tensor in theirs.state_dict().items()}
             ours = (
                 DualEncoder(
                     size_of("tiny", DualEncoderTowers(**named)),

@@ -14,7 +14,7 @@ from clipmill.train.models.dual_encoder import DualEncoder
 from tests.train.library.conftest import TINY, TOWERS
 from tests.train.library.small_library import PX, RESNET, SIGLIP2, save_hf
 from tests.train.running import facts, losses, train
-from tests.train.tuning.runs import killed, latest, stored, weights
+from tests.train.tuning.runs import kill_copy, latest, stored_names, weights
 
 CLIPS = np.random.default_rng(0).integers(0, 256, (3, 2, PX, PX, 3), dtype=np.uint8)
 TEXTS = ["a dog catches a frisbee", "two people talk"]
@@ -42,11 +42,11 @@ def test_a_run_starts_from_all_weights_of_its_library(siglip2: Path, run: Path) 
 def test_it_is_resumed_evaluated_embedded_and_loaded(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    again = killed(run, tmp_path / "again")
+    again = kill_copy(run, tmp_path / "again")
     assert train("dual-encoder", "--resume", "--out", again) == 0
     assert losses(again) == losses(run)
     resumed = weights(again)
-    assert all(torch.equal(resumed[name], one) for name, one in weights(run).items())
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in weights(run).items())
     capsys.readouterr()
     assert train("eval", "retrieval", run, "--json") == 0
     assert json.loads(capsys.readouterr().out)["text_to_video"]["num_queries"] > 0
@@ -65,10 +65,10 @@ def test_an_export_is_what_open_clip_loads_and_what_clipmill_loads(run: Path, tm
     tokens = torch.from_numpy(np.stack([encoder(ours).tokenize(text) for text in TEXTS]))
     frames = torch.randn(2, 3, PX, PX)
     with torch.no_grad():
-        found = theirs.encode_image(frames, normalize=True), theirs.encode_text(tokens, normalize=True)
+        embeddings = theirs.encode_image(frames, normalize=True), theirs.encode_text(tokens, normalize=True)
         clips = encoder(ours).embed_video(frames[:, :, None].expand(-1, -1, 2, -1, -1))
-        torch.testing.assert_close(clips, found[0], rtol=0, atol=1e-5)
-        torch.testing.assert_close(encoder(ours).embed_text(tokens), found[1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(clips, embeddings[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(encoder(ours).embed_text(tokens), embeddings[1], rtol=0, atol=1e-5)
     back = load_model(out, device="cpu")
     assert back.identity == ours.identity
     assert torch.equal(back.encode_video(CLIPS), ours.encode_video(CLIPS))
@@ -103,14 +103,16 @@ def test_adapters_of_peft_are_trained_and_merged(data_dir: Path, siglip2: Path, 
     flags = ("--lora.rank", 2, "--lora.alpha", 4, "--steps", 3, "--checkpoint-every", 1, "--lr", "1e-2")
     given = (*TINY, *TOWERS, *flags, "--init.weights", siglip2, "--shards", data_dir)
     assert train("dual-encoder", *given, "--out", out) == 0
-    names = stored(out, "model.")
+    names = stored_names(out, "model.")
     assert names and all(".lora_" in name for name in names), sorted(names)[:5]
     assert any("attn.out_proj.lora_A" in name for name in names) and any(".mlp." in name for name in names)
-    again = killed(out, tmp_path / "again")
+    again = kill_copy(out, tmp_path / "again")
     assert train("dual-encoder", "--resume", "--out", again) == 0
     assert losses(again) == losses(out)
     before, after = torch.load(siglip2), weights(out)
-    moved = [name for name, one in before.items() if name.startswith("visual.trunk.blocks") and name.endswith("weight")]
+    moved = [
+        name for name, tensor in before.items() if name.startswith("visual.trunk.blocks") and name.endswith("weight")
+    ]
     changed = [name for name in moved if not torch.equal(before[name], after[f"video.model.{name[7:]}"])]
     assert len(changed) == 2 * 4  # two blocks with four linear layers
     assert load_model(out, device="cpu").encode_video(CLIPS).isfinite().all()
@@ -146,13 +148,13 @@ def test_towers_of_timm_and_of_transformers_go_back_to_their_libraries(data_dir:
         frames = torch.randn(2, 3, PX, PX)
         with torch.no_grad():
             if name == "timm":
-                found = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()(frames)
+                features = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()(frames)
             else:
                 from transformers import AutoModel
 
-                found = AutoModel.from_pretrained(exported).eval().get_image_features(frames).pooler_output
+                features = AutoModel.from_pretrained(exported).eval().get_image_features(frames).pooler_output
             clips = encoder(ours).embed_video(frames[:, :, None].expand(-1, -1, 2, -1, -1))
-        torch.testing.assert_close(clips, torch.nn.functional.normalize(found, dim=-1), rtol=0, atol=1e-5)
+        torch.testing.assert_close(clips, torch.nn.functional.normalize(features, dim=-1), rtol=0, atol=1e-5)
         back = load_model(exported, device="cpu")
         assert back.identity == ours.identity, name
         assert torch.equal(back.encode_text(TEXTS), ours.encode_text(TEXTS))
@@ -177,10 +179,10 @@ def test_an_encoder_of_pictures_and_one_of_texts_are_paired(data_dir: Path, tmp_
     given = ("--init.weights", tmp_path / "dino", "--init.text", tmp_path / "bert", "--shards", data_dir)
     assert train("dual-encoder", *TINY, *towers, *some, *given, "--out", tmp_path / "run") == 0
     after = weights(tmp_path / "run")
-    for name, one in theirs.state_dict().items():
-        torch.testing.assert_close(after[f"video.model.{name}"], one, rtol=0, atol=1e-9)
-    for name, one in of_text.state_dict().items():
-        torch.testing.assert_close(after[f"text.model.{name}"], one, rtol=0, atol=1e-9)
+    for name, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(after[f"video.model.{name}"], tensor, rtol=0, atol=1e-9)
+    for name, tensor in of_text.state_dict().items():
+        torch.testing.assert_close(after[f"text.model.{name}"], tensor, rtol=0, atol=1e-9)
     assert train("export", tmp_path / "run", "--format", "hf", "--out", tmp_path / "out") == 0
     assert load_model(tmp_path / "out").identity == load_model(tmp_path / "run").identity
 
@@ -221,8 +223,8 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     out = tmp_path / "out"
     assert train("dual-encoder", *TINY, *flags, "--steps", 1, "--shards", data_dir, "--out", out) == 2
-    said = capsys.readouterr().err
-    assert error in said and hint in said and not out.exists()
+    stderr = capsys.readouterr().err
+    assert error in stderr and hint in stderr and not out.exists()
 
 
 def test_a_missing_tokenizer_and_weights_of_another_tower_are_refused(
@@ -233,8 +235,8 @@ def test_a_missing_tokenizer_and_weights_of_another_tower_are_refused(
         file.unlink()
     some = ("dual-encoder", *TINY, "--steps", 1, "--shards", data_dir, "--out", tmp_path / "out")
     assert train(*some, "--towers.text", f"hf:{tmp_path / 'hf'}") == 2
-    said = capsys.readouterr().err
-    assert f"the tokenizer of hf:{tmp_path / 'hf'} cannot be read: " in said and "has no tokenizer.json" in said
+    stderr = capsys.readouterr().err
+    assert f"the tokenizer of hf:{tmp_path / 'hf'} cannot be read: " in stderr and "has no tokenizer.json" in stderr
     assert train(*some, "--towers.image", f"open_clip:{RESNET}", "--init.weights", siglip2) == 2
-    said = capsys.readouterr().err
-    assert f"open_clip:{RESNET}" in said and "does not fit the model" in said and "left over" in said
+    stderr = capsys.readouterr().err
+    assert f"open_clip:{RESNET}" in stderr and "does not fit the model" in stderr and "left over" in stderr

@@ -64,8 +64,8 @@ def save_model(folder: Path, config: Any, *, dtype: torch.dtype = torch.float32)
     auto = transformers.T5EncoderModel if config.model_type == "t5" else auto
     model = transformers.AutoModel.from_config(config) if auto is None else auto(config)
     with torch.no_grad():
-        for one in model.parameters():
-            one.add_(0.1 * torch.randn_like(one))
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(folder)
     return model.to(torch.float32).eval()
 
@@ -76,21 +76,21 @@ def tower(folder: Path, **settings: Any) -> torch.nn.Module:
     source, form = open_weights(Init(weights=str(folder)), towers), library_format(towers)
     assert source is not None and form is not None and not source.converted.unknown
     built = text_tower(towers, embedding_width=32)
-    ours = {name.removeprefix("text."): one for name, one in source.converted.tensors.items()}
+    ours = {name.removeprefix("text."): tensor for name, tensor in source.converted.tensors.items()}
     # A short context takes the first positions of a CLIP.
-    shapes = {name: one.shape for name, one in built.state_dict().items()}
-    left = built.load_state_dict({name: one[: shapes[name][0]] for name, one in ours.items()}, strict=False)
+    shapes = {name: tensor.shape for name, tensor in built.state_dict().items()}
+    left = built.load_state_dict({name: tensor[: shapes[name][0]] for name, tensor in ours.items()}, strict=False)
     assert not left.unexpected_keys and not [name for name in left.missing_keys if "position_ids" not in name]
     return built.double().eval()
 
 
-def pooled(found: Any, pooling: str) -> torch.Tensor:
+def pool(output: Any, pooling: str) -> torch.Tensor:
     """The embedding of one text from what transformers returns for it alone."""
-    x_LD = found.last_hidden_state[0]
+    x_LD = output.last_hidden_state[0]
     if pooling == "own":
-        own = getattr(found, "text_embeds", None)
-        own = getattr(found, "pooler_output", None) if own is None else own
-        return x_LD.mean(0) if own is None else own[0]
+        embedding = getattr(output, "text_embeds", None)
+        embedding = getattr(output, "pooler_output", None) if embedding is None else embedding
+        return x_LD.mean(0) if embedding is None else embedding[0]
     return {"mean": x_LD.mean(0), "first": x_LD[0], "last": x_LD[-1]}[pooling]
 
 
@@ -117,7 +117,7 @@ def test_a_text_is_embedded_as_alone_by_every_pooling_and_padding(tmp_path: Path
             with torch.no_grad():
                 embedded = ours(torch.from_numpy(np.stack([tokenize(text) for text in TEXTS])))
                 given = [tokenizer(text, truncation=True, max_length=length, return_tensors="pt") for text in TEXTS]
-                alone = [pooled(theirs(**one), pooling) for one in given]
+                alone = [pool(theirs(**inputs), pooling) for inputs in given]
             torch.testing.assert_close(embedded, torch.stack(alone), rtol=0, atol=1e-9)
 
 
@@ -154,8 +154,8 @@ def test_an_empty_text_has_an_embedding_and_a_context_that_is_too_long_is_refuse
     assert context_length_of(f"hf:{tmp_path}") == 38  # positions begin behind the padding's
     tokenize = tokenizer_of(f"hf:{tmp_path}", 38)
     for pooling in ("mean", "last"):
-        found = tower(tmp_path, text_pooling=pooling)(torch.from_numpy(tokenize(""))[None])
-        assert found.isfinite().all()
+        embeddings = tower(tmp_path, text_pooling=pooling)(torch.from_numpy(tokenize(""))[None])
+        assert embeddings.isfinite().all()
     with pytest.raises(UserError, match=r"--towers.context-length is 39, and .* takes texts of 38 tokens"):
         tokenizer_of(f"hf:{tmp_path}", 39)
 
@@ -174,11 +174,11 @@ def test_modules_are_float32_whatever_the_type_of_the_folder(tmp_path: Path, kin
     save_tokenizer(tmp_path, side="right", pad="[PAD]")
     theirs = save_model(tmp_path, CONFIGS[kind](0), dtype=dtype)
     library, name = library_of(f"hf:{tmp_path}")
-    assert {one.dtype for one in library.text(name, None).parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in library.text(name, None).parameters()} == {torch.float32}
     towers = DualEncoderTowers(text=f"hf:{tmp_path}")
     source = open_weights(Init(weights=str(tmp_path)), towers)
     assert source is not None and not source.converted.unknown
     known = theirs.state_dict()
-    for name, one in source.converted.tensors.items():
-        assert one.dtype == torch.float32
-        assert torch.equal(one, known[source.converted.origins[name]]), name
+    for name, tensor in source.converted.tensors.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, known[source.converted.origins[name]]), name

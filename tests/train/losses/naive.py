@@ -115,7 +115,7 @@ def global_step(
     taus = []
     for side in range(2):
         if kind in OWN_TEMPERATURE:
-            values = [memories[side].tau.setdefault(one, tau) for one in ids[side]]
+            values = [memories[side].tau.setdefault(sample_id, tau) for sample_id in ids[side]]
         else:
             values = [tau] * count
         taus.append(torch.tensor(values, dtype=torch.float64, requires_grad=True))
@@ -134,13 +134,13 @@ def global_step(
     u = []
     for side in range(2):
         new: dict[int, float] = {}
-        for one in set(ids[side]):
-            seen = [inner[side][i].item() for i in range(count) if ids[side][i] == one]
+        for sample_id in set(ids[side]):
+            seen = [inner[side][i].item() for i in range(count) if ids[side][i] == sample_id]
             mean = sum(seen) / len(seen)
-            old = memories[side].u.get(one)
-            new[one] = mean if old is None else (1 - gamma) * old + gamma * mean
+            old = memories[side].u.get(sample_id)
+            new[sample_id] = mean if old is None else (1 - gamma) * old + gamma * mean
         memories[side].u.update(new)
-        u.append([new[one] for one in ids[side]])
+        u.append([new[sample_id] for sample_id in ids[side]])
 
     # f(u') g_i(w) with f' at the new average: the estimator of FCCO.
     both = [(k, i) for k in range(2) for i in range(count)]
@@ -190,27 +190,27 @@ def _move(
     for side in range(2):
         memory = memories[side]
         grads: dict[int, list[float]] = {}
-        for i, one in enumerate(ids[side]):
+        for i, sample_id in enumerate(ids[side]):
             (slope,) = torch.autograd.grad(inner[side][i], [taus[side]], retain_graph=True)
             tau = taus[side][i].item()
             # Eq. 9 without its 1 / |S|; the slope is the mean of the third partial derivatives of l over the others.
             gradient = math.log(epsilon + u[side][i]) + rho + tau / (epsilon + u[side][i]) * slope[i].item()
             # FastCLIPLossIndividual.local: "we do not divide the gradient by dataset size", then clamp_.
             gradient = gradient / sizes[side] if convention == "paper" else min(max(gradient, -5.0), 5.0)
-            grads.setdefault(one, []).append(gradient)
-        for one, several in grads.items():
+            grads.setdefault(sample_id, []).append(gradient)
+        for sample_id, several in grads.items():
             gradient = sum(several) / len(several)
-            moments = memory.adam.get(one, Moments())
+            moments = memory.adam.get(sample_id, Moments())
             if convention == "paper":
                 # t of procedure 4 counts the updates of a parameter, and this one has one at each visit.
                 moments, direction = adamw_without_decay(moments, gradient, t=moments.num_updates)
-                memory.tau[one] = max(memory.tau[one] - lr * direction, 0.01)
+                memory.tau[sample_id] = max(memory.tau[sample_id] - lr * direction, 0.01)
             else:
                 # adjust_hyperparams: the betas are 0 until epoch 1; local: they are raised to self.epoch + 1.
                 betas = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
                 moments, direction = adamw_without_decay(moments, gradient, t=epoch, betas=betas)
-                memory.tau[one] = min(max(memory.tau[one] - lr * direction, 0.01), 1.0)
-            memory.adam[one] = moments
+                memory.tau[sample_id] = min(max(memory.tau[sample_id] - lr * direction, 0.01), 1.0)
+            memory.adam[sample_id] = moments
 
 
 def adamw_without_decay(

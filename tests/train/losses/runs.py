@@ -55,8 +55,8 @@ def _run(
         towers.zero_grad()
         objective.zero_grad()
         step = Step(number=number + 1, epoch=float(number), world=world, microbatch=microbatch)
-        found = objective.backward(towers, own_part(batch_of(number), world), step)
-        results |= {f"{name}/{number}/{key}": torch.as_tensor(value) for key, value in found.items()}
+        metrics = objective.backward(towers, own_part(batch_of(number), world), step)
+        results |= {f"{name}/{number}/{key}": torch.as_tensor(value) for key, value in metrics.items()}
         for key, parameter in parameters:
             if parameter.grad is not None:
                 results[f"{name}/{number}/{key}"] = gradient = world.sum(parameter.grad) / world.size

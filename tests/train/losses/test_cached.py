@@ -31,7 +31,7 @@ class PartByPart(Towers):
 @pytest.mark.parametrize(("kind", "convention"), CASES)
 def test_microbatches_have_the_gradients_of_the_whole_batch(kind: str, convention: Convention) -> None:
     """With dropout, over steps whose state goes on; 6 in parts of 4 and 2."""
-    found = []
+    results_by_rank = []
     for towers, microbatch in ((PartByPart(size=4), None), (Towers(dropout=0.3), 4)):
         objective = objective_of(settings_of(kind, convention))
         results = []
@@ -43,9 +43,13 @@ def test_microbatches_have_the_gradients_of_the_whole_batch(kind: str, conventio
             objective.zero_grad()
             numbers = objective.backward(towers, batch_of(number), step)
             results += [torch.tensor(list(numbers.values()))]
-            results += [one.grad for one in (*towers.parameters(), *objective.parameters()) if one.grad is not None]
-        found.append((results, objective.state_dict()))
-    (whole, whole_state), (cached, cached_state) = found
+            results += [
+                parameter.grad
+                for parameter in (*towers.parameters(), *objective.parameters())
+                if parameter.grad is not None
+            ]
+        results_by_rank.append((results, objective.state_dict()))
+    (whole, whole_state), (cached, cached_state) = results_by_rank
     assert len(whole) >= 3 * 9
     torch.testing.assert_close(cached, whole, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(cached_state, whole_state)
@@ -64,11 +68,11 @@ def test_dropout_differs_between_microbatches_and_steps() -> None:
 def test_only_the_last_microbatch_is_synced() -> None:
     asked = []
 
-    def synced(is_last: bool) -> AbstractContextManager[None]:
+    def note_sync(is_last: bool) -> AbstractContextManager[None]:
         asked.append(is_last)
         return nullcontext()
 
-    step = Step(number=1, microbatch=2, synced=synced)
+    step = Step(number=1, microbatch=2, synced=note_sync)
     objective_of(settings_of("infonce")).backward(Towers(dropout=0.0), batch_of(0), step)
     assert asked == [False, False, True]
 
@@ -80,7 +84,7 @@ def test_a_scaled_loss_scales_all_gradients() -> None:
         towers, objective = Towers(dropout=0.0), objective_of(settings_of("fastclip-v3"))
         step = Step(number=1, scale=partial(torch.mul, torch.tensor(factor)))
         objective.backward(towers, batch_of(0), step)
-        gradients.append([one.grad / factor for one in (*towers.parameters(), *objective.parameters())])  # type: ignore[operator]
+        gradients.append([parameter.grad / factor for parameter in (*towers.parameters(), *objective.parameters())])  # type: ignore[operator]
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
@@ -88,8 +92,8 @@ def test_a_frozen_tower_gets_no_gradient() -> None:
     towers = Towers(dropout=0.0)
     towers.text.requires_grad_(False)
     objective_of(settings_of("infonce")).backward(towers, batch_of(0), Step(number=1, microbatch=4))
-    assert all(one.grad is None for one in towers.text.parameters())
-    assert all(one.grad is not None for one in towers.video.parameters())
+    assert all(parameter.grad is None for parameter in towers.text.parameters())
+    assert all(parameter.grad is not None for parameter in towers.video.parameters())
 
 
 def test_parts_have_every_sample_once() -> None:

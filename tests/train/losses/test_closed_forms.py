@@ -30,20 +30,20 @@ OF_THE_SET = [case for case in CASES if LOSSES[case[0]].is_global]
 @pytest.mark.parametrize(("kind", "convention", "uses_relevancy"), [*IN_BATCH, ("max-margin", "paper", True)])
 def test_a_loss_of_the_batch_is_its_formula(kind: str, convention: Convention, uses_relevancy: bool) -> None:
     settings = settings_of(kind, convention, use_relevancy=uses_relevancy)
-    batch, model, own = batch_of(0), Table(6), {}
-    video, text = (one.detach().clone().requires_grad_() for one in (model.video, model.text))
+    batch, model, own_gradients = batch_of(0), Table(6), {}
+    video, text = (tensor.detach().clone().requires_grad_() for tensor in (model.video, model.text))
     if kind != "max-margin":
-        own["logit_scale"] = torch.tensor(-math.log(0.125), dtype=torch.float64, requires_grad=True)
+        own_gradients["logit_scale"] = torch.tensor(-math.log(0.125), dtype=torch.float64, requires_grad=True)
     if kind == "siglip":
-        own["logit_bias"] = torch.tensor(-10.0, dtype=torch.float64, requires_grad=True)
-    margins = [0.4 * one for one in batch["relevancy"].tolist()] if uses_relevancy else [0.2] * 6  # type: ignore[typeddict-item]
+        own_gradients["logit_bias"] = torch.tensor(-10.0, dtype=torch.float64, requires_grad=True)
+    margins = [0.4 * relevancy for relevancy in batch["relevancy"].tolist()] if uses_relevancy else [0.2] * 6  # type: ignore[typeddict-item]
     nothing = torch.zeros(())
     expected = in_batch_loss(
         kind,
         video,
         text,
-        temperature=(-own["logit_scale"]).exp() if own else nothing,
-        bias=own.get("logit_bias", nothing),
+        temperature=(-own_gradients["logit_scale"]).exp() if own_gradients else nothing,
+        bias=own_gradients.get("logit_bias", nothing),
         margins=margins,
     )
     if (kind, convention) == ("mbcl", "fast_clip"):
@@ -55,9 +55,9 @@ def test_a_loss_of_the_batch_is_its_formula(kind: str, convention: Convention, u
     assert numbers["loss"] == pytest.approx(expected.item(), rel=1e-9)
     torch.testing.assert_close(model.video.grad, video.grad)
     torch.testing.assert_close(model.text.grad, text.grad)
-    assert set(own) == {name for name, _ in objective.named_parameters()}
+    assert set(own_gradients) == {name for name, _ in objective.named_parameters()}
     for name, parameter in objective.named_parameters():
-        torch.testing.assert_close(parameter.grad, own[name].grad)
+        torch.testing.assert_close(parameter.grad, own_gradients[name].grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -67,7 +67,9 @@ def test_infonce_in_closed_form_is_its_definition_by_autograd(dtype: torch.dtype
     for objective in (objective_of(settings_of("infonce"), table=True), defined_infonce(table=True)):
         model = Table(6).to(dtype)
         metrics = objective.to(dtype).backward(model, batch_of(0), Step(number=1))
-        gradients = {name: one.grad for name, one in [*model.named_parameters(), *objective.named_parameters()]}
+        gradients = {
+            name: parameter.grad for name, parameter in [*model.named_parameters(), *objective.named_parameters()]
+        }
         assert None not in gradients.values() and gradients["video"].dtype == dtype  # type: ignore[union-attr]
         results.append((metrics, gradients))
     torch.testing.assert_close(results[0], results[1])
@@ -118,23 +120,23 @@ def test_a_loss_of_the_set_is_its_formula_over_steps(kind: str, convention: Conv
             assert parameter.grad.item() == pytest.approx(expected.tau_grad, rel=1e-8)
     assert isinstance(objective, GlobalContrast)
     for table, memory in zip((objective.clips, objective.captions), memories, strict=True):
-        for one, u in memory.u.items():
-            row = table.read(torch.tensor([one]))[0]
+        for sample_id, u in memory.u.items():
+            row = table.read(torch.tensor([sample_id]))[0]
             assert row[0].item() == pytest.approx(math.log(u), rel=1e-8)
             if memory.tau:
-                assert row[1].item() == pytest.approx(memory.tau[one], rel=1e-8)
+                assert row[1].item() == pytest.approx(memory.tau[sample_id], rel=1e-8)
 
 
 def test_the_formulas_own_optimizer_is_adamw_as_torch_has_it() -> None:
     weight = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
     torchs = torch.optim.AdamW([weight], lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0)
-    moments, found = Moments(), 0.5
+    moments, average = Moments(), 0.5
     for t, gradient in enumerate((3.0, -0.2, 0.04, 7.0)):
         weight.grad = torch.tensor([gradient], dtype=torch.float64)
         torchs.step()
         moments, direction = adamw_without_decay(moments, gradient, t=t)
-        found -= 0.01 * direction
-        assert found == pytest.approx(weight.item(), rel=1e-12)
+        average -= 0.01 * direction
+        assert average == pytest.approx(weight.item(), rel=1e-12)
 
 
 def test_temperatures_of_their_own_go_on_moving_in_later_epochs_as_in_the_public_code() -> None:
@@ -142,11 +144,11 @@ def test_temperatures_of_their_own_go_on_moving_in_later_epochs_as_in_the_public
     objective = objective_of(settings_of("fastclip-v2", "fast_clip", temperature=0.03), table=True)
     assert isinstance(objective, GlobalContrast)
     model = Table(6)
-    found = []
+    averages = []
     for epoch in range(6):
         objective.backward(model, batch_of(0), Step(number=epoch + 1, epoch=epoch + 0.5))
-        found.append(objective.clips.read(torch.tensor(CLIP_IDS[0]))[:, 1])
-    taus = torch.stack(found)
+        averages.append(objective.clips.read(torch.tensor(CLIP_IDS[0]))[:, 1])
+    taus = torch.stack(averages)
     torch.testing.assert_close((taus[0] - 0.03).abs(), torch.full((6,), 0.01, dtype=taus.dtype))
     assert ((taus[1:] - taus[:-1]).abs().amax(dim=1) > 1e-3).all()
 
@@ -159,8 +161,8 @@ def test_what_a_pair_does_to_the_others_is_not_left_out() -> None:
     both = model.text.grad
     # As anchors alone: captions that only others' losses see are held constant.
     similarity = model.video.detach() @ model.text.T
-    own = similarity.diagonal()
-    inner = (((similarity - own[:, None]) / 0.125).exp().sum(1) - 1) / 5
+    diagonal = similarity.diagonal()
+    inner = (((similarity - diagonal[:, None]) / 0.125).exp().sum(1) - 1) / 5
     anchors_only = torch.autograd.grad((0.125 * inner.log()).mean(), [model.text])[0]
     assert both is not None
     assert (both - anchors_only).norm() > 0.1 * both.norm()

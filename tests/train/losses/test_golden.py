@@ -16,8 +16,8 @@ def losses_of(kind: str, convention: Convention) -> list[float]:
     """Losses of three steps with the published numbers, at embeddings that do not depend on them."""
     objective = objective_of(Loss(kind=kind, convention=convention), table=True)
     steps = [Step(number=number + 1, epoch=float(number)) for number in range(3)]
-    found = [objective.backward(Table(6, seed=at), batch_of(at), step) for at, step in enumerate(steps)]
-    return [float(numbers["loss"]) for numbers in found]
+    metrics = [objective.backward(Table(6, seed=at), batch_of(at), step) for at, step in enumerate(steps)]
+    return [float(numbers["loss"]) for numbers in metrics]
 
 
 @pytest.mark.parametrize(("kind", "convention"), CASES)

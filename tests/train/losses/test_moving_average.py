@@ -63,10 +63,11 @@ def test_a_bad_pair_at_the_least_temperature_does_no_harm(kind: str) -> None:
     objective = objective_of(settings_of(kind, temperature=0.01), table=True).float()
     for number in range(3):
         numbers = objective.backward(model, batch_of(number), Step(number=number + 1, epoch=float(number)))
-        assert all(math.isfinite(one) for one in numbers.values())
+        assert all(math.isfinite(number) for number in numbers.values())
     assert numbers["log_u"] > 30
     assert all(
-        one.grad is None or bool(one.grad.isfinite().all()) for one in (*model.parameters(), *objective.parameters())
+        parameter.grad is None or bool(parameter.grad.isfinite().all())
+        for parameter in (*model.parameters(), *objective.parameters())
     )
 
 

@@ -26,7 +26,7 @@ METRICS = ("batch_accuracy", "temperature")
 
 
 @pytest.fixture
-def _installed(tmp_path: Path) -> Iterator[None]:
+def _install(tmp_path: Path) -> Iterator[None]:
     declare(tmp_path, "clipmill-example", {"losses": {"decoupled": "clipmill_example.decoupled:DECOUPLED"}})
     with installed_here(tmp_path):
         yield
@@ -56,19 +56,19 @@ def plain_autograd() -> Results:
     return results | {"decoupled/last/logit_scale": log_scale.detach()}
 
 
-@pytest.mark.usefixtures("_installed")
+@pytest.mark.usefixtures("_install")
 def test_two_ranks_with_microbatches_are_one_process_and_plain_autograd(tmp_path: Path) -> None:
     """Metrics, gradients of towers and of the temperature, over three steps."""
     end_well(fork_ranks(run_outside_rank, tmp_path, size=2, folder=tmp_path))
     ranks = torch.load(tmp_path / "results.pt", weights_only=True)
     plain = plain_autograd()
-    for found in (run_outside(World(), microbatch=None), run_outside(World(), microbatch=4), ranks):
-        assert set(found) == set(plain) | {f"decoupled/{at}/{name}" for at in range(3) for name in METRICS}
-        torch.testing.assert_close({name: found[name] for name in plain}, plain, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(found, ranks, rtol=1e-9, atol=1e-12)
+    for outcome in (run_outside(World(), microbatch=None), run_outside(World(), microbatch=4), ranks):
+        assert set(outcome) == set(plain) | {f"decoupled/{at}/{name}" for at in range(3) for name in METRICS}
+        torch.testing.assert_close({name: outcome[name] for name in plain}, plain, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(outcome, ranks, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.usefixtures("_installed")
+@pytest.mark.usefixtures("_install")
 def test_a_run_trains_with_it(data_dir: Path, tmp_path: Path) -> None:
     words = "--model tiny --num-frames 2 --size-px 32 --batch 4 --microbatch 2 --steps 2 --workers 1 --device cpu"
     named = ["--loss.kind", "decoupled", "--shards", data_dir, "--out", tmp_path / "run"]
@@ -104,15 +104,17 @@ def test_autograd_finds_the_gradients_of_the_closed_forms(
     kind: str, loss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Loss(kind=kind, use_relevancy=True) if kind == "max-margin" else settings_of(kind)
-    found = []
+    outcomes = []
     for row in (LOSSES[kind], LossSpec(name=kind, loss=loss, settings=LOSSES[kind].settings)):
         monkeypatch.setitem(LOSSES._builtin, kind, row)
         model, objective = Table(6), objective_of(settings, table=True)
         metrics = objective.backward(model, batch_of(0), Step(number=1))
-        gradients = {name: one.grad for name, one in [*model.named_parameters(), *objective.named_parameters()]}
-        found.append((gradients, metrics["loss"], metrics["batch_accuracy"]))
+        gradients = {
+            name: parameter.grad for name, parameter in [*model.named_parameters(), *objective.named_parameters()]
+        }
+        outcomes.append((gradients, metrics["loss"], metrics["batch_accuracy"]))
     assert isinstance(objective, AutogradObjective)
-    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(outcomes[1], outcomes[0])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_a_function_that_returns_no_loss_is_named(returned: Any, words: str, mon
         objective.backward(Table(6), batch_of(0), Step(number=1))
 
 
-@pytest.mark.usefixtures("_installed")
+@pytest.mark.usefixtures("_install")
 def test_a_setting_that_its_row_does_not_name_is_refused() -> None:
     with pytest.raises(UserError, match="decoupled does not use it"):
         Loss(kind="decoupled", margin=0.1)

@@ -26,10 +26,10 @@ def test_open_clip_has_the_same_loss_and_gradients(kind: str) -> None:
     assert numbers["loss"] == pytest.approx(loss.item(), rel=1e-9)
     torch.testing.assert_close(ours.video.grad, theirs.video.grad)
     torch.testing.assert_close(ours.text.grad, theirs.text.grad)
-    own = dict(objective.named_parameters())
-    torch.testing.assert_close(own["logit_scale"].grad, scale.grad)
+    parameters = dict(objective.named_parameters())
+    torch.testing.assert_close(parameters["logit_scale"].grad, scale.grad)
     if kind == "siglip":
-        torch.testing.assert_close(own["logit_bias"].grad, bias.grad)
+        torch.testing.assert_close(parameters["logit_bias"].grad, bias.grad)
 
 
 def test_infonce_is_half_of_mbcl_and_a_constant() -> None:

@@ -19,16 +19,16 @@ def test_two_ranks_are_one_process(tmp_path: Path) -> None:
         dcp.save({"objective": state}, checkpoint_id=tmp_path / "by-one" / name, no_dist=True)
         expected |= {f"{name}/loaded/{key}": value for key, value in state.items()}
     end_well(fork_ranks(run_rank, tmp_path, size=2, folder=tmp_path))
-    found = torch.load(tmp_path / "results.pt", weights_only=True)
-    assert found.pop("kept rows").tolist() == [5, 4]  # 7 clips as 4 and 3, and a spare row each
-    assert set(found) == set(expected)
-    assert len(found) > 30 * len(CASES)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    loaded = torch.load(tmp_path / "results.pt", weights_only=True)
+    assert loaded.pop("kept rows").tolist() == [5, 4]  # 7 clips as 4 and 3, and a spare row each
+    assert set(loaded) == set(expected)
+    assert len(loaded) > 30 * len(CASES)
+    torch.testing.assert_close(loaded, expected, rtol=1e-9, atol=1e-12)
     # The closed form of InfoNCE has the values of its definition on every number of ranks.
     closed, defined = (
         {
-            name.removeprefix(f"infonce/{form}/"): one
-            for name, one in found.items()
+            name.removeprefix(f"infonce/{form}/"): tensor
+            for name, tensor in loaded.items()
             if name.startswith(f"infonce/{form}")
         }
         for form in ("paper", "defined")

@@ -20,7 +20,7 @@ from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
 
 
 @pytest.mark.parametrize(
-    ("numbers", "said"),
+    ("numbers", "message"),
     [
         ({"temperature": 0.0}, "--loss.temperature is 0.0"),
         ({"temperature": 0.001}, "--loss.temperature 0.001 is lower than"),
@@ -38,10 +38,10 @@ from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
         ({"min_temperature": 0.0}, "--loss.min-temperature is 0.0"),
     ],
 )
-def test_settings_that_cannot_work_are_named(numbers: dict[str, Any], said: str) -> None:
+def test_settings_that_cannot_work_are_named(numbers: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         Loss(**numbers)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert error.value.hint
 
 
@@ -80,20 +80,20 @@ def test_every_kind_has_its_loss_and_no_other_name_has_one() -> None:
 
 @pytest.mark.parametrize("kind", sorted(name for name, spec in LOSSES.items() if spec.is_global))
 @pytest.mark.parametrize(
-    ("name", "ids", "said"),
+    ("name", "ids", "message"),
     [
         ("clip_id", [0, 1, 2, 3, 4, 7], "clip ids 7 are out of range: the loss has state for 7 clips, with ids 0 to 6"),
         ("caption_id", [0, 1, -3, 3, 4, 99], "caption ids -3, 99"),
     ],
 )
-def test_ids_out_of_range_are_named(kind: Any, name: str, ids: list[int], said: str) -> None:
+def test_ids_out_of_range_are_named(kind: Any, name: str, ids: list[int], message: str) -> None:
     batch = batch_of(0)
     batch[name] = torch.tensor(ids)  # type: ignore[literal-required]
     objective = objective_of(settings_of(kind), table=True)
     before = {key: value.clone() for key, value in objective.state_dict().items()}
     with pytest.raises(UserError) as error:
         objective.backward(Table(6), batch, Step(number=1))
-    assert said in str(error.value)
+    assert message in str(error.value)
     torch.testing.assert_close(objective.state_dict(), before)
 
 
@@ -110,7 +110,10 @@ def test_a_batch_without_relevancy_or_clip_ids_is_refused() -> None:
 def test_a_frozen_temperature_stays(kind: Any) -> None:
     objective = objective_of(Loss(kind=kind, freeze_temperature=True), table=True)
     objective.backward(Table(6), batch_of(0), Step(number=1))
-    assert [name for name, one in objective.named_parameters() if one.grad is not None] in ([], ["logit_bias"])
+    assert [name for name, parameter in objective.named_parameters() if parameter.grad is not None] in (
+        [],
+        ["logit_bias"],
+    )
 
 
 @pytest.mark.parametrize("kind", ["infonce", "siglip", "mbcl", "fastclip-v0", "fastclip-v3"])

@@ -14,7 +14,7 @@ from tests.train.running import train
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[MaeSettings]:
+def chosen_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[MaeSettings]:
     """What the command would train with."""
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -25,12 +25,12 @@ def chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[MaeSettings]
     return given
 
 
-def test_a_flag_leaves_the_defaults_beside_it_as_they_are(chosen: list[MaeSettings], tmp_path: Path) -> None:
+def test_a_flag_leaves_the_defaults_beside_it_as_they_are(chosen_settings: list[MaeSettings], tmp_path: Path) -> None:
     (tmp_path / "some.yaml").write_text("optimizer: {schedule: linear}\ntowers: {drop_path: 0.1}\n")
     nested = ("--optimizer.schedule", "linear", "--towers.drop-path", 0.1)
     assert train("mae", *nested) == 0 and train("mae", "--config", tmp_path / "some.yaml") == 0
     assert train("mae") == 0
-    for settings in chosen[:2]:
+    for settings in chosen_settings[:2]:
         assert settings == replace(
             MaeSettings(),
             optimizer=MaeOptimizer(schedule="linear"),
@@ -38,9 +38,9 @@ def test_a_flag_leaves_the_defaults_beside_it_as_they_are(chosen: list[MaeSettin
         )
         assert settings.optimizer.number("beta2") == 0.95 and settings.optimizer.lr_batch == 256
         assert settings.towers.kind == "videomae"
-    assert chosen[2] == MaeSettings()
-    save_settings(chosen[0], tmp_path / "settings.yaml")
-    assert load_settings(tmp_path / "settings.yaml", MaeSettings) == chosen[0]
+    assert chosen_settings[2] == MaeSettings()
+    save_settings(chosen_settings[0], tmp_path / "settings.yaml")
+    assert load_settings(tmp_path / "settings.yaml", MaeSettings) == chosen_settings[0]
 
 
 def test_the_learning_rate_grows_with_the_batch() -> None:

@@ -26,14 +26,14 @@ def video() -> torch.Tensor:
 
 
 @pytest.fixture
-def masked() -> torch.Tensor:
+def masked_places() -> torch.Tensor:
     """Seven of twelve places hidden at both moments, others in each clip."""
     generator = torch.Generator().manual_seed(1)
     places = torch.stack([torch.randperm(12, generator=generator) for _ in range(2)]) < 7
     return places.repeat(1, 2)
 
 
-def standardised(video: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+def standardise(video: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
     """What a model that knows everything predicts, cube by cube from the formula."""
     rows = []
     for clip, hidden in zip(video, masked, strict=True):
@@ -47,60 +47,68 @@ def standardised(video: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def test_true_predictions_with_true_statistics_give_the_picture_back(video: torch.Tensor, masked: torch.Tensor) -> None:
+def test_true_predictions_with_true_statistics_give_the_picture_back(
+    video: torch.Tensor, masked_places: torch.Tensor
+) -> None:
     statistics = true_statistics(values_of(video, **CUBES))
-    found = reconstruct(video, standardised(video, masked), masked, **CUBES, statistics=statistics)
-    torch.testing.assert_close(found.filled, video, rtol=0, atol=1e-12)
+    pictures = reconstruct(video, standardise(video, masked_places), masked_places, **CUBES, statistics=statistics)
+    torch.testing.assert_close(pictures.filled, video, rtol=0, atol=1e-12)
 
 
 def test_true_targets_with_true_statistics_give_the_picture_back_where_it_is_flat_too(
-    video: torch.Tensor, masked: torch.Tensor
+    video: torch.Tensor, masked_places: torch.Tensor
 ) -> None:
     video[:, :, :2] = 0.25
-    targets = normalised_cubes(video, predicted_cubes(masked), **CUBES)
+    targets = normalised_cubes(video, predicted_cubes(masked_places), **CUBES)
     statistics = true_statistics(values_of(video, **CUBES))
-    found = reconstruct(video, targets, masked, **CUBES, statistics=statistics)
-    torch.testing.assert_close(found.filled, video, rtol=0, atol=1e-5)  # a target is divided by 1e-6 too much
-    assert torch.equal(found.filled[:, :, :2], video[:, :, :2])
+    pictures = reconstruct(video, targets, masked_places, **CUBES, statistics=statistics)
+    torch.testing.assert_close(pictures.filled, video, rtol=0, atol=1e-5)  # a target is divided by 1e-6 too much
+    assert torch.equal(pictures.filled[:, :, :2], video[:, :, :2])
 
 
-def test_visible_cubes_stay_as_they_are_and_hidden_ones_are_grey(video: torch.Tensor, masked: torch.Tensor) -> None:
+def test_visible_cubes_stay_as_they_are_and_hidden_ones_are_grey(
+    video: torch.Tensor, masked_places: torch.Tensor
+) -> None:
     predicted = torch.randn(2, 14, 96)
-    found = reconstruct(video, predicted, masked, **CUBES)
-    hidden = masked.view(2, 1, 2, 3, 4).repeat_interleave(2, 2).repeat_interleave(4, 3).repeat_interleave(4, 4)
+    pictures = reconstruct(video, predicted, masked_places, **CUBES)
+    hidden = masked_places.view(2, 1, 2, 3, 4).repeat_interleave(2, 2).repeat_interleave(4, 3).repeat_interleave(4, 4)
     hidden = hidden.expand_as(video)
-    assert torch.equal(found.original, video)
-    assert torch.equal(found.filled[~hidden], video[~hidden]) and torch.equal(found.masked[~hidden], video[~hidden])
-    assert (found.masked[hidden] == GREY).all() and (found.filled[hidden] != video[hidden]).all()
+    assert torch.equal(pictures.original, video)
+    assert torch.equal(pictures.filled[~hidden], video[~hidden]) and torch.equal(
+        pictures.masked[~hidden], video[~hidden]
+    )
+    assert (pictures.masked[hidden] == GREY).all() and (pictures.filled[hidden] != video[hidden]).all()
 
 
 def test_statistics_of_hidden_cubes_come_from_visible_ones_by_distance(
-    video: torch.Tensor, masked: torch.Tensor
+    video: torch.Tensor, masked_places: torch.Tensor
 ) -> None:
     values = values_of(video, **CUBES)
-    found, true = visible_statistics(values, masked, grid=GRID), true_statistics(values)
+    statistics, true = visible_statistics(values, masked_places, grid=GRID), true_statistics(values)
     places = [(number // 12, number % 12 // 4, number % 4) for number in range(NUM_CUBES)]
     for clip in range(2):
-        visible = [number for number in range(NUM_CUBES) if not masked[clip, number]]
+        visible = [number for number in range(NUM_CUBES) if not masked_places[clip, number]]
         for number in range(NUM_CUBES):
-            if not masked[clip, number]:
-                assert torch.equal(found.mean_BNC[clip, number], true.mean_BNC[clip, number])
+            if not masked_places[clip, number]:
+                assert torch.equal(statistics.mean_BNC[clip, number], true.mean_BNC[clip, number])
                 continue
             weights = [
                 sum((a - b) ** 2 for a, b in zip(places[number], places[other], strict=True)) ** -2.0
                 for other in visible
             ]
-            for ours, theirs in ((found.mean_BNC, true.mean_BNC), (found.std_BNC, true.std_BNC)):
-                wanted = sum(w * theirs[clip, other] for w, other in zip(weights, visible, strict=True)) / sum(weights)
-                torch.testing.assert_close(ours[clip, number], wanted, rtol=1e-5, atol=0)
+            for ours, theirs in ((statistics.mean_BNC, true.mean_BNC), (statistics.std_BNC, true.std_BNC)):
+                expected = sum(w * theirs[clip, other] for w, other in zip(weights, visible, strict=True)) / sum(
+                    weights
+                )
+                torch.testing.assert_close(ours[clip, number], expected, rtol=1e-5, atol=0)
 
 
-def test_nothing_of_what_is_hidden_is_in_a_picture(video: torch.Tensor, masked: torch.Tensor) -> None:
+def test_nothing_of_what_is_hidden_is_in_a_picture(video: torch.Tensor, masked_places: torch.Tensor) -> None:
     predicted = torch.randn(2, 14, 96)
     values = values_of(video, **CUBES)
-    values[masked] = torch.rand_like(values[masked])
+    values[masked_places] = torch.rand_like(values[masked_places])
     other = clips_of(values, GRID, **CUBES)
-    first, second = (reconstruct(one, predicted, masked, **CUBES) for one in (video, other))
+    first, second = (reconstruct(clip, predicted, masked_places, **CUBES) for clip in (video, other))
     assert torch.equal(first.filled, second.filled) and torch.equal(first.masked, second.masked)
 
 

@@ -51,7 +51,7 @@ class Known(nn.Module):
         return self.factor * normalised_cubes(video, numbers, cube_frames=2, patch_px=4)
 
 
-def evaluated(model: nn.Module, num_clips: int = 40, **changes: Any) -> ReconstructionResult:
+def evaluate_model(model: nn.Module, num_clips: int = 40, **changes: Any) -> ReconstructionResult:
     """Random clips in two batches; the first has a failed sample."""
     video = torch.rand(num_clips, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
     parts = torch.arange(num_clips).split(max(num_clips - 5, 1)) if num_clips else ()
@@ -73,17 +73,17 @@ def evaluated(model: nn.Module, num_clips: int = 40, **changes: Any) -> Reconstr
 def test_the_loss_is_the_mean_over_all_samples_beside_that_of_flat_cubes() -> None:
     flat_loss = 31 / 32  # of 32 values whose unbiased variance is 1
     for factor in (1.0, 0.0, 0.5, 2.0):
-        found = evaluated(Known(factor))
-        assert found.loss == pytest.approx((1 - factor) ** 2 * flat_loss, abs=1e-5)
-        assert found.flat_loss == pytest.approx(flat_loss, abs=1e-5)
-        assert found.num_samples == 40 and [failure.key for failure in found.failed] == ["broken"]
+        outcome = evaluate_model(Known(factor))
+        assert outcome.loss == pytest.approx((1 - factor) ** 2 * flat_loss, abs=1e-5)
+        assert outcome.flat_loss == pytest.approx(flat_loss, abs=1e-5)
+        assert outcome.num_samples == 40 and [failure.key for failure in outcome.failed] == ["broken"]
 
 
 def test_masks_of_an_evaluation_are_those_of_the_samples_whatever_their_batch() -> None:
     def masks(clips: ReconstructionResult) -> list[Any]:
         return [(clip.masked == round(0.5 * 255)).all(-1) for clip in clips.clips]
 
-    first, second = evaluated(Known(1.0)), evaluated(Known(1.0), num_clips=52)
+    first, second = evaluate_model(Known(1.0)), evaluate_model(Known(1.0), num_clips=52)
     assert [clip.sample for clip in first.clips] == [3, 39] and first.clips[0].key == "clip 3"
     for ours, theirs in zip(masks(first), masks(second), strict=True):
         assert np.array_equal(ours, theirs) and ours.mean() == pytest.approx(0.75, abs=0.02)
@@ -91,7 +91,7 @@ def test_masks_of_an_evaluation_are_those_of_the_samples_whatever_their_batch() 
 
 
 def test_visible_pixels_are_shown_as_they_are_and_hidden_ones_change() -> None:
-    clip = evaluated(Known(1.0)).clips[0]
+    clip = evaluate_model(Known(1.0)).clips[0]
     is_hidden = (clip.masked != clip.original).any(-1)
     assert clip.filled.shape == (2, 16, 16, 3) and clip.filled.dtype == np.uint8
     assert np.array_equal(clip.filled[~is_hidden], clip.original[~is_hidden])
@@ -100,9 +100,9 @@ def test_visible_pixels_are_shown_as_they_are_and_hidden_ones_change() -> None:
 
 def test_weights_that_have_diverged_and_data_that_cannot_be_decoded_are_named() -> None:
     with pytest.raises(FailedWork, match="the weights have diverged"):
-        evaluated(Known(float("nan")))
+        evaluate_model(Known(float("nan")))
     with pytest.raises(FailedWork, match="none of 1 clip could be decoded"):
-        evaluated(Known(1.0), num_clips=0)
+        evaluate_model(Known(1.0), num_clips=0)
 
 
 def picture_of(uri: str) -> np.ndarray[Any, Any]:
@@ -146,14 +146,16 @@ def test_a_run_ends_with_pictures_of_held_out_clips(
     assert train("eval", "reconstruction", run.path, "--max-samples", 0) == 2
     assert "--max-samples is 0" in capsys.readouterr().err
 
-    own, other = path.read_bytes(), tmp_path / "other <b>"
+    run_address, other = path.read_bytes(), tmp_path / "other <b>"
     write_shard(other, 0, chunks_of("elsewhere", 20), split="val")
     write_captions(other, {"elsewhere": "val"}, [Caption("elsewhere", 0, 1, "text")])
     assert train("eval", "reconstruction", run.path, "--shards", other) == 0
     assert f"of {other}, which is not the run's own data" in capsys.readouterr().out
-    (found,) = (one for one in run.results() if one.name.startswith("reconstruction-val-other-b-"))
-    assert json.loads(found.read_text())["shards"] == str(other) and json.loads(own)["shards"] == str(data_dir)
-    assert path.read_bytes() == own
+    (result_path,) = (path for path in run.results() if path.name.startswith("reconstruction-val-other-b-"))
+    assert json.loads(result_path.read_text())["shards"] == str(other) and json.loads(run_address)["shards"] == str(
+        data_dir
+    )
+    assert path.read_bytes() == run_address
     page, marked = run.page.read_text(), "of other data: " + html.escape(str(other))
     assert page.count(marked) == 2  # beside its numbers and its pictures
     assert 0 < page.index("<h2>Reconstructions</h2>") < page.index("elsewhere_000000000")
@@ -162,9 +164,9 @@ def test_a_run_ends_with_pictures_of_held_out_clips(
     overview = tmp_path / "index.html"
     assert train("overview", run.path, "--out", overview) == 0
     assert overview.read_text().count("data: " + html.escape(str(other))) == 1  # its number; pictures are the run's own
-    for one in run.results():
-        if one != found:
-            one.unlink()
+    for result_file in run.results():
+        if result_file != result_path:
+            result_file.unlink()
     assert train("overview", run.path, "--out", overview) == 0
     assert overview.read_text().count("data: " + html.escape(str(other))) == 2
 
@@ -200,8 +202,8 @@ def test_latents_are_shown_in_false_colours(tmp_path: Path) -> None:
     shown = result["shown"][1]  # of 20 frames, the second 8, of which the middle 4: a second of them, from 2.5 s on
     assert (shown["key"], shown["begin_s"], shown["end_s"]) == ("a_000000000", 2.5, 3.5)
     latents = noise(Chunk("a", 0, 20, frame=(4, 8, 8)))[10:14, :3].astype(np.float32).transpose(0, 2, 3, 1)
-    wanted = np.clip((latents + 2) / 4, 0, 1) * 255
-    for frame, uri in zip(wanted, shown["original"], strict=True):
+    expected = np.clip((latents + 2) / 4, 0, 1) * 255
+    for frame, uri in zip(expected, shown["original"], strict=True):
         assert np.abs(picture_of(uri) - frame).max() <= 0.51
     assert 'class="frames pixels"' in run.page.read_text()
 

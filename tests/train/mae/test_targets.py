@@ -39,28 +39,28 @@ def test_targets_of_pixels_are_normalised_within_cube_and_channel() -> None:
     mean, std = (torch.tensor(three, dtype=torch.float64).view(3, 1, 1, 1) for three in (MEAN, STD))
     numbers = torch.tensor([[0, 5, 11], [2, 3, 7]])
     before = pixels.clone()
-    found = normalised_cubes((pixels - mean) / std, numbers, cube_frames=2, patch_px=4, std=STD)
+    cubes = normalised_cubes((pixels - mean) / std, numbers, cube_frames=2, patch_px=4, std=STD)
     expected = torch.stack(
         [
             torch.stack([slowly(clip, number, t=2, p=4) for number in row.tolist()])
             for clip, row in zip(pixels, numbers, strict=True)
         ]
     )
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(cubes, expected, rtol=1e-9, atol=1e-9)
     assert torch.equal(pixels, before)
-    values = found.view(2, 3, 32, 3)
+    values = cubes.view(2, 3, 32, 3)
     assert (values[0, 0, :, 1].abs() < 1e-9).all() and 0.1 < values[0, 0, :, 2].std() < 0.9
 
 
 def test_targets_of_latents_are_of_unit_variance() -> None:
     latents = 3 + 2 * torch.randn(2, 4, 20, 32, 32, generator=torch.Generator().manual_seed(0)).half()
     numbers = torch.arange(100, 200).expand(2, -1)
-    found = normalised_cubes(latents, numbers, cube_frames=2, patch_px=2)
-    assert (found.shape, found.dtype) == ((2, 100, 32), torch.float32)
-    values = found.view(2, 100, 8, 4)
+    cubes = normalised_cubes(latents, numbers, cube_frames=2, patch_px=2)
+    assert (cubes.shape, cubes.dtype) == ((2, 100, 32), torch.float32)
+    values = cubes.view(2, 100, 8, 4)
     torch.testing.assert_close(values.std(2), torch.ones(2, 100, 4), rtol=1e-3, atol=0)
     assert values.mean(2).abs().max() < 1e-5
-    torch.testing.assert_close(found[0, 7].double(), slowly(latents[0].double(), 107, t=2, p=2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cubes[0, 7].double(), slowly(latents[0].double(), 107, t=2, p=2), rtol=1e-4, atol=1e-4)
 
 
 def test_the_loss_is_the_mean_over_all_values() -> None:

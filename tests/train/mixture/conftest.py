@@ -19,7 +19,7 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def merged_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The videos of both in one folder, those of `far` under other names."""
-    others = [replace(one, name=f"far-{one.name}") for one in FAR]
+    others = [replace(video, name=f"far-{video.name}") for video in FAR]
     return write_folder(tmp_path_factory.mktemp("mixture") / "merged", [*NEAR, *others])

@@ -42,20 +42,20 @@ def write_folder(data_dir: Path, content: Iterable[Video]) -> Path:
     for shard_id, split in enumerate(("train", "val")):
         samples = [
             video_sample(
-                one.name,
-                first * 1000 // one.fps,
-                encode_chunk(first, CHUNK_FRAMES, fps=one.fps, size_px=one.size_px),
-                fps=one.fps,
+                video.name,
+                first * 1000 // video.fps,
+                encode_chunk(first, CHUNK_FRAMES, fps=video.fps, size_px=video.size_px),
+                fps=video.fps,
             )
-            for one in content
-            if one.split == split
+            for video in content
+            if video.split == split
             for first in (0, CHUNK_FRAMES)
         ]
         write_shard(data_dir, shard_id, samples, split=split)
     captions = [
-        Caption(one.name, begin_s, end_s, f"{one.words} {what}", labels={"label_motion": move})
-        for one in content
-        for begin_s, end_s, what, move in ((0.0, 1.0, "begins", one.moves[0]), (1.2, 3.0, "goes on", one.moves[1]))
+        Caption(video.name, begin_s, end_s, f"{video.words} {what}", labels={"label_motion": move})
+        for video in content
+        for begin_s, end_s, what, move in ((0.0, 1.0, "begins", video.moves[0]), (1.2, 3.0, "goes on", video.moves[1]))
     ]
-    write_captions(data_dir, {one.name: one.split for one in content}, captions)
+    write_captions(data_dir, {video.name: video.split for video in content}, captions)
     return data_dir

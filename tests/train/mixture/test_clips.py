@@ -53,8 +53,8 @@ def mixture(*folders: Path, world: World = ONE, **more: Any) -> MixedSamples:
 def rows(loaded: list[LoadedBatch]) -> list[tuple[int, ...]]:
     """Position, clip and caption of each sample, by position."""
     names = ("position", "clip_id", "caption_id")
-    each = [[one.batch[name].tolist() for name in names] for one in loaded]  # type: ignore[literal-required]
-    return sorted(row for one in each for row in zip(*one, strict=True))
+    each = [[loaded_batch.batch[name].tolist() for name in names] for loaded_batch in loaded]  # type: ignore[literal-required]
+    return sorted(row for entry in each for row in zip(*entry, strict=True))
 
 
 def test_each_sample_is_that_of_its_own_folder(near: Path, far: Path) -> None:
@@ -65,15 +65,15 @@ def test_each_sample_is_that_of_its_own_folder(near: Path, far: Path) -> None:
     order, seen = mixed.folders.order, set()
     for loaded in islice(mixed.batches(max_failures=0), 9):
         batch: dict[str, Any] = {
-            name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in loaded.batch.items()
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in loaded.batch.items()
         }
         for row, position in enumerate(batch["position"].tolist()):
             sample = int(order.at(np.array([position]))[0])
             folder = int(order.folder_of(np.array([sample]))[0])
-            own = alone[folder]
-            assert isinstance(own, Samples)
+            folder_samples = alone[folder]
+            assert isinstance(folder_samples, Samples)
             request = SampleRequest(sample - int(order.offsets[folder]), position, SETTINGS.seed)
-            (expected,) = own.reader.load([request])
+            (expected,) = folder_samples.reader.load([request])
             assert isinstance(expected, dict)
             assert np.array_equal(batch["video"][row].numpy(), expected["video"])
             assert batch["tokens"][row].tolist() == expected["tokens"].tolist()
@@ -95,9 +95,9 @@ def test_a_run_goes_on_with_the_same_samples_on_other_ranks(near: Path, far: Pat
     assert group == 1 or begun.cursor.position % group
     later: list[LoadedBatch] = []
     for rank in range(2):
-        one = mixture(near, far, world=World(rank=rank, size=2), **more)
-        one.load_state_dict(begun.state_dict())
-        later += islice(one.batches(max_failures=0), 4)
+        mixed = mixture(near, far, world=World(rank=rank, size=2), **more)
+        mixed.load_state_dict(begun.state_dict())
+        later += islice(mixed.batches(max_failures=0), 4)
     resumed = rows([*first, *later])
     if group == 1:
         assert resumed == whole[: len(resumed)]
@@ -105,7 +105,7 @@ def test_a_run_goes_on_with_the_same_samples_on_other_ranks(near: Path, far: Pat
         assert len(set(resumed)) == len(resumed) and set(resumed) <= set(whole)
 
 
-def damaged(folder: Path, to: Path) -> Path:
+def damage_copy(folder: Path, to: Path) -> Path:
     """A copy whose first chunk of the first video does not match its checksum."""
     shutil.copytree(folder, to)
     shard = Variant.open(to).shards()[0]
@@ -118,19 +118,21 @@ def damaged(folder: Path, to: Path) -> Path:
 
 
 def test_failures_name_their_folder_and_a_run_goes_on_after_them(near: Path, far: Path, tmp_path: Path) -> None:
-    broken = damaged(far, tmp_path / "broken")
-    found = list(islice(mixture(near, broken).batches(max_failures=100), 8))
-    failed = [failure for one in found for failure in one.failed]
-    assert failed and all(one.key.startswith("a_") and f"(data folder {broken})" in one.detail for one in failed)
+    broken = damage_copy(far, tmp_path / "broken")
+    loaded_batches = list(islice(mixture(near, broken).batches(max_failures=100), 8))
+    failed = [failure for loaded_batch in loaded_batches for failure in loaded_batch.failed]
+    assert failed and all(
+        failure.key.startswith("a_") and f"(data folder {broken})" in failure.detail for failure in failed
+    )
     resumed = mixture(near, broken)
-    resumed.cursor = found[3].cursor
+    resumed.cursor = loaded_batches[3].cursor
     state = resumed.state_dict()
     again = mixture(near, broken)
     again.load_state_dict(state)
-    assert rows(list(islice(again.batches(max_failures=100), 4))) == rows(found[4:])
+    assert rows(list(islice(again.batches(max_failures=100), 4))) == rows(loaded_batches[4:])
 
 
-def moved(state: State, batch: Batch, task: DualEncoderTask, samples: MixedSamples | Samples[Any]) -> None:
+def take_step(state: State, batch: Batch, task: DualEncoderTask, samples: MixedSamples | Samples[Any]) -> None:
     """One optimizer step on a batch."""
     settings = task._settings
     step = next_step(state, samples, settings, world=ONE)
@@ -140,10 +142,10 @@ def moved(state: State, batch: Batch, task: DualEncoderTask, samples: MixedSampl
     run_step(step, state, loaded, settings, world=ONE, throughput=throughput, guard=guard)
 
 
-def test_state_per_sample_is_that_of_the_same_samples_in_one_folder(near: Path, far: Path, merged: Path) -> None:
+def test_state_per_sample_is_that_of_the_same_samples_in_one_folder(near: Path, far: Path, merged_data: Path) -> None:
     """u and the temperature of each clip and caption (iSogCLR), and with them the weights, bit by bit."""
     loss = Loss(kind="isogclr")
-    mixed_task, merged_task = task_on(near, far, loss=loss), task_on(merged, loss=loss)
+    mixed_task, merged_task = task_on(near, far, loss=loss), task_on(merged_data, loss=loss)
     mixed, whole = mixed_task.training_set(ONE), merged_task.training_set(ONE)
     assert isinstance(mixed, MixedSamples) and isinstance(whole, Samples)
     states = [
@@ -157,8 +159,8 @@ def test_state_per_sample_is_that_of_the_same_samples_in_one_folder(near: Path, 
     pairs: dict[str, set[tuple[int, int]]] = {"clips": set(), "captions": set()}
     ring = BatchRing(4, pin=False)
     for loaded in islice(mixed.batches(max_failures=0), 6):
-        moved(states[0], loaded.batch, mixed_task, mixed)
-        wanted = []
+        take_step(states[0], loaded.batch, mixed_task, mixed)
+        expected = []
         for position, clip, caption in zip(
             *(loaded.batch[name].tolist() for name in ("position", "clip_id", "caption_id")),  # type: ignore[literal-required]
             strict=True,
@@ -167,30 +169,30 @@ def test_state_per_sample_is_that_of_the_same_samples_in_one_folder(near: Path, 
             clip_there, caption_there = in_whole[part.text(clip - (0 if clip < 6 else 6))]
             pairs["clips"].add((clip, clip_there))
             pairs["captions"].add((caption, caption_there))
-            wanted.append(SampleRequest(clip_there, position, SETTINGS.seed))
-        same = [one for one in whole.reader.load(wanted) if not isinstance(one, FailedSample)]
-        moved(states[1], ring.collate(same), merged_task, whole)
+            expected.append(SampleRequest(clip_there, position, SETTINGS.seed))
+        same = [sample for sample in whole.reader.load(expected) if not isinstance(sample, FailedSample)]
+        take_step(states[1], ring.collate(same), merged_task, whole)
     objectives = [state.objective for state in states]
     for name, its in pairs.items():
-        tables = [getattr(one, name) for one in objectives if isinstance(one, GlobalContrast)]
-        here, there = (torch.tensor(ids) for ids in zip(*sorted(its), strict=True))
-        assert len(its) > 6 and torch.equal(tables[0].read(here), tables[1].read(there))
+        tables = [getattr(objective, name) for objective in objectives if isinstance(objective, GlobalContrast)]
+        here, there_ids = (torch.tensor(ids) for ids in zip(*sorted(its), strict=True))
+        assert len(its) > 6 and torch.equal(tables[0].read(here), tables[1].read(there_ids))
         assert tables[0].read(here).isfinite().all()
-    for one, other in zip(states[0].parameters(), states[1].parameters(), strict=True):
-        assert torch.equal(one, other)
+    for parameter, other in zip(states[0].parameters(), states[1].parameters(), strict=True):
+        assert torch.equal(parameter, other)
 
 
 def test_mixtures_in_python(near: Path, far: Path) -> None:
     shown = open_clips([near, far], mix=[2, 1], batch=6, num_frames=2, size_px=32, workers=1)
     assert len(shown) == 1 and shown.num_samples == 10
     batches = [next(iter(shown)) for _ in range(4)]
-    assert [int((one["folder"] == 0).sum()) for one in batches] == [4] * 4
-    assert all((one["end_s"] > one["begin_s"]).all() for one in batches)
+    assert [int((batch["folder"] == 0).sum()) for batch in batches] == [4] * 4
+    assert all((batch["end_s"] > batch["begin_s"]).all() for batch in batches)
     labelled = open_clips([near, far], label="motion", batch=4, num_frames=2, size_px=32, shuffle=False, workers=1)
     assert labelled.classes == ("down", "left", "up")
     in_order = list(labelled)
-    assert torch.cat([one["folder"] for one in in_order]).tolist() == [0] * 6 + [1] * 4
-    names = [labelled.classes[one] for one in torch.cat([one["label"] for one in in_order]).tolist()]
+    assert torch.cat([batch["folder"] for batch in in_order]).tolist() == [0] * 6 + [1] * 4
+    names = [labelled.classes[batch] for batch in torch.cat([label["label"] for label in in_order]).tolist()]
     assert names == ["up", "down"] * 3 + ["up", "left"] * 2
 
 
@@ -199,8 +201,8 @@ def test_where_selects_in_each_folder_and_not_in_their_evaluations(near: Path, f
     samples = mixture(near, far, where=where)
     assert samples.num_clips == 2 + 4
     task = task_on(near, far, where=where)
-    for one in task._settings.evaluated_data():
-        held_out = task.with_data(one.shards).samples(one.split, ONE)
+    for data in task._settings.evaluated_data():
+        held_out = task.with_data(data.shards).samples(data.split, ONE)
         assert held_out.num_samples == 4
 
 

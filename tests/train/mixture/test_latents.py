@@ -51,9 +51,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Written, Written]:
 
 def mixed_of(*folders: Path, mix: str | None = "1,1", **more: Any) -> MixedSamples:
     settings = DataSettings(shards=tuple(map(str, folders)), mix=mix)
-    found = open_mixed(lambda one: open_latent_segments(segments(Path(one), **{**GIVEN, **more})), settings)
-    assert isinstance(found, MixedSamples)
-    return found
+    mixed = open_mixed(lambda folder: open_latent_segments(segments(Path(folder), **{**GIVEN, **more})), settings)
+    assert isinstance(mixed, MixedSamples)
+    return mixed
 
 
 GIVEN: dict[str, Any] = {"split": "train", "segment": "5s", "batch": 4, "seed": 1, "can_keep": True}
@@ -64,10 +64,10 @@ def compare(mixed: MixedSamples, alone: list[Samples[Any]], loaded: LoadedBatch)
     batch, order = loaded.batch, mixed.folders.order
     for row, (position, clip) in enumerate(zip(batch["position"].tolist(), batch["clip_id"].tolist(), strict=True)):
         folder = int(order.folder_of(np.array([clip]))[0])
-        own, sample = alone[folder], np.array([clip - int(order.offsets[folder])])
-        [alike] = own.reader.read(Block(sample, np.array([position]), 1), own.loader.loading)
+        folder_samples, sample = alone[folder], np.array([clip - int(order.offsets[folder])])
+        [alike] = folder_samples.reader.read(Block(sample, np.array([position]), 1), folder_samples.loader.loading)
         assert not isinstance(alike, FailedSample)
-        expected = own.reader.collate(own.loader.loading)([alike])
+        expected = folder_samples.reader.collate(folder_samples.loader.loading)([alike])
         assert torch.equal(batch["latents"][row].view(torch.int16), expected["latents"][0].view(torch.int16))
         assert batch["key"][row] == expected["key"][0]
         if "text" in expected:
@@ -77,7 +77,7 @@ def compare(mixed: MixedSamples, alone: list[Samples[Any]], loaded: LoadedBatch)
             assert captions is not None
             if "text_row" in expected:
                 text_rows = batch["text_row"][row : row + 1].numpy()
-                assert captions.texts_at(text_rows) == own.captions.texts_at(expected["text_row"].numpy())
+                assert captions.texts_at(text_rows) == folder_samples.captions.texts_at(expected["text_row"].numpy())
         if "num_frames" in expected:
             assert int(batch["num_frames"][row]) == int(expected["num_frames"][0])
 
@@ -86,18 +86,18 @@ def compare(mixed: MixedSamples, alone: list[Samples[Any]], loaded: LoadedBatch)
     "more", [{}, {"captions": "words"}, {"captions": "none", "tails": "pad"}, {"max_segments": 2}], ids=str
 )
 def test_each_row_is_that_of_its_own_folder(pair: tuple[Written, Written], more: dict[str, Any]) -> None:
-    folders = [one.data_dir for one in pair]
+    folders = [data.data_dir for data in pair]
     mixed = mixed_of(*folders, **more)
-    alone = [open_latent_segments(segments(one, **{**GIVEN, **more, "batch": 1})) for one in folders]
+    alone = [open_latent_segments(segments(folder, **{**GIVEN, **more, "batch": 1})) for folder in folders]
     assert mixed.num_samples == sum(map(len, alone)) and mixed.num_caption_ids == sum(
-        one.num_caption_ids for one in alone
+        folder_samples.num_caption_ids for folder_samples in alone
     )
     seen: set[int] = set()
     for loaded in islice(mixed.batches(max_failures=0), 12):
         compare(mixed, alone, loaded)
         seen.update(loaded.batch["clip_id"].tolist())
     assert seen == set(range(len(mixed)))
-    assert sum(len(one.batch["clip_id"]) for one in mixed.evaluation_batches()) == len(mixed)
+    assert sum(len(loaded_batch.batch["clip_id"]) for loaded_batch in mixed.evaluation_batches()) == len(mixed)
 
 
 def test_compressed_latents_and_labels(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_compressed_latents_and_labels(tmp_path: Path) -> None:
         ]
         write_captions(written.data_dir, dict.fromkeys(videos, "train"), labelled)
         write_latents(written, shards, recipe=VAE, is_compressed=True)
-    mixed = open_latents([one.data_dir for one in folders], label="motion", batch=3, shuffle=False, device=None)
+    mixed = open_latents([data.data_dir for data in folders], label="motion", batch=3, shuffle=False, device=None)
     assert mixed.classes == ("down", "left", "up")
     for batch in mixed:
         for row, (folder, key) in enumerate(zip(batch["folder"].tolist(), batch["key"], strict=True)):
@@ -126,13 +126,13 @@ def test_compressed_latents_and_labels(tmp_path: Path) -> None:
 def test_failures_name_the_tar_and_so_the_folder(pair: tuple[Written, Written], tmp_path: Path) -> None:
     broken = write(tmp_path / "far")
     flip(broken.data_dir, column="latents", key="z_000000000")
-    found = list(islice(mixed_of(pair[0].data_dir, broken.data_dir).batches(max_failures=100), 8))
-    failed = [failure for one in found for failure in one.failed]
-    assert failed and all(str(broken.data_dir) in one.detail and one.reason == "checksum" for one in failed)
+    loaded_batches = list(islice(mixed_of(pair[0].data_dir, broken.data_dir).batches(max_failures=100), 8))
+    failed = [failure for loaded_batch in loaded_batches for failure in loaded_batch.failed]
+    assert failed and all(str(broken.data_dir) in failure.detail and failure.reason == "checksum" for failure in failed)
 
 
 def test_latents_in_python(pair: tuple[Written, Written]) -> None:
-    mixed = open_latents([one.data_dir for one in pair], mix=[1, 1], batch=4, segment="5s", device=None)
+    mixed = open_latents([data.data_dir for data in pair], mix=[1, 1], batch=4, segment="5s", device=None)
     batch = next(iter(mixed))
     assert sorted(batch["folder"].tolist()) == [0, 0, 1, 1]
     for folder, caption in zip(batch["folder"].tolist(), batch["caption"], strict=True):
@@ -153,8 +153,8 @@ def test_other_models_are_refused_by_name(
     other = write(tmp_path / "far", **change)
     with pytest.raises(UserError) as raised:
         mixed_of(pair[0].data_dir, other.data_dir)
-    for one in (*words, str(pair[0].data_dir), str(other.data_dir), "cannot be mixed"):
-        assert one in str(raised.value)
+    for word in (*words, str(pair[0].data_dir), str(other.data_dir), "cannot be mixed"):
+        assert word in str(raised.value)
 
 
 def test_other_shapes_are_refused_by_name(pair: tuple[Written, Written], tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ CASES = [
 LENGTH = 9_600  # positions; whole groups in all cases
 
 
-def made(sizes: tuple[int, ...], mix: str | None, group: int, *, seed: int = 3) -> MixedOrder:
+def make_order(sizes: tuple[int, ...], mix: str | None, group: int, *, seed: int = 3) -> MixedOrder:
     return MixedOrder(sizes, weights=None if mix is None else parse_mix(mix), seed=seed, group=group)
 
 
-def walked(order: MixedOrder) -> tuple[np.ndarray, np.ndarray]:
+def walk_order(order: MixedOrder) -> tuple[np.ndarray, np.ndarray]:
     """Sample and folder at each position; -1 where empty."""
     samples = order.at(np.arange(LENGTH))
     return samples, np.where(samples < 0, -1, order.folder_of(samples))
@@ -39,8 +39,8 @@ def walked(order: MixedOrder) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(("sizes", "mix", "group"), CASES)
 def test_every_window_has_the_proportions(sizes: tuple[int, ...], mix: str | None, group: int) -> None:
     """Give or take as many groups as docs/data.md says, and exactly after each period."""
-    order = made(sizes, mix, group)
-    folder = walked(order)[1].reshape(-1, group)[:, 0]  # the first position of a group is never empty
+    order = make_order(sizes, mix, group)
+    folder = walk_order(order)[1].reshape(-1, group)[:, 0]  # the first position of a group is never empty
     period = sum(order.shares)
     for number, share in enumerate(order.shares):
         before = np.cumsum(np.r_[0, folder == number])
@@ -54,12 +54,12 @@ def test_every_window_has_the_proportions(sizes: tuple[int, ...], mix: str | Non
 def test_each_epoch_of_a_folder_has_each_of_its_samples_once(
     sizes: tuple[int, ...], mix: str | None, group: int
 ) -> None:
-    order = made(sizes, mix, group)
-    samples, folder = walked(order)
+    order = make_order(sizes, mix, group)
+    samples, folder = walk_order(order)
     for number, size in enumerate(sizes):
-        own = samples[folder == number] - order.offsets[number]
-        for begin in range(0, len(own) - size + 1, size):
-            assert sorted(own[begin : begin + size].tolist()) == list(range(size))
+        folder_samples = samples[folder == number] - order.offsets[number]
+        for begin in range(0, len(folder_samples) - size + 1, size):
+            assert sorted(folder_samples[begin : begin + size].tolist()) == list(range(size))
     if mix is None:
         length = sum(-(-size // group) * group for size in sizes)
         first = samples[:length]
@@ -71,8 +71,8 @@ def test_each_epoch_of_a_folder_has_each_of_its_samples_once(
 def test_any_position_and_any_count_is_known_without_those_before_it(
     sizes: tuple[int, ...], mix: str | None, group: int
 ) -> None:
-    order = made(sizes, mix, group)
-    samples, folder = walked(order)
+    order = make_order(sizes, mix, group)
+    samples, folder = walk_order(order)
     shuffled = np.random.default_rng(0).permutation(LENGTH)
     assert (order.at(shuffled) == samples[shuffled]).all()
     for position in (0, 1, 17, 99, 1234, 5555, LENGTH - 1):
@@ -84,7 +84,7 @@ def test_any_position_and_any_count_is_known_without_those_before_it(
 
 @pytest.mark.parametrize(("sizes", "mix", "group"), CASES)
 def test_a_group_is_of_one_folder(sizes: tuple[int, ...], mix: str | None, group: int) -> None:
-    for row in walked(made(sizes, mix, group))[1].reshape(-1, group):
+    for row in walk_order(make_order(sizes, mix, group))[1].reshape(-1, group):
         assert len(set(row[row >= 0])) == 1
 
 
@@ -92,24 +92,24 @@ def test_a_group_is_of_one_folder(sizes: tuple[int, ...], mix: str | None, group
 def test_each_rank_gets_the_proportions(num_ranks: int) -> None:
     """Also where the number of ranks and that of the folders have a divisor: folders may differ in speed."""
     for sizes, mix in (((100, 100), "1,1"), ((100,) * 8, None), ((100, 50, 50), "2,1,1"), ((101, 299), None)):
-        order = made(sizes, mix, 1)
+        order = make_order(sizes, mix, 1)
         for rank in range(num_ranks):
-            own = order.folder_of(order.at(Share(rank, num_ranks).at(np.arange(600))))
-            shares = np.bincount(own, minlength=len(sizes)) / len(own)
+            folders = order.folder_of(order.at(Share(rank, num_ranks).at(np.arange(600))))
+            shares = np.bincount(folders, minlength=len(sizes)) / len(folders)
             assert np.abs(shares - np.array(order.shares) / sum(order.shares)).max() < 0.05
 
 
 def test_seeds_have_orders_of_their_own_and_equal_folders_too() -> None:
-    orders = [tuple(made((50, 50), "1,1", 1, seed=seed).at(np.arange(200))) for seed in range(5)]
+    orders = [tuple(make_order((50, 50), "1,1", 1, seed=seed).at(np.arange(200))) for seed in range(5)]
     assert len(set(orders)) == 5
-    samples, folder = walked(made((50, 50), "1,1", 1))
+    samples, folder = walk_order(make_order((50, 50), "1,1", 1))
     assert samples[folder == 0][:50].tolist() != (samples[folder == 1][:50] - 50).tolist()
 
 
 def test_weights_are_read_exactly() -> None:
     assert parse_mix("2, 1") == (Fraction(2), Fraction(1))
     assert parse_mix("0.7,0.3") == (Fraction(7, 10), Fraction(3, 10))
-    assert made((5, 5), "0.7,0.3", 1).shares == (7, 3) and made((5, 5), "4,2", 1).shares == (2, 1)
+    assert make_order((5, 5), "0.7,0.3", 1).shares == (7, 3) and make_order((5, 5), "4,2", 1).shares == (2, 1)
 
 
 @pytest.mark.parametrize("mix", ["0,1", "-1,2", "a,b", "1,,2", "", "nan,1", "inf,1", "1e9,1", "0.33333333333,1"])

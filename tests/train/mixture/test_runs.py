@@ -30,7 +30,7 @@ def shards(*folders: Path) -> tuple[object, ...]:
 
 
 @pytest.fixture(scope="module")
-def finished(near: Path, far: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(near: Path, far: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a loss that keeps state per sample, an evaluation in the loop, and captions chosen by source."""
     out = tmp_path_factory.mktemp("runs") / "mixed"
     words = ("dual-encoder", *shards(near, far), "--mix", "2,1", *SMALL, *STEPS, *SHOWN, "--loss.kind", "fastclip-v3")
@@ -38,13 +38,13 @@ def finished(near: Path, far: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return out
 
 
-def test_a_run_records_its_folders_and_counts_their_samples(finished: Path, near: Path, far: Path) -> None:
-    run = RunFolder(finished)
+def test_a_run_records_its_folders_and_counts_their_samples(finished_run: Path, near: Path, far: Path) -> None:
+    run = RunFolder(finished_run)
     lines = read_lines(run.metrics)
     assert [line["sources"] for line in lines] == [{"near": 4 * step, "far": 2 * step} for step in range(1, 5)]
     assert {"near/text_to_video_r1", "far/text_to_video_r1"} <= lines[-1].keys()
     facts = run.read_facts()
-    assert [(one["name"], one["shards"], one["num_samples"]) for one in facts["sources"]] == [
+    assert [(source["name"], source["shards"], source["num_samples"]) for source in facts["sources"]] == [
         ("near", str(near), 6),
         ("far", str(far), 4),
     ]
@@ -58,11 +58,11 @@ def test_a_run_records_its_folders_and_counts_their_samples(finished: Path, near
 
 
 def test_the_best_checkpoint_is_chosen_by_a_metric_of_one_folder(
-    finished: Path, near: Path, far: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished_run: Path, near: Path, far: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [line for line in read_lines(RunFolder(finished).metrics) if BEST[1] in line]
+    lines = [line for line in read_lines(RunFolder(finished_run).metrics) if BEST[1] in line]
     assert [line["step"] for line in lines] == [3, 4]
-    stored = all_checkpoints(RunFolder(finished).checkpoints)
+    stored = all_checkpoints(RunFolder(finished_run).checkpoints)
     assert max(lines, key=lambda line: line[BEST[1]])["step"] in stored and read_metadata(stored[3]).numbers
     words = ("dual-encoder", *shards(near, far), *SMALL, *STEPS, "--evaluate.every", 1, "--out", tmp_path / "run")
     assert train(*words, "--best", "val/text_to_video_r5") == 2
@@ -71,30 +71,30 @@ def test_the_best_checkpoint_is_chosen_by_a_metric_of_one_folder(
 
 
 def test_a_run_goes_on_with_its_weights_and_folders_only(
-    finished: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
+    finished_run: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert train("dual-encoder", "--resume", "--out", finished, "--mix", "1,1") == 2
+    assert train("dual-encoder", "--resume", "--out", finished_run, "--mix", "1,1") == 2
     assert "--mix is 1,1" in two_lines(capsys)[0]
-    assert train("dual-encoder", "--resume", "--out", finished, *shards(far, near)) == 2
+    assert train("dual-encoder", "--resume", "--out", finished_run, *shards(far, near)) == 2
     assert "here are mixture of 2 data folders" in two_lines(capsys)[0]
-    assert train("dual-encoder", "--resume", "auto", "--out", finished, *shards(near), *BEST) == 2
-    assert f"--shards names 1 data folder, but the run in {finished} has 2: {near}, {far}" in two_lines(capsys)[0]
+    assert train("dual-encoder", "--resume", "auto", "--out", finished_run, *shards(near), *BEST) == 2
+    assert f"--shards names 1 data folder, but the run in {finished_run} has 2: {near}, {far}" in two_lines(capsys)[0]
 
 
 def test_each_folder_is_evaluated_with_the_settings_of_the_run(
-    finished: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
+    finished_run: Path, near: Path, far: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert train("eval", "retrieval", finished, "--json") == 0
+    assert train("eval", "retrieval", finished_run, "--json") == 0
     results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [result["shards"] for result in results] == [str(near), str(far)]
     assert all(result["is_part_of_own_data"] for result in results)
-    last = read_lines(RunFolder(finished).metrics)[-1]
+    last = read_lines(RunFolder(finished_run).metrics)[-1]
     for name, result in zip(("near", "far"), results, strict=True):
         assert last[f"{name}/text_to_video_r1"] == result["text_to_video"]["recall"]["1"]
-    assert len(RunFolder(finished).results()) == 2
-    assert str(far) in RunFolder(finished).page.read_text()
+    assert len(RunFolder(finished_run).results()) == 2
+    assert str(far) in RunFolder(finished_run).page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_the_other_tasks_train_on_mixtures(
     out = tmp_path / "run"
     given = (*words.split(), *shards(near, far), *SMALL, "--warmup-steps", 1, "--steps", 2, "--out", out)
     assert train(*given) == 0
-    said = capsys.readouterr().out
-    assert "mixture of 2 data folders" in said and "each visited once per epoch" in said
-    assert "samples: " in said and " of near, " in said
+    stdout = capsys.readouterr().out
+    assert "mixture of 2 data folders" in stdout and "each visited once per epoch" in stdout
+    assert "samples: " in stdout and " of near, " in stdout
     run = RunFolder(out)
     assert sum(read_lines(run.metrics)[-1]["sources"].values()) == 12
     if words.startswith("mae"):
@@ -183,15 +183,15 @@ def test_what_cannot_be_mixed_is_said(
 
 
 def test_a_folder_of_a_mixture_that_cannot_be_evaluated_is_named_and_the_others_are_evaluated(
-    finished: Path, near: Path, far: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished_run: Path, near: Path, far: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, incomplete = shutil.copytree(finished, tmp_path / "run"), shutil.copytree(near, tmp_path / "near")
-    write_captions(incomplete, {one.name: one.split.replace("val", "test") for one in NEAR}, [])
+    run, incomplete = shutil.copytree(finished_run, tmp_path / "run"), shutil.copytree(near, tmp_path / "near")
+    write_captions(incomplete, {video.name: video.split.replace("val", "test") for video in NEAR}, [])
     settings = (run / "settings.yaml").read_text()
     (run / "settings.yaml").write_text(settings.replace(f"{near}\n", f"{incomplete}\n"))
     capsys.readouterr()
     assert train("eval", "retrieval", run) == 2
-    said = capsys.readouterr()
-    error, hint = said.err.splitlines()[-2:]
+    output = capsys.readouterr()
+    error, hint = output.err.splitlines()[-2:]
     assert error.startswith(f"error: {incomplete} is not evaluated: ") and "'val'" in error
-    assert hint.startswith("hint: the other data folders of the run are evaluated") and f"{far}" in said.out
+    assert hint.startswith("hint: the other data folders of the run are evaluated") and f"{far}" in output.out

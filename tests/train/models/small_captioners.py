@@ -15,7 +15,7 @@ from clipmill.train.weights.hf_caption import read_caption_folder
 from clipmill.train.weights.loading import copy_into
 from clipmill.train.weights.sources import open_weights
 from tests.train.models.small_towers import spread_out
-from tests.train.weights.small import quiet
+from tests.train.weights.small import ignore_line
 
 NUM_FRAMES, IMAGE_PX, VOCABULARY = 4, 32, 61
 END, PAD = 60, 59
@@ -74,7 +74,7 @@ def captioner_in(
         attend=attend,
     )
     captioner = Captioner(tower, Gpt2(config.decoder, attend=attend))
-    copy_into(captioner, start_of_captioner(captioner, source, allow=(), say=quiet))
+    copy_into(captioner, start_of_captioner(captioner, source, allow=(), say=ignore_line))
     return captioner
 
 

@@ -28,7 +28,7 @@ from clipmill.train.models.videomae import VideoMAEEncoder
 WIDTH, RANK, ALPHA = 16, 3, 6
 
 
-def adapted(tower: nn.Module, *, targets: tuple[Target, ...] = ("attention", "mlp")) -> Any:
+def adapt(tower: nn.Module, *, targets: tuple[Target, ...] = ("attention", "mlp")) -> Any:
     """In float64, with adapters that have learned something."""
     tower.double()
     add_adapters(tower, rank=RANK, scale=ALPHA / RANK, targets=targets)
@@ -59,26 +59,28 @@ def test_outputs_and_gradients_are_those_of_peft() -> None:
     theirs: Any = CLIPEncoderLayer(config).double()
     ours: Any = Block(TransformerSize(width=WIDTH, depth=1, num_heads=2), attend=attend_with_sdpa).double()
     qkv = qkv_of(theirs)
-    ours.attn.in_proj_weight.data.copy_(torch.cat([one.weight for one in qkv]))
-    ours.attn.in_proj_bias.data.copy_(torch.cat([one.bias for one in qkv]))
-    for own, its in (
+    ours.attn.in_proj_weight.data.copy_(torch.cat([layer.weight for layer in qkv]))
+    ours.attn.in_proj_bias.data.copy_(torch.cat([layer.bias for layer in qkv]))
+    for our_layer, its in (
         (ours.attn.out_proj, theirs.self_attn.out_proj),
         (ours.mlp.c_fc, theirs.mlp.fc1),
         (ours.mlp.c_proj, theirs.mlp.fc2),
         (ours.ln_1, theirs.layer_norm1),
         (ours.ln_2, theirs.layer_norm2),
     ):
-        own.load_state_dict(its.state_dict())
+        our_layer.load_state_dict(its.state_dict())
     names = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
     peft_config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names, lora_dropout=0.0)
     model: Any = nn.ModuleDict({"layer": theirs})
     with_adapters: Any = peft.get_peft_model(model, peft_config)
-    adapted(ours)
+    adapt(ours)
     # One matrix A for all three, which is what an adapter of the fused projection is.
-    fused = [(one, ours.attn.lora.A, rows) for one, rows in zip(qkv_of(theirs), ours.attn.lora.B.chunk(3), strict=True)]
+    fused = [
+        (layer, ours.attn.lora.A, rows) for layer, rows in zip(qkv_of(theirs), ours.attn.lora.B.chunk(3), strict=True)
+    ]
     single = [
-        (its, own.lora.A, own.lora.B)
-        for its, own in (
+        (its, our_layer.lora.A, our_layer.lora.B)
+        for its, our_layer in (
             (theirs.self_attn.out_proj, ours.attn.out_proj),
             (theirs.mlp.fc1, ours.mlp.c_fc),
             (theirs.mlp.fc2, ours.mlp.c_proj),
@@ -102,7 +104,7 @@ def test_outputs_and_gradients_are_those_of_peft() -> None:
     of_a, of_b = zip(*(gradients(its) for its, _, _ in fused), strict=True)
     its_fused = sum(of_a), torch.cat(of_b)
     torch.testing.assert_close((ours.attn.lora.A.grad, ours.attn.lora.B.grad), its_fused, rtol=1e-10, atol=1e-12)
-    assert all(one.grad is None for name, one in ours.named_parameters() if "lora" not in name)
+    assert all(parameter.grad is None for name, parameter in ours.named_parameters() if "lora" not in name)
 
 
 def qkv_of(layer: Any) -> tuple[Any, ...]:
@@ -122,7 +124,7 @@ TOWERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", TOWERS)
 def test_merged_weights_compute_the_same(name: str, targets: tuple[Target, ...]) -> None:
     torch.manual_seed(0)
-    model = adapted(TOWERS[name](), targets=targets).eval()
+    model = adapt(TOWERS[name](), targets=targets).eval()
     video = torch.randn(2, 3, 2, 32, 32, dtype=torch.float64)
     inputs: Any = {
         "clip": (video, torch.tensor([[1, 2, 3, 9], [1, 9, 0, 0]])),
@@ -130,7 +132,9 @@ def test_merged_weights_compute_the_same(name: str, targets: tuple[Target, ...])
         "timesformer and gpt2": (video, torch.randint(20, (2, 5))),
     }[name]
     outputs = model(*inputs)
-    kinds = {one.rpartition(".lora.")[0].rpartition(".")[2] for one, _ in model.named_parameters() if ".lora." in one}
+    kinds = {
+        name.rpartition(".lora.")[0].rpartition(".")[2] for name, _ in model.named_parameters() if ".lora." in name
+    }
     of_attention = {"attn", "out_proj", *({"time_attn", "time_proj", "cross_attn", "q_proj", "kv_proj"} & kinds)}
     assert kinds == {
         *(of_attention if "attention" in targets else ()),
@@ -143,7 +147,7 @@ def test_merged_weights_compute_the_same(name: str, targets: tuple[Target, ...])
     model.load_state_dict(whole)
     again = model(*inputs)
     for before, other, after in zip(
-        *(one if isinstance(one, tuple) else (one,) for one in (outputs, plain, again)), strict=True
+        *(output if isinstance(output, tuple) else (output,) for output in (outputs, plain, again)), strict=True
     ):
         assert (before - other).abs().max() > 1e-3
         torch.testing.assert_close(after, before, rtol=0, atol=1e-12)
@@ -151,7 +155,7 @@ def test_merged_weights_compute_the_same(name: str, targets: tuple[Target, ...])
 
 def test_a_decoder_with_adapters_writes_the_same_token_by_token() -> None:
     torch.manual_seed(0)
-    model = adapted(captioner()).eval()
+    model = adapt(captioner()).eval()
     video, tokens = torch.randn(1, 3, 2, 32, 32, dtype=torch.float64), torch.randint(20, (1, 5))
     logits = model(video, tokens)
     cache = model.start(video, num_tokens=5)
@@ -166,7 +170,7 @@ def test_new_adapters_change_nothing() -> None:
     before = model(video, tokens)
     add_adapters(model, rank=2, scale=1.0, targets=("attention", "mlp"))
     torch.testing.assert_close(model(video, tokens), before, rtol=0, atol=0)
-    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and all(name.endswith((".lora.A", ".lora.B")) for name in trained)
 
 
@@ -175,8 +179,8 @@ def test_a_language_model_keeps_its_adapters_when_those_of_the_tower_are_merged(
     parts = ("weight", "lora_A.default.weight", "lora_B.default.weight")
     names = [f"{layer}.{part}" for layer in ("video.model.proj", "decoder.h.0.attn.c_proj") for part in parts]
     tensors = {name: torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(names)}
-    found = merge_adapters(tensors, scale=2.0)
-    assert found.keys() == {"video.model.proj.weight", *names[3:]}
-    assert all(found[name] is tensors[name] for name in names[3:])
+    merged = merge_adapters(tensors, scale=2.0)
+    assert merged.keys() == {"video.model.proj.weight", *names[3:]}
+    assert all(merged[name] is tensors[name] for name in names[3:])
     W, A, B = (tensors[name] for name in names[:3])
-    torch.testing.assert_close(found[names[0]], W + 2 * B @ A)
+    torch.testing.assert_close(merged[names[0]], W + 2 * B @ A)

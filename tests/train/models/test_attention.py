@@ -44,7 +44,7 @@ def random_qkv(dtype: torch.dtype, *, num_items: int = 2, num_tokens: int = 17, 
     generator = torch.Generator().manual_seed(seed)
     shape = (num_items, num_tokens, 3, 16)
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
-    return [one.requires_grad_() for one in drawn]
+    return [tensor.requires_grad_() for tensor in drawn]
 
 
 def values_and_gradients(out: torch.Tensor, qkv: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -56,9 +56,9 @@ def values_and_gradients(out: torch.Tensor, qkv: list[torch.Tensor]) -> list[tor
 @pytest.mark.parametrize("causal", [False, True])
 def test_torchs_ways_compute_the_formula(attend: Attend, causal: bool) -> None:
     qkv = random_qkv(torch.float64)
-    found = values_and_gradients(attend(*qkv, causal=causal), qkv)
+    values = values_and_gradients(attend(*qkv, causal=causal), qkv)
     expected = values_and_gradients(formula(*qkv, may_see=masks(17)[causal]), qkv)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(values, expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("attend", [attend_with_sdpa, attend_naively])
@@ -66,9 +66,9 @@ def test_torchs_ways_compute_the_formula(attend: Attend, causal: bool) -> None:
 def test_a_packed_token_sees_its_own_sequence_up_to_itself(attend: Attend, lengths: tuple[int, ...]) -> None:
     qkv = random_qkv(torch.float64, num_items=1, num_tokens=sum(lengths))
     packing = pack(lengths, device=torch.device("cpu"))
-    found = values_and_gradients(attend(*qkv, causal=True, packing=packing), qkv)
+    values = values_and_gradients(attend(*qkv, causal=True, packing=packing), qkv)
     expected = values_and_gradients(formula(*qkv, may_see=own_past(lengths)), qkv)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(values, expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.nightly
@@ -77,9 +77,9 @@ def test_compiled_sdpa_of_packed_tokens_is_the_same_whatever_the_lengths() -> No
     for lengths in (LENGTHS, (9, 4, 4, 2, 1, 1), (77, 1, 1, 1, 1, 1), (5, 6, 7, 8, 9, 10)):
         qkv = random_qkv(torch.float64, num_items=1, num_tokens=sum(lengths))
         packing = pack(lengths, device=torch.device("cpu"))
-        found = values_and_gradients(compiled(*qkv, causal=True, packing=packing), qkv)
+        values = values_and_gradients(compiled(*qkv, causal=True, packing=packing), qkv)
         expected = values_and_gradients(attend_with_sdpa(*qkv, causal=True, packing=packing), qkv)
-        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+        torch.testing.assert_close(values, expected, atol=1e-12, rtol=0)
 
 
 def test_a_packing_knows_where_each_token_stands() -> None:

@@ -50,10 +50,10 @@ def test_xformers_runs_torchs_kernels_though_its_library_does_not_load(
     pytest.importorskip("xformers.ops")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     with FakeTensorMode():
-        found = kernels_of("xformers", *qkv_of(dtype, device="cuda"), causal=causal)
+        result = kernels_of("xformers", *qkv_of(dtype, device="cuda"), causal=causal)
         forward_only = kernels_of("xformers", *qkv_of(dtype, device="cuda", needs_gradient=False), causal=causal)
-    assert str(found) == kernels
-    assert forward_only == Kernels(found.forward, None)
+    assert str(result) == kernels
+    assert forward_only == Kernels(result.forward, None)
 
 
 @with_xformers
@@ -101,11 +101,11 @@ def test_a_preferred_kernel_comes_first_when_torch_is_asked(kernel: str, monkeyp
     orders: list[list[int]] = []
     ask = torch._fused_sdp_choice
 
-    def asked(*args: Any, **flags: Any) -> int:
+    def note_order(*args: Any, **flags: Any) -> int:
         orders.append(torch._C._get_sdp_priority_order())
         return ask(*args, **flags)
 
-    monkeypatch.setattr(torch, "_fused_sdp_choice", asked)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", note_order)
     kernels_of(kernel, *qkv_of(torch.float32))
     expected = [backend.value for backend in PREFERRED[kernel]]
     assert orders[0][: len(expected)] == expected

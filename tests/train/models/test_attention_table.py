@@ -98,7 +98,9 @@ def table() -> str:
                     kernel_of(call, capability).replace(f"capability {capability}", "a higher one")
                     for capability in GPUS
                 ]
-                cells = [one if one in NAMES.values() else f"SDPA [{_number(one, reasons)}]" for one in kernels]
+                cells = [
+                    kernel if kernel in NAMES.values() else f"SDPA [{_number(kernel, reasons)}]" for kernel in kernels
+                ]
                 calls.setdefault((call.precision, *cells), {})[f"{call.what} {call.width}"] = None
                 if call.precision == settings.precision:
                     presets.setdefault((f"{call.what} {call.width}", call.precision), []).append(f"`{name}`")

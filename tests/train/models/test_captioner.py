@@ -51,14 +51,14 @@ def test_logits_loss_and_gradients_are_transformers(tmp_path: Path, video_width:
     theirs = their_captioner(video_width=video_width, text_width=text_width)
     ours = ours_with_weights_of(theirs, tmp_path)
     assert (ours.projection is None) == (video_width == text_width)
-    video, wanted = clips(len(LENGTHS)), targets(*LENGTHS)
-    expected = theirs(pixel_values=for_them(video), labels=wanted)
-    logits = ours(video, shift_targets(wanted, end_id=END))
-    is_said = wanted >= 0
+    video, target_ids = clips(len(LENGTHS)), targets(*LENGTHS)
+    expected = theirs(pixel_values=for_them(video), labels=target_ids)
+    logits = ours(video, shift_targets(target_ids, end_id=END))
+    is_said = target_ids >= 0
     assert expected.logits.std() > 0.1
     # They fill up with another token, whose logits nobody looks at.
     torch.testing.assert_close(logits[is_said], expected.logits[is_said], atol=1e-11, rtol=0)
-    loss = loss_of(logits, wanted)
+    loss = loss_of(logits, target_ids)
     torch.testing.assert_close(loss, expected.loss, atol=1e-12, rtol=0)
     their_gradients = from_hf_caption(gradients(theirs, expected.loss)).tensors
     our_gradients = gradients(ours, loss)
@@ -68,20 +68,20 @@ def test_logits_loss_and_gradients_are_transformers(tmp_path: Path, video_width:
 
 
 def test_what_follows_an_end_does_not_matter(tmp_path: Path) -> None:
-    ours, video, wanted = ours_with_weights_of(their_captioner(), tmp_path), clips(3), targets(*LENGTHS)
-    tokens = shift_targets(wanted, end_id=END)
-    filled_otherwise = torch.where(wanted < 0, PAD, tokens)
-    losses = [loss_of(ours(video, one), wanted) for one in (tokens, filled_otherwise)]
+    ours, video, target_ids = ours_with_weights_of(their_captioner(), tmp_path), clips(3), targets(*LENGTHS)
+    tokens = shift_targets(target_ids, end_id=END)
+    filled_otherwise = torch.where(target_ids < 0, PAD, tokens)
+    losses = [loss_of(ours(video, token_ids), target_ids) for token_ids in (tokens, filled_otherwise)]
     torch.testing.assert_close(losses[0], losses[1], atol=1e-13, rtol=0)
 
 
 def test_several_captions_of_a_video_are_as_many_videos_with_one(tmp_path: Path) -> None:
     ours, video = ours_with_weights_of(their_captioner(), tmp_path, attend=attend_naively), clips(2)
-    wanted = targets(4, 2, 6, 3, 1, 5).view(2, 3, 7)
-    together = ours(video, shift_targets(wanted, end_id=END))
-    apart = ours(video.repeat_interleave(3, 0), shift_targets(wanted, end_id=END).flatten(0, 1))
+    target_ids = targets(4, 2, 6, 3, 1, 5).view(2, 3, 7)
+    together = ours(video, shift_targets(target_ids, end_id=END))
+    apart = ours(video.repeat_interleave(3, 0), shift_targets(target_ids, end_id=END).flatten(0, 1))
     torch.testing.assert_close(together, apart, atol=1e-12, rtol=0)
-    losses = [loss_of(logits, wanted) for logits in (together, apart)]
+    losses = [loss_of(logits, target_ids) for logits in (together, apart)]
     for name, gradient in gradients(ours, losses[0]).items():
         torch.testing.assert_close(gradient, gradients(ours, losses[1])[name], atol=1e-11, rtol=1e-8, msg=name)
         break
@@ -107,9 +107,9 @@ def test_decoders_have_every_parameter_of_transformers() -> None:
 @pytest.mark.parametrize("tower", ["timesformer", "clip", "videomae"])
 def test_parts_of_a_captioner_do_what_the_whole_does(tmp_path: Path, tower: str) -> None:
     whole = captioner_with(tower, tmp_path)
-    video, wanted = clips(3), targets(*LENGTHS)
-    tokens = shift_targets(wanted, end_id=END)
-    expected = gradients(whole, loss_of(whole(video, tokens), wanted))
+    video, target_ids = clips(3), targets(*LENGTHS)
+    tokens = shift_targets(target_ids, end_id=END)
+    expected = gradients(whole, loss_of(whole(video, tokens), target_ids))
     num_stages = len(all_layers(whole))
     for cuts in ((5,), (1, 6, 8), tuple(range(1, num_stages))):
         borders = (0, *cuts, num_stages)
@@ -118,16 +118,16 @@ def test_parts_of_a_captioner_do_what_the_whole_does(tmp_path: Path, tower: str)
         for part in parts:
             outcome = part(*carried, tokens=tokens)
             carried = outcome if isinstance(outcome, tuple) else (outcome,)
-        loss_of(carried[0], wanted).backward()
-        found: dict[str, torch.Tensor] = {}
+        loss_of(carried[0], target_ids).backward()
+        losses: dict[str, torch.Tensor] = {}
         for part in parts:
             for name, parameter in part.named_parameters():
                 assert parameter.grad is not None, name
                 # The two ends of the tied embedding have a part of its gradient each.
-                assert name not in found or name == TIED
-                found[name] = found[name] + parameter.grad if name in found else parameter.grad
-        assert found.keys() == expected.keys()
-        for name, gradient in found.items():
+                assert name not in losses or name == TIED
+                losses[name] = losses[name] + parameter.grad if name in losses else parameter.grad
+        assert losses.keys() == expected.keys()
+        for name, gradient in losses.items():
             torch.testing.assert_close(gradient, expected[name], atol=1e-12, rtol=1e-9, msg=name)
 
 
@@ -202,11 +202,11 @@ def test_parts_are_made_without_memory_for_the_rest() -> None:
 
 
 def test_checkpointed_blocks_give_the_same_gradients(tmp_path: Path) -> None:
-    whole, video, wanted = captioner_with("timesformer", tmp_path), clips(3), targets(*LENGTHS)
-    tokens = shift_targets(wanted, end_id=END)
-    expected = gradients(whole, loss_of(whole(video, tokens), wanted))
+    whole, video, target_ids = captioner_with("timesformer", tmp_path), clips(3), targets(*LENGTHS)
+    tokens = shift_targets(target_ids, end_id=END)
+    expected = gradients(whole, loss_of(whole(video, tokens), target_ids))
     checkpoint_blocks(whole)
-    for name, gradient in gradients(whole, loss_of(whole(video, tokens), wanted)).items():
+    for name, gradient in gradients(whole, loss_of(whole(video, tokens), target_ids)).items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-12, rtol=1e-9, msg=name)
 
 
@@ -236,10 +236,10 @@ def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
     )
     again, report = loaded
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-    video, wanted = clips(3), targets(*LENGTHS)
-    expected = again.eval()(pixel_values=for_them(video), labels=wanted)
+    video, target_ids = clips(3), targets(*LENGTHS)
+    expected = again.eval()(pixel_values=for_them(video), labels=target_ids)
     torch.testing.assert_close(
-        loss_of(ours(video, shift_targets(wanted, end_id=END)), wanted), expected.loss, atol=1e-12, rtol=0
+        loss_of(ours(video, shift_targets(target_ids, end_id=END)), target_ids), expected.loss, atol=1e-12, rtol=0
     )
     again.save_pretrained(tmp_path / "again")
     back = captioner_in(tmp_path / "again")

@@ -35,13 +35,13 @@ def test_the_weights_begin_as_a_convolutions_do() -> None:
 
 def test_inflated_weights_give_on_equal_frames_what_one_frame_gave() -> None:
     torch.manual_seed(0)
-    one = CubeEmbedding(small_size().video).double()
+    embedding = CubeEmbedding(small_size().video).double()
     three = CubeEmbedding(small_size(Towers(tubelet=3)).video).double()
-    three.load_state_dict({"weight": inflated_cubes(one.weight.detach(), 3)})
+    three.load_state_dict({"weight": inflated_cubes(embedding.weight.detach(), 3)})
     frame = clips(2, 1)
     still = frame.expand(-1, -1, 3, -1, -1)
-    torch.testing.assert_close(three(three.cut(still)), one(one.cut(frame)), atol=1e-12, rtol=0)
-    assert inflated_cubes(one.weight, 1) is one.weight
+    torch.testing.assert_close(three(three.cut(still)), embedding(embedding.cut(frame)), atol=1e-12, rtol=0)
+    assert inflated_cubes(embedding.weight, 1) is embedding.weight
 
 
 @pytest.mark.parametrize("tubelet", [1, 2])

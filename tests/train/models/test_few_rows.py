@@ -12,15 +12,15 @@ from clipmill.train.models.captioner import linear_for_few
 def test_it_is_a_linear_layer(shape: tuple[int, ...], num_out: int, has_bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
-        torch.randn(one, generator=generator, dtype=torch.float64) for one in (shape, (num_out, 24), (num_out,))
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in (shape, (num_out, 24), (num_out,))
     )
-    found = linear_for_few(x, weight, bias if has_bias else None)
-    torch.testing.assert_close(found, linear(x, weight, bias if has_bias else None), atol=1e-12, rtol=0)
+    outputs = linear_for_few(x, weight, bias if has_bias else None)
+    torch.testing.assert_close(outputs, linear(x, weight, bias if has_bias else None), atol=1e-12, rtol=0)
 
 
 def test_its_precision_is_autocasts() -> None:
     x, weight, bias = torch.randn(2, 24), torch.randn(90, 24), torch.randn(90)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = linear_for_few(x, weight, bias), linear(x, weight, bias)
-    assert found.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected, atol=0.1, rtol=0.02)
+        outputs, expected = linear_for_few(x, weight, bias), linear(x, weight, bias)
+    assert outputs.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(outputs, expected, atol=0.1, rtol=0.02)

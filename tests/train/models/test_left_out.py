@@ -35,8 +35,8 @@ def test_the_class_token_stays_and_the_asked_share_of_cubes(dropout: float, num_
     assert (all_BLD.shape[1], kept_BLD.shape[1]) == (1 + 4 * 16, 1 + num_kept)
     torch.testing.assert_close(kept_BLD[:, 0], all_BLD[:, 0], atol=0, rtol=0)
     # Each kept token is one of the clip's own, with the place that it has there, and none comes twice.
-    found = (kept_BLD[:, 1:, None] - all_BLD[:, None, 1:]).abs().amax(dim=3) < 1e-12
-    assert (found.sum(dim=2) == 1).all() and (found.sum(dim=1) <= 1).all()
+    distances = (kept_BLD[:, 1:, None] - all_BLD[:, None, 1:]).abs().amax(dim=3) < 1e-12
+    assert (distances.sum(dim=2) == 1).all() and (distances.sum(dim=1) <= 1).all()
 
 
 def test_each_clip_keeps_others_and_all_are_kept_equally_often() -> None:
@@ -54,12 +54,12 @@ def test_torchs_generator_decides_what_is_left_out_and_evaluation_leaves_nothing
     tower = small_encoder(Towers(patch_dropout=0.5, drop_path=0.5)).video
     video = clips(2)
 
-    def seeded(seed: int) -> torch.Tensor:
+    def run_seeded(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return tower(video)
 
-    torch.testing.assert_close(seeded(1), seeded(1), atol=0, rtol=0)
-    assert not torch.allclose(seeded(1), seeded(2))
+    torch.testing.assert_close(run_seeded(1), run_seeded(1), atol=0, rtol=0)
+    assert not torch.allclose(run_seeded(1), run_seeded(2))
     plain = small_encoder().video
     torch.testing.assert_close(tower.eval()(video), plain(video), atol=0, rtol=0)
     before = torch.get_rng_state()
@@ -90,11 +90,11 @@ def test_a_dropped_branch_leaves_its_item_as_it_was_and_the_others_weigh_more() 
     assert isinstance(block, Block)
     x = torch.randn(4, 5, 32, dtype=torch.float64)
     branches = torch.tensor([[0.0, 2.0, 0.0, 2.0], [0.0, 0.0, 2.0, 2.0]], dtype=torch.float64)[..., None, None]
-    found = block(x, branches=branches)
-    torch.testing.assert_close(found[0], x[0], atol=0, rtol=0)
+    outputs = block(x, branches=branches)
+    torch.testing.assert_close(outputs[0], x[0], atol=0, rtol=0)
     attended = x[1] + 2 * (block.attn(block.ln_1(x), causal=False, packing=None))[1]
-    torch.testing.assert_close(found[1], attended, atol=1e-12, rtol=0)
-    torch.testing.assert_close(found[2], x[2] + 2 * block.mlp(block.ln_2(x))[2], atol=1e-12, rtol=0)
+    torch.testing.assert_close(outputs[1], attended, atol=1e-12, rtol=0)
+    torch.testing.assert_close(outputs[2], x[2] + 2 * block.mlp(block.ln_2(x))[2], atol=1e-12, rtol=0)
     with pytest.raises(ValueError):
         Transformer(size, attend=attend_with_sdpa, drop_path=(0.1, 0.1)).double()(x)
 
@@ -104,8 +104,8 @@ def test_branches_are_kept_as_often_as_said_and_keep_the_mean() -> None:
     branches = drawn_branches(torch.zeros(20_000, 1, 1), 0.25)
     assert branches.shape == (2, 20_000, 1, 1)
     assert branches.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
-    for one in branches:
-        assert one.mean().item() == pytest.approx(1.0, abs=0.03)
+    for branch in branches:
+        assert branch.mean().item() == pytest.approx(1.0, abs=0.03)
     assert not torch.equal(branches[0], branches[1])
 
 
@@ -120,5 +120,5 @@ def test_branches_keep_the_mean_in_half_precision(probability: float, monkeypatc
 
 def test_cubes_that_are_left_out_get_no_gradient_of_their_places() -> None:
     tower = small_encoder(Towers(patch_dropout=0.9), num_frames=1).train().video
-    found = gradients(tower, tower(clips(1, 1)).sum())["positional_embedding"]
-    assert (found.abs().sum(dim=1) > 0).sum() == 1 + 1  # the class token's, and that of one cube of 16
+    gradient = gradients(tower, tower(clips(1, 1)).sum())["positional_embedding"]
+    assert (gradient.abs().sum(dim=1) > 0).sum() == 1 + 1  # the class token's, and that of one cube of 16

@@ -20,10 +20,10 @@ def text_tower(*, is_packed: bool, attend: Attend = attend_with_sdpa) -> TextTow
 def test_packed_is_padded_in_values_and_gradients(lengths: tuple[int, ...], attend: Attend) -> None:
     tokens = captions(*lengths)
     packed, padded = text_tower(is_packed=True, attend=attend), text_tower(is_packed=False, attend=attend)
-    found, expected = packed(tokens), padded(tokens)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
-    weights = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    found_gradients = gradients(packed, (found * weights).sum())
+    embeddings, expected = packed(tokens), padded(tokens)
+    torch.testing.assert_close(embeddings, expected, atol=1e-12, rtol=0)
+    weights = torch.randn(embeddings.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    found_gradients = gradients(packed, (embeddings * weights).sum())
     expected_gradients = gradients(padded, (expected * weights).sum())
     torch.testing.assert_close(found_gradients, expected_gradients, atol=1e-11, rtol=0)
 
@@ -57,7 +57,7 @@ def test_a_caption_that_was_cut_has_its_end_in_the_last_place() -> None:
 def test_positions_get_the_same_gradient_from_any_number_of_threads() -> None:
     """Rows of many captions are added to that of each position, in one order."""
     tokens, before = captions(*[12] * 1000), torch.get_num_threads()
-    found = []
+    outputs = []
     try:
         for num_threads in (1, 2, 2, 2):
             torch.set_num_threads(num_threads)
@@ -69,7 +69,7 @@ def test_positions_get_the_same_gradient_from_any_number_of_threads() -> None:
             tower(tokens)
             weights = torch.randn(rows[0].shape, generator=torch.Generator().manual_seed(0))
             (gradient,) = torch.autograd.grad((rows[0] * weights).sum(), [tower.positional_embedding])
-            found.append(gradient)
+            outputs.append(gradient)
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)

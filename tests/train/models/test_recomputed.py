@@ -86,12 +86,12 @@ def test_without_gradients_nothing_is_computed_twice() -> None:
 def test_checkpointed_blocks_keep_less() -> None:
     def kept_bytes(towers: Towers) -> int:
         model = small_encoder(towers)
-        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        addresses = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         kept = 0
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal kept
-            kept += tensor.nbytes if tensor.untyped_storage().data_ptr() not in own else 0
+            kept += tensor.nbytes if tensor.untyped_storage().data_ptr() not in addresses else 0
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -118,8 +118,8 @@ def test_compiled_blocks_are_whole_graphs_that_all_of_them_share(backend: str) -
     compile_blocks(compiled, backend=backend, fullgraph=True)
     assert list(compiled.state_dict()) == names
     for lengths in ((2, 5, 12, 7), (3, 4, 5, 6), (12, 12, 11, 2)):
-        found = step(compiled, captions_BL=captions(*lengths))
-        torch.testing.assert_close(found, step(plain, captions_BL=captions(*lengths)), atol=1e-11, rtol=0)
+        outcome = step(compiled, captions_BL=captions(*lengths))
+        torch.testing.assert_close(outcome, step(plain, captions_BL=captions(*lengths)), atol=1e-11, rtol=0)
     # Clips, captions of one total length, captions of any: not one for each of six blocks and each batch.
     assert counters["stats"]["unique_graphs"] <= 4
     assert not counters["graph_break"]
@@ -138,11 +138,11 @@ def test_gradients_are_finite_and_close_in_half_precision(dtype: torch.dtype) ->
         # The same draws as in float64: drawn cubes and branches have dtypes of their own.
         video, text = model.train()(clips(4).float(), CAPTIONS)
         loss = ((video @ text.T) ** 2).sum()
-    found = gradients(model, loss)
-    for name, gradient in found.items():
+    gradients_found = gradients(model, loss)
+    for name, gradient in gradients_found.items():
         assert gradient.dtype == torch.float32 and gradient.isfinite().all(), name
     assert loss.item() == pytest.approx(exact_loss.item(), rel=0.2)
-    flat = torch.cat([found[name].flatten().double() for name in exact])
+    flat = torch.cat([gradients_found[name].flatten().double() for name in exact])
     expected = torch.cat([gradient.flatten() for gradient in exact.values()])
     assert torch.nn.functional.cosine_similarity(flat, expected, dim=0) > 0.9
 

@@ -53,9 +53,9 @@ def ours_with(
 
 
 def our_weights(theirs: TimesformerModel) -> dict[str, torch.Tensor]:
-    found = from_hf_caption(theirs.state_dict())
-    assert not found.unknown
-    return {name.removeprefix("video."): tensor for name, tensor in found.tensors.items()}
+    converted = from_hf_caption(theirs.state_dict())
+    assert not converted.unknown
+    return {name.removeprefix("video."): tensor for name, tensor in converted.tensors.items()}
 
 
 def in_their_order(tokens_BLD: torch.Tensor, *, patches: int = PATCHES) -> torch.Tensor:
@@ -68,12 +68,12 @@ def in_their_order(tokens_BLD: torch.Tensor, *, patches: int = PATCHES) -> torch
 def test_tokens_and_gradients_are_transformers(theirs: TimesformerModel, attend: Attend) -> None:
     ours = ours_with(our_weights(theirs), attend=attend).train()
     video = clips(2)
-    expected, found = theirs(for_them(video)).last_hidden_state, in_their_order(ours(video))
+    expected, states = theirs(for_them(video)).last_hidden_state, in_their_order(ours(video))
     assert expected.std() > 0.5
-    torch.testing.assert_close(found, expected, atol=1e-11, rtol=0)
+    torch.testing.assert_close(states, expected, atol=1e-11, rtol=0)
     weights = torch.randn(expected.shape, dtype=torch.float64)
     their_gradients = from_hf_caption(gradients(theirs, (expected * weights).sum())).tensors
-    our_gradients = gradients(ours, (found * weights).sum())
+    our_gradients = gradients(ours, (states * weights).sum())
     assert len(our_gradients) == len(their_gradients)
     for name, gradient in our_gradients.items():
         torch.testing.assert_close(gradient, their_gradients[f"video.{name}"], atol=1e-9, rtol=1e-9, msg=name)
@@ -83,8 +83,8 @@ def test_pictures_of_another_size_are_transformers_with_the_nearest_places(their
     weights = our_weights(theirs)
     weights["positional_embedding"] = nearest_places(weights["positional_embedding"], 36)
     video = clips(2, image_px=48)
-    found = in_their_order(ours_with(weights, image_px=48)(video), patches=36)
-    torch.testing.assert_close(found, theirs(for_them(video)).last_hidden_state, atol=1e-11, rtol=0)
+    states = in_their_order(ours_with(weights, image_px=48)(video), patches=36)
+    torch.testing.assert_close(states, theirs(for_them(video)).last_hidden_state, atol=1e-11, rtol=0)
 
 
 def test_other_numbers_of_frames_have_the_nearest_times_as_transformers(theirs: TimesformerModel) -> None:
@@ -92,12 +92,12 @@ def test_other_numbers_of_frames_have_the_nearest_times_as_transformers(theirs: 
         embeddings = theirs.embeddings
         # Pictures of zeros: what is left are the places.
         video = torch.zeros(1, num_frames, 3, 32, 32, dtype=torch.float64)
-        found = embeddings(video)[0, 1:].unflatten(0, (PATCHES, num_frames))
+        embedded = embeddings(video)[0, 1:].unflatten(0, (PATCHES, num_frames))
         bias = embeddings.patch_embeddings.projection.bias
         assert bias is not None
         without_times = embeddings.position_embeddings[0, 1:] + bias
         expected = without_times[:, None] + nearest_times(embeddings.time_embeddings[0], num_frames)
-        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+        torch.testing.assert_close(embedded, expected, atol=1e-12, rtol=0)
 
 
 def test_places_of_no_square_are_refused() -> None:
@@ -150,9 +150,9 @@ def test_a_dropped_part_leaves_its_clip_as_it_was(theirs: TimesformerModel) -> N
     torch.testing.assert_close(block(x, branches=none), x, atol=0, rtol=0)
     kept = none.clone()
     kept[:, 1] = 1
-    found = block(x, branches=kept)
-    torch.testing.assert_close(found[0], x[0], atol=0, rtol=0)
-    torch.testing.assert_close(found[1], block(x)[1], atol=1e-12, rtol=0)
+    outputs = block(x, branches=kept)
+    torch.testing.assert_close(outputs[0], x[0], atol=0, rtol=0)
+    torch.testing.assert_close(outputs[1], block(x)[1], atol=1e-12, rtol=0)
 
 
 def test_a_new_block_ignores_time() -> None:

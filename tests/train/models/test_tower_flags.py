@@ -55,9 +55,9 @@ def test_weights_of_another_size_start_with_the_flags_that_the_refusal_names(
     assert train("dual-encoder", *start) == 2
     hint = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("hint: "))
     needed = re.findall(r"--towers[.a-z-]+ \d+", hint)
-    wanted = re.findall(r"--towers[.a-z-]+ \d+", SIZED)
+    expected = re.findall(r"--towers[.a-z-]+ \d+", SIZED)
     # The width of the embedding is taken from the weights.
-    assert sorted(needed) == sorted(one for one in wanted if not one.startswith("--towers.embedding-width"))
+    assert sorted(needed) == sorted(flag for flag in expected if not flag.startswith("--towers.embedding-width"))
     assert train("dual-encoder", *start, *" ".join(needed).split()) == 0
     assert "tensors of the model copied as they are" in capsys.readouterr().out
 

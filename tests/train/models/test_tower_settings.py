@@ -11,7 +11,7 @@ from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 
 
 @pytest.mark.parametrize(
-    "wrong, said",
+    "wrong, message",
     [
         ({"tubelet": 0}, "--towers.tubelet is 0"),
         ({"embedding_width": 0}, "--towers.embedding-width is 0"),
@@ -23,8 +23,8 @@ from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
         ({"kind": "videomae", "patch_dropout": 0.5}, "--towers.patch-dropout 0.5 does not apply to a videomae tower"),
     ],
 )
-def test_a_wrong_value_is_named(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_wrong_value_is_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         Towers(**wrong)
 
 

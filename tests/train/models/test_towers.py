@@ -103,9 +103,9 @@ def test_a_size_has_every_tensor_of_open_clips(name: str) -> None:
         image_px = 336 if name == "l14-336" else 224
         ours = DualEncoder(SIZES[name], image_px=image_px, num_frames=4, attend=attend_with_sdpa)
     expected = {key: tuple(value.shape) for key, value in under_our_names(theirs.state_dict()).items()}
-    found = {key: tuple(value.shape) for key, value in ours.state_dict().items()}
-    assert found.pop("video.temporal_embedding")[0] == 4
-    assert found == expected
+    shapes = {key: tuple(value.shape) for key, value in ours.state_dict().items()}
+    assert shapes.pop("video.temporal_embedding")[0] == 4
+    assert shapes == expected
     assert isinstance(ours.text, TextTower)
     for their_trunk, our_trunk in (
         (theirs.visual.transformer, ours.video.transformer),

@@ -60,21 +60,21 @@ def loss_of(
     return reconstruction_loss(model(video, masked, decoded), targets)
 
 
-def copied(theirs: torch.nn.Module, ours: Module) -> Module:
+def copy_weights(theirs: torch.nn.Module, ours: Module) -> Module:
     """Our module with their weights."""
     ours.double().load_state_dict(from_hf_videomae(theirs.state_dict()).tensors)
     return ours
 
 
 def gradients_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.9])
 def test_predictions_loss_and_all_gradients_are_those_of_transformers(ratio: float) -> None:
     theirs = VideoMAEForPreTraining(config()).double()
     spread_out(theirs)
-    ours = copied(theirs, autoencoder())
+    ours = copy_weights(theirs, autoencoder())
     video, masked = clips(3), masks(3, ratio=ratio)
     expected = theirs(video.transpose(1, 2), bool_masked_pos=masked)
     assert_equal(ours(video, masked), expected.logits)
@@ -83,9 +83,9 @@ def test_predictions_loss_and_all_gradients_are_those_of_transformers(ratio: flo
     loss.backward()
     expected.loss.backward()
     converted = from_hf_videomae(gradients_of(theirs)).tensors
-    found = gradients_of(ours)
-    assert found.keys() == converted.keys() == dict(ours.named_parameters()).keys()
-    for name, gradient in found.items():
+    gradients = gradients_of(ours)
+    assert gradients.keys() == converted.keys() == dict(ours.named_parameters()).keys()
+    for name, gradient in gradients.items():
         assert_equal(gradient, converted[name])
         assert gradient.abs().max() > 1e-6, name
 
@@ -95,7 +95,7 @@ def test_without_a_mask_the_tower_is_transformers_model() -> None:
     spread_out(theirs)
     ours = torch.nn.Module()
     ours.video = VideoMAEEncoder(SIZE, image_px=32, num_frames=4, attend=attend_with_sdpa)
-    copied(theirs, ours)
+    copy_weights(theirs, ours)
     expected = theirs(clips(2).transpose(1, 2)).last_hidden_state
     assert_equal(ours.video(clips(2)), expected)
     assert_equal(ours.video.features(clips(2)), expected.mean(1))
@@ -108,7 +108,7 @@ def test_a_classifier_of_the_kind_is_transformers() -> None:
         SIZE, towers=VIDEOMAE, image_px=32, num_frames=4, num_classes=5, dropout=0.5, attend=attend_with_sdpa
     )
     assert ours.head.weight.std() < 1e-4 and not ours.head.bias.any()
-    copied(theirs, ours.eval())
+    copy_weights(theirs, ours.eval())
     assert_equal(ours(clips(2)), theirs(clips(2).transpose(1, 2)).logits)
 
 
@@ -125,9 +125,9 @@ def test_what_is_not_decoded_changes_the_others_through_attention_alone() -> Non
     model, masked = autoencoder(), masks(2)
     grid = model.video.grid
     decoded = decoded_cubes(masked, torch.arange(2), grid, kind="random", ratio=0.5, seed=0)
-    found = model(clips(2), masked, decoded)
-    assert found.shape == (2, 12, 2 * 8 * 8 * 3) == (2, int((masked & decoded)[0].sum()), 384)
-    assert torch.equal(found, model(clips(2), masked, decoded, num_masked=24, num_predicted=12))
+    predicted = model(clips(2), masked, decoded)
+    assert predicted.shape == (2, 12, 2 * 8 * 8 * 3) == (2, int((masked & decoded)[0].sum()), 384)
+    assert torch.equal(predicted, model(clips(2), masked, decoded, num_masked=24, num_predicted=12))
     # Without blocks in the decoder a cube's values do not depend on which others are decoded.
     model.decoder.transformer.resblocks = torch.nn.ModuleList()
     whole = model(clips(2), masked)

@@ -32,12 +32,12 @@ def gradients_of_steps(model: torch.nn.Module, towers: DualEncoder) -> dict[str,
         torch.manual_seed(seed)
         video, text = model.train()(clips(3), captions(*lengths))
         ((video @ text.T) ** 2).sum().backward()
-    found = {}
+    outcomes = {}
     for name, parameter in towers.named_parameters():
         gradient = parameter.grad
         assert gradient is not None, name
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return found
+        outcomes[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return outcomes
 
 
 @pytest.mark.usefixtures("_one_rank")

@@ -32,8 +32,8 @@ def compare_steps(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for name in NAMES:
         whole, sharded = (_steps(_model(its_mesh), name) for its_mesh in (None, mesh))
-        for one, other in zip(whole, sharded, strict=True):
-            torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-12)
+        for tensor, other in zip(whole, sharded, strict=True):
+            torch.testing.assert_close(other, tensor, rtol=1e-9, atol=1e-12)
         assert not torch.allclose(whole[4], whole[5])
     (folder / f"compared-{dist.get_rank()}").write_text("\n".join(NAMES))
     dist.destroy_process_group()
@@ -43,16 +43,16 @@ def _model(mesh: DeviceMesh | None) -> nn.Sequential:
     torch.manual_seed(0)
     # Rows that two ranks share unequally, and a bias of which the second has nothing.
     model = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.LayerNorm(7), nn.Linear(7, 1)).double()
-    for one in model.parameters():
-        nn.init.normal_(one)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
     if mesh is not None:
         for part in (model[0], model[3], model):
             fully_shard(part, mesh=mesh)
-        assert any(hasattr(one, "full_tensor") for one in model.parameters())
+        assert any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
     return model
 
 
-def _whole(tensor: Any) -> torch.Tensor:
+def _gather(tensor: Any) -> torch.Tensor:
     whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole
 
@@ -83,7 +83,7 @@ def _steps(model: nn.Sequential, name: OptimizerName) -> list[torch.Tensor]:
         seen.append(model(x))
     with ema.swap_in(model), torch.no_grad():
         seen.append(model(x))
-    seen += [_whole(one) for one in ema.state_dict().values()]
-    seen += [_whole(one.detach()) for one in model.parameters()] + [objective.tau.detach()]
+    seen += [_gather(tensor) for tensor in ema.state_dict().values()]
+    seen += [_gather(parameter.detach()) for parameter in model.parameters()] + [objective.tau.detach()]
     states = optimizer.state_dict()["state"].values()
-    return seen + [_whole(value) for state in states for value in state.values() if torch.is_tensor(value)]
+    return seen + [_gather(value) for state in states for value in state.values() if torch.is_tensor(value)]

@@ -9,14 +9,14 @@ from clipmill.train.optim.ema import Ema
 
 def model_of(value: float) -> nn.Linear:
     model = nn.Linear(3, 2)
-    for one in model.parameters():
-        nn.init.constant_(one, value)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
     return model
 
 
 def set_to(model: nn.Module, value: float) -> None:
-    for one in model.parameters():
-        nn.init.constant_(one, value)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
 
 
 def test_the_average_follows_the_weights_faster_at_first() -> None:
@@ -29,9 +29,9 @@ def test_the_average_follows_the_weights_faster_at_first() -> None:
         decay = min(0.5, (1 + step) / (10 + step))
         average = decay * average + (1 - decay) * step
     assert decay == 0.5 and 2 / 11 < 0.5
-    for one in ema.state_dict().values():
-        torch.testing.assert_close(one, torch.full_like(one, average), rtol=1e-12, atol=0)
-    assert all((one == 20.0).all() for one in model.parameters())
+    for tensor in ema.state_dict().values():
+        torch.testing.assert_close(tensor, torch.full_like(tensor, average), rtol=1e-12, atol=0)
+    assert all((parameter == 20.0).all() for parameter in model.parameters())
 
 
 def test_a_model_has_the_averages_for_a_while_and_its_own_weights_after_it() -> None:
@@ -46,8 +46,8 @@ def test_a_model_has_the_averages_for_a_while_and_its_own_weights_after_it() -> 
     with pytest.raises(RuntimeError), ema.swap_in(model):
         raise RuntimeError
     assert model(x).tolist() == [[20.0, 20.0]]
-    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
-    assert all((one == 1.0).all() for one in ema.state_dict().values())
+    assert all(parameter is other for parameter, other in zip(model.parameters(), parameters, strict=True))
+    assert all((tensor == 1.0).all() for tensor in ema.state_dict().values())
 
 
 def test_frozen_weights_have_no_average() -> None:

@@ -30,8 +30,8 @@ def model() -> DualEncoder:
 
 def groups_by_name(model: nn.Module, objective: nn.Module, *, layer_decay: float) -> dict[str, dict[str, float]]:
     groups = parameter_groups(model, objective, weight_decay=0.2, layer_decay=layer_decay, adapts_all=False)
-    names = {id(one): name for module in (model, objective) for name, one in module.named_parameters()}
-    return {names[id(one)]: group for group in groups for one in group["params"]}
+    names = {id(parameter): name for module in (model, objective) for name, parameter in module.named_parameters()}
+    return {names[id(param)]: group for group in groups for param in group["params"]}
 
 
 def test_matrices_decay_and_gains_biases_embeddings_and_temperature_do_not(model: DualEncoder) -> None:
@@ -84,12 +84,12 @@ def test_a_tower_in_part_keeps_the_rates_of_the_whole(model: DualEncoder) -> Non
         for name, _ in list(part.video.transformer.resblocks[number].named_parameters()):
             owner, _, leaf = name.rpartition(".")
             part.video.transformer.resblocks[number].get_submodule(owner).register_parameter(leaf, None)
-    found = groups_by_name(part, Temperature(), layer_decay=0.5)
-    kept = {name for name, one in part.named_parameters() if one.requires_grad}
-    assert found.keys() == {*kept, "tau"}
+    part_groups = groups_by_name(part, Temperature(), layer_decay=0.5)
+    kept = {name for name, parameter in part.named_parameters() if parameter.requires_grad}
+    assert part_groups.keys() == {*kept, "tau"}
     assert {name.split(".")[3] for name in kept if name.startswith("video.transformer.")} == {"1"}
     assert not any(name.startswith(("video.conv1", "video.ln_pre", "video.class")) for name in kept)
-    for name, group in found.items():
+    for name, group in part_groups.items():
         assert group["lr_scale"] == whole[name]["lr_scale"], name
 
 
@@ -155,7 +155,7 @@ def test_wrappers_do_not_change_a_name(model: DualEncoder) -> None:
     name = "module.video.transformer.resblocks.0._checkpoint_wrapped_module.attn._orig_mod.in_proj_bias"
     assert plain_name(name) == "video.transformer.resblocks.0.attn.in_proj_bias"
     wrapped = nn.ModuleDict({"module": model})
-    plain, found = (groups_by_name(one, Objective(), layer_decay=0.5) for one in (model, wrapped))
+    plain, wrapped_groups = (groups_by_name(module, Objective(), layer_decay=0.5) for module in (model, wrapped))
     assert {name: group["lr_scale"] for name, group in plain.items()} == {
-        plain_name(name): group["lr_scale"] for name, group in found.items()
+        plain_name(name): group["lr_scale"] for name, group in wrapped_groups.items()
     }

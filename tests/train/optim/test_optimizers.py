@@ -102,12 +102,12 @@ def test_an_optimizer_is_procedure_4_of_fastclip(name: Any, alpha: Any) -> None:
     decayed = {"linear.weight"}
     references = {
         key: Reference(
-            one.detach().numpy(),
+            parameter.detach().numpy(),
             decay=DECAY if key in decayed else 0.0,
             lr=LR / 3 if key == "tau" else LR,
             adapts=key != "tau" and (alpha == "all" or key in decayed),
         )
-        for key, one in named.items()
+        for key, parameter in named.items()
     }
     optimizer = make_optimizer(model, objective, chosen)
     for step in steps_of(optimizer, named):
@@ -132,7 +132,7 @@ def test_an_optimizer_is_procedure_4_of_fastclip(name: Any, alpha: Any) -> None:
     ],
 )
 def test_lamb_and_lion_equal_timms(ours: Callable[..., Any], theirs: Callable[..., Any]) -> None:
-    found = []
+    norms = []
     for make in (ours, theirs):
         model = Net()
         with torch.no_grad():
@@ -141,9 +141,9 @@ def test_lamb_and_lion_equal_timms(ours: Callable[..., Any], theirs: Callable[..
         for _ in steps_of(optimizer := make(named.values()), named):
             pass
         assert optimizer.state_dict()["param_groups"][0]["lr"] == LR
-        found.append(named)
-    for name, parameter in found[0].items():
-        torch.testing.assert_close(parameter, found[1][name], rtol=1e-9, atol=1e-12)
+        norms.append(named)
+    for name, parameter in norms[0].items():
+        torch.testing.assert_close(parameter, norms[1][name], rtol=1e-9, atol=1e-12)
         assert not torch.equal(parameter, Net().get_parameter(name))
 
 
@@ -151,30 +151,30 @@ def test_lamb_and_lion_equal_timms(ours: Callable[..., Any], theirs: Callable[..
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping_equals_torchs_whatever_the_loss_was_scaled_by(max_norm: float, loss_scale: float) -> None:
     ours, theirs = Net(), Net()
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+    for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         other.grad = torch.randn_like(other)
-        one.grad = other.grad * loss_scale
+        parameter.grad = other.grad * loss_scale
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm).item()
-    found = clip_gradients(ours.parameters(), max_norm=max_norm, loss_scale=loss_scale)
-    assert found == pytest.approx(expected, rel=1e-12)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    result = clip_gradients(ours.parameters(), max_norm=max_norm, loss_scale=loss_scale)
+    assert result == pytest.approx(expected, rel=1e-12)
+    for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
 
 
 def test_a_weight_that_another_stage_counts_is_clipped_and_not_counted_again() -> None:
     weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    for number, one in enumerate(weights, start=1):
-        one.grad = torch.full((2,), 10.0**number)
+    for number, weight in enumerate(weights, start=1):
+        weight.grad = torch.full((2,), 10.0**number)
     norm = clip_gradients(weights, max_norm=1.0, repeated=weights[1:2])
     assert norm == pytest.approx((2 * (10.0**2 + 1000.0**2)) ** 0.5)
-    for number, one in enumerate(weights, start=1):
-        torch.testing.assert_close(one.grad, torch.full((2,), 10.0**number / norm.item()))
+    for number, weight in enumerate(weights, start=1):
+        torch.testing.assert_close(weight.grad, torch.full((2,), 10.0**number / norm.item()))
 
 
 def test_a_norm_says_that_a_gradient_is_no_number() -> None:
     model = Net()
-    for one in model.parameters():
-        one.grad = torch.zeros_like(one)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     assert clip_gradients(model.parameters(), max_norm=1.0) == 0
     assert model.linear.bias.grad is not None
     model.linear.bias.grad[2] = float("inf")

@@ -48,7 +48,7 @@ def test_the_weights_to_evaluate_are_the_averages(tmp_path: Path) -> None:
     train_plane(settings(plain))
     train_plane(settings(averaged, optimizer=OptimizerSettings(ema=0.99)))
     assert losses(plain) == losses(averaged), "training does not know of them"
-    assert not any(torch.equal(one, weights_of(plain)[key]) for key, one in weights_of(averaged).items())
+    assert not any(torch.equal(tensor, weights_of(plain)[key]) for key, tensor in weights_of(averaged).items())
 
 
 def test_a_gradient_that_is_no_number_stops_the_run_with_its_batch(

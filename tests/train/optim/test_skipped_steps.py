@@ -17,10 +17,10 @@ NAMES = ["adamw", "lion", "lamb", "sgd"]
 
 def fill(model: nn.Module, step: int, *, is_good: bool = True) -> None:
     generator = torch.Generator().manual_seed(step)
-    for one in model.parameters():
-        one.grad = torch.randn(one.shape, generator=generator, dtype=one.dtype)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         if not is_good:
-            one.grad.flatten()[0] = float("nan")
+            parameter.grad.flatten()[0] = float("nan")
 
 
 def run(name: Any, good: list[bool], *, leaves_out: bool) -> dict[str, torch.Tensor]:
@@ -33,10 +33,10 @@ def run(name: Any, good: list[bool], *, leaves_out: bool) -> dict[str, torch.Ten
             take_step(optimizer, torch.tensor(is_good), skips=True)
         elif is_good:
             optimizer.step()
-    found = {key: one.detach().clone() for key, one in model.named_parameters()}
-    for key, one in model.named_parameters():
-        found |= {f"{key}.{kind}": value.clone() for kind, value in optimizer.state.get(one, {}).items()}
-    return found
+    state = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    for key, parameter in model.named_parameters():
+        state |= {f"{key}.{kind}": value.clone() for kind, value in optimizer.state.get(parameter, {}).items()}
+    return state
 
 
 @pytest.mark.parametrize("is_gpus_way", [True, False])
@@ -47,9 +47,9 @@ def test_a_step_that_is_left_out_leaves_no_trace(
 ) -> None:
     if is_gpus_way:
         as_on_a_gpu(monkeypatch)
-    found, expected = (run(name, good, leaves_out=leaves_out) for leaves_out in (True, False))
-    assert found.keys() == expected.keys() and len(found) > len(list(Net().parameters()))
-    for key, value in found.items():
+    state, expected = (run(name, good, leaves_out=leaves_out) for leaves_out in (True, False))
+    assert state.keys() == expected.keys() and len(state) > len(list(Net().parameters()))
+    for key, value in state.items():
         # LAMB's corrections are the device's there, in float64 all the same.
         assert torch.equal(value, expected[key]) or (name == "lamb" and is_gpus_way), key
         torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-9)
@@ -61,13 +61,16 @@ def test_where_errors_alone_forbid_a_step_good_ones_are_the_optimizers_own(
 ) -> None:
     as_on_a_gpu(monkeypatch)
     model, other = Net(), Net()
-    optimizers = [make_optimizer(one, Temperature(), settings(name=name)) for one in (model, other)]
+    optimizers = [make_optimizer(module, Temperature(), settings(name=name)) for module in (model, other)]
     for step in range(4):
         fill(model, step)
         fill(other, step)
         take_step(optimizers[0], torch.tensor(True), skips=False)
         optimizers[1].step()
-    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(parameter, expected)
+        for parameter, expected in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
@@ -84,12 +87,15 @@ def test_sgd_is_torchs_to_the_bit_and_goes_on_with_its_state(momentum: float, de
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         optimizer.step()
         other.step()
-        assert all(torch.equal(one, two) for one, two in zip(ours.parameters(), theirs.parameters(), strict=True))
+        assert all(
+            torch.equal(parameter, expected)
+            for parameter, expected in zip(ours.parameters(), theirs.parameters(), strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_learning_rate_that_the_device_decides_is_a_learning_rate(name: Any) -> None:
-    found = []
+    states = []
     for lr in (0.02, torch.tensor(0.02, dtype=torch.float64)):
         model = Net().float()
         optimizer = make_optimizer(model, Temperature(), settings(name=name))
@@ -99,9 +105,9 @@ def test_a_learning_rate_that_the_device_decides_is_a_learning_rate(name: Any) -
         for step in range(3):
             fill(model, step)
             optimizer.step()
-        found.append(list(model.parameters()))
-    for one, two in zip(*found, strict=True):
-        torch.testing.assert_close(one, two, rtol=3e-7, atol=0)
+        states.append(list(model.parameters()))
+    for parameter, expected in zip(*states, strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=3e-7, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -115,11 +121,11 @@ def test_gradients_are_clipped_to_the_bit_as_with_pythons_numbers(
         fill(model, step)
         fill(other, step)
         norm = clip_gradients(model.parameters(), max_norm=max_norm, loss_scale=loss_scale)
-        gradients = [one.grad for one in other.parameters() if one.grad is not None]
-        squares = torch.stack([one.double() for one in torch._foreach_norm(gradients)]).square()
+        gradients = [parameter.grad for parameter in other.parameters() if parameter.grad is not None]
+        squares = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square()
         expected = squares.sqrt().square().sum().sqrt().item() / float(loss_scale)
         assert norm.item() == expected
         factor = min(1.0, max_norm / (expected + 1e-6)) / float(loss_scale)
         torch._foreach_mul_(gradients, factor)
-        for one, gradient in zip(model.parameters(), gradients, strict=True):
-            assert one.grad is not None and torch.equal(one.grad, gradient)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert parameter.grad is not None and torch.equal(parameter.grad, gradient)

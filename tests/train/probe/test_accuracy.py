@@ -11,9 +11,9 @@ def test_shares_are_counted_by_clip_and_by_class() -> None:
     scores = torch.tensor(
         [[9.0, 1, 0, 0, 0, 0], [9, 5, 0, 0, 0, 0], [0, 1, 2, 3, 4, 9], [1, 2, 3, 4, 5, 6]], dtype=torch.float64
     )
-    found = accuracy(scores, torch.tensor([0, 1, 5, 0]))
-    assert found.top1 == 0.5 and found.top5 == 0.75
-    assert found.mean_class == pytest.approx((1 / 2 + 0 + 1) / 3)  # of classes 0, 1 and 5
+    accuracies = accuracy(scores, torch.tensor([0, 1, 5, 0]))
+    assert accuracies.top1 == 0.5 and accuracies.top5 == 0.75
+    assert accuracies.mean_class == pytest.approx((1 / 2 + 0 + 1) / 3)  # of classes 0, 1 and 5
 
 
 def test_ties_count_against_what_is_probed() -> None:

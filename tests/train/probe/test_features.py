@@ -25,7 +25,7 @@ class Colours:
         return (self.sign * video_BCTHW[:, :, 0, 0, 0]).to(torch.bfloat16)
 
 
-def loaded(samples: list[int], *, num_failed: int = 0) -> LoadedBatch:
+def load_batch(samples: list[int], *, num_failed: int = 0) -> LoadedBatch:
     failed = tuple(FailedSample(1000 + number, "k", "undecodable", "broken") for number in range(num_failed))
     if not samples:
         return LoadedBatch(Batch(), failed, Cursor(0))
@@ -33,9 +33,9 @@ def loaded(samples: list[int], *, num_failed: int = 0) -> LoadedBatch:
     return LoadedBatch(Batch(input="pixels", position=torch.tensor(samples), video=video), failed, Cursor(0))
 
 
-def found(batches: list[LoadedBatch], world: World) -> ClipFeatures:
-    own = extract([Colours(1), Colours(-1)], batches, inputs=lambda batch: batch["video"], device=CPU)
-    return gather_features(own, world)
+def find_features(batches: list[LoadedBatch], world: World) -> ClipFeatures:
+    rank_features = extract([Colours(1), Colours(-1)], batches, inputs=lambda batch: batch["video"], device=CPU)
+    return gather_features(rank_features, world)
 
 
 @pytest.mark.parametrize(
@@ -49,27 +49,27 @@ def found(batches: list[LoadedBatch], world: World) -> ClipFeatures:
 def test_two_ranks_have_the_features_of_one_in_the_order_of_the_samples(
     parts: tuple[list[list[int]], list[list[int]]],
 ) -> None:
-    for whole in on_two_ranks(lambda world: found([loaded(its) for its in parts[world.rank]], world)):
+    for whole in on_two_ranks(lambda world: find_features([load_batch(its) for its in parts[world.rank]], world)):
         assert whole.sample.tolist() == list(range(7))
-        one, other = whole.of_tower
-        assert one.dtype == torch.float32 and one[:, 0].tolist() == list(range(7))
-        assert torch.equal(other, -one)
+        features, other = whole.of_tower
+        assert features.dtype == torch.float32 and features[:, 0].tolist() == list(range(7))
+        assert torch.equal(other, -features)
 
 
 def test_failed_samples_of_all_ranks_are_counted() -> None:
     def work(world: World) -> int:
-        return found([loaded([world.rank], num_failed=1 + world.rank)], world).num_failed
+        return find_features([load_batch([world.rank], num_failed=1 + world.rank)], world).num_failed
 
     assert on_two_ranks(work) == [3, 3]
     with pytest.raises(FailedWork, match=r"none of 2 samples.*broken"):
-        found([loaded([], num_failed=2)], World())
+        find_features([load_batch([], num_failed=2)], World())
 
 
 def test_features_that_are_no_numbers_are_not_scored() -> None:
-    batch = loaded([0, 1, 2])
+    batch = load_batch([0, 1, 2])
     batch.batch["video"][1] = torch.nan
     with pytest.raises(FailedWork, match="features of 1 of 3 clips are not finite"):
-        found([batch], World())
+        find_features([batch], World())
 
 
 def test_what_is_probed_is_a_classifier_or_a_video_tower_whatever_wraps_it() -> None:
@@ -84,5 +84,5 @@ def test_what_is_probed_is_a_classifier_or_a_video_tower_whatever_wraps_it() -> 
 
     towers, classifier = Towers(), Classifier()
     for model, expected in ((towers, towers.video), (classifier, classifier), (nn.DataParallel(towers), towers.video)):
-        found: object = tower_of(model)
-        assert found is expected
+        tower: object = tower_of(model)
+        assert tower is expected

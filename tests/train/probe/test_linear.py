@@ -76,11 +76,11 @@ def test_the_gradient_of_the_objective_is_zero_where_it_says_so() -> None:
 
 def test_it_does_not_depend_on_chance_or_on_the_scale_of_features() -> None:
     features, label = clips(80, seed=2)
-    one = fit_linear(features, label, l2=10.0)
+    fit = fit_linear(features, label, l2=10.0)
     torch.rand(3)
-    assert torch.equal(fit_linear(features, label, l2=10.0).weight_CD, one.weight_CD)
+    assert torch.equal(fit_linear(features, label, l2=10.0).weight_CD, fit.weight_CD)
     other = fit_linear(features * torch.tensor([10.0, 1e-3, 1.0, 3.0, 1.0]) - 4, label, l2=10.0)
-    assert torch.allclose(other.weight_CD, one.weight_CD, atol=1e-3)
+    assert torch.allclose(other.weight_CD, fit.weight_CD, atol=1e-3)
 
 
 def test_logits_of_classes_without_clips_are_below_all_and_constant_features_say_nothing() -> None:

@@ -9,7 +9,7 @@ from clipmill.train.evaluation import probe_classifiers as neighbours
 from clipmill.train.evaluation.probe_classifiers import nearest, vote
 
 
-def drawn(num: int, width: int, *, seed: int) -> torch.Tensor:
+def draw_rows(num: int, width: int, *, seed: int) -> torch.Tensor:
     return torch.randn(num, width, generator=torch.Generator().manual_seed(seed))
 
 
@@ -18,11 +18,11 @@ def naive_votes(
 ) -> list[list[float]]:
     """Wu et al. 2018, section 3.4, word for word."""
     rows = []
-    for one in features.double().tolist():
+    for row in features.double().tolist():
         cosines = []
         for other in bank.double().tolist():
-            product = sum(a * b for a, b in zip(one, other, strict=True))
-            cosines.append(product / math.hypot(*one) / math.hypot(*other))
+            product = sum(a * b for a, b in zip(row, other, strict=True))
+            cosines.append(product / math.hypot(*row) / math.hypot(*other))
         votes = [0.0] * num_classes
         for place in sorted(range(len(cosines)), key=lambda place: (-cosines[place], place))[:count]:
             votes[int(label[place])] += math.exp(cosines[place] / temperature)
@@ -38,16 +38,16 @@ def test_votes_are_those_of_the_formula(
     """Whatever is worked out at once; one block of the bank is smaller than k."""
     monkeypatch.setattr(neighbours, "_QUERIES_AT_ONCE", at_once[0])
     monkeypatch.setattr(neighbours, "_BANK_AT_ONCE", at_once[1])
-    features, bank = drawn(11, 5, seed=0), drawn(40, 5, seed=1)
+    features, bank = draw_rows(11, 5, seed=0), draw_rows(40, 5, seed=1)
     label = torch.arange(40) % 4
-    found = vote(features, bank, label, num_classes=6, neighbours=9, temperature=temperature)
+    result = vote(features, bank, label, num_classes=6, neighbours=9, temperature=temperature)
     expected = torch.tensor(
         naive_votes(features, bank, label, num_classes=6, count=9, temperature=temperature), dtype=torch.float64
     )
     # Votes are up to a factor for each clip.
-    share, expected_share = (votes / votes.sum(dim=1, keepdim=True) for votes in (found, expected))
+    share, expected_share = (votes / votes.sum(dim=1, keepdim=True) for votes in (result, expected))
     assert torch.allclose(share, expected_share, rtol=1e-4, atol=1e-7)
-    assert (found[:, 4:] == 0).all()
+    assert (result[:, 4:] == 0).all()
 
 
 def test_equal_neighbours_are_taken_in_the_order_of_the_bank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +59,11 @@ def test_equal_neighbours_are_taken_in_the_order_of_the_bank(monkeypatch: pytest
 
 
 def test_a_bank_that_is_smaller_than_k_votes_as_a_whole() -> None:
-    cosine, place = nearest(drawn(2, 3, seed=0), drawn(4, 3, seed=1), neighbours=20)
+    cosine, place = nearest(draw_rows(2, 3, seed=0), draw_rows(4, 3, seed=1), neighbours=20)
     assert place.tolist() == [[0, 1, 2, 3]] * 2 and cosine.shape == (2, 4)
 
 
 def test_cold_votes_do_not_overflow_and_features_of_nothing_have_a_vote() -> None:
     features = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
-    found = vote(features, features, torch.tensor([0, 1]), num_classes=2, neighbours=1, temperature=1e-3)
-    assert found.isfinite().all() and found[0].tolist() == [1.0, 0.0]
+    votes = vote(features, features, torch.tensor([0, 1]), num_classes=2, neighbours=1, temperature=1e-3)
+    assert votes.isfinite().all() and votes[0].tolist() == [1.0, 0.0]

@@ -30,12 +30,12 @@ def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data_dir
 
 
-def trained(out: Path, task: str, moving: Path, *flags: Any) -> Path:
+def train_run(out: Path, task: str, moving: Path, *flags: Any) -> Path:
     assert train(task, "--shards", moving, "--out", out, *flags) == 0
     return out
 
 
-def probed(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+def probe_run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
     capsys.readouterr()
     assert train("eval", "probe", *arguments, "--json") == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -49,7 +49,7 @@ def test_a_masked_autoencoder_is_probed_in_the_loop_and_afterwards_alike(
     methods = ("--evaluate.methods", "knn", "--evaluate.methods", "linear", "--evaluate.every", 1)
     best = ("--best", "val/noun_knn_top1", "--keep-checkpoints", 1, "--checkpoint-every", 1)
     flags = (*PIXELS, *MASKED, *labels, *methods, *best, "--lr", "1e-2")
-    out = trained(tmp_path / "run", "mae", moving, *flags)
+    out = train_run(tmp_path / "run", "mae", moving, *flags)
     lines = read_lines(RunFolder(out).metrics)
     names = {f"val/{label}_{method}_{name}" for label in ("verb", "noun") for method in ("knn", "linear")
              for name in ("top1", "top5", "mean_class")}  # fmt: skip
@@ -58,17 +58,20 @@ def test_a_masked_autoencoder_is_probed_in_the_loop_and_afterwards_alike(
     kept = {read_metadata(path).step for path in RunFolder(out).checkpoints.glob("step_*")}
     assert kept == {2, best_step}
 
-    result = probed(capsys, out, "--label", "verb", "--label", "noun", "--neighbours", 5)
-    found = {(one["label"], one["method"], one["encoder"]): one for one in result["findings"]}
-    assert len(found) == 8 and [one["label"] for one in result["findings"]] == ["verb"] * 4 + ["noun"] * 4
+    result = probe_run(capsys, out, "--label", "verb", "--label", "noun", "--neighbours", 5)
+    findings = {(entry["label"], entry["method"], entry["encoder"]): entry for entry in result["findings"]}
+    assert len(findings) == 8 and [entry["label"] for entry in result["findings"]] == ["verb"] * 4 + ["noun"] * 4
     for label in ("verb", "noun"):
         for method in ("knn", "linear"):
-            one = found[label, method, "trained"]
-            assert one["found"]["top1"] == pytest.approx(lines[1][f"val/{label}_{method}_top1"])
-            assert one["majority_baseline"]["top1"] == 0.5 and (one["num_samples"], one["num_bank"]) == (12, 36)
+            finding = findings[label, method, "trained"]
+            assert finding["found"]["top1"] == pytest.approx(lines[1][f"val/{label}_{method}_top1"])
+            assert finding["majority_baseline"]["top1"] == 0.5 and (finding["num_samples"], finding["num_bank"]) == (
+                12,
+                36,
+            )
     # Brightness is told by any features.
-    assert found["noun", "linear", "random"]["found"]["top1"] == 1.0
-    assert found["noun", "linear", "trained"]["gradient"] < 1e-5
+    assert findings["noun", "linear", "random"]["found"]["top1"] == 1.0
+    assert findings["noun", "linear", "trained"]["gradient"] < 1e-5
     assert "the 5 nearest clips of split 'train'" in result["protocol"] and "T = 2 frames" in result["clip"]
     page = RunFolder(out).page.read_text()
     assert "Probes of frozen features" in page and "verb, k-NN, random" in page
@@ -87,9 +90,9 @@ def test_towers_of_every_task_are_probed(moving: Path, tmp_path: Path, capsys: p
         "classes": "what the last layer sees",
     }
     for name, flags in runs.items():
-        out = trained(tmp_path / name, flags[0], moving, *flags[1:])
-        wanted = ("--label", "noun", "--neighbours", 3, "--method", "knn")
-        result = probed(capsys, out, *wanted)
+        out = train_run(tmp_path / name, flags[0], moving, *flags[1:])
+        expected = ("--label", "noun", "--neighbours", 3, "--method", "knn")
+        result = probe_run(capsys, out, *expected)
         assert words[name] in result["features"], name
         trained_one, random_one = result["findings"]
         assert trained_one["encoder"] == "trained" and random_one["encoder"] == "random"
@@ -98,7 +101,7 @@ def test_towers_of_every_task_are_probed(moving: Path, tmp_path: Path, capsys: p
         if name == "mae":
             assert "segments of 4 frames" in result["data"]
     # Two steps change little, and the seed draws what the run began with.
-    assert probed(capsys, out, *wanted)["findings"] == result["findings"]
+    assert probe_run(capsys, out, *expected)["findings"] == result["findings"]
 
 
 @pytest.mark.parametrize(
@@ -176,9 +179,9 @@ def test_classes_that_the_bank_lacks_are_counted_and_one_class_is_nothing_to_lea
     videos = {"a": "train", "b": "val"}
     write_captions(tmp_path, videos, [*captions("a", "p", "q", "p", "q"), *captions("b", "p", "r", "s", "r")])
     few = ("--label", "class", "--neighbours", 2, "--shards", tmp_path)
-    for one in probed(capsys, run, *few)["findings"]:
-        assert (one["num_classes"], one["num_unseen"], one["num_unseen_classes"]) == (4, 3, 2)
-        assert one["found"]["top1"] <= 0.25
+    for entry in probe_run(capsys, run, *few)["findings"]:
+        assert (entry["num_classes"], entry["num_unseen"], entry["num_unseen_classes"]) == (4, 3, 2)
+        assert entry["found"]["top1"] <= 0.25
     assert train("eval", "probe", run, *few) == 0
     assert "3 clips of 2 classes of class without a clip in the bank: always wrong" in capsys.readouterr().out
 

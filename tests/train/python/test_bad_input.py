@@ -24,30 +24,30 @@ NORMALISED: dict[str, Any] = {"pixel_mean": (0.48, 0.46, 0.41), "pixel_std": (0.
 
 
 def test_a_chunk_that_changed_after_opening_is_a_named_failure(data_dir: Path, tmp_path: Path) -> None:
-    own = copy_of(data_dir, tmp_path)
-    with open_batches(own, shuffle=False) as clips, open_batches(own, max_failures=1) as strict:
-        [tar] = (path for path in (own / "video" / VARIANT).glob("000000*.tar"))
+    copy = copy_of(data_dir, tmp_path)
+    with open_batches(copy, shuffle=False) as clips, open_batches(copy, max_failures=1) as strict:
+        [tar] = (path for path in (copy / "video" / VARIANT).glob("000000*.tar"))
         content = bytearray(tar.read_bytes())
         begin = content.find(b"mdat", content.find(b"b_000000000.mp4"))
         content[begin + 4 : begin + 4096] = bytes(4092)
         tar.write_bytes(content)
         shown = [clip for batch in ids(clips) for clip in batch]
         assert shown == [0, 1, 2, 5, 6, 7, 8]
-        assert {(one.key, one.reason) for one in clips.failures} == {("b_000000000", "checksum")}
+        assert {(failure.key, failure.reason) for failure in clips.failures} == {("b_000000000", "checksum")}
         with pytest.raises(FailedWork, match=r"max_failures=1: 1 file or chunk failed again and again \(b_000000000\)"):
             list(strict)
         assert len(strict.failures) == 2
 
 
 def test_a_state_of_data_that_changed_is_refused(data_dir: Path, tmp_path: Path) -> None:
-    own = copy_of(data_dir, tmp_path)
-    with open_batches(own) as clips:
+    copy = copy_of(data_dir, tmp_path)
+    with open_batches(copy) as clips:
         next(iter(clips))
         state = clips.state_dict()
     videos = {"a": "train", "b": "train", "c": "train", "d": "val"}
-    write_captions(own, videos, [Caption(name, 0.0, 1.0, f"{name} begins") for name in videos for _ in range(3)])
+    write_captions(copy, videos, [Caption(name, 0.0, 1.0, f"{name} begins") for name in videos for _ in range(3)])
     with (
-        open_batches(own) as clips,
+        open_batches(copy) as clips,
         pytest.raises(UserError, match="the data, their selection or their mixture have changed"),
     ):
         clips.load_state_dict(state)
@@ -189,9 +189,9 @@ def in_fork(work: Callable[[], Any]) -> Any:
     process = context.Process(target=run, daemon=True)
     process.start()
     assert ours.poll(60), "the forked process hangs"
-    found = ours.recv()
+    received = ours.recv()
     process.join(10)
-    return found
+    return received
 
 
 def test_a_forked_process_may_open_clips_and_not_use_those_of_its_parent(data_dir: Path) -> None:
@@ -230,12 +230,12 @@ def test_a_forked_process_that_is_refused_ends(data_dir: Path) -> None:
                 os._exit(0 if "a fork of it" in str(error) else 3)
             os._exit(4)
         ended_at = time.monotonic() + 60
-        while not (found := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < ended_at:
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < ended_at:
             time.sleep(0.05)
-        if not found[0]:
+        if not ended[0]:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        assert found == (child, 0)
+        assert ended == (child, 0)
 
 
 class InWorker(IterableDataset[dict[str, Any]]):

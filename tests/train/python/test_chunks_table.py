@@ -13,8 +13,8 @@ from tests.train.tiny_data import Caption, write_captions
 
 
 def test_chunks_have_the_captions_on_show_and_their_labels(data_dir: Path, tmp_path: Path) -> None:
-    own, videos = tmp_path / "data", {"a": "train", "b": "train", "c": "train", "d": "val"}
-    shutil.copytree(data_dir, own)
+    data_copy, videos = tmp_path / "data", {"a": "train", "b": "train", "c": "train", "d": "val"}
+    shutil.copytree(data_dir, data_copy)
     captions = [
         Caption("d", 1.0, 2.0, "ends with the first chunk", labels={"label_verb": "end"}),
         Caption("a", 1.5, 4.5, "touches all three"),
@@ -22,8 +22,8 @@ def test_chunks_have_the_captions_on_show_and_their_labels(data_dir: Path, tmp_p
         Caption("d", 5.5, 7.0, "after the end"),
         Caption("d", 3.999, 4.0, "the last moment of the second"),
     ]
-    write_captions(own, videos, captions)
-    table = chunks_table(own)
+    write_captions(data_copy, videos, captions)
+    table = chunks_table(data_copy)
     assert table.column_names == [
         "key", "video_id", "split", "begin_s", "end_s", "captions", "caption_id", "label_verb",
     ]  # fmt: skip
@@ -42,10 +42,10 @@ def test_chunks_have_the_captions_on_show_and_their_labels(data_dir: Path, tmp_p
 
 
 def test_scores_are_columns_and_unknown_where_a_chunk_has_none(data_dir: Path, tmp_path: Path) -> None:
-    own = tmp_path / "data"
-    shutil.copytree(data_dir, own)
-    write_scores(own, {"d_000000000": {"motion": 0.5}, "a_000002000": {"motion": 0.25}}, failed=["b_000000000"])
-    table = chunks_table(own)
+    data_copy = tmp_path / "data"
+    shutil.copytree(data_dir, data_copy)
+    write_scores(data_copy, {"d_000000000": {"motion": 0.5}, "a_000002000": {"motion": 0.25}}, failed=["b_000000000"])
+    table = chunks_table(data_copy)
     motion = dict(zip(table["key"].to_pylist(), table["motion"].to_pylist(), strict=True))
     assert {key: value for key, value in motion.items() if value is not None} == {
         "d_000000000": 0.5,
@@ -61,9 +61,9 @@ def test_what_has_no_chunks_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_table_of_a_remote_folder_is_that_of_the_folder(data_dir: Path, tmp_path: Path) -> None:
-    own = tmp_path / "data"
-    shutil.copytree(data_dir, own)
-    with closing(HttpFolder(own)) as server:
-        assert chunks_table(server.address, cache=tmp_path / "without").equals(chunks_table(own))
-        write_scores(own, {"d_000000000": {"motion": 0.5}})
-        assert chunks_table(server.address, cache=tmp_path / "with").equals(chunks_table(own))
+    data_copy = tmp_path / "data"
+    shutil.copytree(data_dir, data_copy)
+    with closing(HttpFolder(data_copy)) as server:
+        assert chunks_table(server.address, cache=tmp_path / "without").equals(chunks_table(data_copy))
+        write_scores(data_copy, {"d_000000000": {"motion": 0.5}})
+        assert chunks_table(server.address, cache=tmp_path / "with").equals(chunks_table(data_copy))

@@ -19,9 +19,9 @@ MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
 
 
 @pytest.fixture
-def narrated(data_dir: Path, tmp_path: Path) -> Path:
+def narrated_data(data_dir: Path, tmp_path: Path) -> Path:
     """Data with a caption of a person and two of a model for each clip, with labels."""
-    own, videos = copy_of(data_dir, tmp_path), {"a": "train", "b": "train", "c": "train", "d": "val"}
+    copy, videos = copy_of(data_dir, tmp_path), {"a": "train", "b": "train", "c": "train", "d": "val"}
     sources = (("first", "human"), ("second", "model"), ("third", "model"))
     captions = [
         Caption(video, begin_s, begin_s + 1, f"{words} of {video}", source, {"label_verb": 3, "label_nouns": [noun]})
@@ -29,13 +29,13 @@ def narrated(data_dir: Path, tmp_path: Path) -> Path:
         for begin_s, noun in ((0.0, 1), (2.0, 2))
         for words, source in sources
     ]
-    write_captions(own, videos, captions)
-    return own
+    write_captions(copy, videos, captions)
+    return copy
 
 
-def test_model_input_and_captions_are_those_of_the_training_command(narrated: Path) -> None:
+def test_model_input_and_captions_are_those_of_the_training_command(narrated_data: Path) -> None:
     settings = DualEncoderSettings(
-        shards=str(narrated),
+        shards=str(narrated_data),
         batch=4,
         num_frames=2,
         size_px=32,
@@ -49,7 +49,7 @@ def test_model_input_and_captions_are_those_of_the_training_command(narrated: Pa
     command = task.training_set(World()).batches(max_failures=0)
     shown: dict[str, Any] = {"pixel_mean": MEAN, "pixel_std": STD, "sources": {"human": 1, "model": 3}}
     augment = {"flip": 0.5, "contrast": 0.4, "erase": 0.5, "rand_ops": 1}
-    with open_batches(narrated, batch=4, seed=7, augment=augment, min_relevancy=0.4, **shown) as clips:
+    with open_batches(narrated_data, batch=4, seed=7, augment=augment, min_relevancy=0.4, **shown) as clips:
         for batch in clips:
             expected = next(command).batch
             assert torch.equal(batch["video"], task.clips(expected, is_training=True))
@@ -58,17 +58,19 @@ def test_model_input_and_captions_are_those_of_the_training_command(narrated: Pa
     command.close()
 
 
-def test_all_captions_of_a_clip_come_with_it(narrated: Path, data_dir: Path) -> None:
-    wanted: dict[str, Any] = {"captions": "all", "sources": {"model": 2}, "shuffle": False, "batch": 12}
-    with open_batches(narrated, **wanted) as clips:
+def test_all_captions_of_a_clip_come_with_it(narrated_data: Path, data_dir: Path) -> None:
+    expected: dict[str, Any] = {"captions": "all", "sources": {"model": 2}, "shuffle": False, "batch": 12}
+    with open_batches(narrated_data, **expected) as clips:
         [batch] = clips
     assert batch["captions"][:2] == [["second of a", "third of a"]] * 2
-    assert batch["caption"] == [one[0] for one in batch["captions"]]
-    with open_batches([narrated, data_dir], captions="all", shuffle=False, batch=20) as clips:
+    assert batch["caption"] == [texts[0] for texts in batch["captions"]]
+    with open_batches([narrated_data, data_dir], captions="all", shuffle=False, batch=20) as clips:
         [batch] = clips
     of_folder = {0: ["first of a", "second of a", "third of a"], 1: ["it begins"]}
-    found = dict(zip(batch["folder"].tolist()[::-1], batch["captions"][::-1], strict=True))  # the first of each
-    assert found == of_folder
+    captions_by_folder = dict(
+        zip(batch["folder"].tolist()[::-1], batch["captions"][::-1], strict=True)
+    )  # the first of each
+    assert captions_by_folder == of_folder
 
 
 def test_views_are_a_dimension_of_their_own(data_dir: Path) -> None:
@@ -109,8 +111,10 @@ def test_views_are_a_dimension_of_their_own(data_dir: Path) -> None:
         ({"where": "motion >"}, "where 'motion >': character 9", "conditions look like"),
     ],
 )
-def test_errors_name_arguments_and_not_flags(narrated: Path, changes: dict[str, Any], words: str, hint: str) -> None:
+def test_errors_name_arguments_and_not_flags(
+    narrated_data: Path, changes: dict[str, Any], words: str, hint: str
+) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        open_batches(narrated, **changes)
+        open_batches(narrated_data, **changes)
     assert caught.value.hint is not None and hint in caught.value.hint
     assert caught.value.__notes__ == [f"hint: {caught.value.hint}"]

@@ -36,14 +36,14 @@ def endless(batches: Batches) -> Iterator[dict[str, Any]]:
         yield from batches
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(np.array_equal(value, other[name]) for name, value in one.items())
+def same(first: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(np.array_equal(value, other[name]) for name, value in first.items())
 
 
 def copy_of(data_dir: Path, tmp_path: Path) -> Path:
-    own = tmp_path / "data"
-    shutil.copytree(data_dir, own)
-    return own
+    data_copy = tmp_path / "data"
+    shutil.copytree(data_dir, data_copy)
+    return data_copy
 
 
 def test_batches_are_those_of_the_training_command(data_dir: Path) -> None:
@@ -74,9 +74,9 @@ def test_a_batch_has_frames_captions_keys_and_times(data_dir: Path) -> None:
 
 def test_arrays_are_what_tensors_are(data_dir: Path) -> None:
     with open_batches(data_dir, device=None) as arrays, open_batches(data_dir) as tensors:
-        for one, other in zip(arrays, tensors, strict=True):
-            assert isinstance(one["video"], np.ndarray) and isinstance(other["video"], torch.Tensor)
-            assert same(one, other)
+        for array_batch, other in zip(arrays, tensors, strict=True):
+            assert isinstance(array_batch["video"], np.ndarray) and isinstance(other["video"], torch.Tensor)
+            assert same(array_batch, other)
 
 
 def test_a_batch_is_never_overwritten(data_dir: Path) -> None:
@@ -147,8 +147,8 @@ def test_an_older_iteration_says_that_another_has_begun(data_dir: Path) -> None:
 
 
 def test_the_same_data_are_opened_twice_in_one_process(data_dir: Path) -> None:
-    with open_batches(data_dir) as one, open_batches(data_dir) as other:
-        assert all(same(*pair) for pair in zip(one, other, strict=True))
+    with open_batches(data_dir) as batches, open_batches(data_dir) as other:
+        assert all(same(*pair) for pair in zip(batches, other, strict=True))
 
 
 def test_closing_ends_the_threads(data_dir: Path) -> None:
@@ -161,11 +161,11 @@ def test_closing_ends_the_threads(data_dir: Path) -> None:
 
 
 def test_labels_are_numbered_alike_in_every_split(data_dir: Path, tmp_path: Path) -> None:
-    own = copy_of(data_dir, tmp_path)
+    copy = copy_of(data_dir, tmp_path)
     videos = {"a": "train", "b": "train", "c": "train", "d": "val"}
     captions = [Caption(name, 0.0, 1.0, "", labels={"label_name": name}) for name in videos]
-    write_captions(own, videos, captions)
-    with open_batches(own, split="val", label="name", shuffle=False) as clips:
+    write_captions(copy, videos, captions)
+    with open_batches(copy, split="val", label="name", shuffle=False) as clips:
         [batch] = clips
         assert clips.classes == ("a", "b", "c", "d") and batch["label"].tolist() == [3]
         assert "caption" not in batch

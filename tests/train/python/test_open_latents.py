@@ -24,8 +24,11 @@ VIDEOS = ("a", "b", "c", "d", "e")
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    captions = [Caption(one.video_id, one.begin_s, one.end_s, one.text, labels={"label_x": "x"}) for one in CAPTIONS]
+def written_data(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    captions = [
+        Caption(caption.video_id, caption.begin_s, caption.end_s, caption.text, labels={"label_x": "x"})
+        for caption in CAPTIONS
+    ]
     captions.append(Caption("b", 0.0, 4.0, "of the other class", labels={"label_x": "y"}))
     return write_all(tmp_path_factory.mktemp("columns"), SHARDS, captions)
 
@@ -34,9 +37,9 @@ def open_batches(written: Written, **changes: Any) -> Batches:
     return open_latents(written.data_dir, **{"batch": 3, **changes})
 
 
-def test_batches_are_those_of_the_latent_loader(written: Written) -> None:
-    expected = open_latent_segments(latent_query(written.data_dir, split="train", batch=3, seed=5))
-    with open_batches(written, seed=5, captions="embedding") as segments:
+def test_batches_are_those_of_the_latent_loader(written_data: Written) -> None:
+    expected = open_latent_segments(latent_query(written_data.data_dir, split="train", batch=3, seed=5))
+    with open_batches(written_data, seed=5, captions="embedding") as segments:
         assert len(segments) == len(expected) // 3
         for loaded, batch in zip(islice(expected.batches(), len(segments)), segments, strict=True):
             for name in ("position", "clip_id", "caption_id", "latents", "text"):
@@ -44,9 +47,9 @@ def test_batches_are_those_of_the_latent_loader(written: Written) -> None:
             assert batch["key"] == list(loaded.batch["key"]) and "caption" not in batch
 
 
-def test_captions_are_texts_and_times_are_those_of_the_segment(written: Written) -> None:
-    texts = read_captions(written.data_dir)["text"].to_pylist()
-    with open_batches(written, shuffle=False) as segments:
+def test_captions_are_texts_and_times_are_those_of_the_segment(written_data: Written) -> None:
+    texts = read_captions(written_data.data_dir)["text"].to_pylist()
+    with open_batches(written_data, shuffle=False) as segments:
         batches = list(segments)
     for batch in batches:
         assert batch["caption"] == [texts[number] for number in batch["caption_id"].tolist()] and "text" not in batch
@@ -56,15 +59,15 @@ def test_captions_are_texts_and_times_are_those_of_the_segment(written: Written)
     assert batches[0]["begin_s"].tolist() == [0, 5, 10] and batches[0]["key"] == ["a_000000000"] * 3
 
 
-def test_a_maximum_of_segments_is_spread_over_each_video(written: Written) -> None:
-    with open_batches(written, shuffle=False, captions=None, batch=100, max_segments=2) as segments:
+def test_a_maximum_of_segments_is_spread_over_each_video(written_data: Written) -> None:
+    with open_batches(written_data, shuffle=False, captions=None, batch=100, max_segments=2) as segments:
         (batch,) = segments
     begins: dict[str, list[float]] = {}
     for key, begin_s in zip(batch["key"], batch["begin_s"].tolist(), strict=True):
         begins.setdefault(key.partition("_")[0], []).append(begin_s)
     assert begins["a"] == [15, 30] and max(map(len, begins.values())) == 2
     with pytest.raises(UserError, match="max_segments is 0"):
-        open_batches(written, max_segments=0)
+        open_batches(written_data, max_segments=0)
 
 
 NAMES = {"input", "position", "key", "time_s", "clip_id", "caption_id", "latents", "caption", "begin_s", "end_s"}
@@ -86,61 +89,68 @@ READ = {
 
 
 @pytest.mark.parametrize("way", READ)
-def test_keys_captions_and_times_are_there_however_a_batch_is_read(written: Written, way: str) -> None:
-    with open_batches(written, shuffle=False) as segments:
+def test_keys_captions_and_times_are_there_however_a_batch_is_read(written_data: Written, way: str) -> None:
+    with open_batches(written_data, shuffle=False) as segments:
         expected, batch = ([*segments][1] for _ in range(2))
     assert isinstance(batch, dict) and len(batch) == len(NAMES) and set(batch) == NAMES
     expected = {name: expected[name] for name in NAMES}
     assert repr(batch["latents"]) and "begin_s" in batch
-    found = READ[way](batch)
-    assert set(found) == NAMES
-    assert type(found["key"]) is list and found["key"] == expected["key"] and found["caption"] == expected["caption"]
+    latents_read = READ[way](batch)
+    assert set(latents_read) == NAMES
+    assert (
+        type(latents_read["key"]) is list
+        and latents_read["key"] == expected["key"]
+        and latents_read["caption"] == expected["caption"]
+    )
     for name in ("begin_s", "end_s", "latents", "position"):
-        assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(latents_read[name], expected[name]), name
 
 
 def test_entries_that_are_set_stay_and_equal_batches_are_equal() -> None:
-    def made() -> LateBatch:
+    def make_batch() -> LateBatch:
         return LateBatch({"clip_id": 1}, ("key",), lambda: {"key": ["a"]})
 
-    batch = made()
+    batch = make_batch()
     batch["key"] = ["other"]
     assert batch["key"] == ["other"]
     del batch["key"]
-    assert list(batch) == ["clip_id"] and batch != made()
-    assert made() == made() == {"clip_id": 1, "key": ["a"]} and repr(made()) == "{'clip_id': 1, 'key': ['a']}"
+    assert list(batch) == ["clip_id"] and batch != make_batch()
+    assert (
+        make_batch() == make_batch() == {"clip_id": 1, "key": ["a"]}
+        and repr(make_batch()) == "{'clip_id': 1, 'key': ['a']}"
+    )
 
 
-def test_segments_alone_and_padded_tails(written: Written) -> None:
-    with open_batches(written, captions=None, tails="pad", shuffle=False) as segments:
+def test_segments_alone_and_padded_tails(written_data: Written) -> None:
+    with open_batches(written_data, captions=None, tails="pad", shuffle=False) as segments:
         batches = list(segments)
     assert sum(len(batch["key"]) for batch in batches) == segments.num_samples
     assert {"caption", "text", "caption_id"}.isdisjoint(batches[0])
     assert {frames for batch in batches for frames in batch["num_frames"].tolist()} == {20, 8, 12}
 
 
-def test_labels_take_the_place_of_captions(written: Written) -> None:
-    with open_batches(written, label="x", shuffle=False) as segments:
-        found = [number for batch in segments for number in batch["label"].tolist()]
-        assert segments.classes == ("x", "y") and set(found) == {0, 1}
+def test_labels_take_the_place_of_captions(written_data: Written) -> None:
+    with open_batches(written_data, label="x", shuffle=False) as segments:
+        numbers = [number for batch in segments for number in batch["label"].tolist()]
+        assert segments.classes == ("x", "y") and set(numbers) == {0, 1}
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_state_in_the_middle_goes_on_exactly(written: Written, shuffle: bool) -> None:
-    with open_batches(written, shuffle=shuffle) as segments:
+def test_a_state_in_the_middle_goes_on_exactly(written_data: Written, shuffle: bool) -> None:
+    with open_batches(written_data, shuffle=shuffle) as segments:
         whole = list(segments)
-    with open_batches(written, shuffle=shuffle) as segments:
+    with open_batches(written_data, shuffle=shuffle) as segments:
         next(iter(segments))
         state = segments.state_dict()
-    with open_batches(written, shuffle=shuffle) as segments:
+    with open_batches(written_data, shuffle=shuffle) as segments:
         segments.load_state_dict(state)
         next(iter(segments))
         state = segments.state_dict()
-    with open_batches(written, shuffle=shuffle) as segments:
+    with open_batches(written_data, shuffle=shuffle) as segments:
         segments.load_state_dict(state)
         rest = list(segments)
     assert [batch["clip_id"].tolist() for batch in rest] == [batch["clip_id"].tolist() for batch in whole[2:]]
-    assert all(torch.equal(one["latents"], other["latents"]) for one, other in zip(rest, whole[2:], strict=True))
+    assert all(torch.equal(batch["latents"], other["latents"]) for batch, other in zip(rest, whole[2:], strict=True))
 
 
 def test_bfloat16_becomes_float32_in_numpy(tmp_path: Path) -> None:
@@ -165,9 +175,9 @@ def test_bfloat16_becomes_float32_in_numpy(tmp_path: Path) -> None:
         ({"device": "tpu"}, "device is 'tpu'"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(written: Written, changes: dict[str, Any], words: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(written_data: Written, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        open_batches(written, **changes)
+        open_batches(written_data, **changes)
 
 
 def test_latents_of_a_stream_of_tars_are_refused() -> None:

@@ -209,7 +209,10 @@ def test_rows_without_a_chunk_or_outside_of_the_video_fail_by_name(recordings: P
     with open_batches(recordings, {"video_id": ["torn"] * 4, "time_s": times_s}, shuffle=False) as clips:
         shown = rows_in_order(clips)
         assert sorted(shown) == [0, 2]
-        assert [(one.position, one.reason) for one in clips.failures] == [(1, "chunk_missing"), (3, "chunk_missing")]
+        assert [(failure.position, failure.reason) for failure in clips.failures] == [
+            (1, "chunk_missing"),
+            (3, "chunk_missing"),
+        ]
         assert "1.500 s" in clips.failures[0].detail and "time_s of row 3 is 99" in clips.failures[1].detail
     table = {"video_id": ["torn"] * 4, "time_s": times_s}
     with open_batches(recordings, table, shuffle=False, max_failures=1) as clips, pytest.raises(FailedWork):

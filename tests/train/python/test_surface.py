@@ -20,7 +20,7 @@ def surface() -> str:
         if is_dataclass(public):
             lines += [f"    {field.name}" for field in fields(public)]
         elif inspect.isclass(public):
-            lines += [f"    {own}" for own in vars(public) if not own.startswith("_")]
+            lines += [f"    {name}" for name in vars(public) if not name.startswith("_")]
         else:
             for argument in inspect.signature(public).parameters.values():
                 default = "" if argument.default is argument.empty else f" = {argument.default!r}"

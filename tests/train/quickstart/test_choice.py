@@ -85,7 +85,7 @@ def test_the_length_is_that_of_the_epochs_within_the_time() -> None:
 
 
 def test_the_expected_time_has_a_range_that_grows_with_what_is_not_known() -> None:
-    def expected(
+    def expect_time(
         times: list[float], *, num: int = 1, busy: bool = False, checkpoints_s: float = 0.0
     ) -> choice.Expected:
         return choice.expected_time(
@@ -95,9 +95,9 @@ def test_the_expected_time_has_a_range_that_grows_with_what_is_not_known() -> No
     def values(its: choice.Expected) -> tuple[float, float, float]:
         return its.seconds, its.least_s, its.most_s
 
-    assert values(expected([1.0] * 8)) == pytest.approx((110.0, 93.5, 126.5))
-    assert values(expected([1.0] * 8, checkpoints_s=20.0)) == pytest.approx((130.0, 110.5, 149.5))
-    assert values(expected([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.5, 1.5])) == pytest.approx((110.0, 58.5, 161.5))
-    assert values(expected([1.0] * 8, busy=True)) == pytest.approx((110.0, 55.0, 220.0)), "alone, or half as much"
-    assert expected([1.0] * 8, num=8).most_s > expected([1.0] * 8).most_s
+    assert values(expect_time([1.0] * 8)) == pytest.approx((110.0, 93.5, 126.5))
+    assert values(expect_time([1.0] * 8, checkpoints_s=20.0)) == pytest.approx((130.0, 110.5, 149.5))
+    assert values(expect_time([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.5, 1.5])) == pytest.approx((110.0, 58.5, 161.5))
+    assert values(expect_time([1.0] * 8, busy=True)) == pytest.approx((110.0, 55.0, 220.0)), "alone, or half as much"
+    assert expect_time([1.0] * 8, num=8).most_s > expect_time([1.0] * 8).most_s
     assert choice.is_busy(5.0, cores=2) and not choice.is_busy(1.2, cores=2)

@@ -54,22 +54,23 @@ def quickstart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Quickstart:
     return run
 
 
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def note_launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The settings that are trained with, in place of training."""
-    found: list[Any] = []
+    settings_list: list[Any] = []
     monkeypatch.setattr(
-        "clipmill.train.commands.launch.launch", lambda spec, settings, resume, provenance: found.append(settings)
+        "clipmill.train.commands.launch.launch",
+        lambda spec, settings, resume, provenance: settings_list.append(settings),
     )
-    return found
+    return settings_list
 
 
 def test_the_printed_command_is_accepted_and_has_the_settings_of_the_plan(
     plan: Plan, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = launched(monkeypatch)
+    settings_list = note_launches(monkeypatch)
     assert plan.words[0] == "train" and plan.command.startswith("train dual-encoder --shards ")
     parse(app, plan.words[1:])()
-    assert found == [plan.settings]
+    assert settings_list == [plan.settings]
     assert (plan.settings.batch, plan.settings.split, plan.settings.model) == (4, "train", "tiny")
     num_steps = plan.settings.steps
     assert plan.settings.warmup_steps == num_steps // 10 and plan.settings.checkpoint_every == -(-num_steps // 4)
@@ -79,11 +80,13 @@ def test_the_printed_command_is_accepted_and_has_the_settings_of_the_plan(
 
 
 def test_captions_of_models_are_named_if_there_are_no_others(plan: Plan) -> None:
-    (found,) = plan.proposal.surveys
-    assert found.splits["train"].sources == ("test",)
-    train = replace(found.splits["train"], sources=("captioner@12", "vlm@ab"))
+    (data_survey,) = plan.proposal.surveys
+    assert data_survey.splits["train"].sources == ("test",)
+    train = replace(data_survey.splits["train"], sources=("captioner@12", "vlm@ab"))
     proposal = propose(
-        Request(device="cpu"), [replace(found, splits={**found.splits, "train": train})], plan.proposal.examined
+        Request(device="cpu"),
+        [replace(data_survey, splits={**data_survey.splits, "train": train})],
+        plan.proposal.examined,
     )
     words = make_plan(proposal, plan.measured).words
     assert words[words.index("--captions.sources") + 1] == "captioner@*=1,vlm@*=1"
@@ -91,9 +94,9 @@ def test_captions_of_models_are_named_if_there_are_no_others(plan: Plan) -> None
 
 
 def test_held_out_clips_are_not_more_than_their_captions(plan: Plan) -> None:
-    (found,) = plan.proposal.surveys
-    splits = {**found.splits, "val": replace(found.splits["val"], num_captions=2)}
-    surveys = (replace(found, splits=splits),)
+    (data_survey,) = plan.proposal.surveys
+    splits = {**data_survey.splits, "val": replace(data_survey.splits["val"], num_captions=2)}
+    surveys = (replace(data_survey, splits=splits),)
     assert _held_out_clips(replace(plan.proposal, surveys=surveys), "val").cautions() == ["only 2 clips"]
 
 
@@ -102,22 +105,26 @@ def test_the_plan_as_json_says_what_was_found_and_measured(
 ) -> None:
     monkeypatch.setattr("clipmill.train.commands.quickstart._plan", lambda data, asked: plan)
     assert quickstart(data_dir, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) == {
+    plan_record = json.loads(capsys.readouterr().out)
+    assert set(plan_record) == {
         *("data", "machine", "task", "preset", "split", "held_out", "batch", "steps", "epochs", "steps_reason"),
         *("minutes", "expected", "measured", "disk_bytes", "free_bytes", "out", "warnings", "argv", "command", "then"),
     }
-    [data] = found["data"]
+    [data] = plan_record["data"]
     train, val = data["splits"]["train"], data["splits"]["val"]
     assert (train["num_videos"], train["num_chunks"], train["num_captions"]) == (3, 9, 9)
     assert (val["num_videos"], val["num_chunks"], val["num_captions"]) == (1, 3, 3)
     assert train["hours"] == pytest.approx(3 * 5.5 / 3600) and data["chunk_s"] == 2.0
-    assert (found["task"]["value"], found["preset"]["value"], found["held_out"]) == ("dual-encoder", "tiny", "val")
-    assert "metrics of split 'val' say little: only 3 clips" in found["warnings"]
-    expected, measured = found["expected"], found["measured"]
+    assert (plan_record["task"]["value"], plan_record["preset"]["value"], plan_record["held_out"]) == (
+        "dual-encoder",
+        "tiny",
+        "val",
+    )
+    assert "metrics of split 'val' say little: only 3 clips" in plan_record["warnings"]
+    expected, measured = plan_record["expected"], plan_record["measured"]
     assert 0 < expected["least_s"] < expected["seconds"] < expected["most_s"]
     assert measured["num_samples"] == 9 and measured["num_steps"] >= 1 and measured["memory_bytes"] > 1e8
-    assert found["disk_bytes"] >= measured["checkpoint_bytes"]
+    assert plan_record["disk_bytes"] >= measured["checkpoint_bytes"]
     assert measured["checkpoint_s"] > 0
     assert list(tmp_path.iterdir()) == [] == list(data_dir.parent.glob(f"{TEMPORARY_PREFIX}*")), "nothing is left"
 
@@ -125,18 +132,18 @@ def test_the_plan_as_json_says_what_was_found_and_measured(
 def test_a_script_is_never_asked_and_a_person_is(
     plan: Plan, quickstart: Quickstart, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    found, answers = launched(monkeypatch), iter(list[str]())
+    settings_list, answers = note_launches(monkeypatch), iter(list[str]())
     monkeypatch.setattr("clipmill.train.commands.quickstart._plan", lambda data, asked: plan)
     monkeypatch.setattr("builtins.input", lambda question: next(answers))  # StopIteration if it is asked
     assert quickstart(data_dir) == 0
     printed = capsys.readouterr().out
-    assert f"    {plan.command}\n" in printed and "--yes" in printed.splitlines()[-1] and not found
+    assert f"    {plan.command}\n" in printed and "--yes" in printed.splitlines()[-1] and not settings_list
     monkeypatch.setattr("clipmill.train.commands.quickstart._is_asked", lambda: True)
     for answer, times in (("", 0), ("n", 0), ("y", 1)):
         answers = iter([answer])
         assert quickstart(data_dir) == 0
-        assert found == [plan.settings] * times, answer
-    assert quickstart(data_dir, "--json") == 0 and len(found) == 1
+        assert settings_list == [plan.settings] * times, answer
+    assert quickstart(data_dir, "--json") == 0 and len(settings_list) == 1
 
 
 def test_with_yes_it_trains_and_says_where_the_page_is_and_what_comes_next(
@@ -166,7 +173,7 @@ def propose_out(data_dir: Path) -> str:
 def test_what_does_not_fit_is_tried_with_fewer_clips(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
-    tried, said, most = list[int](), list[str](), 2
+    tried, messages, most = list[int](), list[str](), 2
 
     def take(steps: Any, opened: Any, **others: Any) -> Any:
         tried.append(opened.settings.batch)
@@ -177,10 +184,10 @@ def test_what_does_not_fit_is_tried_with_fewer_clips(
     monkeypatch.setattr("gc.collect", lambda: 0)
     monkeypatch.setattr(measurements, "take_steps", take)
     monkeypatch.setattr(measurements, "_checkpoint_s", lambda steps, opened: 0.0)
-    how: Any = {"device": CPU, "seconds": 0.0, "began_s": 0.0, "say": said.append}
-    found = measurements.measure(plan.proposal.spec, plan.proposal.settings, **how)
-    assert tried == [4, 2] and said == ["4 clips do not fit into memory; trying 2"]
-    assert (found.batch, found.num_halved) == (2, 1)
+    how: Any = {"device": CPU, "seconds": 0.0, "began_s": 0.0, "say": messages.append}
+    measured = measurements.measure(plan.proposal.spec, plan.proposal.settings, **how)
+    assert tried == [4, 2] and messages == ["4 clips do not fit into memory; trying 2"]
+    assert (measured.batch, measured.num_halved) == (2, 1)
     most = 0
     with pytest.raises(UserError, match="not even a batch of 2 clips"):
         measurements.measure(plan.proposal.spec, plan.proposal.settings, **how)
@@ -234,10 +241,10 @@ def test_videos_that_failed_and_their_captions_do_not_count(tmp_path: Path) -> N
     write_shard(tmp_path, 0, chunks_of("a", 40), split="train")
     spans = [Caption(video, 0.0, 1.0, "x") for video in ("a", "failed", "failed")]
     write_captions(tmp_path, dict.fromkeys(("a", "failed"), "train"), spans)
-    found = survey(str(tmp_path))
-    split = found.splits["train"]
+    data_survey = survey(str(tmp_path))
+    split = data_survey.splits["train"]
     assert (split.num_videos, split.num_without, split.num_captions) == (1, 1, 1)
-    assert describe(found)[1] == "split train: 1 video, 2 chunks, 4 s, 1 caption; 1 video without chunks"
+    assert describe(data_survey)[1] == "split train: 1 video, 2 chunks, 4 s, 1 caption; 1 video without chunks"
 
 
 def test_flags_that_contradict_data_or_each_other_are_refused(
@@ -262,5 +269,9 @@ def test_a_data_folder_at_an_address_is_looked_at_as_a_local_one(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with closing(HttpFolder(data_dir.parent)) as served:
-        here, there = survey(str(data_dir)), survey(f"{served.address}/{data_dir.name}")
-    assert (there.splits, there.columns, there.chunk_s) == (here.splits, here.columns, here.chunk_s)
+        here, remote_survey = survey(str(data_dir)), survey(f"{served.address}/{data_dir.name}")
+    assert (remote_survey.splits, remote_survey.columns, remote_survey.chunk_s) == (
+        here.splits,
+        here.columns,
+        here.chunk_s,
+    )

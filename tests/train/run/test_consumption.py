@@ -79,9 +79,9 @@ def test_without_a_gpu_or_its_library_nothing_is_claimed(run: RunFolder, monkeyp
     Consumption(run, world=World(), device=torch.device("cpu")).measure()()
     assert run.read_facts() == {"task": "mae"}
 
-    def missing() -> None:
+    def raise_missing() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
-    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    monkeypatch.setattr(pynvml, "nvmlInit", raise_missing)
     Consumption(run, world=World(), device=GPU).measure()()
     assert set(run.read_facts()[FACT]) == {"gpu_hours"}

@@ -19,14 +19,14 @@ def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def masked(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def masked_run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("search") / "masked"
     assert train("mae", "--shards", data_dir, "--out", out, *SMALL) == 0
     return out
 
 
 @pytest.fixture(scope="package")
-def embedded(run: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def embedded_clips(run: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The nine clips of split train."""
     out = tmp_path_factory.mktemp("search") / "embedded"
     assert embed(run, data_dir, out) == 0

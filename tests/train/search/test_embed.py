@@ -29,9 +29,9 @@ def rank_of_best(score: np.ndarray, right: np.ndarray) -> int:
     return 1 + int((score[~right] >= score[right].max()).sum())
 
 
-def test_the_files_have_a_row_per_clip_and_per_caption(embedded: Path, data_dir: Path) -> None:
-    video, text = (np.load(embedded / name, mmap_mode="r") for name in ("video.npy", "text.npy"))
-    clips, captions = (pq.read_table(embedded / f"{name}.parquet").to_pylist() for name in ("clips", "captions"))
+def test_the_files_have_a_row_per_clip_and_per_caption(embedded_clips: Path, data_dir: Path) -> None:
+    video, text = (np.load(embedded_clips / name, mmap_mode="r") for name in ("video.npy", "text.npy"))
+    clips, captions = (pq.read_table(embedded_clips / f"{name}.parquet").to_pylist() for name in ("clips", "captions"))
     assert video.dtype == text.dtype == np.float32 and video.shape == text.shape == (9, 128)
     np.testing.assert_allclose(np.linalg.norm(np.concatenate([video, text]), axis=1), 1, rtol=1e-6)
     assert [clip["row"] for clip in clips] == [clip["caption"] for clip in clips] == list(range(9))
@@ -42,22 +42,22 @@ def test_the_files_have_a_row_per_clip_and_per_caption(embedded: Path, data_dir:
     }  # fmt: skip
     assert clips[5]["key"] == "b_000002000" and clips[5]["end_s"] == 5.5  # an open end is that of the video
     assert {**captions[4], "caption": 4} == {**clips[4], "clip": 4}
-    assert not (embedded / "parts").exists()
-    record = json.loads((embedded / "embed.json").read_text())
+    assert not (embedded_clips / "parts").exists()
+    record = json.loads((embedded_clips / "embed.json").read_text())
     assert record["num_clips"] == 9 and record["data"]["split"] == "train" and record["clip"]["num_frames"] == 2
     assert {name: facts["size_bytes"] for name, facts in record["files"].items()} == {
-        name: len(its) for name, its in content(embedded).items() if name != "embed.json"
+        name: len(its) for name, its in content(embedded_clips).items() if name != "embed.json"
     }
 
 
 def test_scores_computed_by_numpy_are_those_of_eval_retrieval(
-    embedded: Path, run: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+    embedded_clips: Path, run: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
     assert train("eval", "retrieval", run, "--shards", data_dir, "--split", "train", "--json") == 0
     expected = json.loads(capsys.readouterr().out.splitlines()[-1])
-    video, text = np.load(embedded / "video.npy"), np.load(embedded / "text.npy")
-    caption = pq.read_table(embedded / "clips.parquet")["caption"].to_numpy()
+    video, text = np.load(embedded_clips / "video.npy"), np.load(embedded_clips / "text.npy")
+    caption = pq.read_table(embedded_clips / "clips.parquet")["caption"].to_numpy()
     _, first, text_of_clip = np.unique(text[caption], axis=0, return_index=True, return_inverse=True)
     assert len(first) == 7  # "it begins" is the text of three clips
     similarity = video @ text[caption][first].T
@@ -71,9 +71,9 @@ def test_scores_computed_by_numpy_are_those_of_eval_retrieval(
         assert expected[direction]["median_rank"] == np.median(ranks)
 
 
-def test_embeddings_are_those_of_load_model(embedded: Path, run: Path) -> None:
+def test_embeddings_are_those_of_load_model(embedded_clips: Path, run: Path) -> None:
     model = load_model(run, device="cpu")
-    text = np.load(embedded / "text.npy")
+    text = np.load(embedded_clips / "text.npy")
     assert np.array_equal(text[[0, 3]], np.stack([text[6]] * 2))  # equal texts
     torch.testing.assert_close(torch.from_numpy(text), model.encode_text(TEXTS))
 
@@ -90,13 +90,15 @@ def words(run: Path, data_dir: Path, out: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_two_processes_write_the_same_bytes_as_one(embedded: Path, run: Path, data_dir: Path, tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert train("embed", *words(run, data_dir, one)) == 0
+def test_two_processes_write_the_same_bytes_as_one(
+    embedded_clips: Path, run: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    first_out, two = tmp_path / "one", tmp_path / "two"
+    assert train("embed", *words(run, data_dir, first_out)) == 0
     end_well(fork_ranks(embed_small_parts, *words(run, data_dir, two), size=2, folder=tmp_path))
-    assert content(two) == content(one)
-    assert content(one)["clips.parquet"] == content(embedded)["clips.parquet"]
-    np.testing.assert_allclose(np.load(one / "video.npy"), np.load(embedded / "video.npy"), atol=1e-6)
+    assert content(two) == content(first_out)
+    assert content(first_out)["clips.parquet"] == content(embedded_clips)["clips.parquet"]
+    np.testing.assert_allclose(np.load(first_out / "video.npy"), np.load(embedded_clips / "video.npy"), atol=1e-6)
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -120,41 +122,41 @@ def test_a_killed_command_is_resumed_to_the_same_bytes(
 
 
 def test_the_same_command_again_does_nothing_and_another_one_is_refused(
-    embedded: Path, run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    embedded_clips: Path, run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "embedded"
-    shutil.copytree(embedded, out)
+    shutil.copytree(embedded_clips, out)
     before = content(out)
     assert embed(run, data_dir, out) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert embed(run, data_dir, out, "--num-frames", 3) == 2
-    said = capsys.readouterr().err
-    assert "holds other embeddings" in said and "clip.num_frames was 2 and is 3" in said
-    assert f"the weights were {load_model(run, device='cpu').description} ({run}) and are" in said
+    stderr = capsys.readouterr().err
+    assert "holds other embeddings" in stderr and "clip.num_frames was 2 and is 3" in stderr
+    assert f"the weights were {load_model(run, device='cpu').description} ({run}) and are" in stderr
     assert embed(run, data_dir, out, split="val") == 2
     assert "data.split was train and is val" in capsys.readouterr().err
     assert content(out) == before
 
 
 def test_a_damaged_folder_is_not_taken_for_finished(
-    embedded: Path, run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    embedded_clips: Path, run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "embedded"
-    shutil.copytree(embedded, out)
+    shutil.copytree(embedded_clips, out)
     (out / "video.npy").write_bytes((out / "video.npy").read_bytes()[:200])
     capsys.readouterr()
     assert embed(run, data_dir, out) == 2
-    said = capsys.readouterr()
-    assert "video.npy is 200 bytes long, not" in said.err and f"remove {out}" in said.err
-    assert "nothing to do" not in said.out
+    output = capsys.readouterr()
+    assert "video.npy is 200 bytes long, not" in output.err and f"remove {out}" in output.err
+    assert "nothing to do" not in output.out
 
 
 def test_the_data_of_a_run_are_embedded_where_none_are_named(
-    embedded: Path, run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    embedded_clips: Path, run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--split", "train", "--workers", 1, "--device", "cpu")
     assert train("embed", run, "--out", tmp_path / "own", *flags) == 0
-    assert content(tmp_path / "own")["video.npy"] == content(embedded)["video.npy"]
+    assert content(tmp_path / "own")["video.npy"] == content(embedded_clips)["video.npy"]
     several, exported = tmp_path / "several", tmp_path / "exported"
     shutil.copytree(run, several)
     settings = yaml.safe_load((several / "settings.yaml").read_text())
@@ -180,8 +182,8 @@ def test_unfinished_work_is_not_continued_with_other_weights(
     assert (out / "parts" / "plan.json").is_file()
     capsys.readouterr()
     assert embed(other, data_dir, out, "--batch", 2) == 2
-    said = capsys.readouterr().err
-    assert f"({run}) and are" in said and f"({other})" in said and "step 2" in said
+    stderr = capsys.readouterr().err
+    assert f"({run}) and are" in stderr and f"({other})" in stderr and "step 2" in stderr
 
 
 def test_a_folder_of_other_files_is_refused(
@@ -196,15 +198,15 @@ def test_a_folder_of_other_files_is_refused(
 
 
 def test_clips_that_cannot_be_decoded_are_named_and_have_no_row(
-    embedded: Path, run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    embedded_clips: Path, run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged, out = tmp_path / "damaged", tmp_path / "out"
     shutil.copytree(data_dir, damaged)
     overwrite_chunk(damaged, "b_000002000")
     assert embed(run, damaged, out) == 1
-    assert "2 clips could not be decoded" in (said := capsys.readouterr().err) and "failures.jsonl" in said
+    assert "2 clips could not be decoded" in (stderr := capsys.readouterr().err) and "failures.jsonl" in stderr
     failures = [json.loads(line) for line in (out / "failures.jsonl").read_text().splitlines()]
-    assert [(one["position"], one["key"], one["reason"]) for one in failures] == [
+    assert [(failure["position"], failure["key"], failure["reason"]) for failure in failures] == [
         (4, "b_000002000", "checksum"),
         (5, "b_000002000", "checksum"),
     ]
@@ -219,10 +221,10 @@ def test_clips_that_cannot_be_decoded_are_named_and_have_no_row(
     assert f"remove {out} and run the same command again" in capsys.readouterr().err
 
 
-def test_features_of_other_towers_pooled_and_all_tokens(masked: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_features_of_other_towers_pooled_and_all_tokens(masked_run: Path, data_dir: Path, tmp_path: Path) -> None:
     pooled, tokens = tmp_path / "pooled", tmp_path / "tokens"
-    assert embed(masked, data_dir, pooled) == 0
-    assert embed(masked, data_dir, tokens, "--features", "tokens", "--batch", 4) == 0
+    assert embed(masked_run, data_dir, pooled) == 0
+    assert embed(masked_run, data_dir, tokens, "--features", "tokens", "--batch", 4) == 0
     rows, each = np.load(pooled / "video.npy", mmap_mode="r"), np.load(tokens / "video.npy", mmap_mode="r")
     assert rows.shape == (9, 128) and each.shape == (9, 4, 128)
     # A masked autoencoder's pooled features are the mean of its tokens.
@@ -256,8 +258,8 @@ def test_a_split_without_captions_is_pointed_to_its_chunks(
     shutil.copytree(data_dir, bare)
     write_captions(bare, VIDEOS, [Caption("a", 0.0, 1.0, "it begins")])
     assert embed(run, bare, tmp_path / "out", split="val") == 2
-    said = capsys.readouterr().err
-    assert "has no captions of split 'val'" in said and "--clips chunks" in said
+    stderr = capsys.readouterr().err
+    assert "has no captions of split 'val'" in stderr and "--clips chunks" in stderr
     assert embed(run, bare, tmp_path / "out", "--clips", "chunks", split="val") == 0
 
 
@@ -270,7 +272,7 @@ def test_a_split_without_captions_is_pointed_to_its_chunks(
     ],
 )
 def test_what_cannot_be_embedded_is_refused_and_leaves_nothing(
-    masked: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+    masked_run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
-    assert train("embed", masked, "--shards", data_dir, "--out", tmp_path / "out", *flags) == 2
+    assert train("embed", masked_run, "--shards", data_dir, "--out", tmp_path / "out", *flags) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -15,7 +15,7 @@ def unit(rows: np.ndarray) -> np.ndarray:
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
 
 
-def written(path: Path, rows: np.ndarray) -> Path:
+def write_rows(path: Path, rows: np.ndarray) -> Path:
     np.save(path, rows)
     return path
 
@@ -30,21 +30,21 @@ def test_the_best_rows_are_those_of_a_full_sort(
     # Small whole numbers, so that many similarities are equal and exact: order and ties are decided by rows.
     rows = rng.integers(-2, 3, (num_rows, 8)).astype(np.float32)
     queries = rng.integers(-2, 3, (5, 8)).astype(np.float32)
-    found = nearest(written(tmp_path / "rows.npy", rows), queries, count=10)
+    hits = nearest(write_rows(tmp_path / "rows.npy", rows), queries, count=10)
     expected = np.argsort(-(queries @ rows.T), axis=1, kind="stable")[:, :10]
-    assert np.array_equal(found.row_QK, expected)
-    assert np.array_equal(found.score_QK, np.take_along_axis(queries @ rows.T, expected, axis=1))
+    assert np.array_equal(hits.row_QK, expected)
+    assert np.array_equal(hits.score_QK, np.take_along_axis(queries @ rows.T, expected, axis=1))
 
 
 def test_rows_of_any_length_are_compared_by_cosine(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((200, 16)).astype(np.float32) * rng.uniform(0.01, 100, (200, 1)).astype(np.float32)
     queries = unit(rng.standard_normal((3, 16)))
-    found = nearest(written(tmp_path / "rows.npy", rows), queries, count=20, is_unit_length=False)
+    hits = nearest(write_rows(tmp_path / "rows.npy", rows), queries, count=20, is_unit_length=False)
     similarity = queries @ unit(rows).T
     best = -np.sort(-similarity, axis=1)[:, :20]
-    np.testing.assert_allclose(np.take_along_axis(similarity, found.row_QK, axis=1), best, rtol=1e-5)
-    np.testing.assert_allclose(found.score_QK, best, rtol=1e-5)
+    np.testing.assert_allclose(np.take_along_axis(similarity, hits.row_QK, axis=1), best, rtol=1e-5)
+    np.testing.assert_allclose(hits.score_QK, best, rtol=1e-5)
 
 
 def test_memory_is_that_of_a_block_whatever_the_file(tmp_path: Path) -> None:
@@ -55,10 +55,10 @@ def test_memory_is_that_of_a_block_whatever_the_file(tmp_path: Path) -> None:
     del rows
     query = np.ones((1, width), np.float32)
     tracemalloc.start()
-    found = nearest(path, query, count=5)
+    hits = nearest(path, query, count=5)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert found.row_QK.tolist() == [[0, 1, 2, 3, 4]]
+    assert hits.row_QK.tolist() == [[0, 1, 2, 3, 4]]
     assert peak_bytes < 12 << 20 < path.stat().st_size
 
 
@@ -73,11 +73,11 @@ def test_memory_is_that_of_a_block_whatever_the_file(tmp_path: Path) -> None:
 )
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, rows: np.ndarray, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        nearest(written(tmp_path / "rows.npy", rows), np.ones((1, 4), np.float32), count=1)
+        nearest(write_rows(tmp_path / "rows.npy", rows), np.ones((1, 4), np.float32), count=1)
 
 
 def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows.npy", np.zeros((64, 4), np.float32))
+    path = write_rows(tmp_path / "rows.npy", np.zeros((64, 4), np.float32))
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(UserError, match="cannot be read"):
         nearest(path, np.ones((1, 4), np.float32), count=1)

@@ -57,8 +57,8 @@ def test_tensorboard_shows_each_step_once_and_settings_and_page(track: Callable[
     tags = shown.Tags()
     assert set(tags["scalars"]) == set(tag_metrics(line_of(4)))
     losses = shown.Scalars("train/loss")
-    assert [(one.step, one.value) for one in losses] == [(step, pytest.approx(1 / step)) for step in range(1, 9)]
-    assert [one.step for one in shown.Scalars("retrieval/recall_at_1")] == [4, 8]
+    assert [(loss.step, loss.value) for loss in losses] == [(step, pytest.approx(1 / step)) for step in range(1, 9)]
+    assert [scalar.step for scalar in shown.Scalars("retrieval/recall_at_1")] == [4, 8]
     texts = {tag: shown.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in tags["tensors"]}
     assert "tensorboard: true" in texts["settings/text_summary"]
     assert texts["page/text_summary"] == str(run.page)
@@ -77,33 +77,33 @@ def test_wandb_is_sent_each_step_once_under_one_run(
         run = track(after, last, wandb="offline")
     # The end of a run only asks W&B's service to close the file; the end of a process waits until it has.
     wandb.teardown()
-    records = [record for path in sorted(run.path.glob("wandb/offline-run-*/*.wandb")) for record in sent(path)]
+    records = [record for path in sorted(run.path.glob("wandb/offline-run-*/*.wandb")) for record in sent_records(path)]
     runs = [record.run for record in records if record.HasField("run")]
-    assert len({one.run_id for one in runs}) == 1
-    assert {one.run_id for one in runs} == {json.loads((run.path / "wandb.json").read_text())["id"]}
-    assert {one.project for one in runs} == {"clipmill"}
-    names = {one.display_name for one in runs}
+    assert len({run_record.run_id for run_record in runs}) == 1
+    assert {run_record.run_id for run_record in runs} == {json.loads((run.path / "wandb.json").read_text())["id"]}
+    assert {run_record.project for run_record in runs} == {"clipmill"}
+    names = {run_record.display_name for run_record in runs}
     assert len(names) == 1 and f"{run.path.resolve().name}_" in names.pop()
     metrics = [record.metric for record in records if record.HasField("metric")]
-    assert any(one.step_metric == "train/epoch" for one in metrics)
+    assert any(metric.step_metric == "train/epoch" for metric in metrics)
     history = [
         {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
         for record in records
         if record.HasField("history")
     ]
-    assert [(one["_step"], one["train/loss"]) for one in history] == [
+    assert [(logged_step["_step"], logged_step["train/loss"]) for logged_step in history] == [
         (step, pytest.approx(1 / step)) for step in range(1, 12)
     ]
-    assert [one["_step"] for one in history if "retrieval/recall_at_1" in one] == [4, 8]
+    assert [logged_step["_step"] for logged_step in history if "retrieval/recall_at_1" in logged_step] == [4, 8]
     assert any(str(run.page) in str(record.summary) for record in records)
 
 
-def sent(path: Path) -> list[Any]:
+def sent_records(path: Path) -> list[Any]:
     """Records of a W&B file: a log as LevelDB's, blocks of 32 KiB with parts of records, after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     content = path.read_bytes()
-    found, at, data = [], 7, b""
+    all_records, at, data = [], 7, b""
     while at + 7 <= len(content):
         if at % 32768 > 32768 - 7:
             at += -at % 32768
@@ -114,9 +114,9 @@ def sent(path: Path) -> list[Any]:
         if kind in (1, 4):  # whole, or the last part
             record = vars(wandb_internal_pb2)["Record"]()  # made when imported, unknown to type checkers
             record.ParseFromString(data)
-            found.append(record)
+            all_records.append(record)
             data = b""
-    return found
+    return all_records
 
 
 def test_a_run_is_named_by_what_runs_are_told_apart_by() -> None:
@@ -132,9 +132,9 @@ def test_a_run_is_named_by_what_runs_are_told_apart_by() -> None:
 def test_an_epoch_has_the_mean_loss_of_its_steps_wherever_the_run_was_resumed(resumed_at: int) -> None:
     lines = [{"step": step, "loss": float(step**2), "epoch": step * 4 / 10} for step in range(1, 9)]
     resumed = EpochLoss(lines[:resumed_at])
-    found = {line["step"]: resumed.complete(line).get("epoch_loss") for line in lines[resumed_at:]}
+    losses_by_step = {line["step"]: resumed.complete(line).get("epoch_loss") for line in lines[resumed_at:]}
     means = {3: (1 + 4 + 9) / 3, 5: (16 + 25) / 2, 8: (36 + 49 + 64) / 3}
-    assert found == {step: means.get(step) for step in range(resumed_at + 1, 9)}
+    assert losses_by_step == {step: means.get(step) for step in range(resumed_at + 1, 9)}
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

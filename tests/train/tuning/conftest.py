@@ -18,7 +18,7 @@ def source(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def adapted(data_dir: Path, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapted_run(data_dir: Path, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """That dual encoder with adapters in both towers."""
     out = tmp_path_factory.mktemp("adapted") / "run"
     flags = [*SMALL, *LORA, "--evaluate.every", 4, "--shards", data_dir, "--init.weights", source, "--out", out]
@@ -27,7 +27,7 @@ def adapted(data_dir: Path, source: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
-def masked(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def masked_run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A masked autoencoder."""
     out = tmp_path_factory.mktemp("masked") / "run"
     assert train("mae", *SHORT, "--mask-ratio", 0.5, "--shards", data_dir, "--out", out) == 0

@@ -26,11 +26,11 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return whole_weights(latest(out))
 
 
-def stored(out: Path, prefix: str) -> set[str]:
+def stored_names(out: Path, prefix: str) -> set[str]:
     return {name.removeprefix(prefix) for name in read_table(latest(out)) if name.startswith(prefix)}
 
 
-def killed(out: Path, copy: Path) -> Path:
+def kill_copy(out: Path, copy: Path) -> Path:
     """A copy of a run as it was after its first checkpoint."""
     shutil.copytree(out, copy)
     for path in sorted((copy / "checkpoints").iterdir())[1:]:

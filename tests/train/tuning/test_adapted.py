@@ -13,57 +13,61 @@ from clipmill.train.run.checkpoint import read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.classify.moving import write_moving
 from tests.train.running import losses, train
-from tests.train.tuning.runs import CROSS, LORA, SHORT, TINY, killed, latest, stored, weights
+from tests.train.tuning.runs import CROSS, LORA, SHORT, TINY, kill_copy, latest, stored_names, weights
 
 
 def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_resumed(
-    source: Path, adapted: Path, tmp_path: Path
+    source: Path, adapted_run: Path, tmp_path: Path
 ) -> None:
     frozen = "(video, with adapters of rank 2; text, with adapters of rank 2)"
-    assert RunFolder(adapted).read_facts()["parameters"].endswith(f"of them frozen {frozen}")
-    names = stored(adapted, "model.")
+    assert RunFolder(adapted_run).read_facts()["parameters"].endswith(f"of them frozen {frozen}")
+    names = stored_names(adapted_run, "model.")
     # 2 blocks of each tower with 4 matrices each, and 2 tensors for a matrix.
     assert len(names) == 4 * 4 * 2 and all(name.endswith((".lora.A", ".lora.B")) for name in names)
-    assert stored(adapted, "ema.") == names == {name.rpartition(".")[0] for name in stored(adapted, "optimizer.model.")}
-    size, of_source = (sum(path.stat().st_size for path in latest(run).iterdir()) for run in (adapted, source))
+    assert (
+        stored_names(adapted_run, "ema.")
+        == names
+        == {name.rpartition(".")[0] for name in stored_names(adapted_run, "optimizer.model.")}
+    )
+    size, of_source = (sum(path.stat().st_size for path in latest(run).iterdir()) for run in (adapted_run, source))
     assert size < of_source / 10
-    before, after = weights(source), weights(adapted)
+    before, after = weights(source), weights(adapted_run)
     assert before.keys() == after.keys()
     matrices = {name.rpartition(".lora.")[0] for name in names}
     merged = {name for name in after if name.removesuffix(".weight") in matrices or name.endswith("in_proj_weight")}
     assert {name for name in after if not torch.equal(before[name], after[name])} == merged and len(merged) == 16
 
-    again = killed(adapted, tmp_path / "again")
+    again = kill_copy(adapted_run, tmp_path / "again")
     assert train("dual-encoder", "--resume", "--out", again) == 0
-    assert losses(again) == losses(adapted)
+    assert losses(again) == losses(adapted_run)
     resumed = weights(again)
-    assert all(torch.equal(resumed[name], one) for name, one in after.items())
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in after.items())
 
 
 def test_adapters_are_merged_for_evaluation_export_and_a_new_start(
-    data_dir: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data_dir: Path, adapted_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train("eval", "retrieval", adapted, "--json") == 0
+    assert train("eval", "retrieval", adapted_run, "--json") == 0
     result = json.loads(capsys.readouterr().out)
-    line = read_lines(RunFolder(adapted).metrics)[-1]
+    line = read_lines(RunFolder(adapted_run).metrics)[-1]
     for direction in ("text_to_video", "video_to_text"):
         scores = {f"val/{direction}_r{k}": share for k, share in result[direction]["recall"].items()}
         assert scores and {name: line[name] for name in scores} == scores
     exported, started = tmp_path / "exported", tmp_path / "started"
-    assert train("export", adapted, "--format", "open_clip", "--out", exported) == 0
+    assert train("export", adapted_run, "--format", "open_clip", "--out", exported) == 0
     still = [*TINY, "--lr", "1e-12", "--steps", 1, "--shards", data_dir]
     assert train("dual-encoder", *still, "--init.weights", exported, "--out", started) == 0
     begun = weights(started)
-    for name, one in weights(adapted).items():
-        torch.testing.assert_close(begun[name], one, rtol=0, atol=1e-9)
+    for name, tensor in weights(adapted_run).items():
+        torch.testing.assert_close(begun[name], tensor, rtol=0, atol=1e-9)
 
 
 def test_exports_have_the_adapters_merged_and_are_weights_like_the_run(
-    data_dir: Path, adapted: Path, masked: Path, tmp_path: Path
+    data_dir: Path, adapted_run: Path, masked_run: Path, tmp_path: Path
 ) -> None:
     classes, captions, base, moving = (tmp_path / name for name in ("classes", "captions", "base", "moving"))
     write_moving(moving, num_videos=4)
-    flags = ("--label", "verb", "--init.weights", masked, *LORA)
+    flags = ("--label", "verb", "--init.weights", masked_run, *LORA)
     assert train("classify", *SHORT, "--shards", moving, *flags, "--out", classes) == 0
     words = ("caption", *SHORT, "--shards", data_dir, "--decoder.max-tokens", 8, "--towers.temporal", "random")
     decoder = ("--decoder.name", "tiny", "--decoder.depth", 1, "--decoder.vocabulary", 280)
@@ -71,17 +75,17 @@ def test_exports_have_the_adapters_merged_and_are_weights_like_the_run(
     both = ("--init.weights", base, *LORA, "--lora.towers", "video", "decoder")
     assert train(*words, *both, "--out", captions) == 0
     clips = np.random.default_rng(0).integers(0, 256, (3, 2, 32, 32, 3), dtype=np.uint8)
-    for run, forms in ((adapted, ("open_clip", "hf")), (classes, ("hf", "videomae")), (captions, ("hf",))):
-        adapters = {name: one for name, one in read_weights(latest(run)).items() if name.endswith(".lora.B")}
-        assert adapters and all(one.abs().sum() > 0 for one in adapters.values())
-        own = load_model(run)
+    for run, forms in ((adapted_run, ("open_clip", "hf")), (classes, ("hf", "videomae")), (captions, ("hf",))):
+        adapters = {name: tensor for name, tensor in read_weights(latest(run)).items() if name.endswith(".lora.B")}
+        assert adapters and all(adapter.abs().sum() > 0 for adapter in adapters.values())
+        base_model = load_model(run)
         for form in forms:
             out = tmp_path / f"{run.name}-{form}"
             assert train("export", run, "--format", form, "--out", out) == 0
             model = load_model(out)
             assert not any(".lora." in name for name in model.model.state_dict())
-            assert model.identity == own.identity, form
-            assert torch.equal(model.encode_video(clips), own.encode_video(clips)), form
+            assert model.identity == base_model.identity, form
+            assert torch.equal(model.encode_video(clips), base_model.encode_video(clips)), form
 
 
 def test_adapters_need_the_weights_that_they_adapt(
@@ -92,7 +96,7 @@ def test_adapters_need_the_weights_that_they_adapt(
     flags = [*TINY, "--lr", "1e-2", "--shards", data_dir, *LORA]
     words = ("--steps", 2, "--checkpoint-every", 1, "--init.weights", base, "--out", out)
     assert train("dual-encoder", *flags, *words) == 0
-    cut = killed(out, tmp_path / "cut")
+    cut = kill_copy(out, tmp_path / "cut")
     commands = (
         ("dual-encoder", "--resume", "--out", cut),
         ("eval", "retrieval", out),
@@ -128,28 +132,28 @@ def test_what_weights_lack_is_trained_whole_beside_the_adapters(data_dir: Path, 
     flags += ["--shards", data_dir, "--init.weights", source, *LORA, "--lora.targets", "mlp"]
     flags += ["--towers.embedding-width", 24]
     assert train("dual-encoder", *flags, "--freeze", "blocks:1", "--out", out) == 0
-    names = {name for name in stored(out, "model.") if ".lora." not in name}
+    names = {name for name in stored_names(out, "model.") if ".lora." not in name}
     resized = {"video.positional_embedding", "video.temporal_embedding"}
     assert names == {"video.proj", "text.text_projection", *resized}
-    trained = {name.rpartition(".")[0] for name in stored(out, "optimizer.model.")}
+    trained = {name.rpartition(".")[0] for name in stored_names(out, "optimizer.model.")}
     assert names - trained == resized
-    adapted = {name.partition(".lora.")[0] for name in stored(out, "model.") if ".lora." in name}
+    adapted = {name.partition(".lora.")[0] for name in stored_names(out, "model.") if ".lora." in name}
     blocks = ["video.transformer.resblocks.1", *(f"text.transformer.resblocks.{number}" for number in (0, 1))]
     assert adapted == {f"{block}.mlp.{layer}" for block in blocks for layer in ("c_fc", "c_proj")}
 
 
 def test_a_captioner_has_adapters_in_its_tower_and_then_in_its_decoder(
-    data_dir: Path, masked: Path, tmp_path: Path
+    data_dir: Path, masked_run: Path, tmp_path: Path
 ) -> None:
     out, both = tmp_path / "captions", tmp_path / "both"
     flags = ("--shards", data_dir, "--decoder.name", "tiny", "--decoder.max-tokens", 8, *LORA)
-    assert train("caption", *SHORT, *flags, "--init.weights", masked, "--out", out) == 0
-    names = stored(out, "model.")
+    assert train("caption", *SHORT, *flags, "--init.weights", masked_run, "--out", out) == 0
+    names = stored_names(out, "model.")
     assert sum(".lora." in name for name in names) == 2 * 4 * 2
     assert all(name.startswith("decoder.") or ".lora." in name for name in names)
     assert train("eval", "caption", out, "--decoding.min-tokens", 6) == 0
     whole = ("--shards", data_dir, "--init.weights", out, "--lora.towers", "video", "decoder", *LORA)
     assert train("caption", *SHORT, *whole, "--out", both) == 0
-    assert stored(both, "model.") and all(".lora." in name for name in stored(both, "model."))
+    assert stored_names(both, "model.") and all(".lora." in name for name in stored_names(both, "model."))
     before, after = weights(out), weights(both)
     assert before.keys() == after.keys() and not torch.equal(before[CROSS], after[CROSS])

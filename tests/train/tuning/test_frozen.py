@@ -21,7 +21,7 @@ from clipmill.train.run.folder import RunFolder
 from tests.tiers import nightly_beyond
 from tests.train.classify.moving import write_moving
 from tests.train.running import train
-from tests.train.tuning.runs import LORA, SHORT, SMALL, TINY, stored, weights
+from tests.train.tuning.runs import LORA, SHORT, SMALL, TINY, stored_names, weights
 
 STEM = {f"video.{name}" for name in ("class_embedding", "positional_embedding", "temporal_embedding", "conv1.weight")}
 FROZEN: dict[str, tuple[Any, ...]] = {
@@ -51,14 +51,14 @@ def test_frozen_parts_stay_as_they_are_to_the_bit(
     frozen = {name for name in after if is_frozen(name, case)}
     assert {name for name in after if torch.equal(before[name], after[name])} == frozen
     total, num_frozen = (sum(after[name].numel() for name in names) for names in (after, frozen))
-    said = f"{total:,}, {num_frozen:,} of them frozen ({'; '.join(FROZEN[case][1 : 3 if case == 'blocks' else 2])})"
+    message = f"{total:,}, {num_frozen:,} of them frozen ({'; '.join(FROZEN[case][1 : 3 if case == 'blocks' else 2])})"
     printed = capsys.readouterr().out
     assert "keeps random weights" not in printed
-    assert f"parameters: {said}\n" in printed and RunFolder(out).read_facts()["parameters"] == said
+    assert f"parameters: {message}\n" in printed and RunFolder(out).read_facts()["parameters"] == message
     # Nothing is kept of a frozen tensor but itself.
-    assert stored(out, "model.") == after.keys()
-    assert stored(out, "ema.") == after.keys() - frozen
-    assert {name.rpartition(".")[0] for name in stored(out, "optimizer.model.")} == after.keys() - frozen
+    assert stored_names(out, "model.") == after.keys()
+    assert stored_names(out, "ema.") == after.keys() - frozen
+    assert {name.rpartition(".")[0] for name in stored_names(out, "optimizer.model.")} == after.keys() - frozen
 
 
 def test_the_first_blocks_are_run_without_a_graph(
@@ -85,8 +85,8 @@ def test_the_first_blocks_are_run_without_a_graph(
         flags = [*TINY, "--towers.depth", 4, "--lr", "1e-3", "--steps", 1]
         flags += ["--shards", data_dir, "--out", tmp_path / "run"]
         assert train("dual-encoder", *flags, "--freeze", "blocks:3", "text.blocks:1") == 0
-    said = "--freeze blocks:3 text.blocks:1 keeps random weights: there are no --init.weights\n"
-    assert said in capsys.readouterr().out
+    message = "--freeze blocks:3 text.blocks:1 keeps random weights: there are no --init.weights\n"
+    assert message in capsys.readouterr().out
     grown = {name for name, has_graph in seen.items() if has_graph}
     assert len(seen) == 7 and grown == {"video.transformer.resblocks.3", "text.transformer.resblocks.1"}
 
@@ -102,7 +102,7 @@ def test_a_frozen_tower_runs_once_for_each_clip_of_a_batch_in_parts(part: str) -
     tokens[:, -1] = 49407
     batch = Batch(input="pixels", video=video, tokens=tokens, clip_id=ids, caption_id=ids)
     objective = build_contrast(
-        Loss(), inputs=lambda one: (one["video"], one["tokens"]), dataset=None, world=World()
+        Loss(), inputs=lambda batch: (batch["video"], batch["tokens"]), dataset=None, world=World()
     ).double()
     calls = {"video": 0, "text": 0}
 
@@ -114,17 +114,17 @@ def test_a_frozen_tower_runs_once_for_each_clip_of_a_batch_in_parts(part: str) -
 
     for name in calls:
         model.get_submodule(name).register_forward_hook(count(name))
-    found = []
+    gradients = []
     for microbatch in (None, 2):
         calls.update(video=0, text=0)
         model.zero_grad()
         objective.backward(model, batch, Step(number=1, microbatch=microbatch))
-        found.append({name: one.grad for name, one in model.named_parameters()})
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert calls == {"video": 4, "text": 4} | {part: 2}
-    for name, gradient in found[0].items():
+    for name, gradient in gradients[0].items():
         assert (gradient is None) == name.startswith(f"{part}.")
         if gradient is not None:
-            torch.testing.assert_close(found[1][name], gradient, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,12 @@ def test_a_frozen_tower_runs_once_for_each_clip_of_a_batch_in_parts(part: str) -
     ],
 )
 def test_a_classifier_trains_its_head_and_what_is_not_frozen(
-    masked: Path, tmp_path: Path, flags: tuple[Any, ...], changed: str
+    masked_run: Path, tmp_path: Path, flags: tuple[Any, ...], changed: str
 ) -> None:
     moving, out = tmp_path / "moving", tmp_path / "run"
     write_moving(moving, num_videos=4)
-    assert train("classify", *SHORT, "--shards", moving, "--init.weights", masked, *flags, "--out", out) == 0
-    before, after = weights(masked), weights(out)
+    assert train("classify", *SHORT, "--shards", moving, "--init.weights", masked_run, *flags, "--out", out) == 0
+    before, after = weights(masked_run), weights(out)
     assert {"head.weight", "fc_norm.weight"} <= after.keys() - before.keys()
     shared = before.keys() & after.keys()
     assert {name for name in shared if not torch.equal(before[name], after[name])} == {

@@ -101,5 +101,5 @@ def tokens() -> torch.Tensor:
     return ids
 
 
-def quiet(line: str) -> None:
+def ignore_line(line: str) -> None:
     """Takes a line of progress and shows it to nobody."""

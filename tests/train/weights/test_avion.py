@@ -20,7 +20,7 @@ from clipmill.train.weights.open_clip import MISTYPED_MEAN
 from clipmill.train.weights.source import Source
 from clipmill.train.weights.sources import open_weights
 from tests.train.weights import small
-from tests.train.weights.small import loaded_weights, our_model, quiet, tokens
+from tests.train.weights.small import ignore_line, loaded_weights, our_model, tokens
 
 NUM_FRAMES = 4
 State = dict[str, torch.Tensor]
@@ -72,7 +72,7 @@ def text_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
     return {f"{prefix}{name}": shape for name, shape in shapes.items()}
 
 
-def filled(shapes: dict[str, tuple[int, ...]]) -> State:
+def fill(shapes: dict[str, tuple[int, ...]]) -> State:
     generator = torch.Generator().manual_seed(3)
     return {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
@@ -93,7 +93,7 @@ def avion_state(names: Names, *, is_conv_a_matrix: bool, num_frames: int = NUM_F
         shapes |= {f"visual.{name}.weight": (width,), f"visual.{name}.bias": (width,)}
     for number in range(small.DEPTH):
         shapes |= random_block(f"visual.transformer.resblocks.{number}", width, names)
-    state = filled(shapes | text_shapes("textual."))
+    state = fill(shapes | text_shapes("textual."))
     if is_conv_a_matrix:
         state["visual.conv1.weight"] = state["visual.conv1.weight"].flatten(1)
     return state
@@ -110,7 +110,7 @@ def block(
     b, n, d = x_BLD.shape
     normed = functional.layer_norm(x_BLD, (d,), get(f"{names.ln_1}.weight"), get(f"{names.ln_1}.bias"), eps)
     q, k, v = (normed @ get(names.qkv_weight).T + get(names.qkv_bias)).chunk(3, dim=-1)
-    q, k, v = (one.reshape(b, n, heads, d // heads).transpose(1, 2) for one in (q, k, v))
+    q, k, v = (tensor.reshape(b, n, heads, d // heads).transpose(1, 2) for tensor in (q, k, v))
     scores = q @ k.transpose(2, 3) / (d // heads) ** 0.5
     mixed = ((scores + mask).softmax(-1) @ v).transpose(1, 2).reshape(b, n, d)
     x_BLD = x_BLD + mixed @ get(f"{names.out}.weight").T + get(f"{names.out}.bias")
@@ -186,12 +186,12 @@ def test_our_towers_compute_what_avions_do(tmp_path: Path, names: Names, is_conv
     facts = source.facts
     assert (facts.activation, facts.video_eps, facts.text_eps) == ("gelu", 1e-6, 1e-5)
     ours = our_model(activation="gelu", video_eps=1e-6, num_frames=NUM_FRAMES)
-    loaded = loaded_weights(ours, source, say=quiet)
+    loaded = loaded_weights(ours, source, say=ignore_line)
     assert loaded.fitted.changes == () and loaded.logit_scale == pytest.approx(state["logit_scale"].item())
     ours = ours.double()
     assert ours.text is not None
-    wanted = avion_video(clips(NUM_FRAMES), double(state), names)
-    torch.testing.assert_close(ours.video(clips(NUM_FRAMES)), wanted, atol=1e-9, rtol=0)
+    expected = avion_video(clips(NUM_FRAMES), double(state), names)
+    torch.testing.assert_close(ours.video(clips(NUM_FRAMES)), expected, atol=1e-9, rtol=0)
     text = text_features(tokens(), double(state), "textual.", functional.gelu)
     torch.testing.assert_close(ours.text(tokens()), text, atol=1e-9, rtol=0)
 
@@ -202,7 +202,8 @@ def test_projections_beside_the_towers_are_found_too(tmp_path: Path) -> None:
     state["text_projection"] = state.pop("textual.text_projection")
     torch.save(state, tmp_path / "w.pt")
     assert (
-        loaded_weights(our_model(num_frames=NUM_FRAMES), open_source(tmp_path / "w.pt"), say=quiet).fitted.changes == ()
+        loaded_weights(our_model(num_frames=NUM_FRAMES), open_source(tmp_path / "w.pt"), say=ignore_line).fitted.changes
+        == ()
     )
 
 
@@ -210,13 +211,13 @@ def test_more_frames_interpolate_the_temporal_embedding(tmp_path: Path) -> None:
     state = avion_state(FLASH, is_conv_a_matrix=False)
     torch.save(state, tmp_path / "w.pt")
     ours = our_model(num_frames=16)
-    loaded = loaded_weights(ours, open_source(tmp_path / "w.pt"), say=quiet)
+    loaded = loaded_weights(ours, open_source(tmp_path / "w.pt"), say=ignore_line)
     (change,) = loaded.fitted.changes
     assert (change.kind, change.old, change.new) == ("resized", (4, small.WIDTH), (16, small.WIDTH))
     # What AVION's inflate_positional_embeds does: bilinear over (T, D), D unchanged.
     old = state["visual.temporal_embedding"]
-    wanted = functional.interpolate(old[None, None], size=(16, small.WIDTH), mode="bilinear")[0, 0]
-    torch.testing.assert_close(ours.video.temporal_embedding.data, wanted)
+    expected = functional.interpolate(old[None, None], size=(16, small.WIDTH), mode="bilinear")[0, 0]
+    torch.testing.assert_close(ours.video.temporal_embedding.data, expected)
 
 
 def test_the_mistyped_red_mean_is_part_of_the_weights(tmp_path: Path) -> None:
@@ -247,15 +248,15 @@ def lavila_state() -> State:
         shapes |= {f"{prefix}.norm3.weight": (width,), f"{prefix}.norm3.bias": (width,)}
         shapes |= {f"{prefix}.timeattn.qkv.weight": (3 * width, width), f"{prefix}.timeattn.qkv.bias": (3 * width,)}
         shapes |= {f"{prefix}.timeattn.proj.weight": (width, width), f"{prefix}.timeattn.proj.bias": (width,)}
-    return filled(shapes | text_shapes(""))
+    return fill(shapes | text_shapes(""))
 
 
 def test_lavilas_time_attention_has_no_place_and_is_not_dropped_in_silence(tmp_path: Path) -> None:
     torch.save(training_checkpoint(lavila_state()), tmp_path / "clip.pt")
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(UserError, match=r"12 left over \(visual.blocks.0.norm3.weight"):
-        loaded_weights(our_model(num_frames=NUM_FRAMES), open_source(tmp_path / "clip.pt"), say=said.append)
-    assert any("visual.blocks.*.timeattn.qkv.weight (2 tensors)" in line and "UNEXPECTED" in line for line in said)
+        loaded_weights(our_model(num_frames=NUM_FRAMES), open_source(tmp_path / "clip.pt"), say=messages.append)
+    assert any("visual.blocks.*.timeattn.qkv.weight (2 tensors)" in line and "UNEXPECTED" in line for line in messages)
 
 
 def test_lavilas_space_and_text_are_loaded_where_the_user_says_so(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_lavilas_space_and_text_are_loaded_where_the_user_says_so(tmp_path: Path
     assert (source.facts.activation, source.facts.video_eps, source.facts.mean) == ("quick_gelu", 1e-6, MISTYPED_MEAN)
     allow = ("visual.blocks.*.timeattn.*", "visual.blocks.*.norm3.*")
     ours = our_model(activation="quick_gelu", video_eps=1e-6, num_frames=NUM_FRAMES)
-    loaded = loaded_weights(ours, source, allow=allow, say=quiet)
+    loaded = loaded_weights(ours, source, allow=allow, say=ignore_line)
     assert {change.why.split()[0] for change in loaded.fitted.changes} == {"allowed"}
     ours = ours.double()
     assert ours.text is not None
@@ -275,21 +276,25 @@ def test_lavilas_space_and_text_are_loaded_where_the_user_says_so(tmp_path: Path
 
     torch.testing.assert_close(ours.text(tokens()), text_features(tokens(), double(state), "", act), atol=1e-9, rtol=0)
     # Of one frame, and with a time attention that adds nothing, TimeSformer is an image tower.
-    one = double(state)
-    x = functional.conv2d(clips(1)[:, :, 0], one["visual.patch_embed.proj.weight"], stride=small.PATCH_PX)
-    x = torch.cat([one["visual.cls_token"].expand(2, 1, -1), x.flatten(2).transpose(1, 2)], dim=1)
-    x = x + one["visual.pos_embed"]
-    x = torch.cat([x[:, :1], x[:, 1:] + one["visual.temporal_embed"][:, :1]], dim=1)
-    x = functional.layer_norm(x, x.shape[-1:], one["visual.ln_pre.weight"], one["visual.ln_pre.bias"], 1e-6)
+    state_double = double(state)
+    x = functional.conv2d(clips(1)[:, :, 0], state_double["visual.patch_embed.proj.weight"], stride=small.PATCH_PX)
+    x = torch.cat([state_double["visual.cls_token"].expand(2, 1, -1), x.flatten(2).transpose(1, 2)], dim=1)
+    x = x + state_double["visual.pos_embed"]
+    x = torch.cat([x[:, :1], x[:, 1:] + state_double["visual.temporal_embed"][:, :1]], dim=1)
+    x = functional.layer_norm(
+        x, x.shape[-1:], state_double["visual.ln_pre.weight"], state_double["visual.ln_pre.bias"], 1e-6
+    )
     for number in range(small.DEPTH):
-        x = block(x, one, f"visual.blocks.{number}", TIMM, heads=small.HEADS, act=act, eps=1e-6, mask=0.0)
-    x = functional.layer_norm(x[:, 0], x.shape[-1:], one["visual.norm.weight"], one["visual.norm.bias"], 1e-6)
+        x = block(x, state_double, f"visual.blocks.{number}", TIMM, heads=small.HEADS, act=act, eps=1e-6, mask=0.0)
+    x = functional.layer_norm(
+        x[:, 0], x.shape[-1:], state_double["visual.norm.weight"], state_double["visual.norm.bias"], 1e-6
+    )
     single = our_model(activation="quick_gelu", video_eps=1e-6, num_frames=1)
-    loaded_weights(single, source, allow=allow, say=quiet)
+    loaded_weights(single, source, allow=allow, say=ignore_line)
     single = single.double()
     with torch.no_grad():
-        single.video.temporal_embedding.copy_(one["visual.temporal_embed"][0, :1])
-    torch.testing.assert_close(single.video(clips(1)), x @ one["image_projection"], atol=1e-9, rtol=0)
+        single.video.temporal_embedding.copy_(state_double["visual.temporal_embed"][0, :1])
+    torch.testing.assert_close(single.video(clips(1)), x @ state_double["image_projection"], atol=1e-9, rtol=0)
 
 
 def lavila_video(clips_BCTHW: torch.Tensor, state: State) -> torch.Tensor:
@@ -308,12 +313,12 @@ def lavila_video(clips_BCTHW: torch.Tensor, state: State) -> torch.Tensor:
     place = torch.arange(num_frames * num_patches)
     patch, frame = place % num_patches, place // num_patches
 
-    def attended(x: torch.Tensor, norm: str, name: str, group: torch.Tensor) -> torch.Tensor:
+    def attend(x: torch.Tensor, norm: str, name: str, group: torch.Tensor) -> torch.Tensor:
         """The class token sees all; a patch sees the class token and the patches of its group."""
         normed = functional.layer_norm(x, (d,), state[f"{norm}.weight"], state[f"{norm}.bias"], 1e-6)
         q, k, v = (normed @ state[f"{name}.qkv.weight"].T + state[f"{name}.qkv.bias"]).chunk(3, dim=-1)
         heads = (len(x), -1, small.HEADS, d // small.HEADS)
-        q, k, v = (one.reshape(heads).transpose(1, 2) for one in (q, k, v))
+        q, k, v = (tensor.reshape(heads).transpose(1, 2) for tensor in (q, k, v))
         sees = torch.ones(len(place) + 1, len(place) + 1, dtype=torch.bool)
         sees[1:, 1:] = group[:, None] == group[None]
         scores = (q @ k.transpose(2, 3) / (d // small.HEADS) ** 0.5).masked_fill(~sees, -torch.inf)
@@ -322,8 +327,8 @@ def lavila_video(clips_BCTHW: torch.Tensor, state: State) -> torch.Tensor:
 
     for number in range(small.DEPTH):
         its = f"blocks.{number}"
-        timed = x + attended(x, f"{its}.norm3", f"{its}.timeattn", patch)
-        x = x + attended(timed, f"{its}.norm1", f"{its}.attn", frame)
+        timed = x + attend(x, f"{its}.norm3", f"{its}.timeattn", patch)
+        x = x + attend(timed, f"{its}.norm1", f"{its}.attn", frame)
         normed = functional.layer_norm(x, (d,), state[f"{its}.norm2.weight"], state[f"{its}.norm2.bias"], 1e-6)
         inner = normed @ state[f"{its}.mlp.fc1.weight"].T + state[f"{its}.mlp.fc1.bias"]
         inner = inner * torch.sigmoid(1.702 * inner)
@@ -337,6 +342,6 @@ def test_a_divided_tower_computes_what_lavilas_does(tmp_path: Path) -> None:
     torch.save(training_checkpoint(state), tmp_path / "clip.pt")
     divided = replace(small.SIZE, video=replace(small.SIZE.video, is_divided=True))
     ours = our_model(activation="quick_gelu", video_eps=1e-6, num_frames=NUM_FRAMES, size=divided)
-    assert loaded_weights(ours, open_source(tmp_path / "clip.pt"), say=quiet).fitted.changes == ()
-    wanted = lavila_video(clips(NUM_FRAMES), double(state))
-    torch.testing.assert_close(ours.double().video(clips(NUM_FRAMES)), wanted, atol=1e-9, rtol=0)
+    assert loaded_weights(ours, open_source(tmp_path / "clip.pt"), say=ignore_line).fitted.changes == ()
+    expected = lavila_video(clips(NUM_FRAMES), double(state))
+    torch.testing.assert_close(ours.double().video(clips(NUM_FRAMES)), expected, atol=1e-9, rtol=0)

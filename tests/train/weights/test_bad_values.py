@@ -16,7 +16,7 @@ from clipmill.train.weights.hf_caption import read_caption_folder
 from clipmill.train.weights.loading import fit_to
 from clipmill.train.weights.open_clip import to_open_clip
 from tests.train.models.small_captioners import their_captioner
-from tests.train.weights.small import our_model, quiet
+from tests.train.weights.small import ignore_line, our_model
 from tests.train.weights.small_videomae import State, hf_autoencoder, open_source, our_autoencoder
 
 EPS = "a number more than 0 and less than 1"
@@ -35,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name: path for path in root.iterdir()}
 
 
-def changed(folder: Path, to: Path, state: Callable[[State], State]) -> Path:
+def change_tensors(folder: Path, to: Path, state: Callable[[State], State]) -> Path:
     """The folder with other tensors."""
     (to / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(state(load_file(folder / "model.safetensors")), to / "model.safetensors", metadata={"format": "pt"})
@@ -81,7 +81,7 @@ def test_a_value_of_another_kind_is_named_with_its_key_and_file(
 
 
 def test_three_colours_are_asked_for(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = changed(folders["videomae"], tmp_path, dict)
+    folder = change_tensors(folders["videomae"], tmp_path, dict)
     for value in (0.5, [0.5, 0.5], ["a", "b", "c"], [0.5, 0.5, 1e9], [0.5, 0.5, -0.1]):
         (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": value}))
         with pytest.raises(UserError, match=r"preprocessor_config\.json: image_mean is .*, which is not three numbers"):
@@ -108,7 +108,7 @@ QUERY = "videomae.encoder.layer.0.attention.attention.query.weight"
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "said"),
+    ("name", "dtype", "message"),
     [
         ("mask_token", torch.int32, "int32"),
         (QUERY, torch.int32, "int32"),
@@ -117,22 +117,26 @@ QUERY = "videomae.encoder.layer.0.attention.attention.query.weight"
     ],
 )
 def test_quantised_tensors_are_no_weights(
-    folders: dict[str, Path], tmp_path: Path, name: str, dtype: torch.dtype, said: str
+    folders: dict[str, Path], tmp_path: Path, name: str, dtype: torch.dtype, message: str
 ) -> None:
     state = load_file(folders["videomae"] / "model.safetensors")
-    theirs = next(one for one in state if one.endswith(name.replace("q_bias", "query.bias")) or one == name)
-    folder = changed(folders["videomae"], tmp_path, lambda state: state | {theirs: state[theirs].to(dtype)})
+    theirs = next(
+        tensor_name
+        for tensor_name in state
+        if tensor_name.endswith(name.replace("q_bias", "query.bias")) or tensor_name == name
+    )
+    folder = change_tensors(folders["videomae"], tmp_path, lambda state: state | {theirs: state[theirs].to(dtype)})
     with pytest.raises(UserError) as caught:
         open_source(folder)
-    assert f"{folder / 'model.safetensors'}: {theirs} is of {said}, and weights are" in str(caught.value)
+    assert f"{folder / 'model.safetensors'}: {theirs} is of {message}, and weights are" in str(caught.value)
 
 
 def test_positions_and_masks_are_no_weights_and_may_be_integers(folders: dict[str, Path], tmp_path: Path) -> None:
     ids = {"text_model.embeddings.position_ids": torch.arange(77)[None]}
-    source = open_source(changed(folders["clip"], tmp_path, lambda state: state | ids))
+    source = open_source(change_tensors(folders["clip"], tmp_path, lambda state: state | ids))
     assert source.converted.ignored == tuple(ids)
     half = {QUERY: torch.ones(32, 32, dtype=torch.bfloat16)}
-    open_source(changed(folders["videomae"], tmp_path, lambda state: state | half))
+    open_source(change_tensors(folders["videomae"], tmp_path, lambda state: state | half))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
@@ -141,9 +145,9 @@ def test_what_is_not_finite_is_no_start(folders: dict[str, Path], tmp_path: Path
         state["mask_token"][0, 0, 3] = number
         return state
 
-    folder = changed(folders["videomae"], tmp_path, damage)
+    folder = change_tensors(folders["videomae"], tmp_path, damage)
     with pytest.raises(UserError) as caught:
-        fit_to(our_autoencoder(), open_source(folder), say=quiet)
+        fit_to(our_autoencoder(), open_source(folder), say=ignore_line)
     assert str(folder) in str(caught.value) and "mask_token holds numbers that are not finite" in str(caught.value)
     # What the model does not get may be anything.
     state = our_model().state_dict()
@@ -151,7 +155,7 @@ def test_what_is_not_finite_is_no_start(folders: dict[str, Path], tmp_path: Path
     torch.save(to_open_clip(state), tmp_path / "w.pt")
     tower = torch.nn.Module()
     tower.video = our_model().video
-    fit_to(tower, open_source(tmp_path / "w.pt"), say=quiet)
+    fit_to(tower, open_source(tmp_path / "w.pt"), say=ignore_line)
 
 
 def test_a_decoder_that_is_not_finite_is_no_start(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -160,10 +164,10 @@ def test_a_decoder_that_is_not_finite_is_no_start(folders: dict[str, Path], tmp_
         return state
 
     with pytest.raises(UserError, match=r"model\.safetensors: decoder\.transformer\.wpe\.weight holds numbers that"):
-        read_caption_folder(changed(folders["caption"], tmp_path, damage))
+        read_caption_folder(change_tensors(folders["caption"], tmp_path, damage))
     whole = {"decoder.transformer.wte.weight": torch.ones(61, 24, dtype=torch.int64)}
     with pytest.raises(UserError, match=r"decoder\.transformer\.wte\.weight is of int64"):
-        read_caption_folder(changed(folders["caption"], tmp_path, lambda state: state | whole))
+        read_caption_folder(change_tensors(folders["caption"], tmp_path, lambda state: state | whole))
 
 
 @pytest.mark.parametrize(
@@ -193,6 +197,6 @@ def test_a_tensor_without_its_dimensions_is_read_and_compared(
     """Its layout cannot be converted; what does not fit is for the table to say."""
     parts = [name.replace("query", part).replace("q_proj", f"{part[0]}_proj") for part in ("query", "key", "value")]
     flat = {part: torch.tensor(1.0) for part in parts}
-    source = open_source(changed(folders[model], tmp_path, lambda state: state | flat))
-    found = {**source.converted.unknown, **source.converted.tensors}
-    assert [one for one in found.values() if not one.ndim and one == 1]
+    source = open_source(change_tensors(folders[model], tmp_path, lambda state: state | flat))
+    tensors = {**source.converted.unknown, **source.converted.tensors}
+    assert [tensor for tensor in tensors.values() if not tensor.ndim and tensor == 1]

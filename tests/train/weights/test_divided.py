@@ -9,17 +9,17 @@ import torch
 from clipmill.train.inference import load_model
 from tests.train.inference.test_weights_anywhere import LAVILA, LAVILA_PARTS, rename_tensors
 from tests.train.running import error_of, facts, losses, train
-from tests.train.tuning.runs import LORA, TINY, killed, stored, weights
+from tests.train.tuning.runs import LORA, TINY, kill_copy, stored_names, weights
 from tests.train.weights.test_avion import (
     NUM_FRAMES,
     clips,
     double,
+    ignore_line,
     lavila_state,
     lavila_video,
     loaded_weights,
     open_source,
     our_model,
-    quiet,
     small,
     training_checkpoint,
 )
@@ -42,14 +42,14 @@ def test_it_starts_from_images_from_its_own_weights_and_from_lavilas(
     assert changes(divided) == {"--towers.attention divided"}
     block = "video.transformer.resblocks.1."
     assert weights(divided)[block + "temporal_attn.out_proj.weight"].abs().sum() > 0  # it began at zero
-    resumed = killed(divided, tmp_path / "killed")
+    resumed = kill_copy(divided, tmp_path / "killed")
     assert train("dual-encoder", "--resume", "--out", resumed) == 0
     assert losses(resumed) == losses(divided)
     assert train("eval", "retrieval", divided, "--json") == 0
 
     # Divided, because the weights are.
     assert train(*some, "--init.weights", divided, *LORA, "--out", again) == 0
-    assert changes(again) == set() and f"{block}temporal_attn.lora.B" in stored(again, "model.")
+    assert changes(again) == set() and f"{block}temporal_attn.lora.B" in stored_names(again, "model.")
     file = tmp_path / "clip.pt"
     torch.save({"state_dict": rename_tensors(load_model(divided, device="cpu").model, LAVILA, LAVILA_PARTS)}, file)
     assert train(*some, "--init.weights", file, "--out", theirs) == 0
@@ -66,13 +66,13 @@ def test_its_gradients_are_those_of_lavilas_tower(tmp_path: Path) -> None:
     torch.save(training_checkpoint(state), tmp_path / "clip.pt")
     divided = replace(small.SIZE, video=replace(small.SIZE.video, is_divided=True))
     ours = our_model(activation="quick_gelu", video_eps=1e-6, num_frames=NUM_FRAMES, size=divided)
-    loaded_weights(ours, open_source(tmp_path / "clip.pt"), say=quiet)
+    loaded_weights(ours, open_source(tmp_path / "clip.pt"), say=ignore_line)
     ours = ours.double()
     ours.video(clips(NUM_FRAMES)).square().sum().backward()
-    known = {name: one.requires_grad_() for name, one in double(state).items()}
+    known = {name: tensor.requires_grad_() for name, tensor in double(state).items()}
     lavila_video(clips(NUM_FRAMES), known).square().sum().backward()
     for number in range(small.DEPTH):
         for mine, its in ((NEW, "timeattn.qkv.weight"), (OLD, "attn.qkv.weight")):
-            found = ours.video.get_parameter(f"transformer.resblocks.{number}.{mine}").grad
-            wanted = known[f"visual.blocks.{number}.{its}"].grad
-            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+            gradient = ours.video.get_parameter(f"transformer.resblocks.{number}.{mine}").grad
+            expected = known[f"visual.blocks.{number}.{its}"].grad
+            torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-9)

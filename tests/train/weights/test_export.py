@@ -28,7 +28,7 @@ from clipmill.train.tasks.dual_encoder.export import image_towers
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderSettings
 from clipmill.train.weights.sources import open_weights
 from tests.train.running import train, weights_of
-from tests.train.weights.small import loaded_weights, our_model, quiet
+from tests.train.weights.small import ignore_line, loaded_weights, our_model
 
 SIDE = 32
 TOWERS = ["--towers.activation", "quick_gelu", "--towers.video-norm-eps", "1e-6", "--towers.temporal", "random"]
@@ -134,9 +134,9 @@ TEXTS = (
 
 def test_the_tokenizer_of_transformers_gives_the_ids_that_the_run_saw(run: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    said: list[str] = []
-    export_run(run, form="hf", out=tmp_path / "exported", say=said.append)
-    assert [line for line in said if "does not repair text in a wrong encoding" in line]
+    messages: list[str] = []
+    export_run(run, form="hf", out=tmp_path / "exported", say=messages.append)
+    assert [line for line in messages if "does not repair text in a wrong encoding" in line]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     tokenize = load_tokenizer()
     for text in TEXTS:
@@ -172,7 +172,7 @@ def test_a_run_itself_is_a_start_with_more_frames(run: Path) -> None:
     facts = source.facts
     assert (facts.activation, facts.video_eps, facts.mean) == ("quick_gelu", 1e-6, (0.42, 0.46, 0.41))
     model = model_of(run, num_frames=4)
-    loaded = loaded_weights(model, source, say=quiet)
+    loaded = loaded_weights(model, source, say=ignore_line)
     (change,) = loaded.fitted.changes
     assert (change.kind, change.name, change.old, change.new) == (
         "resized",
@@ -181,14 +181,14 @@ def test_a_run_itself_is_a_start_with_more_frames(run: Path) -> None:
         (4, 128),
     )
     assert loaded.logit_scale == pytest.approx(-torch.tensor(0.07).log().item(), rel=1e-2)
-    wanted = weights_of(run)
-    same = [name for name, tensor in model.state_dict().items() if torch.equal(tensor, wanted[name])]
-    assert len(same) == len(wanted) - 1
+    expected = weights_of(run)
+    same = [name for name, tensor in model.state_dict().items() if torch.equal(tensor, expected[name])]
+    assert len(same) == len(expected) - 1
 
 
 def test_extras_of_other_weights_are_refused(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "exported"
-    export_run(run, form="hf", out=out, say=quiet)
+    export_run(run, form="hf", out=out, say=ignore_line)
     state = load_file(out / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in state.items()}, out / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"belongs to other weights than model.safetensors") as caught:
@@ -207,7 +207,7 @@ def test_cubes_of_several_frames_become_patches_of_equal_frames() -> None:
     size = replace(size_of("tiny", Towers(tubelet=2)))
     cubes = DualEncoder(size, image_px=SIDE, num_frames=2, attend=attend_with_sdpa).eval()
     towers = image_towers(cubes.state_dict(), rule="mean")
-    assert any("cubes of 2 frames" in one for one in towers.lost) and "video.conv1.weight" in towers.extras
+    assert any("cubes of 2 frames" in message for message in towers.lost) and "video.conv1.weight" in towers.extras
     patches = DualEncoder(size_of("tiny", Towers()), image_px=SIDE, num_frames=1, attend=attend_with_sdpa).eval()
     patches.load_state_dict({**towers.tensors, "video.temporal_embedding": torch.zeros(1, 128)})
     picture = torch.randn(2, 3, 1, SIDE, SIDE)
@@ -240,25 +240,26 @@ def test_a_model_without_a_text_tower_or_of_latents_is_no_clip(monkeypatch: pyte
     for weights, error in ((without_text, "no text tower"), (of_latents, "latents of 4 channels")):
         monkeypatch.setattr("clipmill.train.weights.sources.whole_weights", lambda path, weights=weights: weights)
         with pytest.raises(UserError, match=error):
-            export_run(run, form="hf", out=run / "exported", say=quiet)
+            export_run(run, form="hf", out=run / "exported", say=ignore_line)
 
 
 def test_weights_that_are_not_finite_are_not_exported(run: Path, tmp_path: Path) -> None:
     """As an older version may have saved them."""
-    own = tmp_path / "run"
-    shutil.copytree(run, own)
-    path = latest_checkpoint(own / "checkpoints")
+    run_copy = tmp_path / "run"
+    shutil.copytree(run, run_copy)
+    path = latest_checkpoint(run_copy / "checkpoints")
     assert path is not None
     facts = read_metadata(path)
-    weights = {f"model.{name}": one for name, one in read_weights(path).items()}
+    weights = {f"model.{name}": tensor for name, tensor in read_weights(path).items()}
     for name in ("video.proj", "objective.logit_scale"):
         poisoned = weights | {"objective.logit_scale": torch.tensor(1.0)}
         poisoned = {
-            key: torch.full_like(one, torch.nan) if key.endswith(name) else one for key, one in poisoned.items()
+            key: torch.full_like(tensor, torch.nan) if key.endswith(name) else tensor
+            for key, tensor in poisoned.items()
         }
-        writer = CheckpointWriter(own / "checkpoints", world=World(), keep=9, best=None)
+        writer = CheckpointWriter(run_copy / "checkpoints", world=World(), keep=9, best=None)
         writer.save(poisoned, replace(facts, step=facts.step + len(name)))
         writer.close()
         with pytest.raises(UserError, match=rf"step_.*{name} holds numbers that are not finite"):
-            export_run(own, form="open_clip", out=tmp_path / "out", say=quiet)
+            export_run(run_copy, form="open_clip", out=tmp_path / "out", say=ignore_line)
         assert not (tmp_path / "out").exists()

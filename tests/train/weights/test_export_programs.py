@@ -74,8 +74,8 @@ def outputs(folder: Path) -> list[np.ndarray]:
 @pytest.mark.parametrize("form", [pytest.param("torch", marks=pytest.mark.nightly), "onnx"])
 def test_the_video_tower_is_served_without_clipmill(run: Path, tmp_path: Path, forks: Forks, form: str) -> None:
     out, model = export_and_run(run, form, tmp_path, python=forks.python()), load_model(run, device="cpu")
-    for clips, found in zip(BATCHES, outputs(out), strict=True):
-        np.testing.assert_allclose(found, model.encode_video(clips).numpy(), atol=1e-5)
+    for clips, expected_output in zip(BATCHES, outputs(out), strict=True):
+        np.testing.assert_allclose(expected_output, model.encode_video(clips).numpy(), atol=1e-5)
     told = json.loads((out / "preprocessing.json").read_text())
     assert told["input"]["shape"] == ["batch", 3, 2, SIDE, SIDE] and told["input"]["sampling"] == "uniform"
     assert told["input"]["mean"] == [0.42, 0.46, 0.41] and len(told["input"]["std"]) == 3
@@ -88,8 +88,8 @@ def test_the_video_tower_is_served_without_clipmill(run: Path, tmp_path: Path, f
 def test_a_classifier_is_served_as_its_logits(classifier: Path, tmp_path: Path, forks: Forks) -> None:
     out = export_and_run(classifier, "torch", tmp_path, python=forks.python())
     model = load_model(classifier, device="cpu").model
-    for clips, found in zip(BATCHES, outputs(out), strict=True):
+    for clips, expected_output in zip(BATCHES, outputs(out), strict=True):
         with torch.no_grad():
-            np.testing.assert_allclose(found, model(torch.from_numpy(clips)).numpy(), atol=1e-5)
+            np.testing.assert_allclose(expected_output, model(torch.from_numpy(clips)).numpy(), atol=1e-5)
     told = json.loads((out / "preprocessing.json").read_text())["output"]
-    assert len(told["classes"]) == found.shape[1]
+    assert len(told["classes"]) == expected_output.shape[1]

@@ -17,7 +17,7 @@ from clipmill.train.weights.videomae import to_videomae
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.running import train, weights_of
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from tests.train.weights.small import loaded_weights, quiet
+from tests.train.weights.small import ignore_line, loaded_weights
 from tests.train.weights.small_videomae import (
     assert_same_reconstruction,
     clips,
@@ -68,8 +68,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of pre-training, with a normalisation and an eps of its own."""
     out = tmp_path_factory.mktemp("runs") / "mae"
-    own = ("--init.pixel-mean", "0.42", "0.46", "0.41", "--towers.video-norm-eps", "1e-9")
-    assert train("mae", "--shards", data, "--out", out, *MAE, *own, "--steps", "2", "--lr", "1e-2") == 0
+    flags = ("--init.pixel-mean", "0.42", "0.46", "0.41", "--towers.video-norm-eps", "1e-9")
+    assert train("mae", "--shards", data, "--out", out, *MAE, *flags, "--steps", "2", "--lr", "1e-2") == 0
     return out
 
 
@@ -91,8 +91,8 @@ def test_transformers_reconstructs_what_the_run_does_and_the_run_comes_back(run:
     source = open_source(out)
     assert (source.facts.video_eps, source.facts.mean) == (1e-9, (0.42, 0.46, 0.41))
     back = our_autoencoder(size=tiny_size(1e-9), image_px=SIDE)
-    assert loaded_weights(back, source, say=quiet).fitted.changes == ()
-    assert all(torch.equal(one, weights[name]) for name, one in back.state_dict().items())
+    assert loaded_weights(back, source, say=ignore_line).fitted.changes == ()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in back.state_dict().items())
 
 
 def test_the_authors_format_holds_tensors_alone_and_says_what_it_does_not_hold(
@@ -104,10 +104,10 @@ def test_the_authors_format_holds_tensors_alone_and_says_what_it_does_not_hold(
     assert "layer norms of eps 1e-06, and this run of 1e-09" in printed and "normalised pictures otherwise" in printed
     state = torch.load(out / "checkpoint.pth", weights_only=True)["model"]
     assert {"encoder.blocks.1.attn.q_bias", "decoder.blocks.1.mlp.fc2.weight", "mask_token"} <= state.keys()
-    wanted = to_videomae(weights_of(run))
-    assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in state)
+    expected = to_videomae(weights_of(run))
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
     back = our_autoencoder(size=tiny_size(1e-9), image_px=SIDE)
-    assert loaded_weights(back, open_source(out), say=quiet).fitted.changes == ()
+    assert loaded_weights(back, open_source(out), say=ignore_line).fitted.changes == ()
 
 
 @pytest.mark.parametrize("start", [pytest.param("run", marks=pytest.mark.nightly), "folder"])
@@ -115,7 +115,7 @@ def test_pre_training_goes_on_from_weights(data: Path, run: Path, tmp_path: Path
     weights = run
     if start == "folder":
         weights = tmp_path / "exported"
-        export_run(run, form="hf", out=weights, say=quiet)
+        export_run(run, form="hf", out=weights, say=ignore_line)
     out = tmp_path / "second"
     assert train("mae", "--shards", data, "--out", out, *MAE, *STILL, "--init.weights", weights) == 0
     first, second = weights_of(run), weights_of(out)
@@ -129,7 +129,7 @@ def test_a_classifier_starts_from_a_folder_and_leaves_as_one(
     data: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretrained, out, exported = tmp_path / "pretrained", tmp_path / "classes", tmp_path / "exported"
-    export_run(run, form="hf", out=pretrained, say=quiet)
+    export_run(run, form="hf", out=pretrained, say=ignore_line)
     flags = ("--shards", data, "--label", "shape", *SMALL, "--init.weights", pretrained)
     assert train("classify", *flags, "--out", out, *STILL) == 0
     first, weights = weights_of(run), weights_of(out)
@@ -157,7 +157,7 @@ def test_a_classifier_starts_from_a_folder_and_leaves_as_one(
     assert all(torch.allclose(on[name], weights[name], atol=1e-7) for name in tower)
 
     # Another classifier starts from it, as from the authors' format: its norm of features is taken, its head is not.
-    export_run(out, form="videomae", out=tmp_path / "theirs", say=quiet)
+    export_run(out, form="videomae", out=tmp_path / "theirs", say=ignore_line)
     assert "blocks.0.attn.q_bias" in torch.load(tmp_path / "theirs" / "checkpoint.pth", weights_only=True)["model"]
     again = tmp_path / "again"
     assert train("classify", *flags[:-1], tmp_path / "theirs", "--out", again, *STILL) == 0
@@ -190,7 +190,7 @@ def test_latents_have_a_place_in_transformers_format(
     # A run of before: what no tensor shows is said by nothing.
     (out / "run.json").write_text(json.dumps({"task": "mae"}))
     with pytest.raises(UserError, match="does not say how large the latents were"):
-        export_run(out, form="hf", out=tmp_path / "no", say=quiet)
+        export_run(out, form="hf", out=tmp_path / "no", say=ignore_line)
 
 
 def test_what_a_format_cannot_hold_is_refused(

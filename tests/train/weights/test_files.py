@@ -27,7 +27,7 @@ class Program:
         return os.system, (self.command,)
 
 
-def saved(state: object, **options: Any) -> bytes:
+def save_bytes(state: object, **options: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer, **options)
     return buffer.getvalue()
@@ -44,7 +44,7 @@ def error_and_hint(path: Path, content: bytes) -> tuple[str, str]:
 @pytest.mark.parametrize("part", [0.05, 0.5, 0.98])
 def test_a_file_that_is_cut_is_damaged(tmp_path: Path, part: float) -> None:
     save_file(STATE, tmp_path / "whole.safetensors")
-    whole = {"w.pt": saved(STATE), "w.safetensors": (tmp_path / "whole.safetensors").read_bytes()}
+    whole = {"w.pt": save_bytes(STATE), "w.safetensors": (tmp_path / "whole.safetensors").read_bytes()}
     for name, content in whole.items():
         error, hint = error_and_hint(tmp_path / name, content[: int(part * len(content))])
         assert "damaged or truncated" in error or "not a tensor file" in error
@@ -69,7 +69,7 @@ def test_a_pointer_of_git_lfs_is_said_to_be_one(tmp_path: Path) -> None:
 def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, is_new: bool) -> None:
     mark = tmp_path / "it-ran"
     program = Program(f"touch {mark}")
-    content = saved({**STATE, "payload": program}, _use_new_zipfile_serialization=is_new)
+    content = save_bytes({**STATE, "payload": program}, _use_new_zipfile_serialization=is_new)
     error, hint = error_and_hint(tmp_path / "w.pt", content)
     assert "posix.system" in error and "only tensors and plain values" in error and "trust" in hint
     assert not mark.exists()
@@ -95,7 +95,7 @@ def test_other_bytes_are_no_weights(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("state", [{}, {"epoch": 3}, [1, 2], {"state_dict": {"a": 1}}])
 def test_a_file_without_tensors_is_said_to_have_none(tmp_path: Path, state: object) -> None:
-    assert "there are no tensors" in error_and_hint(tmp_path / "w.pt", saved(state))[0]
+    assert "there are no tensors" in error_and_hint(tmp_path / "w.pt", save_bytes(state))[0]
 
 
 def test_what_is_not_there_or_a_folder_is_named(tmp_path: Path) -> None:

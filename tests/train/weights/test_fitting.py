@@ -18,7 +18,7 @@ from clipmill.train.weights.loading import Loaded, fit_tensors, resize_positions
 from clipmill.train.weights.open_clip import from_open_clip, to_open_clip
 from clipmill.train.weights.source import Source
 from clipmill.train.weights.sources import FORMATS, detect_format, open_weights
-from tests.train.weights.small import loaded_weights, our_model, quiet, shuffle
+from tests.train.weights.small import ignore_line, loaded_weights, our_model, shuffle
 
 State = dict[str, torch.Tensor]
 
@@ -35,7 +35,9 @@ def source_of(converted: ConvertedStateDict) -> Source:
     return Source(title="weights.pt (open_clip)", converted=converted, facts=SourceFacts())
 
 
-def loaded(state: State, *, allow: tuple[str, ...] = (), say: Callable[[str], None] = quiet, **model: Any) -> Loaded:
+def load_fitted(
+    state: State, *, allow: tuple[str, ...] = (), say: Callable[[str], None] = ignore_line, **model: Any
+) -> Loaded:
     return loaded_weights(our_model(**model), source_of(from_open_clip(state)), allow=allow, say=say)
 
 
@@ -84,38 +86,38 @@ BLOCK = "visual.transformer.resblocks.1.mlp.c_fc.weight"
 def test_drift_that_nothing_explains_is_an_error_with_a_table(
     state: State, change: Callable[[State], State], message: str, row: str
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(UserError) as caught:
-        loaded(change(state), say=said.append)
+        load_fitted(change(state), say=messages.append)
     assert message in str(caught.value) and "--init.allow" in str(caught.value.hint)
-    assert any(" ".join(line.split()).startswith(row) for line in said), said
+    assert any(" ".join(line.split()).startswith(row) for line in messages), messages
 
 
 def test_an_mlp_of_another_width_is_not_taken_for_another_model(state: State) -> None:
     with pytest.raises(UserError) as caught:
-        loaded({**state, BLOCK: torch.ones(128, 64)})
+        load_fitted({**state, BLOCK: torch.ones(128, 64)})
     assert "MLPs that are 4 times as wide as their tower" in str(caught.value.hint)
 
 
 def test_the_user_may_allow_drift_by_pattern_of_either_name(state: State) -> None:
     before = our_model().state_dict()["video.transformer.resblocks.1.mlp.c_fc.weight"].clone()
     changed = {**without(state, BLOCK), "head.weight": torch.ones(2, 3)}
-    found = loaded(changed, allow=("video.transformer.*.c_fc.weight", "head.*"))
-    whys = {change.name: change.why for change in found.fitted.changes}
+    fitted = load_fitted(changed, allow=("video.transformer.*.c_fc.weight", "head.*"))
+    whys = {change.name: change.why for change in fitted.fitted.changes}
     assert whys["head.weight"] == "allowed by --init.allow head.*"
-    assert "video.transformer.resblocks.1.mlp.c_fc.weight" not in found.fitted.tensors
+    assert "video.transformer.resblocks.1.mlp.c_fc.weight" not in fitted.fitted.tensors
     model = our_model()
-    loaded_weights(model, source_of(from_open_clip(changed)), allow=("*",), say=quiet)
+    loaded_weights(model, source_of(from_open_clip(changed)), allow=("*",), say=ignore_line)
     assert torch.equal(model.state_dict()["video.transformer.resblocks.1.mlp.c_fc.weight"], before)
     with pytest.raises(UserError, match=r"head.weight"):
-        loaded(changed, allow=("video.*",))
+        load_fitted(changed, allow=("video.*",))
 
 
 def test_an_error_leaves_the_model_as_it_was(state: State) -> None:
     model = our_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(UserError):
-        loaded_weights(model, source_of(from_open_clip(without(state, BLOCK))), say=quiet)
+        loaded_weights(model, source_of(from_open_clip(without(state, BLOCK))), say=ignore_line)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -123,9 +125,9 @@ def test_another_architecture_is_described(state: State) -> None:
     wide = {name: torch.cat([tensor, tensor], -1) if tensor.ndim else tensor for name, tensor in state.items()}
     deeper = {name.replace("resblocks.1", "resblocks.2"): tensor for name, tensor in state.items()} | state
     with pytest.raises(UserError, match=r"video of width 128 and 2 blocks.*the model: video of width 64 and 2 blocks"):
-        loaded(wide)
+        load_fitted(wide)
     with pytest.raises(UserError, match="video of width 64 and 3 blocks, text of width 48 and 3 blocks"):
-        loaded(deeper)
+        load_fitted(deeper)
 
 
 def test_another_embedding_width_learns_new_projections_and_a_new_temperature(state: State) -> None:
@@ -135,16 +137,16 @@ def test_another_embedding_width_learns_new_projections_and_a_new_temperature(st
 
     model = our_model(size=replace(SIZE, embedding_width=16))
     before = model.video.proj.detach().clone()
-    found = loaded_weights(model, source_of(from_open_clip(state)), say=quiet)
-    assert torch.equal(model.video.proj, before) and found.logit_scale is None
-    dropped = {change.name: change.why for change in found.fitted.changes if change.kind == "dropped"}
+    fitted = loaded_weights(model, source_of(from_open_clip(state)), say=ignore_line)
+    assert torch.equal(model.video.proj, before) and fitted.logit_scale is None
+    dropped = {change.name: change.why for change in fitted.fitted.changes if change.kind == "dropped"}
     assert dropped.keys() == {"video.proj", "text.text_projection", "logit_scale"}
     assert dropped["video.proj"] == "the embedding has 16 numbers here, 24 there: a new projection is learned"
 
 
 def test_a_model_without_a_text_tower_takes_the_video_tower_alone(state: State) -> None:
-    found = loaded(state, has_text_tower=False)
-    assert {change.why for change in found.fitted.changes if change.kind == "dropped"} == {
+    fitted = load_fitted(state, has_text_tower=False)
+    assert {change.why for change in fitted.fitted.changes if change.kind == "dropped"} == {
         "this model has no text tower"
     }
 
@@ -163,8 +165,8 @@ def test_positions_of_another_resolution_are_open_clips(state: State) -> None:
         resize_pos_embed(theirs, Theirs(grid))
         ours = resize_positions(positions, num_places=1 + grid * grid)
         assert torch.equal(ours, theirs["visual.positional_embedding"])
-    found = loaded(state, image_px=48)
-    (change,) = [change for change in found.fitted.changes if change.kind == "resized"]
+    fitted = load_fitted(state, image_px=48)
+    (change,) = [change for change in fitted.fitted.changes if change.kind == "resized"]
     assert (change.name, change.old, change.new) == ("video.positional_embedding", (17, 64), (37, 64))
 
 
@@ -174,15 +176,15 @@ def test_a_longer_context_and_padding_of_the_vocabulary_are_cut(state: State) ->
         "positional_embedding": torch.cat([state["positional_embedding"], torch.ones(5, 48)]),
         "token_embedding.weight": torch.cat([state["token_embedding.weight"], torch.zeros(3, 48)]),
     }
-    found = loaded(longer)
-    assert torch.equal(found.fitted.tensors["text.positional_embedding"], state["positional_embedding"])
-    assert torch.equal(found.fitted.tensors["text.token_embedding.weight"], state["token_embedding.weight"])
-    assert [change.kind for change in found.fitted.changes].count("resized") == 2
+    fitted = load_fitted(longer)
+    assert torch.equal(fitted.fitted.tensors["text.positional_embedding"], state["positional_embedding"])
+    assert torch.equal(fitted.fitted.tensors["text.token_embedding.weight"], state["token_embedding.weight"])
+    assert [change.kind for change in fitted.fitted.changes].count("resized") == 2
 
 
 def test_the_report_for_run_json_names_every_change(state: State) -> None:
-    found = loaded(state, num_frames=4)
-    report = found.as_json()
+    fitted = load_fitted(state, num_frames=4)
+    report = fitted.as_json()
     assert report["num_copied"] == len(our_model().state_dict()) - 1
     assert report["changes"] == [
         {
@@ -199,7 +201,7 @@ def test_the_report_for_run_json_names_every_change(state: State) -> None:
 def test_half_precision_becomes_the_models_own(state: State) -> None:
     model = our_model()
     half = {name: tensor.half() for name, tensor in state.items()}
-    loaded_weights(model, source_of(from_open_clip(half)), say=quiet)
+    loaded_weights(model, source_of(from_open_clip(half)), say=ignore_line)
     assert model.video.proj.dtype == torch.float32
     assert torch.equal(model.video.proj, half["visual.proj"].float())
 
@@ -219,9 +221,9 @@ def test_weights_of_other_kinds_are_named(names: list[str], message: str) -> Non
 
 
 def test_prefixes_of_wrappers_are_taken_off_where_all_have_them() -> None:
-    one = torch.ones(1)
-    assert without_prefixes({"module._orig_mod.a": one, "module._orig_mod.b": one}).keys() == {"a", "b"}
-    assert without_prefixes({"module.a": one, "b": one}).keys() == {"module.a", "b"}
+    tensor = torch.ones(1)
+    assert without_prefixes({"module._orig_mod.a": tensor, "module._orig_mod.b": tensor}).keys() == {"a", "b"}
+    assert without_prefixes({"module.a": tensor, "b": tensor}).keys() == {"module.a", "b"}
 
 
 def test_a_forced_format_goes_before_the_names(state: State, tmp_path: Path) -> None:
@@ -268,14 +270,14 @@ def test_a_format_is_a_file_and_a_row(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "config.json").write_text('{"model_type": "toy-large", "heads": 5}')
     source = open_weights(Init(weights=str(tmp_path)))
     assert source is not None and source.title.endswith("(Toy)") and source.facts.video_heads == 5
-    found = source.converted
-    assert found.tensors["video.transformer.resblocks.3.attn.in_proj_bias"].tolist() == [0, 0, 1, 1, 2, 2]
-    assert found.origins["video.transformer.resblocks.3.attn.in_proj_bias"] == "toy.3.{q,k,v}.bias"
-    assert found.tensors["video.transformer.resblocks.3.mlp.c_fc.weight"].shape == (3, 2)
-    assert found.ignored == ("toy.steps",) and found.unknown.keys() == {"toy.3.q.weight"}
-    back = names.write(found.tensors)
+    converted = source.converted
+    assert converted.tensors["video.transformer.resblocks.3.attn.in_proj_bias"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert converted.origins["video.transformer.resblocks.3.attn.in_proj_bias"] == "toy.3.{q,k,v}.bias"
+    assert converted.tensors["video.transformer.resblocks.3.mlp.c_fc.weight"].shape == (3, 2)
+    assert converted.ignored == ("toy.steps",) and converted.unknown.keys() == {"toy.3.q.weight"}
+    back = names.write(converted.tensors)
     assert back.keys() == state.keys() - {"toy.steps", "toy.3.q.weight"}
-    assert all(torch.equal(one, state[name]) for name, one in back.items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in back.items())
     with pytest.raises(ValueError, match=r"Toy has nothing like video\.proj"):
         names.write({"video.proj": torch.ones(1)})
 
@@ -283,12 +285,12 @@ def test_a_format_is_a_file_and_a_row(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_positions_of_texts_are_stretched_as_in_long_clip() -> None:
     """Zhang et al. 2024: of 77 positions 20 stay, and between two of the others there are three more, to 248."""
     old = torch.randn(77, 5, dtype=torch.float64)
-    wanted = [*old[:20]]
+    expected = [*old[:20]]
     for number in range(20, 77):
         begin = min(number, 75)  # beyond the last position, the line through the last two goes on
         slope = old[begin + 1] - old[begin]
-        wanted += [old[number] + slope * quarter / 4 for quarter in range(4)]
-    torch.testing.assert_close(stretched_positions(old, 248), torch.stack(wanted), rtol=0, atol=1e-12)
+        expected += [old[number] + slope * quarter / 4 for quarter in range(4)]
+    torch.testing.assert_close(stretched_positions(old, 248), torch.stack(expected), rtol=0, atol=1e-12)
     assert torch.equal(stretched_positions(old, 248)[20::4], old[20:])
     source = ConvertedStateDict(
         tensors={"text.positional_embedding": old}, origins={"text.positional_embedding": "positional_embedding"}

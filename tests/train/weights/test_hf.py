@@ -17,7 +17,7 @@ from clipmill.train.weights.hf_clip import from_hf, to_hf
 from clipmill.train.weights.source import Source
 from clipmill.train.weights.sources import open_weights
 from tests.train.weights import small
-from tests.train.weights.small import images, loaded_weights, our_model, quiet, shuffle, tokens
+from tests.train.weights.small import ignore_line, images, loaded_weights, our_model, shuffle, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -72,7 +72,7 @@ def test_our_towers_compute_what_clip_model_does(theirs: Any, folder: Path) -> N
     assert source.facts.activation == "quick_gelu" and "Hugging Face" in source.title
     ours = our_model(activation="quick_gelu")
     torch.nn.init.zeros_(ours.video.temporal_embedding)
-    loaded = loaded_weights(ours, source, say=quiet)
+    loaded = loaded_weights(ours, source, say=ignore_line)
     with torch.no_grad():
         seen = theirs(input_ids=tokens(), pixel_values=images())
         torch.testing.assert_close(ours.embed_video(images()[:, :, None]), seen.image_embeds, atol=2e-6, rtol=2e-5)
@@ -92,7 +92,7 @@ def test_a_bare_file_is_known_by_its_names(theirs: Any, tmp_path: Path) -> None:
     torch.save(
         {**theirs.state_dict(), "text_model.embeddings.position_ids": torch.arange(12)[None]}, tmp_path / "w.bin"
     )
-    loaded = loaded_weights(our_model(), open_source(tmp_path / "w.bin"), say=quiet)
+    loaded = loaded_weights(our_model(), open_source(tmp_path / "w.bin"), say=ignore_line)
     assert [change.kind for change in loaded.fitted.changes] == ["created"]
 
 
@@ -103,7 +103,7 @@ def test_a_lost_key_matrix_is_missed(theirs: Any, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"1 missing \(video.transformer.resblocks.1.attn.in_proj_weight\); 2 left over"
     ):
-        loaded_weights(our_model(), open_source(tmp_path / "w.bin"), say=quiet)
+        loaded_weights(our_model(), open_source(tmp_path / "w.bin"), say=ignore_line)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_other_models_are_refused(folder: Path, tmp_path: Path, change: dict[str
 
 
 @pytest.fixture(scope="module")
-def sharded(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded_model(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model in several files, as `save_pretrained` writes large ones."""
     folder = tmp_path_factory.mktemp("sharded")
     theirs.save_pretrained(folder, max_shard_size="60KB")
@@ -131,13 +131,18 @@ def sharded(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_model_in_several_files_is_the_model_in_one(folder: Path, sharded: Path) -> None:
-    whole, found = open_source(folder), open_source(sharded)
-    assert found.facts == whole.facts and found.converted.tensors.keys() == whole.converted.tensors.keys()
-    assert all(torch.equal(one, whole.converted.tensors[name]) for name, one in found.converted.tensors.items())
-    by_index = open_source(sharded / "model.safetensors.index.json")
+def test_a_model_in_several_files_is_the_model_in_one(folder: Path, sharded_model: Path) -> None:
+    whole, sharded_source = open_source(folder), open_source(sharded_model)
+    assert (
+        sharded_source.facts == whole.facts
+        and sharded_source.converted.tensors.keys() == whole.converted.tensors.keys()
+    )
+    assert all(
+        torch.equal(tensor, whole.converted.tensors[name]) for name, tensor in sharded_source.converted.tensors.items()
+    )
+    by_index = open_source(sharded_model / "model.safetensors.index.json")
     assert by_index.converted.tensors.keys() == whole.converted.tensors.keys()
-    require_weights(sharded, tasks_where())  # what train eval, train embed and load_model begin with
+    require_weights(sharded_model, tasks_where())  # what train eval, train embed and load_model begin with
 
 
 @pytest.mark.parametrize(
@@ -151,9 +156,9 @@ def test_a_model_in_several_files_is_the_model_in_one(folder: Path, sharded: Pat
     ],
 )
 def test_an_index_that_does_not_fit_its_shards_is_refused(
-    sharded: Path, tmp_path: Path, change: dict[str, Any], message: str
+    sharded_model: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    copy = shutil.copytree(sharded, tmp_path / "copy")
+    copy = shutil.copytree(sharded_model, tmp_path / "copy")
     index = copy / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     shard = content["weight_map"]["logit_scale"]
@@ -164,8 +169,8 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(
     assert message in str(caught.value) and caught.value.hint
 
 
-def test_shards_of_pickles_are_named_for_what_they_are(sharded: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(sharded, tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors*"))
+def test_shards_of_pickles_are_named_for_what_they_are(sharded_model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(sharded_model, tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors*"))
     weight_map = {"logit_scale": "pytorch_model-00001-of-00001.bin"}
     (copy / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     torch.save({"logit_scale": torch.ones(())}, copy / "pytorch_model-00001-of-00001.bin")

@@ -52,13 +52,13 @@ def test_a_timesformer_alone(tmp_path: Path, kind: Any) -> None:
     torch.manual_seed(0)
     theirs = kind(TimesformerConfig(**TIMESFORMER))
     theirs.save_pretrained(tmp_path)
-    found = read_caption_folder(tmp_path)
-    assert found.config.decoder is None and found.config.video is not None
-    assert (found.config.video.image_px, found.config.video.num_frames) == (32, 4)
-    assert not found.converted.unknown
+    folder = read_caption_folder(tmp_path)
+    assert folder.config.decoder is None and folder.config.video is not None
+    assert (folder.config.video.image_px, folder.config.video.num_frames) == (32, 4)
+    assert not folder.converted.unknown
     ours = ours_with_weights_of(their_captioner(), tmp_path / "whole")
     names = {name for name in ours.state_dict() if name.startswith("video.") and ".resblocks.2." not in name}
-    assert found.converted.tensors.keys() == names
+    assert folder.converted.tensors.keys() == names
 
 
 @pytest.mark.parametrize("kind", [GPT2LMHeadModel, GPT2Model])
@@ -70,14 +70,14 @@ def test_a_gpt2_alone_has_all_but_cross_attention_where_it_was_made_without(
     theirs = kind(GPT2Config(**GPT2, add_cross_attention=has_cross_attention))
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")  # in several files
     assert not (tmp_path / "model.safetensors").exists()
-    found = read_caption_folder(tmp_path)
-    size = found.config.decoder
-    assert found.config.video is None and size is not None
+    folder = read_caption_folder(tmp_path)
+    size = folder.config.decoder
+    assert folder.config.video is None and size is not None
     assert (size.vocabulary_size, size.context_length, size.trunk.depth) == (61, 40, 2)
-    assert not found.converted.unknown
+    assert not folder.converted.unknown
     names = {f"decoder.{name}" for name in Gpt2(size, attend=attend_with_sdpa).state_dict()}
     is_new = {name for name in names if ".cross_attn." in name or ".ln_cross." in name}
-    assert found.converted.tensors.keys() == (names if has_cross_attention else names - is_new)
+    assert folder.converted.tensors.keys() == (names if has_cross_attention else names - is_new)
 
 
 def test_masks_of_old_versions_are_no_weights(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_masks_of_old_versions_are_no_weights(tmp_path: Path) -> None:
     state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 40, 40)
     state["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    found = read_caption_folder(tmp_path).converted
-    assert not found.unknown and len(found.ignored) == 2
+    converted = read_caption_folder(tmp_path).converted
+    assert not converted.unknown and len(converted.ignored) == 2
 
 
 def test_transformers_writes_the_same_captions_from_our_folder(tmp_path: Path) -> None:
@@ -129,17 +129,18 @@ def test_generate_writes_as_a_folder_says(tmp_path: Path, decoding: DecodingSett
         ours, clips(2), replace(decoding, max_tokens=min(40, max_tokens_of(decoding))), end_id=END, samples=range(2)
     ).tokens_VL
     length = max(written.shape[1], expected.shape[1])
-    found = [
-        torch.nn.functional.pad(one, (0, length - one.shape[1]), value=END).tolist() for one in (written, expected)
+    texts = [
+        torch.nn.functional.pad(token_ids, (0, length - token_ids.shape[1]), value=END).tolist()
+        for token_ids in (written, expected)
     ]
-    assert found[0] == found[1]
+    assert texts[0] == texts[1]
 
 
 def test_a_folder_says_what_is_drawn() -> None:
     drawn = DecodingSettings(method="sample", temperature=0.5, top_p=0.75)
     config = hf_generation_config(end_id=END, pad_id=END, decoding=drawn)
-    wanted = {"do_sample": True, "temperature": 0.5, "top_k": 0, "top_p": 0.75, "max_new_tokens": 30}
-    assert wanted.items() <= config.items()
+    expected = {"do_sample": True, "temperature": 0.5, "top_k": 0, "top_p": 0.75, "max_new_tokens": 30}
+    assert expected.items() <= config.items()
 
 
 def test_other_clips_have_the_nearest_places(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from clipmill.train.weights.source import Source
 from clipmill.train.weights.sources import fetch_tag, open_weights
 from tests.train.weights.small import (
     OPEN_CLIP_CONFIG,
+    ignore_line,
     images,
     loaded_weights,
     open_clip_model,
     our_model,
-    quiet,
     tokens,
 )
 
@@ -70,7 +70,7 @@ def test_our_towers_compute_what_open_clips_do(theirs: Any, tmp_path: Path, writ
     write(theirs.state_dict(), path)
     ours = our_model()
     torch.nn.init.zeros_(ours.video.temporal_embedding)
-    loaded = loaded_weights(ours, open_source(path), say=quiet)
+    loaded = loaded_weights(ours, open_source(path), say=ignore_line)
     assert_same_features(ours, theirs)
     assert loaded.logit_scale == pytest.approx(theirs.logit_scale.item())
     assert [(change.kind, change.name) for change in loaded.fitted.changes] == [("created", "video.temporal_embedding")]
@@ -89,7 +89,7 @@ def test_a_text_tower_of_its_own_is_known_too(tmp_path: Path) -> None:
     torch.save(theirs.state_dict(), tmp_path / "w.pt")
     ours = our_model()
     torch.nn.init.zeros_(ours.video.temporal_embedding)
-    loaded_weights(ours, open_source(tmp_path / "w.pt"), say=quiet)
+    loaded_weights(ours, open_source(tmp_path / "w.pt"), say=ignore_line)
     assert_same_features(ours, theirs)
 
 
@@ -131,7 +131,7 @@ def test_another_number_of_heads_is_refused_though_the_shapes_fit(theirs: Any, t
     config = {"model_cfg": {**OPEN_CLIP_CONFIG, "vision_cfg": vision}, "preprocess_cfg": {}}
     (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="video tower has 2 heads, but the video tower of the model has 4"):
-        loaded_weights(our_model(), open_source(tmp_path), say=quiet)
+        loaded_weights(our_model(), open_source(tmp_path), say=ignore_line)
 
 
 def test_openais_sizes_among_the_tensors_say_quick_gelu(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_openais_sizes_among_the_tensors_say_quick_gelu(tmp_path: Path) -> None:
     assert "OpenAI" in source.title and source.facts.activation == "quick_gelu"
     ours = our_model(activation="quick_gelu")
     torch.nn.init.zeros_(ours.video.temporal_embedding)
-    loaded_weights(ours, source, say=quiet)
+    loaded_weights(ours, source, say=ignore_line)
     with torch.no_grad():
         theirs.half().float()
     assert_same_features(ours, theirs)
@@ -155,11 +155,11 @@ def test_openais_sizes_among_the_tensors_say_quick_gelu(tmp_path: Path) -> None:
 def test_a_tag_comes_from_open_clip(theirs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(theirs.state_dict(), tmp_path / "cached.safetensors")
     monkeypatch.setattr("open_clip.pretrained.download_pretrained", lambda entry: str(tmp_path / "cached.safetensors"))
-    said: list[str] = []
-    fetch_tag(Init(weights="ViT-B-16:openai"), say=said.append)
+    messages: list[str] = []
+    fetch_tag(Init(weights="ViT-B-16:openai"), say=messages.append)
     source = open_weights(Init(weights="ViT-B-16:openai"))
     assert source is not None and source.facts.activation == "quick_gelu" and source.facts.video_heads == 12
-    assert "open_clip's cache or a download" in said[0]
+    assert "open_clip's cache or a download" in messages[0]
 
 
 def test_an_unknown_tag_lists_those_there_are() -> None:
@@ -186,7 +186,7 @@ def test_the_towers_of_vit_b_16_are_open_clips_at_their_full_size() -> None:
     size = size_of("b16", Towers(activation="quick_gelu"))
     ours = DualEncoder(size, image_px=224, num_frames=1, attend=attend_with_sdpa).eval()
     source = Source(title="ViT-B-16", converted=from_open_clip(theirs.state_dict()), facts=SourceFacts())
-    loaded_weights(ours, source, say=quiet)
+    loaded_weights(ours, source, say=ignore_line)
     picture = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     ids = open_clip.get_tokenizer("ViT-B-16-quickgelu")(["a person washes a cup"])
     assert ours.text is not None

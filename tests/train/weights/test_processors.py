@@ -56,25 +56,25 @@ def save(folder: Path, files: dict[str, dict[str, Any]], *, kind: str = "clip") 
     return folder
 
 
-def effective(folder: Path, **init: Any) -> tuple[Any, list[str]]:
+def effective_settings(folder: Path, **init: Any) -> tuple[Any, list[str]]:
     """The settings of a run that starts from the facts in a folder, and what it prints."""
-    facts, said = facts_in(folder), list[str]()
+    facts, messages = facts_in(folder), list[str]()
     assert facts is not None
     source = Source(title=str(folder), converted=ConvertedStateDict(tensors={}, origins={}), facts=facts)
     kind = json.loads((folder / "config.json").read_text())["model_type"]
     settings = ClassifySettings(
         label="verb", shards="data", init=Init(weights=str(folder), **init), towers=Towers(kind=kind)
     )
-    return effective_clip_settings(settings, source, say=said.append).init, said
+    return effective_clip_settings(settings, source, say=messages.append).init, messages
 
 
 @pytest.mark.parametrize("kind", ["clip", "videomae"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_its_mean_and_deviation(tmp_path: Path, layout: str, kind: str) -> None:
     save(tmp_path, LAYOUTS[layout], kind=kind)
-    init, said = effective(tmp_path)
+    init, messages = effective_settings(tmp_path)
     assert (list(init.pixel_mean), list(init.pixel_std)) == (MEAN, STD)
-    assert not [line for line in said if "normalised" in line]
+    assert not [line for line in messages if "normalised" in line]
     assert list(library_facts(tmp_path).mean or ()) == MEAN
     tower = preprocessing_of(f"hf:{tmp_path}")
     assert (list(tower.mean or ()), list(tower.std or ()), tower.interpolation) == (MEAN, STD, "bicubic")
@@ -95,19 +95,21 @@ def test_all_of_these_files_are_fetched() -> None:
 def test_what_else_a_processor_does_to_values_is_part_of_it(
     tmp_path: Path, values: dict[str, Any], mean: list[float], std: list[float]
 ) -> None:
-    found = read_processor(str(save(tmp_path, {PREPROCESSOR: {**IMAGE, **values}})))
-    assert found["image_mean"] == pytest.approx(mean) and found["image_std"] == pytest.approx(std)
-    assert found["do_normalize"] and not found.get("offset")
+    processor = read_processor(str(save(tmp_path, {PREPROCESSOR: {**IMAGE, **values}})))
+    assert processor["image_mean"] == pytest.approx(mean) and processor["image_std"] == pytest.approx(std)
+    assert processor["do_normalize"] and not processor.get("offset")
 
 
 @pytest.mark.parametrize("files", [{}, {PROCESSOR: {"processor_class": "CLIPProcessor"}}, {PREPROCESSOR: {"size": 32}}])
 def test_a_default_is_named_with_its_reason(tmp_path: Path, files: dict[str, dict[str, Any]]) -> None:
     save(tmp_path, files, kind="videomae")
-    init, said = effective(tmp_path)
+    init, messages = effective_settings(tmp_path)
     assert init.pixel_mean == IMAGENET_MEAN
-    assert [line for line in said if "no file" in line and "videomae towers are used: mean 0.485 0.456 0.406" in line]
-    init, said = effective(tmp_path, pixel_mean=(0.1, 0.2, 0.3), pixel_std=(0.1, 0.2, 0.3))
-    assert init.pixel_mean == (0.1, 0.2, 0.3) and not [line for line in said if "no file" in line]
+    assert [
+        line for line in messages if "no file" in line and "videomae towers are used: mean 0.485 0.456 0.406" in line
+    ]
+    init, messages = effective_settings(tmp_path, pixel_mean=(0.1, 0.2, 0.3), pixel_std=(0.1, 0.2, 0.3))
+    assert init.pixel_mean == (0.1, 0.2, 0.3) and not [line for line in messages if "no file" in line]
 
 
 @pytest.mark.parametrize("value", ["0.5", [0.5, 0.5], [0.5, 0.5, 300]])

@@ -48,7 +48,7 @@ def write_open_clip(path: Path) -> Path:
 
 def write_avion(path: Path) -> Path:
     weights = tiny_weights()
-    state = {name.replace("video.", "visual.").replace("text.", "textual."): one for name, one in weights.items()}
+    state = {name.replace("video.", "visual.").replace("text.", "textual."): tensor for name, tensor in weights.items()}
     state["visual.image_projection"] = state.pop("visual.proj")
     torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}}, path)
     return path
@@ -95,16 +95,16 @@ def test_the_text_tower_starts_from_a_source_of_its_own(
 ) -> None:
     """Both sources are read again for a checkpoint of adapters."""
     video, text, tower = write_avion(tmp_path / "avion.pt"), tmp_path / "text.safetensors", tmp_path / "tower.pt"
-    others = {name: one + 0.5 for name, one in tiny_weights().items()}
+    others = {name: tensor + 0.5 for name, tensor in tiny_weights().items()}
     save_file({name: tensor.contiguous() for name, tensor in to_open_clip(others).items()}, text)
-    torch.save({name: one for name, one in torch.load(video)["state_dict"].items() if "visual" in name}, tower)
+    torch.save({name: tensor for name, tensor in torch.load(video)["state_dict"].items() if "visual" in name}, tower)
     words = ["dual-encoder", "--shards", data_dir, *SMALL, "--lora.rank", "2", "--out"]
     assert train(*words, tmp_path / "run", "--init.weights", video, "--init.text", text) == 0
     assert "avion.pt (AVION), with the text tower of" in capsys.readouterr().out
     after, first = whole_weights(RunFolder(tmp_path / "run").require_checkpoint()), tiny_weights()
-    for name, one in after.items():
-        wanted = others[name] if name.startswith("text.") else first[name]
-        torch.testing.assert_close(one, wanted, rtol=0, atol=1e-6)
+    for name, weight in after.items():
+        expected = others[name] if name.startswith("text.") else first[name]
+        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-6)
     for flags, problem in (
         (("--init.text", text), f"--init.text is {text}, but the video tower has no weights"),
         (("--init.weights", text, "--init.text", tower), "there is no text tower"),
@@ -158,18 +158,18 @@ def settings_from(path: Path, say: Callable[[str], None] = lambda line: None, **
 
 
 def test_what_the_user_said_goes_before_the_weights_and_is_said(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     path = write_avion(tmp_path / "avion.pt")
-    settings = settings_from(path, said.append, towers=Towers(activation="quick_gelu"))
+    settings = settings_from(path, messages.append, towers=Towers(activation="quick_gelu"))
     assert (settings.towers.activation, settings.towers.video_norm_eps) == ("quick_gelu", 1e-6)
-    assert "weights: they were trained with gelu, but --towers.activation is quick_gelu, which is used" in said
+    assert "weights: they were trained with gelu, but --towers.activation is quick_gelu, which is used" in messages
 
 
 def test_weights_that_say_no_activation_are_remarked_on(tmp_path: Path) -> None:
-    said: list[str] = []
-    settings = settings_from(write_open_clip(tmp_path / "w.safetensors"), said.append)
+    messages: list[str] = []
+    settings = settings_from(write_open_clip(tmp_path / "w.safetensors"), messages.append)
     assert settings.towers.activation is None
-    assert any("their activation is not recorded" in line for line in said)
+    assert any("their activation is not recorded" in line for line in messages)
 
 
 def write_hugging_face(path: Path, *, max_shard_size: str = "1GB") -> Path:
@@ -207,7 +207,7 @@ def write_lavila(path: Path) -> Path:
     """LaViLa's names of a whole CLIP; its towers are smaller."""
     state = {**lavila_state(), "image_projection": torch.ones(64, WIDTH), "text_projection": torch.ones(48, WIDTH)}
     state[LOGIT_SCALE] = -torch.tensor(TEMPERATURE).log()
-    torch.save({"epoch": 5, "state_dict": {f"module.{name}": one for name, one in state.items()}}, path)
+    torch.save({"epoch": 5, "state_dict": {f"module.{name}": tensor for name, tensor in state.items()}}, path)
     return path
 
 
@@ -215,8 +215,8 @@ def write_lavila(path: Path) -> Path:
 def test_projections_and_temperature_are_those_of_the_weights_whatever_the_model_is_called(
     write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    said: list[str] = []
-    settings = settings_from(write(tmp_path / "weights"), said.append)
+    messages: list[str] = []
+    settings = settings_from(write(tmp_path / "weights"), messages.append)
     assert settings.towers.embedding_width == WIDTH
     assert settings.loss.temperature == pytest.approx(TEMPERATURE)
     source = open_weights(settings.init)
@@ -224,9 +224,9 @@ def test_projections_and_temperature_are_those_of_the_weights_whatever_the_model
     if write is not write_lavila:
         size = size_of(settings.model, settings.towers)
         model = DualEncoder(size, image_px=32, num_frames=2, attend=attend_with_sdpa, towers=settings.towers)
-        changes = fit_to(model, source, say=said.append).fitted.changes
-        assert [one.name for one in changes if one.name != TEMPORAL_EMBEDDING] == []
-    assert not any("new projection" in line or "not used" in line for line in said), said
+        changes = fit_to(model, source, say=messages.append).fitted.changes
+        assert [change.name for change in changes if change.name != TEMPORAL_EMBEDDING] == []
+    assert not any("new projection" in line or "not used" in line for line in messages), messages
 
 
 def test_a_run_of_another_embedding_width_is_gone_on_from_as_it_is(data_dir: Path, tmp_path: Path) -> None:
@@ -249,12 +249,12 @@ def test_a_run_of_another_embedding_width_is_gone_on_from_as_it_is(data_dir: Pat
     ],
 )
 def test_a_temperature_that_is_not_used_is_named(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
-    said: list[str] = []
-    settings = settings_from(write_open_clip(tmp_path / "w.safetensors"), said.append, **changes)
+    messages: list[str] = []
+    settings = settings_from(write_open_clip(tmp_path / "w.safetensors"), messages.append, **changes)
     assert settings.loss.temperature == changes.get("loss", Loss()).temperature
-    assert f"weights: their temperature of 0.025 is not used: {reason}" in said
+    assert f"weights: their temperature of 0.025 is not used: {reason}" in messages
     if "towers" in changes:
-        assert "weights: they were trained with 48, but --towers.embedding-width is 64, which is used" in said
+        assert "weights: they were trained with 48, but --towers.embedding-width is 64, which is used" in messages
 
 
 def test_text_norms_of_another_eps_are_refused(tmp_path: Path) -> None:

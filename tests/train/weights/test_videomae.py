@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from clipmill.manifests.errors import UserError
 from clipmill.train.weights.sources import detect_format
 from clipmill.train.weights.videomae import from_hf_videomae, from_videomae, to_hf_videomae, to_videomae
-from tests.train.weights.small import loaded_weights, quiet
+from tests.train.weights.small import ignore_line, loaded_weights
 from tests.train.weights.small_videomae import (
     SIZE,
     State,
@@ -60,9 +60,9 @@ def test_a_bias_of_keys_which_changes_no_output_is_left_aside(folder: Path) -> N
     state = load_file(folder / "model.safetensors")
     keys = [name for name in state if name.endswith(".attention.attention.key.weight")]
     biases = {name.replace(".weight", ".bias"): torch.randn(state[name].shape[0]) for name in keys}
-    found, plain = (from_hf_videomae(of) for of in ({**state, **biases}, state))
-    assert keys and set(found.ignored) == biases.keys()
-    assert not found.unknown and same(found.tensors, plain.tensors)
+    converted, plain = (from_hf_videomae(of) for of in ({**state, **biases}, state))
+    assert keys and set(converted.ignored) == biases.keys()
+    assert not converted.unknown and same(converted.tensors, plain.tensors)
 
 
 def test_our_autoencoder_reconstructs_what_transformers_does(folder: Path) -> None:
@@ -72,13 +72,13 @@ def test_our_autoencoder_reconstructs_what_transformers_does(folder: Path) -> No
     assert (facts.activation, facts.video_eps, facts.video_heads, facts.decoder_heads) == ("gelu", 1e-12, 4, 2)
     assert facts.mean is None and facts.std is None  # no processor says it; settings name the default
     ours = our_autoencoder()
-    assert loaded_weights(ours, source, say=quiet).fitted.changes == ()
+    assert loaded_weights(ours, source, say=ignore_line).fitted.changes == ()
     assert_same_reconstruction(ours, hf_autoencoder(), clips())
 
 
 def test_our_classifier_computes_what_transformers_does(classifier_folder: Path) -> None:
     ours = our_classifier()
-    assert loaded_weights(ours, open_source(classifier_folder), say=quiet).fitted.changes == ()
+    assert loaded_weights(ours, open_source(classifier_folder), say=ignore_line).fitted.changes == ()
     with torch.no_grad():
         logits = hf_classifier().double()(clips().transpose(1, 2)).logits
         torch.testing.assert_close(ours.double()(clips()), logits, rtol=1e-10, atol=1e-10)
@@ -90,7 +90,7 @@ def test_latents_of_four_channels_and_cubes_of_one_frame_are_the_same_too(tmp_pa
     source = open_source(tmp_path)
     assert source.facts.mean is None and source.tubelet is None
     ours = our_autoencoder(size=replace(SIZE, num_channels=4, cube_frames=1, patch_px=2), image_px=8)
-    assert loaded_weights(ours, source, say=quiet).fitted.changes == ()
+    assert loaded_weights(ours, source, say=ignore_line).fitted.changes == ()
     assert_same_reconstruction(ours, theirs, clips(side=8, channels=4))
     state = load_file(tmp_path / "model.safetensors")
     assert same(to_hf_videomae(from_hf_videomae(state).tensors), state)
@@ -127,7 +127,7 @@ def test_the_authors_checkpoints_are_read_with_what_else_they_hold(
     source = open_source(tmp_path / "checkpoint.pth")
     assert source.title.endswith("(VideoMAE)") and source.facts.video_eps == 1e-6
     ours = our_autoencoder()
-    assert loaded_weights(ours, source, say=quiet).fitted.changes == ()
+    assert loaded_weights(ours, source, say=ignore_line).fitted.changes == ()
     # eps is no tensor: a tower of 1e-12 computes what transformers' of 1e-12 does.
     assert_same_reconstruction(ours, hf_autoencoder(), clips())
 
@@ -143,14 +143,14 @@ def test_old_and_new_names_of_the_biases_are_read(autoencoder: Any, folder: Path
 def test_a_bare_encoder_is_one_too(autoencoder: Any, tmp_path: Path) -> None:
     autoencoder.videomae.save_pretrained(tmp_path)
     source = open_source(tmp_path)
-    wanted = from_hf_videomae(autoencoder.state_dict()).tensors
-    video = {name: tensor for name, tensor in wanted.items() if name.startswith("video.")}
+    expected = from_hf_videomae(autoencoder.state_dict()).tensors
+    video = {name: tensor for name, tensor in expected.items() if name.startswith("video.")}
     assert same(source.converted.tensors, video) and not source.converted.unknown
 
 
 def test_other_pictures_and_other_lengths_need_no_change(folder: Path) -> None:
     ours = our_autoencoder(image_px=32, num_frames=16)
-    assert loaded_weights(ours, open_source(folder), say=quiet).fitted.changes == ()
+    assert loaded_weights(ours, open_source(folder), say=ignore_line).fitted.changes == ()
     longer = hf_autoencoder(image_size=32, num_frames=16)
     assert_same_reconstruction(ours, longer, clips(side=32, num_frames=16))
 
@@ -158,7 +158,8 @@ def test_other_pictures_and_other_lengths_need_no_change(folder: Path) -> None:
 def test_a_configuration_of_videomae_v2_is_read(classifier_folder: Path, tmp_path: Path) -> None:
     state = public(load_file(classifier_folder / "model.safetensors"))
     save_file(
-        {f"model.{name}": one for name, one in state.items() if "head" not in name}, tmp_path / "model.safetensors"
+        {f"model.{name}": tensor for name, tensor in state.items() if "head" not in name},
+        tmp_path / "model.safetensors",
     )
     model = {"embed_dim": 32, "num_heads": 4, "layer_norm_eps": 1e-5, "init_values": 0.0, "cos_attn": False}
     config: dict[str, Any] = {"model_type": "VideoMAEv2_Base", "model_config": model}
@@ -205,8 +206,8 @@ def test_a_pre_training_without_a_last_norm_is_remarked_on(folder: Path, tmp_pat
     ]
     assert not any("train mae" in remark for remark in source.facts.remarks)  # it may be another command
     with pytest.raises(UserError, match=r"2 missing \(video.ln_post.weight, video.ln_post.bias\)"):
-        loaded_weights(our_autoencoder(), source, say=quiet)
-    loaded_weights(our_autoencoder(), source, allow=("video.ln_post.*",), say=quiet)
+        loaded_weights(our_autoencoder(), source, say=ignore_line)
+    loaded_weights(our_autoencoder(), source, allow=("video.ln_post.*",), say=ignore_line)
 
 
 @pytest.mark.parametrize(

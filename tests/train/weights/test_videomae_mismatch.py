@@ -18,7 +18,7 @@ from clipmill.train.tasks.dual_encoder.task import effective_settings
 from clipmill.train.tasks.mae.spec import MaeSettings
 from clipmill.train.weights.open_clip import to_open_clip
 from clipmill.train.weights.source import effective_clip_settings
-from tests.train.weights.small import loaded_weights, our_model, quiet
+from tests.train.weights.small import ignore_line, loaded_weights, our_model
 from tests.train.weights.small_videomae import (
     DECODER_DEPTH,
     SIZE,
@@ -48,7 +48,7 @@ def classifier_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refusal(model: torch.nn.Module, state: State, path: Path) -> tuple[str, str]:
     torch.save(state, path / "w.pth")
     with pytest.raises(UserError) as caught:
-        loaded_weights(model, open_source(path / "w.pth"), say=quiet)
+        loaded_weights(model, open_source(path / "w.pth"), say=ignore_line)
     return str(caught.value), str(caught.value.hint)
 
 
@@ -59,7 +59,7 @@ def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_fold
     assert hint == f"use --decoder-depth {DECODER_DEPTH}, as in the weights"
     hf_autoencoder(decoder_num_attention_heads=4).save_pretrained(tmp_path / "heads")
     with pytest.raises(UserError, match="the decoder has 4 heads, but the decoder of the model has 2") as caught:
-        loaded_weights(our_autoencoder(), open_source(tmp_path / "heads"), say=quiet)
+        loaded_weights(our_autoencoder(), open_source(tmp_path / "heads"), say=ignore_line)
     assert "without the decoder, the weights can be the --init.weights" in str(caught.value.hint)
     of_latents = our_autoencoder(size=replace(SIZE, num_channels=4, patch_px=2), image_px=8)
     error, hint = refusal(of_latents, state, tmp_path)
@@ -69,16 +69,16 @@ def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_fold
     patterns = "--init.allow 'decoder.*' 'fc_norm.*' 'head.*' 'video.ln_post.*'"
     assert hint.endswith(patterns)
     allow = tuple(patterns.replace("'", "").split()[1:])
-    loaded_weights(our_autoencoder(), open_source(classifier_folder), allow=allow, say=quiet)
+    loaded_weights(our_autoencoder(), open_source(classifier_folder), allow=allow, say=ignore_line)
     # Its config.json says how many heads a decoder would have; these sizes are not its default.
     path = classifier_folder / "config.json"
     config = json.loads(path.read_text()) | {"decoder_num_attention_heads": 6}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(classifier_folder / "model.safetensors")
     with pytest.raises(UserError) as caught:
-        loaded_weights(our_autoencoder(), open_source(tmp_path), say=quiet)
+        loaded_weights(our_autoencoder(), open_source(tmp_path), say=ignore_line)
     assert str(caught.value.hint).endswith(patterns)
-    loaded_weights(our_autoencoder(), open_source(tmp_path), allow=allow, say=quiet)
+    loaded_weights(our_autoencoder(), open_source(tmp_path), allow=allow, say=ignore_line)
 
 
 KEY = "videomae.encoder.layer.1.attention.attention.key.weight"
@@ -88,11 +88,13 @@ KEY = "videomae.encoder.layer.1.attention.attention.key.weight"
     ("change", "message"),
     [
         (
-            lambda state: {name: one for name, one in state.items() if name != KEY},
+            lambda state: {name: tensor for name, tensor in state.items() if name != KEY},
             r"1 missing \(video.transformer.resblocks.1.attn.in_proj_weight\); 2 left over",
         ),
         (
-            lambda state: {name: one for name, one in public(state).items() if name != "encoder.blocks.1.attn.q_bias"},
+            lambda state: {
+                name: tensor for name, tensor in public(state).items() if name != "encoder.blocks.1.attn.q_bias"
+            },
             r"1 missing \(video.transformer.resblocks.1.attn.q_bias\)",
         ),
         (lambda state: public(state) | {"encoder.blocks.0.gamma_1": torch.ones(32)}, r"1 left over \(encoder.blocks.0"),
@@ -117,22 +119,22 @@ def test_heads_that_show_in_no_shape_are_compared(tmp_path: Path) -> None:
     ):
         hf_autoencoder(**changes).save_pretrained(tmp_path)
         with pytest.raises(UserError, match=title):
-            loaded_weights(our_autoencoder(), open_source(tmp_path), say=quiet)
+            loaded_weights(our_autoencoder(), open_source(tmp_path), say=ignore_line)
 
 
 def test_settings_become_what_the_weights_were_trained_with(folder: Path) -> None:
     source = open_source(folder)
-    mae = effective_clip_settings(MaeSettings(size_px=32), source, say=quiet)
+    mae = effective_clip_settings(MaeSettings(size_px=32), source, say=ignore_line)
     assert (mae.towers.kind, mae.towers.tubelet, mae.towers.video_norm_eps) == ("videomae", 2, 1e-12)
     assert mae.towers.activation == "gelu" and mae.init.pixel_mean == (0.485, 0.456, 0.406)
-    classify = effective_clip_settings(ClassifySettings(size_px=32), source, say=quiet)
+    classify = effective_clip_settings(ClassifySettings(size_px=32), source, say=ignore_line)
     assert vars(classify.towers) == vars(mae.towers) and classify.init.pixel_std == (0.229, 0.224, 0.225)
     # Without weights too, what takes effect is said.
-    alone = effective_clip_settings(MaeSettings(size_px=32), None, say=quiet)
+    alone = effective_clip_settings(MaeSettings(size_px=32), None, say=ignore_line)
     assert alone.towers.kind == "videomae" and alone.init.pixel_mean == (0.485, 0.456, 0.406)
-    assert effective_clip_settings(ClassifySettings(), None, say=quiet) == ClassifySettings()
+    assert effective_clip_settings(ClassifySettings(), None, say=ignore_line) == ClassifySettings()
     with pytest.raises(UserError, match="--num-frames 3 cannot be cut into cubes of 2 frames"):
-        effective_clip_settings(ClassifySettings(num_frames=3), source, say=quiet)
+        effective_clip_settings(ClassifySettings(num_frames=3), source, say=ignore_line)
 
 
 def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Path) -> None:
@@ -140,7 +142,7 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
     clip, videomae = open_source(tmp_path / "clip.pt"), open_source(folder)
     of_clip, of_videomae = "a CLIP tower (clip)", "a VideoMAE tower (videomae)"
     plain, leave = Towers(kind="clip"), "use weights of the same kind, or omit --towers.kind"
-    for effective, settings, source, there, here, hint in (
+    for effective, settings, source, in_weights, here, hint in (
         (
             effective_clip_settings,
             MaeSettings(),
@@ -161,8 +163,8 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
         (effective_clip_settings, ClassifySettings(towers=Towers(kind="videomae")), clip, of_clip, of_videomae, leave),
     ):
         with pytest.raises(UserError) as caught:
-            effective(settings, source, say=quiet)  # type: ignore[arg-type]
-        assert f"the weights are of {there}, and the model has {here}" in str(caught.value)
+            effective(settings, source, say=ignore_line)  # type: ignore[arg-type]
+        assert f"the weights are of {in_weights}, and the model has {here}" in str(caught.value)
         assert (caught.value.hint or "").startswith(hint)
     with pytest.raises(UserError, match=r"--towers\.kind is videomae, a tower that train dual-encoder does not"):
-        effective_settings(DualEncoderSettings(towers=DualEncoderTowers(kind="videomae")), None, say=quiet)
+        effective_settings(DualEncoderSettings(towers=DualEncoderTowers(kind="videomae")), None, say=ignore_line)
