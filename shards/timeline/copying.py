@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 
 def write_continuous(
-    place: "str | os.PathLike[str]",
+    source: "str | os.PathLike[str]",
     target: "str | os.PathLike[str]",
     *,
     with_sound: bool,
     on_packet: Callable[[], None] = lambda: None,
 ) -> Timeline:
-    """Copy a source into a file whose timestamps are the timeline, packet by packet; return the timeline of that file.
+    """Copy a source, packet by packet, to a file with the timestamps of its timeline; return the new file's timeline.
 
-    Nothing is encoded again. The first audio stream keeps its offset to the pictures of the same part.
+    Nothing is re-encoded. The first audio stream keeps its offset to the video of the same part.
 
     Args:
-        on_packet: Called for every packet that is read.
+        on_packet: Function that is called for every packet that is read.
 
     Raises:
         TimelineError: See `read_timeline`.
@@ -48,28 +48,28 @@ def write_continuous(
     """
     import av
 
-    with open_container(f"file:{os.fspath(place)}") as container, open(place, "rb") as file:  # noqa: PTH123
+    with open_container(f"file:{os.fspath(source)}") as container, open(source, "rb") as file:  # noqa: PTH123
         timeline, packets = read_timeline(container, file=file, on_packet=lambda packet: on_packet())
     with (
-        open_container(f"file:{os.fspath(place)}") as container,
+        open_container(f"file:{os.fspath(source)}") as container,
         av.open(os.fspath(target), "w", format=CONTINUOUS_FORMAT) as output,
     ):
         track = track_of(container, timeline.track)
         sounds = list(container.streams.audio)[:1] if with_sound else []
-        pictures = _VideoWriter(output, track, packets, start=timeline.start)
-        writers: dict[int, Any] = {track.index: pictures}
-        writers |= {sound.index: _SoundWriter(output, sound, pictures) for sound in sounds}
+        video = _VideoWriter(output, track, packets, start=timeline.start)
+        writers: dict[int, Any] = {track.index: video}
+        writers |= {sound.index: _SoundWriter(output, sound, video) for sound in sounds}
         for packet in container.demux([track, *sounds]):
             on_packet()
             if packet.size:
                 writers[packet.stream_index].write(packet)
     with open_container(f"file:{os.fspath(target)}", formats=CONTINUOUS_FORMAT) as container:
         seek_start = Fraction(container.start_time or 0, US_PER_S)
-    return replace(timeline, track=0, start=pictures.start, seek_start=seek_start, is_continuous=True, is_blind=False)
+    return replace(timeline, track=0, start=video.start, seek_start=seek_start, is_continuous=True, is_blind=False)
 
 
 class _VideoWriter:
-    """Writer of the video track's packets, with the times of the timeline.
+    """Writer for the packets of the video track, with the times of the timeline.
 
     Attributes:
         start: Timestamp of time 0 in the file that is written, in seconds.
@@ -82,7 +82,7 @@ class _VideoWriter:
         self._output, self._unit = output, track.time_base or ONE
         self._stream, self._filter = _add_stream(output, track)
         ordered = np.sort(packets.times)
-        # Decoding times must ascend, and must not be later than presentation times.
+        # Decoding times must increase, and must not be later than presentation times.
         ordered = np.maximum.accumulate(ordered - np.arange(len(ordered))) + np.arange(len(ordered))
         delay = int((ordered - packets.times).max(initial=0))
         shift = delay + round((1 - start) / self._unit)  # sound may begin a little earlier
@@ -92,7 +92,7 @@ class _VideoWriter:
         self.offsets = [(shift + offset) * self._unit for _, offset in packets.restarts]
         self._number, self._last_key = 0, NO_TIME
 
-    def place(self) -> tuple[int, Fraction]:
+    def position(self) -> tuple[int, Fraction]:
         """Return the number of the part that is being written, and its length so far in seconds."""
         row = max(0, self._number - 1)
         part = bisect_right(self._firsts, row) - 1
@@ -102,7 +102,7 @@ class _VideoWriter:
         """Write the next packet."""
         packet.pts, packet.dts = int(self._times[self._number]), int(self._decoding_times[self._number])
         self._number += 1
-        # The muxer aborts the process if key frames are not in ascending order of time.
+        # The muxer aborts the process if keyframes are not in ascending order of time.
         packet.is_keyframe = packet.is_keyframe and packet.pts > self._last_key
         self._last_key = max(self._last_key, packet.pts if packet.is_keyframe else NO_TIME)
         for copy in self._filter(packet):
@@ -111,15 +111,14 @@ class _VideoWriter:
 
 
 class _SoundWriter:
-    """Writer of the packets of a sound track.
+    """Writer for the packets of an audio track.
 
-    Where timestamps start again, sound and pictures are not synchronous: a part of the sound begins where the
-    timestamps of the sound start again, at the latest a second after the pictures. Sound that overlaps the previous
-    part is omitted.
+    Audio and video timestamps do not restart at the same packet. A part of the audio begins where the audio timestamps
+    restart, at most a second after the part of the video. Audio that overlaps the previous part is omitted.
     """
 
-    def __init__(self, output: "OutputContainer", sound: "Stream", pictures: _VideoWriter) -> None:
-        self._output, self._pictures, self._unit = output, pictures, sound.time_base or ONE
+    def __init__(self, output: "OutputContainer", sound: "Stream", video: _VideoWriter) -> None:
+        self._output, self._video, self._unit = output, video, sound.time_base or ONE
         self._stream, self._filter = _add_stream(output, sound)
         self._part, self._last, self._end = 0, NO_TIME, NO_TIME
 
@@ -128,14 +127,14 @@ class _SoundWriter:
         time = packet.dts if packet.pts is None else packet.pts
         if time is None:
             return
-        part, seconds = self._pictures.place()
+        part, seconds = self._video.position()
         step = (time - self._last) * self._unit if self._last != NO_TIME else 0
         if step < -RESTART_S or step > LONGEST_FRAME_S:
-            self._part = min(self._part + 1, part + 1, len(self._pictures.offsets) - 1)
+            self._part = min(self._part + 1, part + 1, len(self._video.offsets) - 1)
         if self._part < part and (seconds > 1 or self._part < part - 1):
             self._part = part
         self._last = time
-        new_time = time + round(self._pictures.offsets[self._part] / self._unit)
+        new_time = time + round(self._video.offsets[self._part] / self._unit)
         if new_time < max(0, self._end):
             return
         packet.pts = packet.dts = new_time
@@ -146,9 +145,9 @@ class _SoundWriter:
 
 
 def _add_stream(output: "OutputContainer", stream: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
-    """Add a stream to `output` with the parameters of `stream`; return it, and the filter that converts its packets.
+    """Add a stream to `output` with the parameters of `stream`; return it, and a function that converts its packets.
 
-    Parameter sets travel within the packets, because parameter sets in a header could not change.
+    Parameter sets are stored within the packets, because parameter sets in a header could not change.
     """
     from av.bitstream import BitStreamFilterContext
 

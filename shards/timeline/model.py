@@ -1,4 +1,4 @@
-"""The timeline of a source, the shape of its pictures, and its packets; opening a source."""
+"""Data of a source: its timeline, the shape of its frames, and its packets. Functions that open a source."""
 
 import json
 import math
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 DEMUXERS = f"{CONTAINERS},h264,hevc"
-CONTINUOUS_FORMAT = "nut"  # holds any codec, and timestamps in any unit
+CONTINUOUS_FORMAT = "nut"  # container format that supports any codec, and timestamps in any unit
 
 US_PER_S = 1_000_000
 ONE = Fraction(1)
 NO_TIME = np.iinfo(np.int64).min
-_MIN_FRAME_BYTES = 24  # a packet of this size certainly holds a frame
+_MIN_FRAME_BYTES = 24  # size from which a packet certainly contains a frame
 Filter = tuple[str, dict[str, str]]  # name and options of a filter of libavfilter
 
 
 class TimelineError(ValueError):
-    """A source whose frames cannot be placed on one timeline.
+    """The frames of a source cannot be placed on one timeline.
 
     Attributes:
         code: Kind of the problem, a failure code of `prep`.
@@ -40,11 +40,11 @@ class TimelineError(ValueError):
 
 @dataclass(frozen=True)
 class Shape:
-    """Crop and orientation of the pictures of a source.
+    """Crop and orientation of the frames of a source.
 
     Attributes:
-        crop: Pixels that the container cuts off: left, top, right, bottom.
-        matrix: The display matrix without its shift: a, b, c, d. The point (x, y) is shown at (a x + c y, b x + d y).
+        crop: Numbers of pixels that the container crops: left, top, right, bottom.
+        matrix: Display matrix without translation: a, b, c, d. The point (x, y) is displayed at (a x + c y, b x + d y).
     """
 
     crop: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -52,16 +52,16 @@ class Shape:
 
     @property
     def is_transposed(self) -> bool:
-        """True if rows of the coded picture are shown as columns."""
+        """True if rows of the coded frame are displayed as columns."""
         return self._kind() == "transposed"
 
     def crop_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size of a coded picture after the crop; at least one pixel is left."""
+        """Return the resolution of a coded frame after the crop, at least 1x1."""
         left, top, right, bottom = self.crop
         return max(1, width - left - right), max(1, height - top - bottom)
 
     def crop_filters(self) -> list[Filter]:
-        """Return the filters that crop a picture."""
+        """Return the filters that crop a frame."""
         if not any(self.crop):
             return []
         left, top, right, bottom = self.crop
@@ -69,7 +69,7 @@ class Shape:
         return [("crop", {**size, "x": str(left), "y": str(top), "exact": "1"})]
 
     def orientation_filters(self) -> list[Filter]:
-        """Return the filters that turn a picture upright."""
+        """Return the filters that turn a frame upright."""
         a, b, c, d = self.matrix
         kind = self._kind()
         if kind == "transposed":
@@ -81,12 +81,12 @@ class Shape:
 
     @property
     def is_turned(self) -> bool:
-        """True if the picture is rotated by an angle that is not a quarter turn."""
+        """True if the frame is rotated by an angle that is not a multiple of 90 degrees."""
         return self._kind() == "turned"
 
     @property
     def degrees(self) -> float:
-        """Clockwise rotation of the picture in degrees, from 0 up to 360."""
+        """Clockwise rotation of the frame in degrees, from 0 up to 360."""
         a, b, _, _ = self.matrix
         return math.degrees(math.atan2(b, a)) % 360
 
@@ -105,7 +105,7 @@ class Timeline:
     Attributes:
         track: Index of the video stream in the container.
         start: Timestamp of time 0 in seconds.
-        seek_start: Timestamp from which libav counts when it seeks, if it differs from `start`.
+        seek_start: Timestamp that libav treats as time 0 when it seeks, if it differs from `start`.
         end: End of the last frame in seconds from time 0.
         last: Time of the last frame in seconds.
         rate: Frames per second, the average if it varies; 0 if unknown.
@@ -119,7 +119,7 @@ class Timeline:
         aspects: Pixel aspect ratio (width / height), with the time in seconds from which it is valid; the first is 0.
         transfer: Transfer characteristics of the first frame (ISO/IEC 23091-2), 2 if unknown.
         primaries: Color primaries of the first frame (ISO/IEC 23091-2), 2 if unknown.
-        notes: Unusual properties of the pictures, one sentence each.
+        notes: Unusual properties of the video, one sentence each.
     """
 
     track: int = 0
@@ -141,7 +141,7 @@ class Timeline:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return the fields that a reader of frames needs, as JSON text; an empty text for an ordinary source."""
+        """Return the fields that a reader of frames needs, as JSON; an empty string for an ordinary source."""
         ordinary = Timeline()
         values: dict[str, Any] = {
             name: getattr(self, name)
@@ -156,13 +156,13 @@ class Timeline:
         return json.dumps(values, separators=(",", ":")) if values else ""
 
     def aspect_at(self, time: Fraction) -> Fraction:
-        """Return the width of a pixel divided by its height, as shown upright, at a time in seconds."""
+        """Return the width of a pixel divided by its height, after rotation, at a time in seconds."""
         aspect = [aspect for begin, aspect in self.aspects if begin <= max(time, Fraction(0))][-1]
         return 1 / aspect if self.shape.is_transposed else aspect
 
     @classmethod
     def from_json(cls, text: str) -> "Timeline":
-        """Return the timeline that `to_json` wrote."""
+        """Parse the output of `to_json`."""
         values: dict[str, Any] = json.loads(text) if text else {}
         values |= {name: Fraction(values[name]) for name in ("start", "seek_start", "key_gap") if name in values}
         if "shape" in values:
@@ -192,13 +192,14 @@ _STORED = frozenset(
 
 @dataclass(frozen=True)
 class TrackPackets:
-    """The packets of the video track in the order of the file; times in units of the stream.
+    """The packets of the video track in file order; times are in units of the stream.
 
     Attributes:
         times: Presentation times, int64 [packets]: the timestamps of the file, or, if the source is not continuous, the
             corrected timestamps.
         durations: Durations, 0 where unknown, int64 [packets].
-        is_shown: True if the packet is shown, bool [packets]. Edit lists hide packets that only others need to decode.
+        is_shown: True if the packet is displayed, bool [packets]. Edit lists hide packets that are needed only to
+            decode other packets.
         restarts: First packet of each part, and the offset that is added to the timestamps of the part.
     """
 
@@ -213,7 +214,7 @@ def open_container(file: "str | IO[bytes]", *, formats: str = DEMUXERS) -> "Inpu
 
     Args:
         file: URL of a local file (`file:PATH`), or its bytes.
-        formats: Names of the demuxers that may open it.
+        formats: Names of the allowed demuxers.
 
     Raises:
         av.FFmpegError, OSError: The file is not a supported video container, or cannot be read.
@@ -225,15 +226,15 @@ def open_container(file: "str | IO[bytes]", *, formats: str = DEMUXERS) -> "Inpu
 
 
 def video_tracks(container: "InputContainer") -> "list[VideoStream]":
-    """Return the video streams that may be the main video, the best one first.
+    """Return the candidates for the main video stream, the best candidate first.
 
-    Cover pictures and thumbnails are omitted. As in players, a stream that the container marks as default comes first,
+    Cover images and thumbnails are omitted. As in players, a stream that the container marks as default comes first,
     and a stream with a single frame comes last.
     """
     import av
 
-    pictures = av.stream.Disposition.attached_pic | av.stream.Disposition.timed_thumbnails
-    tracks = [stream for stream in container.streams.video if not stream.disposition & pictures]
+    still_images = av.stream.Disposition.attached_pic | av.stream.Disposition.timed_thumbnails
+    tracks = [stream for stream in container.streams.video if not stream.disposition & still_images]
     return sorted(
         tracks,
         key=lambda stream: (
@@ -245,7 +246,7 @@ def video_tracks(container: "InputContainer") -> "list[VideoStream]":
 
 
 def start_of(container: "InputContainer") -> Fraction:
-    """Return the timestamp of time 0 in seconds; libav rounds it to microseconds, its streams do not."""
+    """Return the timestamp of time 0 in seconds. libav rounds it to microseconds, but not the starts of its streams."""
     start = Fraction(container.start_time or 0, US_PER_S)
     exact = (
         stream.start_time * stream.time_base
@@ -272,17 +273,17 @@ def rate_of(stream: "VideoStream") -> Fraction:
 
 
 def frame_times(
-    place: "str | os.PathLike[str]", timeline: Timeline, *, begin: Fraction, end: Fraction
+    source: "str | os.PathLike[str]", timeline: Timeline, *, begin: Fraction, end: Fraction
 ) -> NDArray[np.float64]:
     """Return the times in seconds of the frames of a continuous source that begin from about `begin` to `end`.
 
-    The times are the sorted timestamps of the packets: nothing is decoded. Very small packets are omitted: in some
-    codecs they mean that a frame is skipped, and the decoder outputs no frame.
+    The times are the sorted timestamps of the packets; nothing is decoded. Very small packets are omitted, because in
+    some codecs they mean that a frame is skipped, so the decoder does not output a frame.
 
     Raises:
         av.FFmpegError: A packet cannot be read.
     """
-    with open_container(f"file:{os.fspath(place)}", formats=f"{DEMUXERS},{CONTINUOUS_FORMAT}") as container:
+    with open_container(f"file:{os.fspath(source)}", formats=f"{DEMUXERS},{CONTINUOUS_FORMAT}") as container:
         stream = track_of(container, timeline.track)
         unit = stream.time_base or ONE
         if begin > 0:

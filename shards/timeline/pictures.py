@@ -1,4 +1,4 @@
-"""The pictures of a source as they are shown: cropped and upright, with their times."""
+"""Decode the frames of a source as players display them: cropped and upright, with their times."""
 
 import io
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-_MAX_ASPECT = 64  # above it, a damaged header with a few rows would give a picture of gigabytes
+_MAX_ASPECT = 64  # limit, above which a damaged header with a few rows would require a frame of gigabytes
 _TRANSFERS = {16: "PQ", 18: "HLG"}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The first picture of a source, as it is shown: upright, cropped, with square pixels."""
+    """The first frame of a source as it is displayed: upright, cropped, with square pixels."""
 
     width: int
     height: int
@@ -53,15 +53,15 @@ def first_picture(container: "InputContainer", stream: "VideoStream") -> Picture
     width, height = shape.crop_size(frame.width, frame.height)
     notes = []
     if (num_tracks := len(video_tracks(container))) > 1:
-        notes.append(f"{num_tracks} video tracks: stream {stream.index} is taken, the others are left out")
+        notes.append(f"{num_tracks} video tracks: stream {stream.index} is used, the others are ignored")
     if frame.color_trc in _TRANSFERS:
-        notes.append(f"HDR ({_TRANSFERS[frame.color_trc]}): colours are kept as they are, without tone mapping")
+        notes.append(f"HDR ({_TRANSFERS[frame.color_trc]}): colours are unchanged, without tone mapping")
     if any(shape.crop):
         notes.append(f"the container crops {frame.width}x{frame.height} to {width}x{height}")
     if shape.is_turned:
         notes.append(f"rotated by {shape.degrees:.0f} degrees inside its frame, with black corners")
     if frame.interlaced_frame:
-        notes.append("interlaced, and not deinterlaced")
+        notes.append("interlaced; it is not deinterlaced")
     if aspect > 0:
         width = max(1, round(width * aspect))
     if shape.is_transposed:
@@ -72,7 +72,7 @@ def first_picture(container: "InputContainer", stream: "VideoStream") -> Picture
 def _display_matrix(frame: "av.VideoFrame") -> tuple[float, float, float, float]:
     from av.sidedata.sidedata import Type
 
-    data: Any = frame.side_data.get(Type.DISPLAYMATRIX)  # type: ignore[call-overload] # keys are types, not texts
+    data: Any = frame.side_data.get(Type.DISPLAYMATRIX)  # type: ignore[call-overload] # keys are types, not strings
     if data is None:
         return Shape().matrix
     a, b, _, c, d, *_ = (value / 65536 for value in np.frombuffer(bytes(data), "<i4").tolist())
@@ -82,8 +82,7 @@ def _display_matrix(frame: "av.VideoFrame") -> tuple[float, float, float, float]
 def _container_crop(container: "InputContainer", stream: "VideoStream") -> tuple[int, int, int, int]:
     """Return the crop in the header of a container: left, top, right, bottom, in pixels.
 
-    PyAV does not expose the crop. libav writes it into the header of a Matroska file, as four elements with fixed
-    names.
+    PyAV does not expose the crop. libav writes it to the header of a Matroska file, as four elements with known IDs.
     """
     import av
 
@@ -117,7 +116,7 @@ _CROP_ELEMENTS = (0x54CC, 0x54BB, 0x54DD, 0x54AA)  # PixelCropLeft, Top, Right, 
 
 
 def _ebml_element(head: bytes) -> tuple[int, int, int]:
-    """Return (id, header size, content size) in bytes of the EBML element at the start of `head`."""
+    """Return the ID, header size and content size (in bytes) of the EBML element at the start of `head`."""
     id_bytes, length_bytes = 9 - head[0].bit_length(), 9 - head[9 - head[0].bit_length()].bit_length()
     length = int.from_bytes(head[id_bytes : id_bytes + length_bytes], "big") & (1 << 7 * length_bytes) - 1
     return int.from_bytes(head[:id_bytes], "big"), id_bytes + length_bytes, length
@@ -129,9 +128,9 @@ def shown_frames(
     """Decode a source; yield its frames, upright and cropped, with their times in seconds from time 0.
 
     Args:
-        container: A container just opened.
-        packets: Packets of the track, from `read_timeline`; needed if the timeline is not continuous.
-        skips_damage: Omit packets that cannot be decoded, instead of raising an error.
+        container: A newly opened container.
+        packets: Packets of the track, from `read_timeline`; required if the timeline is not continuous.
+        skips_damage: Omit packets that cannot be decoded instead of raising an error.
 
     Raises:
         av.FFmpegError: A packet cannot be read or decoded.
@@ -143,7 +142,7 @@ def shown_frames(
     number = 0
     for packet in container.demux(stream):
         if packet.size and not timeline.is_continuous:
-            assert packets is not None, "its packets are needed"
+            assert packets is not None, "the packets are required"
             packet.pts = packet.dts = int(packets.times[number])
             number += 1
         try:
@@ -159,10 +158,10 @@ def shown_frames(
 
 
 class Upright:
-    """Filter that crops frames and turns them upright. It rebuilds its graph if their size or format changes.
+    """Filter that crops frames and turns them upright. It rebuilds its graph if their resolution or format changes.
 
     Args:
-        aspect: Pixel aspect ratio (width / height) that the stream states; output frames have square pixels.
+        aspect: Pixel aspect ratio (width / height) of the stream; output frames have square pixels.
     """
 
     def __init__(self, shape: Shape, *, aspect: Fraction = ONE) -> None:
@@ -170,17 +169,17 @@ class Upright:
         filters = [*shape.crop_filters(), *square, *shape.orientation_filters()]
         self._filters = [*filters, ("copy", {})] if filters else []  # flipped frames have lines in descending order
         self._graph: Any = None
-        self._made_for: tuple[int, int, str] | None = None
+        self._graph_key: tuple[int, int, str] | None = None
 
     def frame(self, frame: "av.VideoFrame") -> "av.VideoFrame":
-        """Return a frame as it is shown, with its time."""
+        """Return a frame as it is displayed, with its time."""
         if not self._filters:
             return frame
         from av.filter import Graph
 
         key = (frame.width, frame.height, frame.format.name)
-        if self._made_for != key:
-            self._graph, self._made_for = Graph(), key
+        if self._graph_key != key:
+            self._graph, self._graph_key = Graph(), key
             buffer = self._graph.add_buffer(
                 width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base or ONE
             )

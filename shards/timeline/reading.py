@@ -1,6 +1,6 @@
-"""Timelines from the packets of a source, or from the index of an MP4. Only a few key frames are decoded.
+"""Read timelines from the packets of a source, or from the index of an MP4. Only a few keyframes are decoded.
 
-Some containers omit times or contain wrong ones; this module repairs them.
+Some containers omit times or contain wrong times, which this module repairs.
 """
 
 import io
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 
-RESTART_S = Fraction(1, 5)  # if decoding times go back by less, a muxer has rounded them
-_GAP_S, _GAP_FRAMES = 5.0, 50  # longer pauses between two frames are noted
+RESTART_S = Fraction(1, 5)  # minimum decrease of decoding times at a restart; smaller decreases are a muxer's rounding
+_GAP_S, _GAP_FRAMES = 5.0, 50  # minimum pause between two frames that is noted
 MPEG_VIDEO = frozenset({"mpeg1video", "mpeg2video"})
 _MAX_GUESS_FRAMES = 4  # largest error of libav's guess of a missing timestamp, in frames or fields
-_ROUNDING = 0.25  # in frames
+_ROUNDING = 0.25  # tolerance for rounded times, in frames
 
-LONGEST_FRAME_S = 3600  # a timestamp further away is damaged, or begins another part
+LONGEST_FRAME_S = 3600  # largest step between timestamps; after a larger step, a timestamp is damaged or in a new part
 
 
 def times_in_display_order(
@@ -49,10 +49,10 @@ def times_in_display_order(
 
     Such a stream has a timestamp only for every few pictures. libav guesses the others, sometimes wrongly. In display
     order, B pictures come before the reference picture that precedes them in the file, and each picture begins when the
-    previous one ends. A timestamp of the file is accepted in two cases: if it is very close to the expected time,
-    because sums of durations are rounded; or if it is further away than a few pictures, because there is a gap, or
-    timestamps start again. The number of pictures before it is the same in display order and in the file, so that times
-    go back at the same picture in both orders.
+    previous picture ends. A timestamp from the file is accepted in two cases: if it is very close to the expected time,
+    because sums of durations are rounded; or if it is more than a few pictures away, because there is a gap, or
+    timestamps restart. The number of preceding pictures is the same in display order and in the file, so times decrease
+    at the same picture in both orders.
     """
     display: list[int] = []
     reference = None
@@ -74,14 +74,14 @@ def times_in_display_order(
 
 
 def key_steps(times: NDArray[np.int64], is_key: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return times that decrease only where timestamps start again, for a container without decoding times.
+    """Return times that decrease only where timestamps restart, for a container without decoding times.
 
-    A key frame is shown after all frames before it.
+    A keyframe is displayed after all frames that precede it in the file.
     """
     latest = np.maximum.accumulate(times)
     restarts = np.flatnonzero(is_key[1:] & (times[1:] < latest[:-1])) + 1
-    for first, behind in pairwise([0, *restarts.tolist(), len(times)]):
-        latest[first:behind] = np.maximum.accumulate(times[first:behind])
+    for first, end in pairwise([0, *restarts.tolist(), len(times)]):
+        latest[first:end] = np.maximum.accumulate(times[first:end])
     return latest
 
 
@@ -93,11 +93,11 @@ def find_restarts(
     unit: Fraction,
     may_wrap: bool,
 ) -> tuple[tuple[int, int], ...]:
-    """Find where timestamps start again; return the first packet of each part, and the offset to add to its timestamps.
+    """Find restarts of the timestamps; return the first packet of each part, and the offset to add to its timestamps.
 
     Args:
-        steps_s: Seconds from each packet to the next in decoding order.
-        may_wrap: True if a part that starts again may seem to begin hours later.
+        steps_s: Seconds from each packet to the next packet in decoding order.
+        may_wrap: True if a part after a restart may seem to begin hours later.
 
     Raises:
         TimelineError: A timestamp is damaged.
@@ -105,20 +105,20 @@ def find_restarts(
     is_jump = steps_s > LONGEST_FRAME_S
     firsts = (np.flatnonzero((steps_s < -float(RESTART_S)) | is_jump) + 1).tolist()
     restarts, offset = [(0, 0)], 0
-    for first, behind in pairwise([*firsts, len(times)]):
-        if (is_jump[first - 1] and not may_wrap) or (behind - first < 2 and first > 1):
+    for first, end in pairwise([*firsts, len(times)]):
+        if (is_jump[first - 1] and not may_wrap) or (end - first < 2 and first > 1):
             jump = f"jump by {steps_s[first - 1] / 3600:,.1f} hours" if is_jump[first - 1] else "go back"
             where = f"at packet {first} ({float((int(times[first - 1]) - int(times[0])) * unit):.2f} s)"
             raise TimelineError("bad_timestamps", f"the timestamps {jump} {where}")
         begin = restarts[-1][0]
         last = begin + int(np.argmax(times[begin:first]))
-        offset += int(times[last] + lengths[last]) - int(times[first:behind].min())
+        offset += int(times[last] + lengths[last]) - int(times[first:end].min())
         restarts.append((first, offset))
     return tuple(restarts)
 
 
 def gap_notes(times: NDArray[np.int64], *, unit: Fraction, start: Fraction) -> list[str]:
-    """Return a note if there are pauses that are much longer than a frame."""
+    """Return a note if there are pauses between frames that are much longer than a frame."""
     in_order = np.sort(times)
     steps = np.diff(in_order)
     if not len(steps):
@@ -128,11 +128,11 @@ def gap_notes(times: NDArray[np.int64], *, unit: Fraction, start: Fraction) -> l
         return []
     begin_s, length_s = float(int(in_order[gaps[0]]) * unit - start), float(int(steps[gaps[0]]) * unit)
     more = f", and {len(gaps) - 1} more" if len(gaps) > 1 else ""
-    return [f"no frames for {length_s:.1f} s from {begin_s:.2f} s{more}: the last one stays on show"]
+    return [f"no frames for {length_s:.1f} s from {begin_s:.2f} s{more}: the last frame remains displayed"]
 
 
 def sequence_header(packet: "Packet[Stream]", *, codec: str) -> bytes:
-    """Return the bytes at the beginning of a key packet that fix the size of its pictures; empty if unknown."""
+    """Return the bytes at the start of a key packet that define the resolution of its frames; empty if unknown."""
     if codec not in ("h264", "hevc", "mpeg1video", "mpeg2video", "vp8"):
         return b""
     head = bytes(memoryview(packet)[:2048])
@@ -147,7 +147,7 @@ def sequence_header(packet: "Packet[Stream]", *, codec: str) -> bytes:
 
 
 def decoded_shape(stream: "VideoStream", content: bytes) -> tuple[int, int, Fraction] | None:
-    """Return width, height and pixel aspect of a key packet; None if it cannot be decoded alone."""
+    """Return the width, height and pixel aspect ratio of a key packet; None if it cannot be decoded by itself."""
     import av
 
     decoder: Any = av.VideoCodecContext.create(stream.codec_context.codec.name, "r")
@@ -163,9 +163,9 @@ def decoded_shape(stream: "VideoStream", content: bytes) -> tuple[int, int, Frac
 
 
 def decoded_order(container: "InputContainer", stream: "VideoStream", *, num_packets: int) -> NDArray[np.int64] | None:
-    """Return the rank of each packet in presentation order, by decoding; None if packets are shown as they come.
+    """Decode to find the rank of each packet in presentation order; None if packets are displayed in file order.
 
-    The container has decoding times only, and only the decoder knows the order.
+    The container has only decoding times, so only the decoder knows the order.
     """
     import av
 
@@ -184,14 +184,14 @@ def decoded_order(container: "InputContainer", stream: "VideoStream", *, num_pac
         except av.error.InvalidDataError:
             continue
     if sorted(numbers) != list(range(num_packets)):
-        return None  # a packet holds two frames or none: libav's times are not worse
+        return None  # some packets contain two frames or none, so the ranks are no better than libav's times
     order = np.empty(num_packets, np.int64)
     order[numbers] = np.arange(num_packets)
     return order
 
 
 def num_avi_frames(file: "IO[bytes]", track: int) -> int:
-    """Return the number of frames that the index of an AVI lists, frames without bytes included; 0 if it has none."""
+    """Return the number of frames in the index of an AVI, including frames without bytes; 0 if there is no index."""
     position, size_bytes = 12, file.seek(0, io.SEEK_END)
     while position + 8 <= size_bytes:
         file.seek(position)
@@ -205,13 +205,13 @@ def num_avi_frames(file: "IO[bytes]", track: int) -> int:
 
 
 def is_cut_avi(file: "IO[bytes]") -> bool:
-    """Return True if the outermost lists of an AVI extend beyond its end; above 1 GB there are several in a row."""
+    """Return True if an outermost list of an AVI extends beyond its end. Files above 1 GB have several such lists."""
     position, size_bytes = 0, file.seek(0, io.SEEK_END)
     while position < size_bytes:
         file.seek(position)
         head = file.read(8)
         length = int.from_bytes(head[4:], "little")
-        if head[:4] != b"RIFF" or length in (0, 2**32 - 1):  # lists that were never finished
+        if head[:4] != b"RIFF" or length in (0, 2**32 - 1):  # a list that was never finished
             return False
         position += 8 + length
     return position > size_bytes
@@ -219,26 +219,25 @@ def is_cut_avi(file: "IO[bytes]") -> bool:
 
 # Streams without a container. The timestamps that libav generates for them change after a seek.
 _RAW = frozenset({"h264", "hevc", "mpegvideo"})
-# Formats in which a seek lands on any packet instead of a key frame, because they have no list of key frames.
+# Formats without a list of keyframes, in which a seek may land on any packet.
 _BLIND_SEEKS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
-# 33-bit timestamps, which libav continues above their limit: a part may seem to begin a day after the part before.
+# Formats with 33-bit timestamps. libav unwraps them, so a part may seem to begin a day after the previous part.
 _WRAPPING = frozenset({"mpegts", "mpeg", "wtv"})
 # Formats that store decoding times. For other formats, libav derives them from presentation times.
 _WITH_DECODING_TIMES = ("mpegts", "mpeg", "wtv", "mp4", "avi", "flv", "mxf")
-# Containers whose duration is not estimated from the bitrate, and containers whose duration is the end of the last
-# frame, whenever the first frame begins.
+# Containers with a duration in the header, which is not estimated from the bitrate; among these, containers whose
+# duration is the end of the last frame, even if the first frame begins later than 0.
 _WITH_HEADER_DURATION = ("matroska", "mp4", "flv", "asf", "mxf", "ivf")
 _DURATION_IS_END = ("matroska", "asf")
-_HEADER_SLACK_S = Fraction(1)  # containers round and pad the durations in their headers
-# Limits that reject damaged timestamps, which can span centuries. In total: a day, or 600 seconds per frame if that is
-# more.
+_HEADER_SLACK_S = Fraction(1)  # tolerance, because containers round and pad the durations in their headers
+# Limits that reject damaged timestamps, which can span centuries: a day, or 600 seconds per frame if that is more.
 _LONGEST_S, _LONGEST_MEAN_FRAME_S = 24 * 3600, 600
 _FLV_HEADER = b"FLV\1"
-_MAX_SHAPES = 200  # of a stream; in a damaged stream, every key frame could have another shape
+_MAX_SHAPES = 200  # maximum number of shapes per stream; in a damaged stream, every keyframe could have a new shape
 
 
 def has_index(container: "InputContainer", stream: "VideoStream") -> bool:
-    """Return True if the file has an index with time and position of each packet (MP4), so that none has to be read."""
+    """Return True if the file has an index with the time and position of each packet (MP4), so no packet is needed."""
     is_listed = "mp4" in container.format.name and bool(stream.duration) and stream.frames > 0
     return is_listed and stream.frames == len(stream.index_entries)
 
@@ -246,10 +245,10 @@ def has_index(container: "InputContainer", stream: "VideoStream") -> bool:
 def indexed_timeline(container: "InputContainer", stream: "VideoStream", *, size_bytes: int) -> Timeline:
     """Return the timeline of a video for which `has_index` is true.
 
-    Only the end of the file is read, and only if the index and the duration in the header disagree.
+    Packets are read only if the index and the duration in the header disagree, and only from the end of the file.
 
     Raises:
-        TimelineError: The file is shorter than its index says, or its times are impossible.
+        TimelineError: The file is shorter than its index states, or its times are impossible.
         av.FFmpegError: A packet cannot be read.
     """
     entries, unit = stream.index_entries, stream.time_base or ONE
@@ -268,7 +267,7 @@ def indexed_timeline(container: "InputContainer", stream: "VideoStream", *, size
     listed = begin + entries[last].timestamp - entries[first].timestamp + step
     end = begin + (stream.duration or 0)
     if last != len(entries) - 1 or abs(listed - end) > 2 * step + 1:
-        # Begin and end of the last frame, from the packets behind the key frame before it.
+        # Find the start and end of the last frame, from the packets that follow the last keyframe.
         container.seek(entries[last].timestamp, stream=stream)
         begin = end = 0
         for packet in container.demux(stream):
@@ -288,7 +287,7 @@ def indexed_timeline(container: "InputContainer", stream: "VideoStream", *, size
 
 
 def _edited_end(stream: "VideoStream", *, last: int, end: int) -> int:
-    """Return the end of the last frame, after which an edit list hides frames: the list may end within the frame."""
+    """Return the end of the last frame that an edit list displays. The edit may end within this frame."""
     edited = (stream.start_time or 0) + (stream.duration or 0)
     return min(end, edited) if edited > last else end
 
@@ -302,9 +301,9 @@ def read_timeline(
     """Read all packets of a source once, without decoding them.
 
     Args:
-        container: A container just opened, from which nothing has been read.
-        file: The bytes of the file, for facts that libav does not tell about an AVI or FLV.
-        on_packet: Function that is called with every packet that has bytes, in the order of the file.
+        container: A newly opened container, from which nothing has been read.
+        file: The bytes of the file, for facts about an AVI or FLV that libav does not report.
+        on_packet: Function that is called with every non-empty packet, in file order.
 
     Raises:
         TimelineError: There is no video stream, or its times are impossible.
@@ -317,7 +316,7 @@ def read_timeline(
         raise TimelineError("no_video", f"no video stream (streams: {', '.join(kinds) or 'none'})")
     lists = {stream.index: _PacketList(stream) for stream in tracks}
     held_bytes = 0
-    ends: dict[int, int] = {}  # of each stream in its unit: a Fraction for each packet takes as long as reading it
+    ends: dict[int, int] = {}  # end of each stream in its unit; a Fraction per packet would double the time
     units: dict[int, Fraction] = {}
     for packet in container.demux():
         if not packet.size:
@@ -332,15 +331,15 @@ def read_timeline(
                 ends[index], units[index] = time, packet.time_base or Fraction(0)
             ends[index] = max(ends[index], time + (packet.duration or 0))
     any_end = max([start, *(ends[index] * unit for index, unit in units.items() if unit)])
-    filled = [stream for stream in tracks if len(lists[stream.index].times) > 1]
-    track = lists[(filled or tracks)[0].index]
+    nonempty = [stream for stream in tracks if len(lists[stream.index].times) > 1]
+    track = lists[(nonempty or tracks)[0].index]
     timeline, packets = track.on_timeline(container, file=file, start=start)
     if container.format.name == "flv" and file is not None:
         file.seek(held_bytes)
         if _FLV_HEADER in file.read(1024):
             raise TimelineError(
                 "bad_timestamps",
-                f"another FLV file begins after byte {held_bytes}, at {float(timeline.end):.2f} s, and libav does not"
+                f"a second FLV file begins after byte {held_bytes}, at {float(timeline.end):.2f} s, but libav does not"
                 " read it: split the file at that byte",
             )
     missing, cut = _missing_end(container, track, timeline, any_end=any_end, file=file)
@@ -348,19 +347,21 @@ def read_timeline(
 
 
 class _PacketList:
-    """The packets of one video stream, as they are read."""
+    """The packets of one video stream that have been read so far."""
 
     def __init__(self, stream: "VideoStream") -> None:
         self.stream = stream
-        self.num_listed = len(stream.index_entries)  # when the file was opened
-        self.times: list[int] = []  # presentation times; decoding times where they are missing
+        self.num_listed = len(stream.index_entries)  # number of index entries when the file was opened
+        self.times: list[int] = []  # presentation times, or decoding times where presentation times are missing
         self.decoding_times: list[int] = []
         self.durations: list[int] = []
-        self.flags: list[int] = []  # 1: key frame, 2: hidden by an edit list
-        self.num_untimed = 0  # before the first packet with a timestamp
+        self.flags: list[int] = []  # 1: keyframe, 2: hidden by an edit list
+        self.num_untimed = 0  # number of packets before the first packet with a timestamp
         self.is_cut = False
-        self.is_bidirectional: list[bool] = []  # of MPEG-1 and MPEG-2 pictures
-        self.key_packets: list[tuple[int, bytes]] = []  # with another sequence header than the previous one
+        self.is_bidirectional: list[bool] = []  # True for B pictures; only for MPEG-1 and MPEG-2
+        self.key_packets: list[
+            tuple[int, bytes]
+        ] = []  # key packets whose sequence header differs from the previous one
         self._header = b""
 
     def add(self, packet: "Packet[Stream]") -> None:
@@ -376,7 +377,7 @@ class _PacketList:
         self.durations.append(packet.duration or 0)
         self.flags.append(packet.is_keyframe + 2 * packet.is_discard)
         codec = self.stream.codec_context.name if self.stream.codec_context else ""
-        if codec in MPEG_VIDEO:  # B pictures by ISO/IEC 13818-2, 6.2.3
+        if codec in MPEG_VIDEO:  # find B pictures (ISO/IEC 13818-2, 6.2.3)
             head = bytes(memoryview(packet)[:2048])
             begin = head.find(b"\0\0\1\0")
             self.is_bidirectional.append(0 <= begin < len(head) - 5 and head[begin + 5] >> 3 & 7 == 3)
@@ -413,15 +414,15 @@ class _PacketList:
         if order is not None:
             times = np.sort(dts)[order]
         elif name == "mpeg" and self.is_bidirectional:
-            # libav's decoding times are guesses too: they start again one picture late.
-            read = times
+            # libav's decoding times are also guesses: they restart one picture too late.
+            file_times = times
             times, dts = times_in_display_order(times, durations, np.array(self.is_bidirectional))
-            is_retimed = bool((times != read).any())
+            is_retimed = bool((times != file_times).any())
         elif name in _WRAPPING:
-            # libav guesses the decoding times that a muxer omits from the picture before, which may be in another part.
+            # If a muxer omits decoding times, libav guesses them from the previous frame, which may be in another part.
             is_guess = (dts > times) | (times - dts > LONGEST_FRAME_S / float(unit))
             dts = np.where(is_guess, times, dts)
-        steps = np.diff(np.unique(times))  # a frame without a duration lasts as long as the one before it
+        steps = np.diff(np.unique(times))  # a frame without a duration lasts as long as the previous frame
         frame = int(steps[-1]) if len(steps) else max(1, round(1 / (rate_of(stream) or Fraction(30)) / unit))
         lengths = np.where(durations > 0, durations, frame)
         has_dts = any(known in name for known in _WITH_DECODING_TIMES)
@@ -429,21 +430,21 @@ class _PacketList:
         restarts = find_restarts(steps_s, times, lengths, unit=unit, may_wrap=name in _WRAPPING)
         notes = []
         if order is not None:
-            notes.append("the container has no presentation times: frames are shown in the order of the decoder")
-        for (first, offset), (behind, _) in zip(restarts, [*restarts[1:], (num_packets, 0)], strict=True):
-            times[first:behind] += offset
+            notes.append("the container has no presentation times: frames are displayed in the order of the decoder")
+        for (first, offset), (next_first, _) in zip(restarts, [*restarts[1:], (num_packets, 0)], strict=True):
+            times[first:next_first] += offset
         if len(restarts) > 1:
-            first, many = restarts[1][0], "again" if len(restarts) == 2 else f"again {len(restarts) - 1} times"
+            first, times_text = restarts[1][0], "once" if len(restarts) == 2 else f"{len(restarts) - 1} times"
             where = f"at packet {first} ({float(int(times[first:].min()) * unit - start):.2f} s)"
-            notes.append(f"timestamps start {many}, first {where}: the parts follow one another")
+            notes.append(f"timestamps restart {times_text}, first {where}: the parts follow one another")
         last = int(np.argmax(np.where(is_shown, times, NO_TIME))) if num_packets else 0
         end = int(times[last] + lengths[last]) if num_packets else 0
-        # libav shows packets that an edit list hides only if others need them for decoding.
+        # libav returns packets that an edit list hides only if other packets need them for decoding.
         has_hidden = bool(num_packets) and (num_packets < stream.frames or not is_shown[int(np.argmax(times))])
         if "mp4" in name and has_hidden:
             end = _edited_end(stream, last=int(times[last]), end=end)
         if name == "avi" and file is not None and stream.average_rate == 1 / unit:
-            end = max(end, num_avi_frames(file, stream.index))  # dropped frames at the end repeat the last one
+            end = max(end, num_avi_frames(file, stream.index))  # dropped frames at the end repeat the last frame
         aspects, changes = self._changes(times, unit=unit, start=start)
         is_blind = name in _BLIND_SEEKS
         keys = np.concatenate([np.sort(times[is_key & is_shown]), [end]])
@@ -464,7 +465,7 @@ class _PacketList:
     def _changes(
         self, times: NDArray[np.int64], *, unit: Fraction, start: Fraction
     ) -> tuple[tuple[tuple[Fraction, Fraction], ...], list[str]]:
-        """Return the pixel aspects with the times from which they hold, and a note if the picture changes."""
+        """Return the pixel aspect ratios with the times from which they hold, and a note if the shape changes."""
         stream = self.stream
         aspects = [(Fraction(0), aspect_of(stream))]
         sizes: list[tuple[Fraction, str]] = []
@@ -482,9 +483,7 @@ class _PacketList:
             return tuple(aspects), []
         time, text = sizes[1]
         more = f", and {len(sizes) - 2} more times" if len(sizes) > 2 else ""
-        note = (
-            f"the picture changes from {sizes[0][1]} to {text} at {float(time):.2f} s{more}: each part keeps its shape"
-        )
+        note = f"the video changes from {sizes[0][1]} to {text} at {float(time):.2f} s{more}: each part keeps its shape"
         return tuple(aspects), [note]
 
 
@@ -496,7 +495,7 @@ def _missing_end(
     any_end: Fraction,
     file: "IO[bytes] | None",
 ) -> tuple[Fraction, str]:
-    """Return the number of seconds that the header promises beyond the last packet, and a description of the loss."""
+    """Return the seconds between the last packet and the end in the header, and a description of the loss."""
     header = Fraction(container.duration or 0, US_PER_S)
     if not any(name in container.format.name for name in _DURATION_IS_END):
         header += timeline.start
@@ -505,7 +504,7 @@ def _missing_end(
         # Without the index at its end, libav estimates the duration of an AVI from its size.
         header, has_header = timeline.start + track.stream.frames / timeline.rate, True
     if "mp4" in container.format.name and 0 < len(track.times) == track.num_listed <= track.stream.frames:
-        has_header = False  # every packet of its index was read; libav may omit packets that an edit list hides
+        has_header = False  # every packet in the index was read; libav may omit packets that an edit list hides
     if has_header and any_end < header - _HEADER_SLACK_S:
         cut = f"truncated: {float(header):.2f} s in the header, but the packets end at {float(any_end):.2f} s"
         return header - any_end, cut

@@ -1,7 +1,7 @@
-"""Detection of truncated files: whether the structure of a container extends beyond the end of the file.
+"""Detection of truncated files, in which the structure of the container extends beyond the end of the file.
 
-The code reads only the sizes in headers, and jumps from one element to the next, so that checking hours of video reads
-only a few kilobytes.
+Only the sizes in headers are read, jumping from one element to the next, so that a check of hours of video reads only a
+few kilobytes.
 """
 
 import io
@@ -11,18 +11,18 @@ _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _ASF_DATA = bytes.fromhex("3626b2758e66cf11a6d900aa0062ce6c")
 _OGG_LONGEST_PAGE = 27 + 255 + 255 * 255
 _FLV_TAGS = frozenset({8, 9, 18})  # audio, video, script data
-_BOX_TYPES_OF_INDEX = frozenset({b"moof", b"moov", b"meta"})  # meta: index of pictures
-_BOX_TYPES_OF_MEDIA = frozenset({b"mdat", b"moof", b"moov"})
+_INDEX_BOXES = frozenset({b"moof", b"moov", b"meta"})  # meta is the index of images
+_MEDIA_BOXES = frozenset({b"mdat", b"moof", b"moov"})
 
 
 def truncation(file: "IO[bytes]", *, size_bytes: int, format_name: str) -> str | None:
-    """Return a description of what a truncated file lacks; empty if it is complete, None if this is unknown.
+    """Describe the missing part of a truncated file; return an empty string if it is complete, None if unknown.
 
-    MPEG-TS, MPEG-PS and raw streams contain no sizes. Live recordings, Ogg and FLV state the size of each part, but not
-    the number of parts: if such a file ends between two parts, the result is None.
+    MPEG-TS, MPEG-PS and raw streams do not contain sizes. Live recordings, Ogg and FLV contain the size of each part,
+    but not the number of parts: if such a file ends between two parts, the result is None.
 
     Args:
-        format_name: Libav's name of the demuxer.
+        format_name: Name of the demuxer in libav.
 
     Raises:
         OSError: The file cannot be read.
@@ -34,20 +34,20 @@ def truncation(file: "IO[bytes]", *, size_bytes: int, format_name: str) -> str |
 
 
 def require_complete(content: bytes, *, format_name: str) -> None:
-    """Raise ValueError for a truncated file in memory, and for a file that does not state where it ends.
+    """Raise ValueError for a truncated file in memory, and for a file that does not contain its size.
 
-    libav would show the rest as if it were a complete, shorter video.
+    libav would decode the rest as if it were a complete, shorter video.
     """
     problem = truncation(io.BytesIO(content), size_bytes=len(content), format_name=format_name)
     if problem is None:
         name = format_name.partition(",")[0]
-        problem = f"this {name} file does not state where it ends, so it may be truncated: convert it to mp4 or mkv"
+        problem = f"this {name} file does not contain its size, so it may be truncated: convert it to mp4 or mkv"
     if problem:
         raise ValueError(problem)
 
 
 def missing_index(file: "IO[bytes]", *, size_bytes: int) -> str | None:
-    """Return what an MP4 file lacks that ends before its index, so that libav cannot open it; None for other files.
+    """Return a message for an MP4 file that ends before its index, so libav cannot open it; None for other files.
 
     Raises:
         OSError: The file cannot be read.
@@ -56,7 +56,7 @@ def missing_index(file: "IO[bytes]", *, size_bytes: int) -> str | None:
     while position + 8 <= size_bytes:
         file.seek(position)
         head = file.read(16)
-        if head[4:8] in _BOX_TYPES_OF_INDEX or (position == 0 and head[4:8] != b"ftyp"):
+        if head[4:8] in _INDEX_BOXES or (position == 0 and head[4:8] != b"ftyp"):
             return None
         if (length := _box_bytes(head)) == 0:  # up to the end of the file
             break
@@ -91,7 +91,7 @@ def _matroska(file: "IO[bytes]", size_bytes: int) -> str | None:
 
 
 def ebml_header(head: bytes) -> tuple[int, int, int | None] | None:
-    """Return (id, header size, content size or None if unknown), in bytes, of the EBML element at the start of `head`.
+    """Return the ID, header size and content size (None if unknown), in bytes, of the EBML element at `head`'s start.
 
     Returns None if `head` is too short or does not begin with an element (RFC 8794, sections 4 to 6).
     """
@@ -114,7 +114,7 @@ def _asf(file: "IO[bytes]", size_bytes: int) -> str | None:
         head = file.read(24)
         length = int.from_bytes(head[16:], "little")
         if head[:16] == _ASF_DATA:
-            # A size of 0, or of only the header of 50 bytes, denotes a live stream.
+            # A size of 0, or of 50 bytes, which is only the header, denotes a live stream.
             if position + length > size_bytes:
                 return _cut("the data object", position + length, size_bytes)
             return "" if length > 50 else None
@@ -163,14 +163,14 @@ def _mp4(file: "IO[bytes]", size_bytes: int) -> str | None:
         head = file.read(16)
         length, kind = _box_bytes(head), head[4:8]
         if length < 8:  # 0 means up to the end of the file
-            if kind in _BOX_TYPES_OF_MEDIA:
+            if kind in _MEDIA_BOXES:
                 return None
             break  # padding
-        if position + length > size_bytes and kind in _BOX_TYPES_OF_MEDIA:
+        if position + length > size_bytes and kind in _MEDIA_BOXES:
             return _cut(f"box {kind.decode()}", position + length, size_bytes)
         has_media |= kind == b"mdat"
         has_end |= kind == b"mfra"  # the index at the end of a fragmented file
-        if kind == b"sidx" and not last_fragment:  # index in front of all fragments, or of the first one
+        if kind == b"sidx" and not last_fragment:  # an index before all fragments, or before the first fragment
             file.seek(position)
             fragments_end = position + length + _indexed_bytes(file.read(min(length, size_bytes)))
         elif kind == b"moof":
@@ -184,10 +184,10 @@ def _mp4(file: "IO[bytes]", size_bytes: int) -> str | None:
 
 
 def _indexed_bytes(box: bytes) -> int:
-    """Return the size of all fragments that a box sidx lists (ISO/IEC 14496-12); 0 if it lists only one."""
-    begin = 32 if box[8:9] == b"\1" else 24  # two times, which have 4 or 8 bytes, and a reserved half-word
+    """Return the total size of the fragments that a sidx box lists (ISO/IEC 14496-12); 0 if it lists only one."""
+    begin = 32 if box[8:9] == b"\1" else 24  # the box has two times of 4 or 8 bytes, and a reserved half-word
     num_fragments = int.from_bytes(box[begin + 6 : begin + 8], "big")
-    sizes = [int.from_bytes(box[at : at + 4], "big") & 0x7FFFFFFF for at in range(begin + 8, len(box) - 3, 12)]
+    sizes = [int.from_bytes(box[i : i + 4], "big") & 0x7FFFFFFF for i in range(begin + 8, len(box) - 3, 12)]
     return sum(sizes[:num_fragments]) if num_fragments > 1 else 0
 
 
@@ -198,7 +198,7 @@ def _box_bytes(head: bytes) -> int:
 
 
 def _flv(file: "IO[bytes]", size_bytes: int) -> str | None:
-    # In a complete file, the last four bytes hold the size of the tag right before them, as after every tag.
+    # In a complete file, the last four bytes contain the size of the preceding tag, as after every tag.
     file.seek(size_bytes - 4)
     tag_bytes = int.from_bytes(file.read(4), "big")
     begin = size_bytes - 4 - tag_bytes
@@ -233,7 +233,7 @@ def _gif(file: "IO[bytes]", size_bytes: int) -> str | None:
             return None
         position += 2 if head[:1] == b"!" else 11 + _color_table_bytes(head[9:10])
         length = 1
-        while length and position < size_bytes:  # an empty sub-block is the last one
+        while length and position < size_bytes:  # an empty sub-block ends the block
             file.seek(position)
             length = file.read(1)[0]
             position += 1 + length
@@ -245,8 +245,8 @@ def _color_table_bytes(flags: bytes) -> int:
     return 3 << (flags[0] & 7) + 1 if flags and flags[0] & 0x80 else 0
 
 
-def _cut(what: str, end: int, size_bytes: int) -> str:
-    return f"truncated: {what} ends at byte {end}, but the file has {size_bytes} bytes"
+def _cut(part: str, end: int, size_bytes: int) -> str:
+    return f"truncated: {part} ends at byte {end}, but the file has {size_bytes} bytes"
 
 
 _CHECKS = {"matroska": _matroska, "asf": _asf, "avi": _avi, "ogg": _ogg, "mp4": _mp4, "flv": _flv, "gif": _gif}

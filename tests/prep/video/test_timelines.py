@@ -90,7 +90,7 @@ def test_what_may_surprise_is_noted_in_plan_and_status(
         assert note in explained and ("\nnote " in explained) == bool(note), name
     num_noted = sum(bool(note) for _, note in KINDS.values())
     for report in (prep_here("plan", "--data", data).stdout, prep_here("status", "--data", data).stdout):
-        assert f"... and {num_noted - 5} more" in report and "timestamps start again, first at packet" in report
+        assert f"... and {num_noted - 5} more" in report and "timestamps restart once, first at packet" in report
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -147,6 +147,6 @@ def test_a_copy_is_made_where_key_frames_go_back(tmp_path: Path) -> None:
 def test_what_cannot_be_shown_completely_is_refused_with_its_place(tmp_path: Path) -> None:
     twice = tmp_path / "twice.flv"
     twice.write_bytes(parts(tmp_path, ".flv", "-ar", 44100, sound="mp3"))
-    with pytest.raises(SourceFailure, match=r"another FLV file begins after byte \d+, at 7.0\d s") as refused:
+    with pytest.raises(SourceFailure, match=r"a second FLV file begins after byte \d+, at 7.0\d s") as refused:
         probe(twice)
     assert refused.value.code == FailureCode.BAD_TIMESTAMPS

@@ -91,7 +91,7 @@ def test_wherever_a_file_is_cut_it_has_all_frames_or_is_refused(name: str, files
 
 @pytest.mark.parametrize("name", [*UNKNOWN, LIVE_AVI])
 def test_a_container_that_does_not_state_its_end_is_refused(name: str, files: dict[str, bytes]) -> None:
-    with pytest.raises(ValueError, match="does not state where it ends"):
+    with pytest.raises(ValueError, match="does not contain its size"):
         PlainVideo(files[name])
 
 
