@@ -83,16 +83,16 @@ class Parts(Mapping[str, Part], Generic[Part]):
 
     def list_usable(self) -> list[Part]:
         """Return all usable parts; report unusable parts on standard error."""
-        parts = []
-        for entry in _entries(self._group):
-            if entry.name in self._taken:
-                error = self._unusable_error(entry, "has a name that is in use", hint="rename it in that package")
-                _warn_once(_warning(error))
+        parts, rivals = [], [entry for entry in _entries(self._group) if entry.name in self._taken]
+        hint = "rename it in that package"
+        errors = [self._unusable_error(entry, "has a name that is in use", hint=hint) for entry in rivals]
         for name in self:
             try:
                 parts.append(self[name])
             except UnusablePart as unusable:
-                _warn_once(_warning(unusable))
+                errors.append(unusable)
+        for error in errors:
+            _warn_once(f"warning: {error}\nhint: {error.hint}\n")
         return parts
 
     def find_usable(self, name: str) -> Part | None:
@@ -166,10 +166,6 @@ def _entries(group: str) -> tuple[EntryPoint, ...]:
 def is_declared(group: str, name: str) -> bool:
     """Return True if an installed package has an entry point with this name."""
     return any(entry.name == name for entry in _entries(group))
-
-
-def _warning(error: UnusablePart) -> str:
-    return f"warning: {error}\nhint: {error.hint}\n"
 
 
 @cache  # the key is the text, because each lookup raises a new error

@@ -135,7 +135,7 @@ PACKAGES = ("manifests", "shards", "train", "prep")
 VAGUE_TEST_FUNCTIONS = frozenset({"counted", "decoded", "divided", "indexed", "opened", "refused", "served"})
 # Limits that only go down: files, functions, classes, and lines of imports in percent of all lines.
 IDEAS = {
-    "manifests": (54, 788, 109, 5.9),
+    "manifests": (54, 787, 109, 5.9),
     "shards": (36, 445, 71, 6.4),
     "train": (217, 2912, 491, 8.0),
     "prep": (127, 1306, 265, 8.5),
