@@ -57,7 +57,7 @@ def variants(data: object) -> set[str]:
     return {key.split("/")[1] for key in keys if key.endswith(".tar")}
 
 
-@pytest.mark.parametrize("place", ["local", "bucket"])
+@pytest.mark.parametrize("place", ["local", pytest.param("bucket", marks=pytest.mark.nightly)])
 def test_a_new_variant_and_gc_change_nothing_for_a_training_that_is_stopped_killed_and_continued(
     place: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

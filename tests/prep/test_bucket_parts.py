@@ -87,6 +87,7 @@ def is_elsewhere(bucket: str, key: str, *, sign: int = 0) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_parts_on_two_machines_one_of_them_killed_leave_the_bytes_of_one_command(
     manifests: Path, bucket: str, faults: Faults, tmp_path: Path, other_machine: Callable[[], Path]
 ) -> None:

@@ -183,6 +183,7 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
     assert contents(data) == contents(tmp_path / "undisturbed")
 
 
+@pytest.mark.nightly
 def test_a_node_that_fails_what_others_do_is_named_and_left_out(
     cluster: Any, add_node: AddNode, tmp_path: Path, write_video: Callable[..., Path]
 ) -> None:

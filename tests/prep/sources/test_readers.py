@@ -88,7 +88,7 @@ def test_a_source_that_cannot_be_opened_holds_up_no_other_and_is_tried_again(
     [
         ([signal.SIGKILL, signal.SIGSEGV], None),
         ([signal.SIGKILL] * 3, FailureCode.WORKER_LOST),
-        ([signal.SIGSEGV] * 3, FailureCode.PROBE_FAILED),
+        pytest.param([signal.SIGSEGV] * 3, FailureCode.PROBE_FAILED, marks=pytest.mark.nightly),
     ],
 )
 def test_a_source_whose_reader_is_killed_is_read_again_alone_and_fails_when_it_is_killed_there_too(

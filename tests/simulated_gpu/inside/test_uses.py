@@ -191,7 +191,8 @@ def test_utilisation_is_that_of_the_gpu_by_its_whole_name(
     assert throughput.metrics(step_s=0.01, waited_s=0.0, num_samples=1)["mfu"] == pytest.approx(100 / tflops)
 
 
-@pytest.mark.parametrize("kind", ["pictures and CLIP", pytest.param("videos and T5", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["pictures and CLIP", "videos and T5"])
 def test_columns_are_those_of_a_cpu(kind: str, clips_dir: Path, tmp_path: Path, journal: Journal) -> None:
     of_vae: dict[str, Any] = {"size": 32, "batch": 4, "precision": "float32"}
     recipe = TextSettings(clip="tiny")

@@ -136,9 +136,8 @@ def torchrun(folder: Path, *flags: str, python: Path, is_installed: bool) -> "su
     )
 
 
-@pytest.mark.parametrize(
-    "is_installed", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["forked", "installed"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("is_installed", [False, True], ids=["forked", "installed"])
 def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_happened(
     columns: Path, tmp_path: Path, forks: Forks, is_installed: bool
 ) -> None:

@@ -1,6 +1,8 @@
 """`train eval probe` from outside, on runs of every task that has a video tower, and the probe in the loop."""
 
 import json
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ import pytest
 
 from clipmill.manifests.publish import publish_json
 from clipmill.train.cli import app
+from clipmill.train.evaluation import probe_classifiers
+from clipmill.train.evaluation.probe_classifiers import GRID, choose_l2
 from clipmill.train.run.checkpoint import latest_checkpoint, read_metadata
 from clipmill.train.run.folder import RunFolder, read_lines
 from tests.train.classify.moving import write_moving
@@ -18,6 +22,14 @@ from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shar
 TINY = ("--model", "tiny", "--num-frames", 2, "--workers", 1, "--steps", 2, "--batch", 6, "--warmup-steps", 1)
 PIXELS = (*TINY, "--size-px", 32)
 MASKED = ("--mask-ratio", 0.5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_regularisations() -> Iterator[None]:
+    """Two candidates of a probe, which converge in a few steps; weaker ones take hundreds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe_classifiers, "choose_l2", partial(choose_l2, grid=GRID[-2:]))
+        yield
 
 
 @pytest.fixture(scope="module")
